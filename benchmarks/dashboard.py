@@ -7,16 +7,21 @@ values and its pace, and sends nothing more. Then the shards are left alone for 
 that they are asked without a pause, as `psserver dashboard` asks them; the difference of their CPU
 times over the number of looks is the cost of one. A page asks once a second. The result is in
 docs/results/dashboard.json.
+
+`--poll-s 3600` starts `psserver dashboard` itself besides, asks its page once a second as a browser
+does, for an hour, and measures the CPU of each shard, and the CPU and memory of the page's process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +88,62 @@ def cpu_s(pids: list[int]) -> list[float]:
     return [each.user + each.system for each in times]
 
 
-def measure(seconds: float) -> dict[str, Any]:
+def poll(folder: str, pids: list[int], seconds: float) -> dict[str, Any]:
+    """Asks the page of a real dashboard once a second; returns shares of a core and memory."""
+    line = [sys.executable, "-m", "psserver", "dashboard", "--state-dir", folder]
+    page = subprocess.Popen([*line, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert page.stdout is not None
+        found = re.search(r":(\d+)", page.stdout.readline())
+        assert found is not None
+        port = int(found[1])
+        view_of(port, ANSWER_S)
+        own = psutil.Process(page.pid)
+        before, before_s, before_mb = cpu_s([*pids, page.pid]), time.monotonic(), mb(own)
+        views = 0
+        while (now_s := time.monotonic()) < before_s + seconds:
+            views += len(view_of(port, ANSWER_S)["status"]["jobs"][0]["workers"]) == WORKERS
+            time.sleep(max(0.0, now_s + 1.0 - time.monotonic()))
+        took_s = time.monotonic() - before_s
+        *shards, its = (
+            100 * (b - a) / took_s for a, b in zip(before, cpu_s([*pids, page.pid]), strict=True)
+        )
+        return {
+            "seconds": round(took_s),
+            "views": views,
+            "shard_percent_of_core": {
+                "median": round(kit.median(shards), 3),
+                "max": round(max(shards), 3),
+            },
+            "page_percent_of_core": round(its, 3),
+            "page_mb": {"start": round(before_mb, 1), "end": round(mb(own), 1)},
+        }
+    finally:
+        page.terminate()
+        page.wait()
+
+
+def view_of(port: int, patience_s: float) -> Any:
+    """Returns what the page asks for, as soon as the page is served."""
+    end_s = time.monotonic() + patience_s
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/view", timeout=10) as reply:
+                found = json.load(reply)
+            if found["status"]:
+                return found
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(0.2)
+
+
+def mb(process: psutil.Process) -> float:
+    """Returns the resident memory of a process in MB."""
+    return float(process.memory_info().rss) / 1e6
+
+
+def measure(seconds: float, poll_s: float) -> dict[str, Any]:
     """Returns the cost of a look; the shards are alone, and then asked, for `seconds` each."""
     with tempfile.TemporaryDirectory() as folder:
         ready = psserver(
@@ -108,6 +168,7 @@ def measure(seconds: float) -> dict[str, Any]:
                 num_looks += 1
             asked = cpu_s(pids)
             watch.end()
+            polled = {"poll": poll(folder, pids, poll_s)} if poll_s else {}
         finally:
             psserver(folder, "stop")
     costs = [(c - b) - (b - a) for a, b, c in zip(start, alone, asked, strict=True)]
@@ -120,8 +181,12 @@ def measure(seconds: float) -> dict[str, Any]:
             "median": round(1e3 * kit.median(costs) / num_looks, 3),
             "max": round(1e3 * max(costs) / num_looks, 3),
         },
+        "alone_percent_of_core": round(
+            100 * kit.median([b - a for a, b in zip(start, alone, strict=True)]) / seconds, 3
+        ),
         "machine": kit.machine(),
         "commit": kit.commit(),
+        **polled,
     }
 
 
@@ -129,9 +194,10 @@ def main() -> None:
     """Measures, and writes the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=15.0, help="of each of the two parts")
+    parser.add_argument("--poll-s", type=float, default=0.0, help="of a real dashboard")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
-    found = measure(args.seconds)
+    found = measure(args.seconds, args.poll_s)
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     look = found["look_ms"]
     columns = ("shards", "workers", "looks", "ms of a look", "% of a core at 1 a second")

@@ -141,7 +141,26 @@ def dashboard() -> str:
         f"{median:.2f} ms; the shard with most {most:.2f} ms",
         f"{median / 10:.2f} % of a core",
     ]
-    return table(["cluster", "a shard's CPU for one look", "at one look a second"], [row])
+    looks = table(["cluster", "a shard's CPU for one look", "at one look a second"], [row])
+    if "poll" not in figures:
+        return looks
+    poll = figures["poll"]
+    shard, memory = poll["shard_percent_of_core"], poll["page_mb"]
+    row = [
+        f"{poll['seconds'] / 60:.0f} minutes, {poll['views']} views",
+        f"{shard['median'] - figures['alone_percent_of_core']:.2f} %",
+        f"{figures['alone_percent_of_core']:.2f} %",
+        f"{poll['page_percent_of_core']:.2f} %",
+        f"{memory['start']:.0f} and {memory['end']:.0f} MB",
+    ]
+    columns = [
+        "`psserver dashboard` with a browser that asks once a second",
+        "of a core, more than a shard takes alone",
+        "a shard alone",
+        "the page's process",
+        "its memory at the start and at the end",
+    ]
+    return f"{looks}\n\n{table(columns, [row])}"
 
 
 # ----- the data planes: docs/dataplane.md

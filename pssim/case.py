@@ -177,22 +177,6 @@ def draw_elastic(name: str, seed: int) -> Case:
     )
 
 
-def draw_captures(name: str, seed: int) -> Case:
-    """Returns a case like `draw`'s whose workers keep residuals, with checkpoints during training.
-
-    No shard crashes: its copies for a checkpoint would be gone with it.
-    """
-    rng, case = random.Random(f"captures {name} {seed}"), draw(name, seed)
-    kinds = sorted(kind for kind in COMPRESSORS if COMPRESSORS[kind]().state_names)
-    return replace(
-        case,
-        compressor=COMPRESSORS[rng.choice(kinds)](),
-        captures_s=tuple(rng.uniform(0.1, 1.5) for _ in range(6)),
-        crashes=(),
-        quadratic=True,
-    )
-
-
 def draw_shares(num_workers: int, rng: random.Random) -> tuple[bool, ...]:
     """Returns which workers are on the shards' host: none, all, or some."""
     share = rng.choice((0.0, 0.5, 1.0))

@@ -639,6 +639,8 @@ class FaultyCluster(Cluster):
             assert shard.is_over
             self.check(shard)
             assert not shard.engine.requests.waiting
+            jobs = shard.engine.jobs.values()
+            assert not any(table.has_scheduled for job in jobs for table in job.tables.values())
             for index, _, clock, store in shard.slices():
                 cells = store.nbytes // (4 * store.numel)
                 store.check_invariants(sums_max=0, cells_max=cells, buffers_max=cells, is_idle=True)

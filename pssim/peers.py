@@ -30,7 +30,7 @@ from psworker.gossip.base import Add, Gathering, Meet, Model, Tag, Wait, Waits, 
 
 LEASE_S, HEARTBEAT_S, POLL_S = 1.0, 0.2, 0.05
 EVENTS_MAX = 2_000_000
-Gradient = Callable[[int, int, FloatArray], FloatArray]  # Of a rank, at a step and at weights.
+Gradient = Callable[[int, int, FloatArray], FloatArray]  # Arguments: rank, step, weights.
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -146,11 +146,6 @@ class TrainingWorker(Worker):
             job.num_workers,
         )
 
-    @property
-    def num_late(self) -> int:
-        """Pushes that came too late, slice by slice."""
-        return self.exchange.traffic.num_too_late
-
     def join(self) -> None:
         """Joins the job at every shard and declares the table, in no time."""
         for shard in self.shards:

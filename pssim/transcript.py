@@ -8,7 +8,7 @@ from pssim.events import Event, What
 from pssim.faulty import simulate
 from pssim.network import Faults
 
-COMPUTE_S = (1.0, 1.3)  # Of worker 0 and worker 1: a little apart, so that one of them waits.
+COMPUTE_S = (1.0, 1.3)  # Workers 0 and 1: a little apart, so that one of them waits.
 LATENCY_S = 0.1  # Latency of every message, one way.
 STEPS = 3
 BEGIN_LATENCIES = 20  # All workers have joined and have the first weights by then.

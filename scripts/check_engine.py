@@ -35,9 +35,9 @@ BEGIN, END = "<!-- log of deploy/check -->\n", "<!-- end of the log -->"
 BASE = ["docker-compose.yml"]
 SERVERS = "shard0:7070,shard1:7070"
 PAIR = 2  # Shards and workers of a job here.
-ACCURACY = 0.75  # Of two epochs of examples/mnist.py, at least.
+ACCURACY = 0.75  # After two epochs of examples/mnist.py, at least.
 PROMETHEUS = "prom/prometheus:v3.5.0"
-# Of the services that this repository's image runs; a worker takes no port, so these are a shard's.
+# Ports of a shard; a worker takes none.
 PORTS = {"PORT": "17470", "DATA_PORT": "17570", "METRICS_PORT": "17670"}
 
 
@@ -131,10 +131,7 @@ def train(log: Log) -> None:
             f"      shards healthy and workers started after {time.monotonic() - start_s:.0f} s"
         )
         check_containers(log, project)
-        planes = wait("a step", lambda: worker_planes(project, "shard0", "mnist"))
-        log.say(f"      psserver status: data plane {', '.join(sorted(planes))}")
-        if planes != {"tcp"}:
-            raise CheckError(f"containers with networks of their own use {planes}, not TCP")
+        check_plane(log, project, "tcp")
         project.compose("--profile", "monitoring", "up", "--detach", "--no-build", "prometheus")
         wait("Prometheus", lambda: len(asked(project, 'up{job="paceline"} == 1')) == PAIR)
         wait("workers in Prometheus", lambda: asked(project, "sum(paceline_workers_live) > 0"))
@@ -142,10 +139,7 @@ def train(log: Log) -> None:
             "      Prometheus scrapes both shards over TLS with the token; it knows the workers"
         )
         for worker in ("worker0", "worker1"):
-            found = re.findall(r"test: accuracy ([\d.]+)", project.wait_end(worker))
-            log.say(f"      {worker}: accuracy {', '.join(found)}, exit status 0")
-            if float(found[-1]) < ACCURACY:
-                raise CheckError(f"accuracy {found[-1]} is below {ACCURACY}")
+            check_accuracy(log, project, worker)
         codes = stop_shards(project)
         log.say(f"      docker compose stop: shards end with {codes}")
         if codes != [0, 0]:
@@ -235,12 +229,8 @@ def shared_memory(log: Log) -> None:
     files = [*BASE, "deploy/compose/local.yml"]
     with Project("pacecheck", files, "shard0:7070,shard1:7071") as project:
         project.compose("up", "--detach", "--no-build")
-        planes = wait("a step", lambda: worker_planes(project, "shard0", "mnist"))
-        log.say(f"      psserver status: data plane {', '.join(sorted(planes))}")
-        if planes != {"local"}:
-            raise CheckError(f"the containers use {planes}, not shared memory")
-        found = re.findall(r"test: accuracy ([\d.]+)", project.wait_end("worker1"))
-        log.say(f"      worker1: accuracy {', '.join(found)}, exit status 0")
+        check_plane(log, project, "local")
+        check_accuracy(log, project, "worker1")
 
 
 def two_hosts(log: Log) -> None:
@@ -250,18 +240,7 @@ def two_hosts(log: Log) -> None:
         return
     with tempfile.TemporaryDirectory() as folder, SecondHost() as other:
         secrets = Path(folder)
-        run(
-            sys.executable,
-            "-m",
-            "psserver",
-            "certs",
-            folder,
-            "--force",
-            "--host",
-            other.here,
-            "--host",
-            other.there,
-        )
+        make_certs(folder, other.here, other.there)
         servers = f"{other.here}:{PORTS['PORT']},{other.there}:{PORTS['PORT']}"
         common = {
             **PORTS,
@@ -310,18 +289,7 @@ def swarm(log: Log) -> None:
     name = "pacestack"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            run(
-                sys.executable,
-                "-m",
-                "psserver",
-                "certs",
-                folder,
-                "--force",
-                "--host",
-                "shard0",
-                "--host",
-                "shard1",
-            )
+            make_certs(folder, "shard0", "shard1")
             place = "node.role == manager"
             env = {"CERTS": folder, "SHARD0_NODE": place, "SHARD1_NODE": place, "STEPS": "100000"}
             words = [
@@ -354,6 +322,12 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "hosts": two_hosts,
     "swarm": swarm,
 }
+
+
+def make_certs(folder: str, *hosts: str) -> None:
+    """Writes certificates and a token for shards on hosts."""
+    words = [word for host in hosts for word in ("--host", host)]
+    run(sys.executable, "-m", "psserver", "certs", folder, "--force", *words)
 
 
 # ----- questions to containers
@@ -391,6 +365,22 @@ def asked(project: Project, query: str) -> list[object]:
     text = project.docker("exec", project.only("shard0"), "python", "-c", script, query)
     found: list[object] = json.loads(text)
     return found
+
+
+def check_plane(log: Log, project: Project, plane: str) -> None:
+    """Looks whether all workers of the example use one data plane."""
+    planes = wait("a step", lambda: worker_planes(project, "shard0", "mnist"))
+    log.say(f"      psserver status: data plane {', '.join(sorted(planes))}")
+    if planes != {plane}:
+        raise CheckError(f"the containers use {planes}, not {plane}")
+
+
+def check_accuracy(log: Log, project: Project, worker: str) -> None:
+    """Waits until a worker of the example has ended, and looks at its accuracy."""
+    found = re.findall(r"test: accuracy ([\d.]+)", project.wait_end(worker))
+    log.say(f"      {worker}: accuracy {', '.join(found)}, exit status 0")
+    if float(found[-1]) < ACCURACY:
+        raise CheckError(f"accuracy {found[-1]} is below {ACCURACY}")
 
 
 def check_containers(log: Log, project: Project) -> None:

@@ -88,12 +88,12 @@ class LocalSlice:
     active: IntArray  # (num_segments,) int64; replaced at each step.
     counts: IntArray  # (num_segments,) int64: optimizer steps the weights have had.
     version: int = -1  # Version of the newest pull that has landed; -1 before the first.
-    past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
+    past: list[HyperArray] = field(default_factory=list)  # Local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
-    state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
+    state: dict[str, Any] = field(default_factory=dict)  # Tensors of the local update by name.
     origin: Any = None  # (numel,) float32 tensor in modes with rounds: the weights at their start.
     num_workers: int = 1  # That the job was made for.
-    kernels: LocalKernels | None = None  # Of the weights' device; None: torch, or Numba on a CPU.
+    kernels: LocalKernels | None = None  # Those of the device; None: torch, or Numba on a CPU.
     largest_rates: np.ndarray = field(init=False)  # (num_groups,) float64: of local updates so far.
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ gets the system's own choice.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -28,7 +29,7 @@ NEAR_US = 5000  # Longest of the shortest round trips within a data centre, in m
 LOOK_S = 0.25  # From one look at the round trips to the next.
 FOLLOW_S = 5.0  # A connection that has had no short one by then goes far.
 NAME_NBYTES = 16
-RTT_OFFSET, LEAST_OFFSET = 68, 148  # Of `tcpi_rtt`, `tcpi_min_rtt` in the kernel's `tcp_info`.
+RTT_OFFSET, LEAST_OFFSET = 68, 148  # `tcpi_rtt`, `tcpi_min_rtt` in `tcp_info`.
 INFO_NBYTES = LEAST_OFFSET + 4
 
 
@@ -106,6 +107,14 @@ class Followed:
 
     def __init__(self) -> None:
         """Begins with none, and without a thread."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts anew in a forked process; its parent still follows the connections of before.
+
+        Another thread may have held the lock at the fork, and no thread of the child would release
+        it.
+        """
         self._lock = threading.Lock()
         self._entries: list[_Entry] = []
         self._thread: threading.Thread | None = None
@@ -115,7 +124,7 @@ class Followed:
         entry = _Entry(weakref.ref(connection), usual, time.monotonic() + FOLLOW_S)
         with self._lock:
             self._entries.append(entry)
-            if self._thread is None or not self._thread.is_alive():  # A fork leaves none.
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="congestion", daemon=True)
                 self._thread.start()
 
@@ -143,3 +152,4 @@ class Followed:
 
 
 FOLLOWED = Followed()
+os.register_at_fork(after_in_child=lambda: FOLLOWED.restart())

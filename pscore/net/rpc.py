@@ -25,7 +25,7 @@ from pscore.text import printable
 MESSAGE_NBYTES_MAX = 80 << 20  # More than the largest frame (wire.py).
 # The largest request to a shard: a slice of 4 MiB with four arrays of state, and a long header.
 REQUEST_NBYTES_MAX = 24 << 20
-CONNECTIONS_MAX = 4096  # Of gRPC on one shard; fewer where there are few file descriptors.
+CONNECTIONS_MAX = 4096  # gRPC, one shard; fewer where file descriptors are few.
 DATA_SERVICE = "ps.v1.Data"
 SENDER_KEY = "paceline-sender-bin"  # Key of the metadata of a push or pull: its `Sender`.
 ERROR_KEY = "paceline-error"

@@ -197,12 +197,12 @@ def data_port(address: str, reply: pb.DescribeReply) -> list[Finding]:
     """Checks that the fast data plane can be reached."""
     host = address.rpartition(":")[0].strip("[]")
     try:
-        socket.create_connection((host, reply.bulk_port), tls.PROBE_TIMEOUT_S).close()
+        socket.create_connection((host, reply.data_port), tls.PROBE_TIMEOUT_S).close()
     except OSError as problem:
         do = "open that port in the firewall; until then data goes over gRPC, which is slower"
-        what = f"data port {reply.bulk_port} cannot be reached: {problem}"
+        what = f"data port {reply.data_port} cannot be reached: {problem}"
         return [doubtful("data port", address, what, do)]
-    return [good("data port", address, f"port {reply.bulk_port} can be reached")]
+    return [good("data port", address, f"port {reply.data_port} can be reached")]
 
 
 # ----- certificates

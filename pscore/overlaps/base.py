@@ -88,7 +88,7 @@ class Overlap(LocalUpdate):
         before = part.state.get(LANDED)
         mean = None
         if before is not None and version == part.version + 1:
-            hyper = part.past[0]  # Of the push.
+            hyper = part.past[0]  # The push's own.
             mean = part.optimizer.infer(before, pulled, optimizer_state(part), part.segments, hyper)
         elif before is not None:
             del part.state[LANDED]  # An update was missed: the state comes with the next pull.

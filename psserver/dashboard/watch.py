@@ -17,7 +17,7 @@ from psserver.remote.status import combine
 
 POLL_S = 1.0
 ANSWER_S_MAX = 5.0
-SILENT_S_MAX = 1.0  # Of a shard that has not answered before: others are not to wait for it.
+SILENT_S_MAX = 1.0  # Limit for a shard that has never answered: the others must not wait.
 
 Answer = pb.StatusReply | Exception
 

@@ -121,7 +121,7 @@ class Membership:
         self.members: dict[int, Member] = {}
         self.has_ended = False  # Whether the last worker that left had ended without an error.
         self.num_lost = 0  # Declared lost, or ended with an error, since this process has the job.
-        self.spent: dict[int, tuple[int, ...]] = {}  # Of ranks whose workers `begin_again` forgot.
+        self.spent: dict[int, tuple[int, ...]] = {}  # By rank: workers that `begin_again` forgot.
 
     def join(self, member: Member) -> int:
         """Adds `member`, at its rank or, with rank -1, at the lowest free one.

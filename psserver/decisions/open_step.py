@@ -77,7 +77,7 @@ class OpenStep:
     def update(self, version: int) -> Update:
         """Returns the order to make `version` by the weighted mean of all that was added."""
         assert not self.held, f"step {self.key} closed without {sorted(self.held)}"
-        # Of the newest step: late pushes may be of the warm-up.
+        # The newest step's: late pushes may be of the warm-up.
         first = min((push for push, _ in self.added), key=lambda push: (-push.step, push.worker))
         assert first.hyper is not None
         total = sum(weight for _, weight in self.added)

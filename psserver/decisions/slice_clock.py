@@ -19,6 +19,30 @@ A push is parked (parking.py), neither counted nor acknowledged, if it is too fa
 elastic job has too few workers, or if it may wait for the others of its step. No step waits for a
 worker that joins a job under way until it has pulled (newcomers.py). A step that no worker is left
 to push is skipped: the weights as they are get the next version.
+
+An example: two workers push step 0 of a synchronous job. Both are added, then comes the update.
+
+>>> import numpy as np
+>>> from pscore.rules import SSGD
+>>> from psserver.decisions.membership import Membership
+>>> from psserver.decisions.participants import TableParticipants
+>>> clock = SliceClock(SSGD(), TableParticipants(Membership(2, lease_s=10.0)))
+>>> def push(worker, token, role=Role.GRADIENT):
+...     hyper = np.array([[0.1]])  # One parameter group; sgd has the learning rate alone.
+...     sent = Push(worker=worker, step=0, base_version=0, role=role, hyper=hyper)
+...     return [type(action).__name__ for action in clock.push(sent, token)]
+>>> push(0, "weights", Role.WEIGHTS)
+['Load', 'Acknowledge']
+>>> push(0, "a")
+['Add', 'Acknowledge']
+>>> clock.missing()  # Step 0 misses worker 1.
+(0, [1])
+>>> push(1, "b")
+['Add', 'Acknowledge', 'Update']
+>>> clock.version
+1
+>>> push(1, "again")  # The network has repeated it.
+['Acknowledge']
 """
 
 from __future__ import annotations
@@ -185,7 +209,7 @@ class SliceClock(SliceState):
         """
         rule.require_workers(self._workers.participants.num_workers)
         actions = self.recheck()
-        for key in sorted(self._open.steps):  # Of lost workers, which had left out steps.
+        for key in sorted(self._open.steps):  # Steps that lost workers had left out.
             self.version = max(self.version, key)
             actions.append(self._close(key))
         self._open.rule = rule

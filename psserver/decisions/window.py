@@ -15,9 +15,9 @@ window is one second. Nothing of it outlives the process: after a restart it is 
 
 from __future__ import annotations
 
-FIRST_S = 1.0  # Of a round before there is a length of one.
+FIRST_S = 1.0  # Length of a round until one has been measured.
 MARGIN = 1.5
-PART = 0.25  # Of a round's length: the longest window.
+PART = 0.25  # The longest window as a part of a round's length.
 FALL = 0.25  # Share of a difference that a round makes up for.
 KEPT = 64  # Rounds whose quorum's time is remembered, for the lateness of a move.
 

@@ -40,7 +40,7 @@ class ResidualCollection:
     step: int  # Wanted after the last push up to this one; `ANY_STEP`: after any push.
     arrays: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # By slice and rank.
     steps: dict[tuple[int, int], int] = field(default_factory=dict)  # The last push before each.
-    kept: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # Of a former checkpoint.
+    kept: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # A former checkpoint's.
 
     def missing(self) -> list[tuple[int, int]]:
         """Returns slices and ranks of live workers whose residuals have not come."""

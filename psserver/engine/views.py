@@ -111,7 +111,7 @@ class TableView:
     version_max: int
     waiting_for: str
     fingerprint: str
-    rounds: tuple[int, ...] = ()  # Of each fragment, if there are several; -1: none of it is here.
+    rounds: tuple[int, ...] = ()  # One a fragment, if there are several; -1: none of it is here.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class JobView:
     num_lost: int
     has_checkpoint: bool  # Whether this process has given its part of a whole one.
     checkpoint_age_s: float  # Since then, or since this process has the job.
-    rounds: tuple[RoundView, ...] = ()  # Of tables whose rounds have a quorum.
+    rounds: tuple[RoundView, ...] = ()  # Tables whose rounds have a quorum.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,8 +191,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             protocol=wire.PROTOCOL,
             version=metadata.version("paceline"),
             instance=self._instance,
-            bulk_port=0 if self._data is None else self._data.port,
-            bulk_local="" if self._data is None else self._data.local,
+            data_port=0 if self._data is None else self._data.port,
+            data_local="" if self._data is None else self._data.local,
             now_s=time.time(),
         )
 

@@ -145,7 +145,7 @@ class Weights:
         assert any(buffer is self._newest for buffer in self._buffers)
         assert len(self._buffers) <= buffers_max, f"{len(self._buffers)} copies of the weights"
         assert all(buffer.leases >= 0 for buffer in self._buffers)
-        assert not (is_idle and any(buffer.leases for buffer in self._buffers))
+        assert not (is_idle and self.num_leases)
 
     def _other(self) -> Buffer:
         """Returns a buffer without leases that is not the newest."""

@@ -257,5 +257,5 @@ def _make(model: str, module_name: str, factory_name: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ConfigError(f"{model!r} returns {made!r:.80}, must return a torch module")
     for parameter in made.parameters():
-        _ = parameter.shape  # Of one that is lazy there is none yet.
+        _ = parameter.shape  # A lazy parameter raises: it has none yet.
     return made

@@ -220,8 +220,8 @@ class Exchange:
         for index in list(self._pushes):
             self.acknowledged(index)
 
-    def give_up_step(self, step: int, problem: BaseException) -> None:
-        """Gives up the step under way, and logs whether it counts (`Missed.give_up`)."""
+    def give_up_step(self, step: int | None, problem: BaseException) -> None:
+        """Gives up the step under way, if any, and logs whether it counts (`Missed.give_up`)."""
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
         came = self.missed.give_up(step, unanswered)
         why = str(problem) or type(problem).__name__

@@ -56,14 +56,16 @@ class Missed:
                 self.num_steps,
             )
 
-    def give_up(self, step: int, unanswered: Collection[int]) -> str:
+    def give_up(self, step: int | None, unanswered: Collection[int]) -> str:
         """Gives up the step under way; returns a sentence that says whether it counts.
 
         Args:
-            step: Its number, used if nothing of it was pushed.
+            step: Its number, used if nothing of it was pushed; None: there may be none.
             unanswered: Slices whose last push may have been counted or not.
         """
         step = max((self.pushed[index] for index in self._under_way), default=step)
+        if step is None:
+            return "no step was under way"
         counted = self._under_way.difference(unanswered)
         num_unknown = len(self._under_way) - len(counted)
         self._under_way.clear()

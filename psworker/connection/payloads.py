@@ -53,7 +53,7 @@ class Payloads:
         self._grads = grads
         self._key = key
         self._device: DeviceSide | None = None  # For a model on a GPU.
-        self._refused: GradientError | None = None  # Of a push sent as absent; not raised yet.
+        self._refused: GradientError | None = None  # Why a push was sent as absent; not raised yet.
         self.feedback: list[Feedback | None] = [
             Feedback(compressor, spec.numel, key(spec.index))
             if spec.compress and not compressor.is_raw and spec.index in own

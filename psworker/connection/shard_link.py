@@ -138,8 +138,8 @@ class Link:
         is_unix = self.address.startswith("unix:")
         return Endpoint(
             host=host,
-            port=0 if is_unix else reply.bulk_port,
-            local=reply.bulk_local,
+            port=0 if is_unix else reply.data_port,
+            local=reply.data_local,
             token=self.credentials.token,
             tls=self._tls,
         )

@@ -44,7 +44,7 @@ class Ring(Gossip):
         self._members: list[int] = []
         self._behind: list[int] = []  # Ranks that need the last result, as of the last meeting.
         self._epoch = 0
-        self._result: FloatArray | None = None  # Of the last round, for those who have yet to end.
+        self._result: FloatArray | None = None  # The last round's, for late members.
         yield from self._meet(-1)
 
     def step(self) -> Waits:
@@ -108,7 +108,7 @@ class Ring(Gossip):
             self._give_part(to, CHUNK, place, index, own[part])
         for hop in range(2 * (num - 1)):
             chunk = (place - hop - 1) % num
-            is_sum = hop >= num - 1  # Of all members; before that, of those that it has passed.
+            is_sum = hop >= num - 1  # The sum of all members; before that, of those it has passed.
             for index, part in enumerate(_parts(chunks[chunk])):
                 came = yield self._part(source, SUM if is_sum else CHUNK, chunk, index)
                 if came is None:

@@ -18,7 +18,7 @@ import torch
 from pscore.partition import Layout
 from psworker.group.local_group import LocalGroup
 
-ROUND_NUMEL = 1 << 24  # Of the slices of one all-to-all exchange: bounds its memory to 64 MiB.
+ROUND_NUMEL = 1 << 24  # Elements in one all-to-all exchange: bounds its memory to 64 MiB.
 UNEVEN = 1.1  # A process pushes at most this many times its even share, and one slice more.
 Spans = Sequence[tuple[int, int]]  # By tensor: first and last element that a process holds.
 

@@ -86,7 +86,7 @@ def _trace(model: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     """
     try:
         return fx.symbolic_trace(model)
-    except Exception:  # noqa: BLE001  # Of the user's code, as the tracer runs it.
+    except Exception:  # noqa: BLE001  # The user's code fails, as the tracer runs it.
         pass
     try:
         exported = torch.export.export(model, (example,)).module()

@@ -70,7 +70,7 @@ class Checkpoint:
             files[ABOUT] = f"{json.dumps(about, indent=1)}\n".encode()
             for name, data in files.items():
                 _write(draft / name, data)
-            shutil.rmtree(path, ignore_errors=True)  # Of a run that went on from before it.
+            shutil.rmtree(path, ignore_errors=True)  # By a run that began before it.
             os.replace(draft, path)
             _sync(folder)
         except OSError:

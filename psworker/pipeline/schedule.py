@@ -123,12 +123,6 @@ class Vertical(Stash):
         return first * replicas[0] // self.place.num_replicas
 
 
-class Unstashed(Stash):
-    """The newest version at the forward, and another one at the backward: to show the harm."""
-
-    in_place = True
-
-
 class TwoVersions(Stash):
     """One update of M minibatches, at weights that are one update old."""
 

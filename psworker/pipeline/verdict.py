@@ -24,7 +24,7 @@ class Comparison:
     """A partition beside one stage on all workers; bytes are of one minibatch."""
 
     partition: Partition | None  # None: nothing fits into memory.
-    pipeline_s: float  # Of the partition, or of the best pipeline if the partition has one stage.
+    pipeline_s: float  # The partition, or the best pipeline if the partition has one stage.
     data_parallel_s: float
     data_parallel: Stage
     activation_nbytes: int  # Activations and their gradients between stages.

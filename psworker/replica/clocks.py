@@ -94,7 +94,7 @@ class Clocks:
         """
         if not self.rule.by_step:
             return self.counts[index]
-        if self.limit is not None:  # Of the same step for every process of a group.
+        if self.limit is not None:  # The same step for every process of a group.
             return self.limit
         if self.num_fragments > 1:
             return self.count(index)

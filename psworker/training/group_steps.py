@@ -125,6 +125,6 @@ class GroupSteps(Steps):
         if plan.inner and not skips:
             self._sums.average_all()
             table.local_step.make(skips=False)
-        here = table.progress.samples * self._group.size  # Of a step that all leave out.
+        here = table.progress.samples * self._group.size  # A step that all leave out counts too.
         table.finish_step(here if skips else self._sums.samples)
         return [table.parts.next_push, float(table.exchange.payloads.has_refused)]

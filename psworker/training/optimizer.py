@@ -265,11 +265,7 @@ class DistributedOptimizer(Figures, SavedState):
         """
         if not self._end:
             self._retire("close() or psworker.shutdown()")
-            with self._recovery.guard():
-                self._table.local_step.part()
-                self._table.end_round()
-                self._table.fetch(None)
-                self._table.flat.scatter_weights()
+            self._recovery.run_between_steps(self._end_training)
             self._table.local_step.close()
 
     # ----- groups
@@ -309,6 +305,13 @@ class DistributedOptimizer(Figures, SavedState):
         if self._end:
             raise ConfigError(f"training has ended: {name}() called after {self._end}")
         self._table.session.require_own()
+
+    def _end_training(self) -> None:
+        """Ends exchanges and rounds, and brings the global weights into the model."""
+        self._table.local_step.part()
+        self._table.end_round()
+        self._table.fetch(None)
+        self._table.flat.scatter_weights()
 
     def _retire(self, why: str) -> None:
         """Ends training with this wrapper: its hooks are removed."""

@@ -19,8 +19,9 @@ absent, so that the step ends on every worker; afterwards `step()` raises.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -37,13 +38,16 @@ from psworker.training.buffers import Buffers
 from psworker.training.gradients import Gradients
 from psworker.training.table import GlobalState, TrainingTable
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Failure:
     """An error that shards may know of."""
 
     problem: BaseException
-    step: int  # The step under way.
+    step: int  # The step under way, or the next one.
+    is_between: bool = False  # Whether no step was under way.
     is_given_up: bool = False  # Whether that step was given up; rejoining may need more attempts.
 
 
@@ -71,9 +75,12 @@ class Recovery:
         self._buffers = buffers
         self._left_out = left_out
 
-    def note(self, problem: BaseException, step: int | None = None) -> None:
+    def note(
+        self, problem: BaseException, step: int | None = None, *, is_between: bool = False
+    ) -> None:
         """Records an error that shards may know of; `step` is the one under way."""
-        self.failure = Failure(problem, self._table.replica.step if step is None else step)
+        number = self._table.replica.step if step is None else step
+        self.failure = Failure(problem, number, is_between)
 
     @contextlib.contextmanager
     def recovers(self) -> Iterator[None]:
@@ -123,7 +130,7 @@ class Recovery:
         except PacelineError as problem:
             is_own = isinstance(problem, GradientError | ConfigError | JobMismatchError)
             if not is_own and self.failure is None:
-                self.note(problem)
+                self.note(problem, is_between=not self._gradients.have_left)
             raise
 
     def come_back(self) -> None:
@@ -138,7 +145,8 @@ class Recovery:
         if table.means is not None:
             raise table.means.refuse(failure.step, "has lost its place in") from failure.problem
         if not failure.is_given_up:
-            table.exchange.give_up_step(table.replica.next_push, failure.problem)
+            step = None if failure.is_between else table.replica.next_push
+            table.exchange.give_up_step(step, failure.problem)
             failure.is_given_up = True
         table.rejoin()
         self._buffers.restart()
@@ -156,11 +164,22 @@ class Recovery:
         Raises:
             PacelineError: A shard does not answer, or this worker cannot rejoin.
         """
+        return self.run_between_steps(lambda: self._table.peek(num_state))
+
+    def run_between_steps(self, action: Callable[[], T]) -> T:
+        """Runs an action; a worker that the shards have declared lost rejoins and runs it again.
+
+        Args:
+            action: It may begin a second time.
+
+        Raises:
+            PacelineError: A shard does not answer, or this worker cannot rejoin.
+        """
         try:
             with self.guard():
-                return self._table.peek(num_state)
+                return action()
         except (ReplacedError, UnknownJobError):
             if self._gradients.have_left:  # `step` rejoins before it returns.
                 raise
             with self.guard():
-                return self._table.peek(num_state)
+                return action()

@@ -44,9 +44,7 @@ class PullCall:
     header: data_pb2.PullHeader
     weights: FloatArray  # (numel,)
     state: list[FloatArray]  # (numel,) each; may be unused.
-    held: PulledEstimate | None = (
-        None  # Of a compressed pull: the estimate that the answer updates.
-    )
+    held: PulledEstimate | None = None  # The estimate that a compressed answer updates.
     copy_on_wait: bool = False  # Weights in shared memory are copied only when they are waited for.
     fetch: Callable[[], bool] | None = None  # The late copy; False: they changed, pull again.
     done: Future[data_pb2.PullReply] = field(default_factory=Future)

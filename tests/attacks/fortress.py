@@ -86,8 +86,8 @@ class Fortress:
         insider.close()
         found = Endpoint(
             host="127.0.0.1",
-            port=reply.bulk_port,
-            local=reply.bulk_local,
+            port=reply.data_port,
+            local=reply.data_local,
             token=token,
             tls=client_context(self.credentials()),
         )

@@ -225,13 +225,13 @@ def hello() -> bytes:
     return to_them.read()
 
 
-@pytest.mark.parametrize("plane", ["bulk", "grpc"])
+@pytest.mark.parametrize("plane", ["socket", "grpc"])
 def test_handshakes_that_are_not_finished_take_bounded_memory(
     stronghold: Fortress, plane: str
 ) -> None:
     """500 peers that nobody knows begin, get the shard's certificate, and stop there."""
     process, where, said = psutil.Process(stronghold.pid), stronghold.endpoint(), hello()
-    port = where.port if plane == "bulk" else int(stronghold.address.rpartition(":")[2])
+    port = where.port if plane == "socket" else int(stronghold.address.rpartition(":")[2])
     before = process.memory_info().rss
     with contextlib.ExitStack() as held:
         answered = 0

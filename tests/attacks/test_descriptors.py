@@ -48,8 +48,8 @@ class Small:
             about = stub.Describe(pb.DescribeRequest(), timeout=WAIT_S, wait_for_ready=True)
         return Endpoint(
             host="127.0.0.1",
-            port=about.bulk_port,
-            local=about.bulk_local,
+            port=about.data_port,
+            local=about.data_local,
             token=credentials.token,
             tls=None,
         )
@@ -91,12 +91,12 @@ def knock(port: int, sent: bytes, number: int) -> list[socket.socket]:
     return found
 
 
-@pytest.mark.parametrize("plane", ["bulk", "grpc"])
+@pytest.mark.parametrize("plane", ["socket", "grpc"])
 def test_more_strangers_than_descriptors_end_nothing(small: Small, plane: str) -> None:
     """Their connections stay open meanwhile, as far as the shard lets them."""
     endpoint = small.endpoint()
-    port = endpoint.port if plane == "bulk" else int(small.address.rpartition(":")[2])
-    strangers = knock(port, wire.MAGIC if plane == "bulk" else b"", 2 * LIMIT)
+    port = endpoint.port if plane == "socket" else int(small.address.rpartition(":")[2])
+    strangers = knock(port, wire.MAGIC if plane == "socket" else b"", 2 * LIMIT)
     connect(endpoint, is_local=False).close()
     connect(endpoint, is_local=True).close()
     assert small.process.num_fds() < LIMIT - LIMIT // 8
@@ -116,7 +116,7 @@ def test_headers_and_pushes_of_strangers_take_bounded_memory(tmp_path: Path) -> 
         worker.join()
         about = worker.control.Describe(pb.DescribeRequest(), timeout=WAIT_S)
         before, peak = process.memory_info().rss, 0
-        strangers = knock(about.bulk_port, wire.CHECKED.pack(wire.MAGIC, MIB, 0) + bytes(8), 200)
+        strangers = knock(about.data_port, wire.CHECKED.pack(wire.MAGIC, MIB, 0) + bytes(8), 200)
         peak = max(peak, process.memory_info().rss)
         noise = bytes(20 * MIB)
         nobody = data_pb2.Sender(job="train", worker=0, incarnation=8).SerializeToString()

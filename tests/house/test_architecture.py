@@ -34,7 +34,7 @@ def called(node: ast.Call) -> str:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Yields the names that threads are given; `bulk-*` where a part is made at run time."""
+    """Yields the names that threads are given; `data-*` where a part is made at run time."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -85,8 +85,8 @@ def test_every_lock_stands_in_the_table() -> None:
 def test_a_thread_without_a_name_is_found() -> None:
     with pytest.raises(AssertionError, match="without a name"):
         list(names_in(ast.parse("threading.Thread(target=f)")))
-    text = 'Thread(name=f"bulk-{x}"); DaemonExecutor(2, "push"); ThreadPoolExecutor(3)'
-    assert list(names_in(ast.parse(text))) == ["bulk-*", "push"]
+    text = 'Thread(name=f"data-{x}"); DaemonExecutor(2, "push"); ThreadPoolExecutor(3)'
+    assert list(names_in(ast.parse(text))) == ["data-*", "push"]
 
 
 def duties(text: str) -> list[str]:

@@ -156,3 +156,15 @@ def test_the_first_word_is_looked_at() -> None:
     assert begins_badly("Takes one message off the wire.")
     assert not begins_badly("Takes the engine lock and runs.")
     assert not begins_badly("Returns what it has.")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_comment_is_no_genitive_without_a_noun(package: str) -> None:
+    """`lr = 0.1  # Of the shards.` has no noun; `# The shards' rate.` has one."""
+    found = [
+        f"{name(path)}: {text[:60]}"
+        for path in modules(package)
+        for text in comments(path)
+        if text.startswith("Of ")
+    ]
+    assert not found, "\n".join(found)

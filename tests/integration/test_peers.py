@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import re
 import signal
@@ -178,15 +179,14 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
 def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 2, "job": new_job()}
-        work = until_told
-        with shards.workers(work, mode, **options) as workers:
+        with shards.workers(until_told, mode, LEASE_S, **options) as workers:
             for worker in workers:
                 worker.hear()
                 worker.hear()
             os.kill(workers[1].pid, signal.SIGSTOP)
             time.sleep(2 * LEASE_S)
             os.kill(workers[1].pid, signal.SIGCONT)
-            time.sleep(1.0)
+            assert workers[1].hear() == "back"
             for worker in workers:
                 worker.tell()
             found = [worker.result() for worker in workers]
@@ -494,17 +494,28 @@ def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
         assert all(np.array_equal(again[0][1][name], ended[0][2][name]) for name in half)
 
 
-def until_told(me: Station, mode: str) -> Any:
-    """Trains until told; the mean of all models at the end."""
+def until_told(me: Station, mode: str, silent_s: float = math.inf) -> Any:
+    """Trains until told, then ends with the mean of all models.
+
+    After a step of at least `silent_s` seconds it tells when it has exchanged again for 10 steps.
+    """
     model, optimizer = begin(mode)
-    losses, number = [], 0
+    losses, number, back_at = [], 0, math.inf
     me.tell(psworker.rank())
     while not me.is_told():
+        began_s, gossip = time.monotonic(), gossip_of(optimizer)
         losses += go(me, model, optimizer, range(number, number + 1))
         number += 1
         if number == 15:
             me.tell(number)
         time.sleep(0.01)
+        if time.monotonic() - began_s > silent_s:
+            back_at = gossip_of(optimizer).sight.num_exchanges + 10
+        if gossip_of(optimizer) is not gossip:
+            back_at = 10  # It has joined anew, and counts from 0.
+        if gossip_of(optimizer).sight.num_exchanges >= back_at:
+            me.tell("back")
+            back_at = math.inf
     rank = psworker.rank()
     psworker.shutdown()
     return rank, losses, copy_of(model)
@@ -580,6 +591,16 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
         yield made
 
 
+def exchange(me: Station, mode: str) -> tuple[dict[str, np.ndarray], int]:
+    """Returns the weights after some steps, and the number of exchanges."""
+    model, optimizer = begin(mode)
+    psworker.barrier("all take part")
+    go(me, model, optimizer, range(20))
+    found = gossip_of(optimizer).sight.num_exchanges
+    psworker.shutdown()
+    return copy_of(model), int(found)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_with_tls_and_a_token_exchange_models(
     strong: Fortress, tmp_path: Path, mode: str
@@ -593,11 +614,12 @@ def test_workers_with_tls_and_a_token_exchange_models(
                 "WORLD_SIZE": "2",
                 "PACELINE_JOB": "secured",
             }
-            workers.append(Worker(train, rank, (mode, "secured", 20), env))
-        found = results_of(workers)
+            workers.append(Worker(exchange, rank, (mode,), env))
+        (first, ours), (last, theirs) = results_of(workers)
     finally:
         for one in workers:
             one.close()
-    limit = 0.5 if mode.startswith("adpsgd") else 0.0  # Its workers do not wait at their end.
-    for name in found[0]:
-        assert relative_error(found[0][name], found[1][name]) <= limit, name
+    assert min(ours, theirs) > 0
+    if not mode.startswith("adpsgd"):  # Its workers do not wait at their end.
+        for name in first:
+            assert np.array_equal(first[name], last[name]), name

@@ -10,6 +10,16 @@ from tests.harness import Vector
 Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes the optimizer of runs whose rounds are not worked out by hand."""
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def sgd(lr: float) -> Maker:
+    """Returns a function that makes plain SGD."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
 class Inner:
     """One optimizer per worker, made when it is first used; its state stays from then on."""
 

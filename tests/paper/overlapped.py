@@ -6,10 +6,29 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.harness import NUMEL, Vector, quadratic
-from tests.paper.inner import Inner
+from pscore.rules.base import Rule
+from tests.harness import NUMEL, Cluster, Vector, quadratic
+from tests.paper.inner import Inner, sgd
 
 Outer = Callable[[Vector, Vector, Vector], tuple[Vector, Vector]]  # W, V, D: W', V'.
+SPEEDS = (1.0, 1.0, 0.6, 0.2)
+
+
+def one_and_three(worker: int, step: int, weights: Vector) -> Vector:
+    """Returns gradients for work by hand: worker 0 moves by 1 in a step, worker 1 by 3."""
+    return np.full(NUMEL, (-1.0, -3.0)[worker])
+
+
+def with_a_late_worker(rule: Rule) -> Cluster:
+    """Returns three workers of which the last has a fifth of the others' speed."""
+    return Cluster(
+        rule,
+        quadratic,
+        num_workers=3,
+        steps=400,
+        inner=Inner(sgd(0.05)),
+        speeds=(1.0, 1.0, 0.2),
+    )
 
 
 def nesterov(lr: float, momentum: float) -> Outer:

@@ -13,19 +13,8 @@ from pscore.overlaps import OVERLAPS
 from pscore.rules import DiLoCo, LocalSGD, SlowMo
 from pscore.types import Role
 from tests.harness import NUMEL, SLICES, Cluster, assert_follows, quadratic
-from tests.paper.inner import Inner
-from tests.paper.overlapped import Rounds, nesterov
-
-SPEEDS = (1.0, 1.0, 0.6, 0.2)
-
-
-def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
-
-
-def one(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
+from tests.paper.inner import Inner, adamw, sgd
+from tests.paper.overlapped import SPEEDS, Rounds, nesterov, one_and_three, with_a_late_worker
 
 # ----- the schedule
 
@@ -138,10 +127,10 @@ def by_hand(fragments: int, steps: int, **arguments: Any) -> Cluster:
     """Worker 0 moves by 1 in a step, worker 1 by 3."""
     return Cluster(
         LocalSGD(steps=4, fragments=fragments, **arguments),
-        lambda worker, step, weights: np.full(NUMEL, (-1.0, -3.0)[worker]),
+        one_and_three,
         num_workers=2,
         steps=steps,
-        inner=Inner(one),
+        inner=Inner(sgd(1.0)),
     ).train()
 
 
@@ -182,21 +171,15 @@ def test_a_late_worker_leaves_rounds_out_in_their_order(form: str) -> None:
     rule = DiLoCo(
         steps=4, backup=1, outer_lr=0.2, outer_momentum=0.5, fragments=2, overlap=form, delay=1
     )
-    cluster = Cluster(
-        rule,
-        quadratic,
-        num_workers=3,
-        steps=400,
-        inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=0.05)),
-        speeds=(1.0, 1.0, 0.2),
-    )
+    cluster = with_a_late_worker(rule)
     cluster.train(events=3_000)
-    slow, before = cluster.workers[2], cluster.workers[2].num_late
+    slow = cluster.workers[2]
+    before = slow.exchange.traffic.num_too_late
     assert before > 5
     assert slow.replica.step > len(slow.seen)
     cluster.speeds = (0.2, 0.2, 1.0)
     cluster.train(events=3_000)
-    assert slow.num_late < before + 5
+    assert slow.exchange.traffic.num_too_late < before + 5
     assert np.abs(cluster.flat_weights()).max() < 3
 
 

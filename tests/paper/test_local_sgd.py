@@ -120,7 +120,7 @@ def test_a_round_closes_without_the_slowest_and_what_that_brings_later_is_droppe
         speeds=(1.0, 1.0, 0.2),
     )
     cluster.train(events=8_000)
-    assert cluster.workers[2].num_late > 10
+    assert cluster.workers[2].exchange.traffic.num_too_late > 10
     pushed = [event for event in cluster.log if event.kind == "push" and event.worker == 2]
     for index, part in enumerate(SLICES):
         in_time = sum(event.slice == index for event in pushed)
@@ -168,7 +168,7 @@ def test_rounds_with_backup_workers_follow_the_equation_for_200_steps(seed: int)
         seed=seed,
         speeds=(1.0, 1.0, 1.0, 0.5, 0.1),
     ).train()
-    assert sum(worker.num_late for worker in cluster.workers) > 20
+    assert sum(worker.exchange.traffic.num_too_late for worker in cluster.workers) > 20
     assert_follows(cluster, *backup_model(cluster, 5, 3))
 
 

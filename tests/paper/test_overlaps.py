@@ -4,25 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pscore.errors import ConfigError
 from pscore.overlaps import OVERLAPS
 from pscore.rules import DiLoCo, LocalSGD, SlowMo
 from pscore.types import Role
 from tests.harness import NUMEL, Cluster, assert_follows, quadratic
-from tests.paper.inner import Inner
-from tests.paper.overlapped import Rounds, nesterov
-
-SPEEDS = (1.0, 1.0, 0.6, 0.2)
-
-
-def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
-
-
-def one(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
+from tests.paper.inner import Inner, adamw, sgd
+from tests.paper.overlapped import SPEEDS, Rounds, nesterov, one_and_three, with_a_late_worker
 
 
 @pytest.mark.parametrize("form", sorted(OVERLAPS))
@@ -43,10 +32,10 @@ def by_hand(form: str, steps: int = 5, **arguments: Any) -> Cluster:
     rule = DiLoCo(steps=2, outer_lr=0.25, outer_momentum=0.5, overlap=form, delay=1, **arguments)
     return Cluster(
         rule,
-        lambda worker, step, weights: np.full(NUMEL, (-1.0, -3.0)[worker]),
+        one_and_three,
         num_workers=2,
         steps=steps,
-        inner=Inner(one),
+        inner=Inner(sgd(1.0)),
     ).train()
 
 
@@ -113,9 +102,8 @@ def test_overlapped_slowmo_follows_the_equation_for_200_steps() -> None:
         return weights - 0.05 * velocity, velocity
 
     rule = SlowMo(steps=8, slow_momentum=0.5, overlap="mirror", delay=3)
-    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
-    cluster = Cluster(rule, quadratic, num_workers=4, inner=Inner(sgd), speeds=SPEEDS).train()
-    assert_follows(cluster, *Rounds("mirror", slow, 8, 3).run(Inner(sgd), 200))
+    cluster = Cluster(rule, quadratic, num_workers=4, inner=Inner(sgd(0.05)), speeds=SPEEDS).train()
+    assert_follows(cluster, *Rounds("mirror", slow, 8, 3).run(Inner(sgd(0.05)), 200))
 
 
 def test_overlapped_local_sgd_continues_where_it_is_until_the_mean_lands() -> None:
@@ -142,11 +130,11 @@ def test_a_worker_with_weight_counts_for_as_much_in_the_mean() -> None:
     """Samples 1 and 3: D = -5; the workers' guesses do not depend on their weights."""
     cluster = Cluster(
         DiLoCo(steps=2, outer_lr=0.25, outer_momentum=0.5, overlap="mirror", delay=1),
-        lambda worker, step, weights: np.full(NUMEL, (-1.0, -3.0)[worker]),
+        one_and_three,
         num_workers=2,
         steps=4,
         samples=lambda worker, step: (1.0, 3.0)[worker],
-        inner=Inner(one),
+        inner=Inner(sgd(1.0)),
     ).train()
     assert cluster.seen()[:, 3, 0].tolist() == [1.75 + 1.125, 5.25 - 0.375]
 
@@ -154,17 +142,10 @@ def test_a_worker_with_weight_counts_for_as_much_in_the_mean() -> None:
 def test_rounds_that_a_worker_has_missed_bring_the_momentum_along() -> None:
     """With a backup worker versions are missed; then the shards' own momentum is pulled."""
     rule = DiLoCo(steps=2, backup=1, outer_lr=0.2, outer_momentum=0.5, overlap="mirror", delay=1)
-    cluster = Cluster(
-        rule,
-        quadratic,
-        num_workers=3,
-        steps=400,
-        inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=0.05)),
-        speeds=(1.0, 1.0, 0.2),
-    )
+    cluster = with_a_late_worker(rule)
     cluster.train(events=6_000)
     slow, num_known = cluster.workers[2], 0
-    assert slow.num_late > 5
+    assert slow.exchange.traffic.num_too_late > 5
     shard = cluster.shard
     for part, clock, store in zip(slow.replica.parts, shard.clocks, shard.stores, strict=True):
         if part.version == clock.version and "landed" in part.state:

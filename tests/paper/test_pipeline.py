@@ -17,7 +17,7 @@ from torch import nn
 
 from pscore.errors import ConfigError
 from psworker.pipeline.ring import WeightRing
-from psworker.pipeline.schedule import Order, Place, Stash, TwoVersions, Unstashed, Vertical
+from psworker.pipeline.schedule import Order, Place, Stash, TwoVersions, Vertical
 from psworker.pipeline.stage import Receive, StageReplica, Update
 
 WIDTH, BATCHES = 3, 40
@@ -286,6 +286,12 @@ class Power(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.w**self.power * inputs
+
+
+class Unstashed(Stash):
+    """The newest version at the forward, and another one at the backward: to show the harm."""
+
+    in_place = True
 
 
 def scalar_run(versions: Callable[[Place], Stash], power: int) -> tuple[list[float], list[float]]:

@@ -123,7 +123,7 @@ def test_a_late_gradient_never_enters_the_weights() -> None:
         group={"lr": 1.0},
     )
     cluster.train(events=4_000)
-    assert cluster.workers[2].num_late > 10
+    assert cluster.workers[2].exchange.traffic.num_too_late > 10
     pushed = [e for e in cluster.log if e.kind == "push" and e.worker == 2]
     for index, part in enumerate(SLICES):
         in_time = sum(event.slice == index for event in pushed)
@@ -215,7 +215,7 @@ def test_backup_workers_follow_the_equation_for_200_steps(seed: int) -> None:
         seed=seed,
         speeds=(1.0, 1.0, 1.0, 0.5, 0.1),
     ).train()
-    assert sum(worker.num_late for worker in cluster.workers) > 50
+    assert sum(worker.exchange.traffic.num_too_late for worker in cluster.workers) > 50
     assert_follows(cluster, *backup_model(cluster, 3))
 
 

@@ -1,15 +1,34 @@
 """Checkpoints during training on a faulty network: each residual in one is the worker's own."""
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pscore.compressors import COMPRESSORS
 from psserver.engine.residuals import ResidualCollection
-from pssim.case import draw_captures
+from pssim.case import Case, draw
 from pssim.faulty import simulate
 
 SEEDS = 8
 RULES = ("asgd", "ssd", "ssgd")
+
+
+def draw_captures(name: str, seed: int) -> Case:
+    """Returns a case like `draw`'s whose workers keep residuals, with checkpoints during training.
+
+    No shard crashes: its copies for a checkpoint would be gone with it.
+    """
+    rng, case = random.Random(f"captures {name} {seed}"), draw(name, seed)
+    kinds = sorted(kind for kind in COMPRESSORS if COMPRESSORS[kind]().state_names)
+    return replace(
+        case,
+        compressor=COMPRESSORS[rng.choice(kinds)](),
+        captures_s=tuple(rng.uniform(0.1, 1.5) for _ in range(6)),
+        crashes=(),
+        quadratic=True,
+    )
 
 
 def first_failure(name: str) -> str:

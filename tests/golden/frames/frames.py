@@ -70,9 +70,9 @@ def frames() -> dict[str, bytes]:
         "pull": wire.encode(pull.SerializeToString()),
         "pull_reply": wire.encode(ready.SerializeToString(), values, moments),
         "pull_reply_waiting": wire.encode(waiting.SerializeToString()),
-        "bulk_push": wire.encode(sent.SerializeToString(), b"\x1b\xe4\x00"),
-        "bulk_attach": wire.encode(attach.SerializeToString()),
-        "bulk_failed": wire.encode(failed.SerializeToString()),
+        "socket_push": wire.encode(sent.SerializeToString(), b"\x1b\xe4\x00"),
+        "socket_attach": wire.encode(attach.SerializeToString()),
+        "socket_failed": wire.encode(failed.SerializeToString()),
         "empty": wire.encode(b""),
     }
 

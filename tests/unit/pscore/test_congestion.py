@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -81,7 +84,7 @@ def test_a_connection_that_tls_takes_over_is_followed_as_its_successor(
     congestion.choose(connection, b"bbr")
     assert congestion.FOLLOWED.take(connection) == b"bbr"
     assert congestion.FOLLOWED.take(connection) == b""
-    congestion.choose(connection, b"")  # Of a connection that was not followed.
+    congestion.choose(connection, b"")  # Its connection was not followed.
     assert not len(congestion.FOLLOWED)
 
 
@@ -131,3 +134,36 @@ def test_where_no_other_congestion_control_may_be_chosen_all_is_as_the_system_ha
     assert usual == b""
     with listener, sockets.connect("127.0.0.1", listener.getsockname()[1], 20.0) as one:
         assert congestion.name_of(one) == expected
+
+
+def test_a_process_forked_while_another_thread_looks_still_makes_connections(
+    accepted: tuple[socket.socket, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of that thread is free in the child, whose connections are followed as usual."""
+    connection, _ = accepted
+    is_looking, may_go_on = threading.Event(), threading.Event()
+
+    def look(connection: socket.socket) -> int:
+        if threading.current_thread().name == "congestion":
+            is_looking.set()
+            may_go_on.wait(DEADLINE_S)
+        return sys.maxsize
+
+    monkeypatch.setattr(congestion, "least_us", look)
+    congestion.choose(connection, b"bbr")
+    assert is_looking.wait(DEADLINE_S)
+    if (child := os.fork()) == 0:
+        signal.alarm(int(DEADLINE_S))  # Ends it if it waits for a lock that nobody will release.
+        code = 1
+        try:
+            monkeypatch.setattr(congestion, "least_us", lambda connection: 0)
+            was_followed = congestion.FOLLOWED.take(connection)
+            congestion.FOLLOWED.add(connection, b"bbr")
+            wait_until_decided()
+            code = len(was_followed)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    may_go_on.set()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert congestion.FOLLOWED.take(connection) == b"bbr"

@@ -58,3 +58,11 @@ def test_of_a_step_that_is_given_up_counts_what_was_acknowledged(
     assert missed.give_up(7, unanswered) == text
     assert missed.num_steps == (text != "step 5 counts")
     assert missed.give_up(8, []) == "step 8 does not count"
+
+
+def test_between_two_steps_nothing_is_given_up() -> None:
+    missed = Missed(3)
+    send_all(missed, 4)
+    missed.end_step()
+    assert missed.give_up(None, []) == "no step was under way"
+    assert missed.num_steps == 0
