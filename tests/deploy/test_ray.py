@@ -1,0 +1,134 @@
+"""examples/ray_train.py on a real Ray: kills of a shard's and a worker's actor, and nothing left."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.house.source import ROOT
+
+BIN = ROOT / ".venv-ray" / "bin"
+STEPS = 3000
+WORKERS = 2
+PORT = 24870  # Ray's workers have the ports from 10002 to 19999.
+
+pytestmark = [
+    pytest.mark.skipif(not (BIN / "ray").exists(), reason="no Ray: make .venv-ray installs it"),
+    pytest.mark.timeout(420),
+]
+
+
+def plain() -> float:
+    """Returns the loss of one process with the mean gradient of all workers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(WORKERS):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+            (((model(x) - x.sum(1, keepdim=True)) ** 2).mean() / WORKERS).backward()
+        optimizer.step()
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+    return float(((model(x) - x.sum(1, keepdim=True)) ** 2).mean())
+
+
+def line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+class Cluster:
+    """A Ray of one node, and the example on it."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.folder = Path(f"/tmp/ray-{os.getpid()}")  # Ray's sockets need a short path.
+        self.before = set(psutil.pids())
+        words = ["start", "--head", "--port=6399", "--num-cpus=6", "--include-dashboard=false"]
+        words += ["--object-store-memory=200000000", "--disable-usage-stats"]
+        words += ["--node-ip-address=127.0.0.1", f"--temp-dir={self.folder}"]
+        done = subprocess.run([BIN / "ray", *words], capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        self.daemons = [
+            it
+            for it in psutil.process_iter()
+            if it.pid not in self.before and str(self.folder) in line(it)
+        ]
+        words = [str(BIN / "python"), "examples/ray_train.py", "--steps", str(STEPS)]
+        environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:6399", "RAY_DEDUP_LOGS": "0"}
+        with log.open("wb") as output:
+            self.driver = subprocess.Popen(
+                [*words, "--port", str(PORT)],
+                cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def job(self) -> dict[str, Any]:
+        """Returns the status of the job; empty while there is none."""
+        servers = f"127.0.0.1:{PORT},127.0.0.1:{PORT + 1}"
+        words = [str(BIN / "psserver"), "status", "--json", "--servers", servers]
+        done = subprocess.run(words, capture_output=True, text=True)
+        jobs = json.loads(done.stdout)["jobs"] if done.returncode == 0 else []
+        return jobs[0] if jobs else {"step": 0, "workers": []}
+
+    def pid(self, title: str) -> int:
+        """Returns the process of an actor."""
+        return next(it.pid for it in psutil.process_iter() if line(it).startswith(f"ray::{title}"))
+
+    def wait(self, what: str, is_so: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + 150
+        while not is_so():
+            assert time.monotonic() < end_s, f"{what}: {self.log.read_text()[-3000:]}"
+            assert self.driver.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.3)
+
+    def close(self) -> None:
+        """Ends the processes of this Ray; `ray stop` would end every Ray of the machine."""
+        self.driver.kill()
+        self.driver.wait()
+        for process in self.daemons:
+            if process.is_running():
+                process.terminate()
+        psutil.wait_procs(self.daemons, timeout=20)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    running = Cluster(tmp_path / "log")
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def test_a_job_ends_like_a_plain_run_although_an_actor_of_each_kind_is_killed(
+    cluster: Cluster,
+) -> None:
+    cluster.wait("steps", lambda: cluster.job()["step"] > STEPS // 10)
+    psutil.Process(cluster.pid("ShardActor")).kill()
+    at = cluster.job()["step"]
+    cluster.wait("steps after the kill of a shard", lambda: cluster.job()["step"] > at + 20)
+    victim = cluster.pid("RayTrainWorker")
+    psutil.Process(victim).kill()
+    at = cluster.job()["step"]
+    cluster.wait("steps after the kill of a worker", lambda: cluster.job()["step"] > at + 20)
+    assert cluster.driver.wait(200) == 0, cluster.log.read_text()[-3000:]
+    text = cluster.log.read_text()
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", text)]
+    assert len(begun) >= 2 * WORKERS
+    assert max(begun) > STEPS // 10  # The workers after the kill began where the job was.
+    losses = [float(loss) for loss in re.findall(r"ends with loss ([\d.]+)", text)]
+    assert len(losses) == WORKERS
+    assert losses == pytest.approx([plain()] * WORKERS, abs=1e-5)
+    left = [line(it) for it in psutil.process_iter() if it.pid not in cluster.before]
+    assert not [words for words in left if "psserver" in words and str(PORT) in words]
