@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: simulate help setup run test test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-recipes clean
+.PHONY: simulate help setup run test test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -87,6 +87,11 @@ test-recipes: ## the recipes of docs/recipes.md that need Lightning, Hugging Fac
 		--editable '.[lightning,transformers]' hypothesis pytest pytest-timeout
 	.venv-recipes/bin/python -c 'import accelerate, lightning, transformers'
 	.venv-recipes/bin/python -m pytest -m recipes tests/integration/test_heavy_recipes.py
+
+test-ray: $(STAMP) ## examples/ray_train.py on a real Ray, with kills, in an environment of its own
+	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --constraint constraints-ray.txt --editable '.[ray]'
+	CHECK_DEPLOY=1 $(BIN)/python -m pytest -rs tests/deploy/test_ray.py
 
 test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for torch's CUDA
 	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \

@@ -51,6 +51,7 @@ def main():
     # On a network that is not yours alone: tls_cert, tls_key, tls_client_ca and token_file instead.
     settings = {"insecure": True, "state_dir": args.state_dir or tempfile.mkdtemp()}
     shards = Shards(args.shards, port=args.port, settings=settings)
+    print("shards at " + ",".join(shards.addresses()), flush=True)  # For psserver status --servers.
     trainer = TorchTrainer(
         train_loop,
         train_loop_config={"steps": args.steps},
