@@ -94,6 +94,7 @@ class Directory:
         since: int = 0,
         *,
         is_short: bool = False,
+        again: bool = False,
     ) -> list[int]:
         """Records that a worker has stopped under an epoch, or that it is new.
 
@@ -103,6 +104,7 @@ class Directory:
             expected: Ranks that take part or have yet to join.
             since: Epoch of the last meeting that it knows.
             is_short: Whether the job waits for more workers than those: then no worker meets.
+            again: Whether an exchange under that epoch has failed at the worker: a new one begins.
 
         Returns:
             The ranks that have yet to stop; empty once the newest epoch has met.
@@ -123,6 +125,8 @@ class Directory:
             self._begin_epoch()
         elif peer.parts and self.has_met and since == self.newest:
             self._begin_epoch()  # It stayed in that meeting, and asks again.
+        elif again and epoch == self.epoch and self.has_met:
+            self._begin_epoch()
         elif epoch == self.epoch and peer.rank not in self._stopped:
             self.peers[peer.rank] = peer
             self._stopped.add(peer.rank)

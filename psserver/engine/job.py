@@ -258,7 +258,9 @@ class RunningJob:
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
             )
 
-    def meet(self, table: int, peer: Peer, epoch: int, since: int) -> MeetView:
+    def meet(
+        self, table: int, peer: Peer, epoch: int, since: int, *, again: bool = False
+    ) -> MeetView:
         """Records a peer that has stopped under an epoch (`Directory.arrive`).
 
         Args:
@@ -266,6 +268,7 @@ class RunningJob:
             peer: The worker.
             epoch: The epoch that it knows.
             since: Epoch of the last meeting that it knows.
+            again: Whether an exchange under that epoch has failed.
 
         Raises:
             UnknownJobError: The job has no such table.
@@ -276,7 +279,7 @@ class RunningJob:
             expected = [
                 rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
             ]
-            missing = directory.arrive(peer, epoch, expected, since, is_short=is_short)
+            missing = directory.arrive(peer, epoch, expected, since, is_short=is_short, again=again)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
             if not (awaited or directory.has_met):
                 awaited = members.shortage()

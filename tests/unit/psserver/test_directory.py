@@ -49,3 +49,19 @@ def test_a_worker_that_stays_parts_once_no_other_is_behind_it() -> None:
     assert meet(8) == [True, False]
     assert sorted(directory.peers) == [1]
     assert directory.has_parted(done.incarnation)
+
+
+def test_a_failed_exchange_begins_one_epoch_whoever_reports_it() -> None:
+    directory = Directory()
+    for _ in range(2):
+        for one in (peer(0), peer(1)):
+            directory.arrive(one, directory.epoch, [0, 1])
+    met = directory.newest
+    assert directory.epoch == met
+    for rank in (0, 1):  # Both have failed under the same epoch.
+        directory.arrive(peer(rank), met, [0, 1], met, again=True)
+    assert directory.epoch == met + 1
+    for one in (peer(0), peer(1)):
+        directory.arrive(one, met + 1, [0, 1], met)
+    assert directory.has_met
+    assert [meeting.epoch for meeting in directory.since(met)] == [met + 1]
