@@ -53,7 +53,7 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/mypy
 	$(BIN)/python scripts/gen_proto.py --check
 
-check-deploy: $(STAMP) ## deploy/ on Kubernetes and Slurm, Prometheus, the dashboard in Chromium, the wheel; as root
+check-deploy: $(STAMP) .venv-ray/ready ## deploy/ on Kubernetes and Slurm, Ray, Prometheus, the dashboard in Chromium, the wheel; as root
 	$(BIN)/python scripts/check_deploy.py
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
 
@@ -88,9 +88,12 @@ test-recipes: ## the recipes of docs/recipes.md that need Lightning, Hugging Fac
 	.venv-recipes/bin/python -c 'import accelerate, lightning, transformers'
 	.venv-recipes/bin/python -m pytest -m recipes tests/integration/test_heavy_recipes.py
 
-test-ray: $(STAMP) ## examples/ray_train.py on a real Ray, with kills, in an environment of its own
+.venv-ray/ready: pyproject.toml constraints-ray.txt
 	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --constraint constraints-ray.txt --editable '.[ray]'
+	@touch $@
+
+test-ray: $(STAMP) .venv-ray/ready ## examples/ray_train.py on a real Ray, with kills, in an environment of its own
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -rs tests/deploy/test_ray.py
 
 test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for torch's CUDA

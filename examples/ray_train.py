@@ -22,19 +22,19 @@ def train_loop(config):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters()
+        torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9), model.named_parameters()
     )
     print(f"rank {psworker.rank()} begins at step {optimizer.steps}", flush=True)
     while optimizer.steps < config["steps"]:
         data = torch.Generator().manual_seed(1000 * optimizer.steps + psworker.rank())
         x = torch.randn(16, 8, generator=data)
-        loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+        loss = ((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with optimizer.global_weights():
         x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
-        loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+        loss = ((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean()
     print(f"rank {psworker.rank()} ends with loss {loss.item():.8f}", flush=True)
     psworker.shutdown()
 

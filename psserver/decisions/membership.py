@@ -309,24 +309,28 @@ class Membership:
     def wanted(self) -> int:
         """Returns how many live workers a step needs in order to close; 0: it needs none.
 
-        It is 0 in a job that is not elastic, and in one without live workers, so that the pushes in
-        its open steps enter its weights.
+        It is 0 in a job that is not elastic, and in one whose workers have finished, so that the
+        pushes in its open steps enter its weights. If all were lost, a step waits until the job
+        continues: otherwise it would have the gradients of some of its workers only.
         """
-        if not self.is_elastic or self.is_idle:
+        if self.is_idle:
+            return 0 if self._in(Presence.LEFT) else max(1, self.min_workers)
+        if not self.is_elastic:
             return 0
         return max(0, self.min_workers - len(self._in(Presence.LEFT)))
 
     @property
     def is_short(self) -> bool:
-        """Whether an elastic job waits for more workers."""
+        """Whether an elastic job, or one whose workers were all lost, waits for more workers."""
         return len(self._in(Presence.LIVE)) < self.wanted()
 
     def shortage(self) -> str:
         """Returns how many workers are missing, for people: `1 more worker (1 of at least 2)`."""
         there = len(self._in(Presence.LIVE)) + len(self._in(Presence.LEFT))
-        missing = max(0, self.min_workers - there)
+        least = max(1, self.min_workers)
+        missing = max(0, least - there)
         workers = "worker" if missing == 1 else "workers"
-        return f"{missing} more {workers} ({there} of at least {self.min_workers})"
+        return f"{missing} more {workers} ({there} of at least {least})"
 
     @property
     def has_begun(self) -> bool:

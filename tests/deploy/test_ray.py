@@ -1,4 +1,4 @@
-"""examples/ray_train.py on a real Ray: kills of a shard's and a worker's actor, and nothing left."""
+"""examples/ray_train.py on a real Ray: a shard's and a worker's actor are killed."""
 
 import json
 import os
@@ -30,15 +30,16 @@ def plain() -> float:
     """Returns the loss of one process with the mean gradient of all workers."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(WORKERS):
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-            (((model(x) - x.sum(1, keepdim=True)) ** 2).mean() / WORKERS).backward()
+            (((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean() / WORKERS).backward()
         optimizer.step()
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
-    return float(((model(x) - x.sum(1, keepdim=True)) ** 2).mean())
+    with torch.no_grad():
+        return float(((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean())
 
 
 def line(process: psutil.Process) -> str:
@@ -129,8 +130,10 @@ def test_a_job_ends_like_a_plain_run_although_an_actor_of_each_kind_is_killed(
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", text)]
     assert len(begun) >= 2 * WORKERS
     assert max(begun) > STEPS // 10  # The workers after the kill began where the job was.
-    losses = [float(loss) for loss in re.findall(r"ends with loss ([\d.]+)", text)]
-    assert len(losses) == WORKERS
+    # A set, because Ray may print a line twice.
+    ended = set(re.findall(r"rank (\d) ends with loss ([\d.]+)", text))
+    assert sorted(rank for rank, _ in ended) == [str(rank) for rank in range(WORKERS)]
+    losses = [float(loss) for _, loss in ended]
     assert losses == pytest.approx([plain()] * WORKERS, abs=1e-5)
     left = [line(it) for it in psutil.process_iter() if it.pid not in cluster.before]
     assert not [words for words in left if "psserver" in words and str(PORT) in words]

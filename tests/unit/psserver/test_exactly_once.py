@@ -210,15 +210,38 @@ class Story(RuleBasedStateMachine):
                 assert count == 0, f"{message} was refused, and is counted"
 
     def teardown(self) -> None:
-        """When all have gone, nothing that was acknowledged is left outside of the weights."""
+        """In the end, nothing that was acknowledged is left outside of the weights.
+
+        All are lost. If none had finished, the steps that were open wait until the job continues:
+        no step closes without the gradients of workers that will come back.
+        """
         self.now_s += 2 * LEASE_S
+        version, held = self.versions[-1], self._held()
         _, actions = self.shard.tick(self.now_s)
         self._do(actions)
+        states = {member.presence for member in self.job.membership.members.values()}
+        if self.rule.by_step and Presence.LEFT not in states:
+            assert (self.versions[-1], self._held()) == (version, held)
+            self._all_come_back_and_catch_up()
         if self.rule.by_step:
             assert not self._held(), self._held()
         assert self.versions == list(range(len(self.versions)))
 
     # ----- inside
+
+    def _all_come_back_and_catch_up(self) -> None:
+        """All workers join again; those behind push until all have made the same steps."""
+        back = [worker for worker in self.workers if worker.restart >= 0]
+        for worker in back:
+            self._join(worker)
+        for worker in back:
+            self.asks_for_weights(worker.rank)
+        last = max(worker.step for worker in back)
+        for step in range(last + 1):
+            for worker in back:
+                if worker.step == step:
+                    self.sends_a_push(worker.rank)
+                    self.asks_for_weights(worker.rank)
 
     def _join(self, worker: Worker) -> None:
         worker.restart += 1
@@ -280,10 +303,12 @@ class Story(RuleBasedStateMachine):
                 self._answered(action)
 
     def _require_enough(self) -> None:
-        """A step closes: enough workers are there, or at their end; or all have gone."""
+        """A step closes: enough workers are there or have finished; never if all were lost."""
         states = [member.presence for member in self.job.membership.members.values()]
         if Presence.LIVE in states:
             assert len(states) - states.count(Presence.LOST) >= self.least
+        else:
+            assert Presence.LEFT in states
 
     def _acknowledged(self, message: Message, verdict: Verdict) -> None:
         message.verdicts.append(verdict)

@@ -350,10 +350,25 @@ def test_a_worker_whose_script_failed_counts_as_lost() -> None:
     assert membership.shortage() == "1 more worker (1 of at least 2)"
 
 
-def test_a_job_that_is_over_wants_nobody() -> None:
+def test_an_elastic_job_whose_workers_were_all_lost_waits_for_the_least_number() -> None:
     membership = elastic(2, 4, 0, 1)
     assert len(membership.expire(11.0)) == 2
-    assert membership.wanted() == 0
+    assert membership.wanted() == 2
+    assert membership.shortage() == "2 more workers (0 of at least 2)"
+
+
+def test_a_job_whose_workers_were_all_lost_waits_for_one() -> None:
+    membership = joined(2, 0, 1)
+    assert len(membership.expire(11.0)) == 2
+    assert membership.wanted() == 1
+    assert membership.shortage() == "1 more worker (0 of at least 1)"
+
+
+def test_a_job_wants_nobody_once_a_worker_has_finished_and_the_others_are_lost() -> None:
+    for membership in (elastic(2, 4, 0, 1), joined(2, 0, 1)):
+        membership.leave(0, 1, "finished")
+        assert len(membership.expire(11.0)) == 1
+        assert membership.wanted() == 0
 
 
 def test_a_job_that_is_not_elastic_wants_nobody() -> None:
