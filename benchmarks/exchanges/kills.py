@@ -32,7 +32,7 @@ from psworker.gossip import GOSSIPS
 from psworker.gossip.pairs import Pairs
 from psworker.gossip.ring import Ring
 
-MODES = ("adpsgd", "allreduce")
+MODES = ("adpsgd", "allreduce", "allreduce(backend=gloo)")
 NUM_WORKERS, LIVING_MIN = 6, 3
 LEASE_S = 5.0
 SLACK_S = 1.0  # That two cores may need to get around to all workers.
@@ -147,6 +147,7 @@ class Found:
         num_kills: Workers killed.
         num_exchanges: Exchanges or rounds applied, over all workers.
         num_twice: Those applied more than once.
+        seconds: Length of the run.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -154,6 +155,7 @@ class Found:
     num_kills: int = 0
     num_exchanges: int = 0
     num_twice: int = 0
+    seconds: float = 0.0
     _checks: dict[int, dict[int, int]] = field(default_factory=dict)  # By round, by rank.
 
     def add(self, rank: int, step: Step) -> None:
@@ -185,6 +187,7 @@ class Found:
             "exchanges": self.num_exchanges,
             "applied_twice": self.num_twice,
             "unlike_rounds": self.num_unlike,
+            "seconds": round(self.seconds, 1),
             "longest_wait_s": round(self.longest_s, 2),
             "lease_s": LEASE_S,
             "first_loss": round(self.loss(0.0, 0.1), 3),
@@ -229,6 +232,7 @@ class Loop:
                 self._kill()
                 kill_s = self._now_s() + self._draw.uniform(*GAP_S)
             time.sleep(POLL_S)
+        self.found.seconds = self._now_s()
         for worker in self.workers.values():
             worker.tell()
         for rank in list(self.workers):
