@@ -26,7 +26,7 @@ from psserver.engine.residuals import Arrays, Residuals
 from psserver.engine.slice_queue import Seal, SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
-from psserver.slices.base import Payload, Store
+from psserver.slices.base import Payload
 
 
 class Reply(Protocol):
@@ -185,11 +185,6 @@ class RunningJob:
     def queue(self, address: Address) -> SliceQueue:
         """Returns the queue of a slice."""
         return self.tables[address.table].queues[address.slice]
-
-    def stores(self) -> list[Store]:
-        """Returns the numbers of all slices."""
-        with self._lock:
-            return [queue.store for table in self.tables.values() for queue in _queues(table)]
 
     @property
     def is_busy(self) -> bool:
