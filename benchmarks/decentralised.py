@@ -13,8 +13,9 @@ that were run, beside those of other runs, for the tables of docs/rules/decentra
 
 `--links` measures step times on slow links beside torch's DDP over Gloo (`exchanges/links.py`);
 figures of other `--nets` and `--workers` stay in the result file, so that it may take several runs.
-`--kills` kills workers of `adpsgd` and `allreduce`, also by Gloo, all the time (`exchanges/kills.py`), and
-ends with 1 if one waits longer than a lease, an exchange is applied twice, or the loss does not fall.
+`--kills` kills workers of `adpsgd` and `allreduce`, also by Gloo, all the time
+(`exchanges/kills.py`), and ends with 1 if one waits longer than a lease, an exchange is applied
+twice, or the loss does not fall.
 """
 
 from __future__ import annotations
