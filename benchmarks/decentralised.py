@@ -15,7 +15,7 @@ that were run, beside those of other runs, for the tables of docs/rules/decentra
 figures of other `--nets` and `--workers` stay in the result file, so that it may take several runs.
 `--kills` kills workers of `adpsgd` and `allreduce`, also by Gloo, all the time
 (`exchanges/kills.py`), and ends with 1 if one waits longer than a lease, an exchange is applied
-twice, or the loss does not fall.
+twice, or the loss does not fall; figures of other `--kill-modes` and `--seeds` stay in the file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def keep(path: Path, figures: dict[str, Any]) -> None:
         if part == "links":
             values = links.joined(known.get(part, {}).get("figures", ()), values)
         if part == "kills":
-            values = known.get(part, {}).get("figures", {}) | values
+            values = kills.joined(known.get(part, {}).get("figures", ()), values)
         known[part] = about | {"figures": values}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
@@ -102,8 +102,8 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     if args.kills:
-        found, is_good = kills.measure(args.kill_modes, args.seconds, args.seeds[0])
-        report(args, {"kills": found}, {"kills": found})
+        runs, is_good = kills.measure(args.kill_modes, args.seconds, args.seeds[0])
+        report(args, {"kills": runs}, {"kills": runs})
         sys.exit(0 if is_good else 1)
     if args.links:
         if (reason := netlab.available()) is not None:

@@ -283,10 +283,10 @@ class Loop:
             self.found.num_twice += last.num_twice
 
 
-def measure(modes: Sequence[str], seconds: float, seed: int) -> tuple[dict[str, Any], bool]:
+def measure(modes: Sequence[str], seconds: float, seed: int) -> tuple[list[dict[str, Any]], bool]:
     """Runs the loop for each mode; returns the figures, and whether all is as it must be."""
     forked.prepare()
-    figures: dict[str, Any] = {}
+    runs: list[dict[str, Any]] = []
     is_good = True
     for mode in modes:
         with start_embedded(1, lease_s=LEASE_S) as servers:
@@ -295,10 +295,16 @@ def measure(modes: Sequence[str], seconds: float, seed: int) -> tuple[dict[str, 
                 found = loop.run(seconds)
             finally:
                 loop.end()
-        figures[mode] = found.summary()
+        runs.append({"mode": mode, "seed": seed} | found.summary())
         is_good = is_good and found.is_good
-        print(f"{mode}: {figures[mode]}", flush=True)
-    columns = ["mode", *next(iter(figures.values()))]
-    rows = [[mode, *row.values()] for mode, row in figures.items()]
-    kit.show(f"{NUM_WORKERS} workers, {seconds:g} s a mode", columns, rows)
-    return figures, is_good
+        print(f"{runs[-1]}", flush=True)
+    rows = [list(run.values()) for run in runs]
+    kit.show(f"{NUM_WORKERS} workers, {seconds:g} s a mode", [*runs[0]], rows)
+    return runs, is_good
+
+
+def joined(former: Sequence[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns all runs; a new one replaces that of the same mode and seed."""
+    new = {(run["mode"], run["seed"]) for run in found}
+    kept = [run for run in former if (run["mode"], run["seed"]) not in new]
+    return sorted(kept + found, key=lambda run: (MODES.index(run["mode"]), run["seed"]))

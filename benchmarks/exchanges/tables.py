@@ -79,22 +79,23 @@ def near(means: dict[str, float]) -> str:
 
 
 def kills() -> str:
-    """Returns the figures of the kill loop."""
+    """Returns the figures of the kill loop, the runs of a mode together."""
     found = part("kills")
-    rows = [
-        [
-            f"`{mode}`",
-            str(row["kills"]),
-            str(row["exchanges"]),
-            str(row["applied_twice"]),
-            f"{row['seconds']:.0f}",
-            f"{row['longest_wait_s']:.1f} (lease {row['lease_s']:g})",
-            f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
-        ]
-        for mode, row in found["figures"].items()
-    ]
-    head = ["mode", "kills", "exchanges", "applied twice", "s", "longest wait, s", "loss"]
-    return "\n".join([origin(found), "", table(head, rows, "lrrrrrr")])
+    rows = []
+    for mode in dict.fromkeys(run["mode"] for run in found["figures"]):
+        runs = [run for run in found["figures"] if run["mode"] == mode]
+        counts = ("kills", "exchanges", "applied_twice", "seconds")
+        rows.append(
+            [
+                f"`{mode}`",
+                str(len(runs)),
+                *(f"{sum(run[count] for run in runs):.0f}" for count in counts),
+                f"{max(run['longest_wait_s'] for run in runs):.1f} (lease {runs[0]['lease_s']:g})",
+                ", ".join(f"{run['first_loss']:.2f} to {run['last_loss']:.2f}" for run in runs),
+            ]
+        )
+    head = ["mode", "runs", "kills", "exchanges", "applied twice", "s", "longest wait, s", "loss"]
+    return "\n".join([origin(found), "", table(head, rows, "lrrrrrrr")])
 
 
 def links() -> str:
