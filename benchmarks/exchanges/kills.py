@@ -4,7 +4,9 @@ Real processes train LeNet on the images of the repository. Every few seconds on
 and another one takes its rank. Each worker reports every step: its loss, the seconds since the step
 before, and the exchanges applied. An exchange of `adpsgd` counts as applied where a model moved by
 it; a round of `allreduce` counts every worker's weight in its sum, so that a gradient added twice
-shows as a sum above the number of members, and its models must be alike to the bit.
+shows as a sum above the number of members, and its models must be alike to the bit. A worker may
+get the result of a round from others that had ended it before one of its members died, so the
+number is the largest of those under which the worker has been in that round.
 """
 
 from __future__ import annotations
@@ -126,14 +128,23 @@ def _counter(gossip: Pairs | Ring) -> Callable[[], tuple[int, int]]:
         return pairs
     assert isinstance(gossip, Ring)
     rounds, scatter, numel = Counter[str](), gossip.model.scatter, len(gossip.model.weights)
+    meet, most = gossip._meet, len(gossip._members)
+
+    def met(*arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        found = yield from meet(*arguments, **options)
+        most = max(most, len(gossip._members))
+        return found
 
     def weighed(total: Any) -> None:
+        nonlocal most
         weight = float(total[numel])
-        rounds["twice"] += weight > len(gossip._members) or weight % 1 != 0
+        rounds["twice"] += weight > most or weight % 1 != 0
         rounds["all"] += 1
+        most = len(gossip._members)  # Of the next round.
         scatter(total)
 
-    gossip.model.scatter = weighed
+    gossip._meet, gossip.model.scatter = met, weighed  # type: ignore[method-assign]
     return lambda: (rounds["all"], rounds["twice"])
 
 

@@ -106,6 +106,11 @@ class Session:
         return self._member.rank
 
     @property
+    def lease_s(self) -> float:
+        """Seconds without a message after which the shards declare this worker lost."""
+        return self._member.lease_s
+
+    @property
     def incarnation(self) -> int:
         """Random number that distinguishes this membership from former ones of the same rank."""
         return self._member.incarnation
