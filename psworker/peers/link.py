@@ -90,10 +90,14 @@ class PeerLink:
         self._channel.request(call, envelope, [wire.as_bytes(values)])
         return call.done
 
-    def close(self) -> None:
-        """Ends the connection: the worker is gone, or this one ends."""
+    def close(self, *, waits: bool = True) -> None:
+        """Ends the connection: the worker is gone, or this one ends.
+
+        Args:
+            waits: Whether this returns only when all calls have failed, or after some seconds.
+        """
         self.is_over = True
-        self._channel.close()
+        self._channel.close(waits=waits)
 
     def _connect(self) -> tls.Stream:
         """Returns a connection, tried until there is one.

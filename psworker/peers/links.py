@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -99,13 +98,12 @@ class PeerLinks:
                 log.warning("%s has not answered for %.0f s: the exchange is off", where, silent_s)
                 self._cut.add(rank)
                 self._links[rank] = PeerLink(link.peer, self._token)
-                link.is_over = True
-                threading.Thread(target=link.close, daemon=True).start()  # It may wait for TCP.
+                link.close(waits=False)  # It may be connecting.
             elif silent_s >= self._limit_of(rank):
                 raise TransportError(
-                    f"{where} has not answered worker {session.rank} for {silent_s:.0f} s, though "
-                    "both reach the shards: see to the network and the firewalls between the two; "
-                    "a worker that ends lets the others continue"
+                    f"{where} has not answered worker {session.rank} for {silent_s:.0f} s: see to "
+                    "the network and the firewalls between the two; the others continue without "
+                    "the one that ends"
                 )
 
     def _limit_of(self, rank: int) -> float:

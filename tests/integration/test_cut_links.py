@@ -40,7 +40,7 @@ def serve(me: Station, namespace: str, host: str) -> None:
 
 
 def train(me: Station, namespace: str, mode: str) -> Any:
-    """Trains until told; tells after 10 steps, and when it exchanges behind one given up."""
+    """Trains until told; tells after 10 steps, when it exchanges behind one given up, and as a new one."""
     enter(namespace)
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
@@ -55,6 +55,9 @@ def train(me: Station, namespace: str, mode: str) -> Any:
         optimizer.step()
         if step == 10:
             me.tell(step)
+        if gossip_of(optimizer) is not gossip:
+            gossip = gossip_of(optimizer)
+            me.tell("back")
         exchanges = gossip.sight.num_exchanges
         if mode.startswith("adpsgd") and gossip.counts["refused"] and not again_at:
             again_at = exchanges + 5
@@ -80,12 +83,14 @@ def cut(lab: netlab.Lab, one: int, other: int) -> None:
         subprocess.run(command, check=True)
 
 
-def begin(stack: ExitStack, lab: netlab.Lab, mode: str) -> list[Worker]:
+def begin(
+    stack: ExitStack, lab: netlab.Lab, mode: str, timeout_s: float = TIMEOUT_S
+) -> list[Worker]:
     """Starts a shard and the workers, each on its host; returns when all train."""
     shard = Worker(serve, 0, (lab.name(SHARD), lab.address(SHARD)), {"WORLD_SIZE": "1"})
     stack.callback(shard.close)
     env = {"WORLD_SIZE": str(NUM), "PACELINE_JOB": new_job(), "PACELINE_SERVERS": shard.hear()[0]}
-    env |= {"PACELINE_TIMEOUT_S": str(TIMEOUT_S)}
+    env |= {"PACELINE_TIMEOUT_S": str(timeout_s)}
     workers = []
     for rank in range(NUM):
         workers.append(Worker(train, rank, (lab.name(rank), mode), env | {"RANK": str(rank)}))
@@ -117,3 +122,17 @@ def test_workers_of_adpsgd_exchange_with_others_where_a_link_is_cut(lab: netlab.
             worker.tell()
         for worker in workers:
             assert np.isfinite(worker.result())
+
+
+def test_workers_that_were_apart_from_all_others_come_back(lab: netlab.Lab) -> None:
+    with ExitStack() as stack:
+        workers = begin(stack, lab, "dpsgd(graph=complete, average_every=5)", timeout_s=60.0)
+        lab.cut(2)
+        time.sleep(2 * LEASE_S)
+        lab.cut(2, restore=True)
+        assert workers[2].hear() == "back"
+        for worker in workers:
+            worker.tell()
+        for worker in workers:
+            assert np.isfinite(worker.result())
+        assert "worker 2 rejoins" in workers[2].written()

@@ -24,7 +24,7 @@ class Silent:
     def __init__(self, peer: control_pb2.Peer, token: str) -> None:
         self.peer, self.is_over, self.is_new = peer, False, True
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         self.is_over = True
 
 
