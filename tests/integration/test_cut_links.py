@@ -40,7 +40,7 @@ def serve(me: Station, namespace: str, host: str) -> None:
 
 
 def train(me: Station, namespace: str, mode: str) -> Any:
-    """Trains until told; tells after 10 steps, when it exchanges behind one given up, and as a new one."""
+    """Trains until told; tells after 10 steps, behind an exchange given up, and as a new one."""
     enter(namespace)
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
