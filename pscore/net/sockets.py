@@ -115,7 +115,7 @@ def limit_silence(connection: Stream, limit_s: float) -> None:
 
 
 def limit_unacknowledged(connection: Stream, limit_s: float) -> None:
-    """Lets a connection to another host break when that host is silent for `limit_s` seconds.
+    """Limits the silence of the other host to `limit_s` seconds; then the connection breaks.
 
     Its kernel then acknowledges neither bytes nor probes: reads and writes that wait end with an
     error, where TCP by itself would try for a quarter of an hour.

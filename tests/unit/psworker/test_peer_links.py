@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,17 +18,19 @@ LEASE_S, LIMIT_S = 10.0, 30.0
 class Silent:
     """A link to a worker that has answered nothing for some time."""
 
+    made: ClassVar[dict[int, Silent]] = {}  # The last ones, by rank.
     silent_s = 0.0
     has_offers_alone = False
 
     def __init__(self, peer: control_pb2.Peer, token: str) -> None:
         self.peer, self.is_over, self.is_new = peer, False, True
+        self.made[peer.rank] = self
 
     def close(self, *, waits: bool = True) -> None:
         self.is_over = True
 
 
-def links_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[PeerLinks, dict[int, Any]]:
+def links_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[PeerLinks, dict[int, Silent]]:
     """Returns the links of a worker of three, and those links themselves by rank."""
     monkeypatch.setattr(links, "PeerLink", Silent)
     shard = SimpleNamespace(
@@ -37,8 +39,7 @@ def links_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[PeerLinks, dic
     session: Any = SimpleNamespace(rank=rank, lease_s=LEASE_S, links=[shard], timeline=None)
     made = PeerLinks(session)
     made.update([control_pb2.Peer(rank=other, host="h", port=1) for other in range(3)])
-    each: Any = made._links
-    return made, each
+    return made, Silent.made
 
 
 @pytest.mark.parametrize(
