@@ -6,6 +6,7 @@ Each worker is in a network namespace of its own; packets between two of them ar
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import time
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def train(me: Station, namespace: str, mode: str) -> Any:
         named_parameters=model.named_parameters(),
         mode=mode,
     )
-    gossip, again_at, loss = gossip_of(optimizer), 0, 0.0
+    gossip, again_at, loss = gossip_of(optimizer), 0.0, 0.0
     for step in itertools.count():
         optimizer.zero_grad()
         loss = backward(model, *batch(me.rank, step))
@@ -61,8 +62,9 @@ def train(me: Station, namespace: str, mode: str) -> Any:
         exchanges = gossip.sight.num_exchanges
         if mode.startswith("adpsgd") and gossip.counts["refused"] and not again_at:
             again_at = exchanges + 5
-        if again_at and exchanges == again_at:
+        if 0 < again_at <= exchanges:
             me.tell(exchanges)
+            again_at = math.inf
         time.sleep(0.005)
         if me.is_told():
             break
