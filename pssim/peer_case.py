@@ -2,8 +2,8 @@
 
 `check` runs it and raises an AssertionError that names what broke. In half of the cases no worker
 changes its model by itself: then a graph must bring all together at least by its spectral gap, and
-exchanges of pairs must keep the sum of all models. In every case all living workers must
-come to their end, no exchange may be applied twice, and all-reduce must leave the same bits.
+exchanges of pairs and push-sum must keep the sum of all models. In every case all living workers
+must come to their end, no exchange may be applied twice, and all-reduce must leave the same bits.
 Atomic exchanges are drawn with any number of workers and any graph, as after deaths.
 """
 
@@ -22,6 +22,7 @@ from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
 from pssim.peers import PeerWorld, StuckError, Trouble
+from psworker.gossip.push_sum import PushSum
 
 Array = npt.NDArray[np.float64]
 NUMEL, LR = 5, 0.1
@@ -89,10 +90,11 @@ def _mode(rng: random.Random, num: int) -> str:
     graph = rng.choice([*sorted(GRAPHS), _edges(rng, num)])
     return rng.choice(
         (
-            f"allreduce(order={rng.choice(('ring', 'ranks'))})",
+            f"allreduce({rng.choice(('order=ring', 'order=ranks', 'backend=gloo'))})",
             f"dpsgd(graph='{graph}', order={rng.choice(('awc', 'atc'))})",
             f"adpsgd(graph='{graph}', every={rng.randint(1, 3)}, max_behind={rng.randint(0, 2)})",
             f"adpsgd(graph='{graph}', every={rng.randint(1, 3)}, exchange=atomic)",
+            f"sgp(graph='{rng.choice([graph, _one_way(rng, num)])}', late={rng.randint(0, 1)})",
         )
     )
 
@@ -106,6 +108,15 @@ def _edges(rng: random.Random, num: int) -> str:
         if one != other and (other, one) not in edges:
             edges.add((one, other))
     return " ".join(f"{one}-{other}" for one, other in sorted(edges)) or "0-1"
+
+
+def _one_way(rng: random.Random, num: int) -> str:
+    """Returns a cycle through all workers in some order, and some edges more, each one way."""
+    order = rng.sample(range(num), num)
+    edges = set(itertools.pairwise([*order, order[0]]))
+    for _ in range(rng.randint(0, num)):
+        edges.add((rng.randrange(num), rng.randrange(num)))
+    return " ".join(f"{one}>{other}" for one, other in sorted(edges) if one != other) or "0>1 1>0"
 
 
 def check(case: PeerCase) -> PeerWorld:
@@ -149,6 +160,8 @@ def _require(case: PeerCase, world: PeerWorld, starts: Array) -> None:
     is_whole = not case.trouble.kills
     if case.rule.gossip == "ring":
         _require_same_bits(world)
+    if is_whole and case.rule.gossip == "push_sum":
+        models = _masses(case, world)
     if is_whole and case.is_still:
         scale = np.abs(starts).max() * case.num
         if np.abs(models.sum(axis=0) - starts.sum(axis=0)).max() > TOLERANCE * scale:
@@ -157,6 +170,15 @@ def _require(case: PeerCase, world: PeerWorld, starts: Array) -> None:
             bound = _contraction(case) * _spread(starts) + TOLERANCE * scale
             if _spread(models) > bound:
                 raise AssertionError(f"models are {_spread(models):g} apart, at most {bound:g}")
+
+
+def _masses(case: PeerCase, world: PeerWorld) -> Array:
+    """Returns the mass of each worker of push-sum; the weights must add up to their number."""
+    pushed = [worker.gossip for worker in world.workers if isinstance(worker.gossip, PushSum)]
+    total = sum(one.weight for one in pushed)
+    if abs(total - case.num) > TOLERANCE * case.num:
+        raise AssertionError(f"weights add up to {total:g} in place of {case.num}")
+    return np.stack([one.mass.numpy() for one in pushed]).astype(np.float64)
 
 
 def _require_same_bits(world: PeerWorld) -> None:

@@ -24,8 +24,9 @@ import torch
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
 from psserver.decisions.directory import Directory, Peer
+from pssim.sums import Sums
 from psworker.gossip import GOSSIPS
-from psworker.gossip.base import Gathering, Late, Meet, Model, Tag, Waits, Want
+from psworker.gossip.base import Add, Gathering, Meet, Model, Tag, Wait, Waits, Want
 
 LEASE_S, HEARTBEAT_S, POLL_S = 1.0, 0.2, 0.05
 EVENTS_MAX = 2_000_000
@@ -92,7 +93,8 @@ class SimulatedPeer:
         self.met: dict[int, int] = {}  # The same, with those that are gone.
         self.num_open = 0  # Arrays that have not arrived.
         self.waits: Waits | None = None
-        self.wanted: Want | Meet | Late | None = None
+        self.wanted: Wait | None = None
+        self._asked: Meet | None = None  # The last one that the directory knows of.
         model = Model(
             weights=self.weights,
             first_step=0,
@@ -112,9 +114,18 @@ class SimulatedPeer:
         """Whether a heartbeat has brought a newer epoch."""
         return self.heard_epoch > self.epoch
 
+    @property
+    def has_tls(self) -> bool:
+        """Whether connections are encrypted: there are none."""
+        return False
+
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows."""
         return sorted(self.peers)
+
+    def open_store(self) -> int:
+        """Returns a port, as of a store."""
+        return 1
 
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array, repeated until it arrives, perhaps more than once."""
@@ -254,6 +265,11 @@ class SimulatedPeer:
             if self._meet(wanted):
                 return
             self.world.at_time(POLL_S, self.proceed)
+        elif isinstance(wanted, Add):
+            found = self.world.sums.ask(self.rank, wanted, self.proceed)
+            if found is not None or self.has_moved:
+                self._resume(found)
+                return
         elif wanted.is_over() or self.has_moved:
             self._resume(None)
             return
@@ -277,9 +293,12 @@ class SimulatedPeer:
             directory.part(self.rank, self.incarnation)
             self._resume([])
             return True
-        for _ in range(2):  # The second time under the epoch of the first answer.
-            directory.arrive(peer, self.epoch, self.world.expected(), self.since)
+        for again in (wanted is not self._asked and wanted.again, False):
+            # The second time under the epoch of the first answer.
+            expected = self.world.expected()
+            directory.arrive(peer, self.epoch, expected, self.since, again=again)
             self.epoch = directory.epoch
+        self._asked = wanted
         self.peers = {one.rank: one.incarnation for one in directory.members()}
         self.met |= self.peers
         gatherings = [
@@ -354,6 +373,7 @@ class PeerWorld:
         self.directory = Directory()
         self._random = random.Random(seed)
         self._latency_s = latency_s
+        self.sums = Sums(self._random, self.at_time, latency_s, self.trouble.lost)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         models = starts or [start] * num_workers
@@ -422,6 +442,7 @@ class PeerWorld:
 
     def _kill(self, rank: int) -> None:
         self.workers[rank].is_dead = True
+        self.sums.kill(rank)
 
         def lose() -> None:
             self._lost.add(rank)

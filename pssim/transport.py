@@ -1,9 +1,10 @@
 """The worker's edge of the simulated network: the links and the session that `Exchange` uses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -14,9 +15,6 @@ from psworker.connection.pace import Pace
 from psworker.connection.residuals import Residuals
 from psworker.transports.base import PullCall, PushCall, Transport
 
-if TYPE_CHECKING:
-    from pssim.worker import Worker
-
 PULL_WAIT_S = 1.0  # A pull that cannot be answered by then gets the reason, if the shard ticks.
 
 
@@ -25,12 +23,50 @@ def is_load(header: data_pb2.PushHeader) -> bool:
     return Role(int(header.role)) in (Role.WEIGHTS, Role.STATE)
 
 
+class Sender(Protocol):
+    """The worker of a transport (worker.py): sends its requests, and hears of their answers."""
+
+    pushes: dict[int, Future[data_pb2.PushReply]]
+    pull_wait_s: float
+
+    def request(
+        self,
+        shard: SimulatedShard,
+        what: str,
+        ask: Callable[[Respond], None],
+        land: Callable[[bytes], None],
+        *,
+        index: int,
+        nbytes: int,
+        is_pull: bool = False,
+    ) -> None:
+        """Sends a request."""
+
+    def begin_push(self, header: data_pb2.PushHeader, payload: bytes) -> None:
+        """Hears of a push that is about to be sent."""
+
+    def share(self, header: data_pb2.PushHeader, payload: bytes) -> bool:
+        """Puts a gradient where its shard can read it; returns whether that is possible."""
+
+    def end_push(self, header: data_pb2.PushHeader, verdict: Verdict) -> None:
+        """Hears of the answer to a push."""
+
+    def begin_pull(self, header: data_pb2.PullHeader) -> None:
+        """Hears of a pull that is about to be sent."""
+
+    def end_pull(self, call: PullCall, reply: data_pb2.PullReply) -> None:
+        """Hears of weights that have landed."""
+
+    def send_residual(self, shard: SimulatedShard, request: pb.SendResidualRequest) -> None:
+        """Sends a residual to a shard."""
+
+
 class SimulatedTransport(Transport):
     """The data plane from one worker to one shard."""
 
     name: ClassVar[str] = "simulated"
 
-    def __init__(self, worker: "Worker", shard: SimulatedShard) -> None:
+    def __init__(self, worker: Sender, shard: SimulatedShard) -> None:
         """Connects a worker and a shard."""
         self._worker = worker
         self._shard = shard

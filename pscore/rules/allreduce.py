@@ -19,10 +19,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pscore.errors import ConfigError
 from pscore.plugins import require_one_of
 from pscore.rules.decentralised import Decentralised
 
 ORDERS = {"ring": "around the ring", "ranks": "in the order of the ranks"}
+BACKENDS = {
+    "frames": "over the connections of the workers",
+    "gloo": "torch.distributed, over TCP",
+    "nccl": "torch.distributed, between GPUs",
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,12 @@ class AllReduce(Decentralised):
 
     Attributes:
         order: The order in which gradients are added: `ring` or `ranks`.
+        backend: Adds the gradients: `frames`, or torch.distributed with `gloo` or `nccl`.
         average_every: Steps from one copy of the model on the shards to the next, 1 or more.
     """
 
     order: str = "ring"
+    backend: str = "frames"
     average_every: int = 50
 
     name: ClassVar[str] = "allreduce"
@@ -49,3 +57,14 @@ class AllReduce(Decentralised):
         """
         super().__post_init__()
         require_one_of("allreduce.order", self.order, ORDERS)
+        require_one_of("allreduce.backend", self.backend, BACKENDS)
+        if self.backend != "frames" and self.order != "ring":
+            raise ConfigError(
+                f"allreduce(backend={self.backend!r}) adds in torch.distributed's order: leave out "
+                f"order={self.order!r}"
+            )
+
+    @property
+    def exchange_name(self) -> str:
+        """The workers' exchange with each other (psworker/gossip) under these arguments."""
+        return self.gossip if self.backend == "frames" else "collective"

@@ -94,6 +94,7 @@ class Directory:
         since: int = 0,
         *,
         is_short: bool = False,
+        again: bool = False,
     ) -> list[int]:
         """Records that a worker has stopped under an epoch, or that it is new.
 
@@ -103,6 +104,7 @@ class Directory:
             expected: Ranks that take part or have yet to join.
             since: Epoch of the last meeting that it knows.
             is_short: Whether the job waits for more workers than those: then no worker meets.
+            again: Whether an exchange under that epoch has failed at the worker: a new one begins.
 
         Returns:
             The ranks that have yet to stop; empty once the newest epoch has met.
@@ -123,6 +125,8 @@ class Directory:
             self._begin_epoch()
         elif peer.parts and self.has_met and since == self.newest:
             self._begin_epoch()  # It stayed in that meeting, and asks again.
+        elif again and epoch == self.epoch and self.has_met:
+            self._begin_epoch()
         elif epoch == self.epoch and peer.rank not in self._stopped:
             self.peers[peer.rank] = peer
             self._stopped.add(peer.rank)
@@ -141,6 +145,10 @@ class Directory:
 
     def _missing(self, expected: Iterable[int], *, is_short: bool) -> list[int]:
         """Returns the ranks that have yet to stop; records the meeting if there are none."""
+        if self.newest and any(peer.position >= 0 for peer in self.peers.values()):
+            # Training is under way: a worker that has joined the job meanwhile begins an epoch when
+            # it comes here, and nobody waits for its start.
+            expected = [rank for rank in expected if rank in self.peers]
         missing = [rank for rank in expected if rank not in self._stopped]
         if not (missing or is_short) and self.newest != self.epoch:
             last = min((p.position for p in self.members() if p.position >= 0), default=0)

@@ -26,7 +26,7 @@ from psserver.engine.residuals import Arrays, Residuals
 from psserver.engine.slice_queue import Seal, SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
-from psserver.slices.base import Payload, Store
+from psserver.slices.base import Payload
 
 
 class Reply(Protocol):
@@ -186,11 +186,6 @@ class RunningJob:
         """Returns the queue of a slice."""
         return self.tables[address.table].queues[address.slice]
 
-    def stores(self) -> list[Store]:
-        """Returns the numbers of all slices."""
-        with self._lock:
-            return [queue.store for table in self.tables.values() for queue in _queues(table)]
-
     @property
     def is_busy(self) -> bool:
         """Whether any queue has work; under the lock."""
@@ -263,7 +258,9 @@ class RunningJob:
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
             )
 
-    def meet(self, table: int, peer: Peer, epoch: int, since: int) -> MeetView:
+    def meet(
+        self, table: int, peer: Peer, epoch: int, since: int, *, again: bool = False
+    ) -> MeetView:
         """Records a peer that has stopped under an epoch (`Directory.arrive`).
 
         Args:
@@ -271,6 +268,7 @@ class RunningJob:
             peer: The worker.
             epoch: The epoch that it knows.
             since: Epoch of the last meeting that it knows.
+            again: Whether an exchange under that epoch has failed.
 
         Raises:
             UnknownJobError: The job has no such table.
@@ -281,7 +279,7 @@ class RunningJob:
             expected = [
                 rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
             ]
-            missing = directory.arrive(peer, epoch, expected, since, is_short=is_short)
+            missing = directory.arrive(peer, epoch, expected, since, is_short=is_short, again=again)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
             if not (awaited or directory.has_met):
                 awaited = members.shortage()

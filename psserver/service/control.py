@@ -283,7 +283,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if request.parts:
             view = job.part(request.table, peer.rank, peer.incarnation)
         else:
-            view = job.meet(request.table, peer_of(peer), request.epoch, request.since)
+            view = job.meet(
+                *(request.table, peer_of(peer), request.epoch, request.since), again=request.again
+            )
         return pb.MeetReply(
             epoch=view.epoch,
             meetings=[

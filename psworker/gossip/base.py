@@ -44,6 +44,7 @@ class Meet(NamedTuple):
     waits: bool = True  # Else it only learns the members.
     parts: bool = False  # This worker exchanges nothing any more.
     stays: bool = False  # But others that are behind it may need its last result.
+    again: bool = False  # An exchange among the members has failed, though none may be gone.
 
 
 class Gathering(NamedTuple):
@@ -61,8 +62,24 @@ class Late(NamedTuple):
     is_over: Callable[[], bool]
 
 
+class Add(NamedTuple):
+    """Waits for a sum over all members by torch.distributed.
+
+    It is resumed with the sum, `(numel,) float32`, the same bits on every member; with the reason
+    of a failure; or with None when the members have changed.
+    """
+
+    backend: str  # `gloo` or `nccl`.
+    epoch: int
+    members: tuple[int, ...]  # Ranks, in order.
+    port: int  # Of the first member's store.
+    round: int
+    values: FloatArray
+
+
 T = TypeVar("T")
-Steps = Generator[Want | Meet | Late, Any, T]
+Wait = Want | Meet | Late | Add
+Steps = Generator[Wait, Any, T]
 Waits = Steps[None]
 
 
@@ -73,8 +90,15 @@ class Post(Protocol):
     def has_moved(self) -> bool:
         """Whether the members have changed since the last meeting that was returned."""
 
+    @property
+    def has_tls(self) -> bool:
+        """Whether the connections of this job are encrypted."""
+
     def members(self) -> list[int]:
         """Returns the ranks of the members, in order, as far as this worker knows them."""
+
+    def open_store(self) -> int:
+        """Opens this worker's store for torch.distributed, once; returns its port."""
 
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array; it must not change any more."""

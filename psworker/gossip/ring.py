@@ -182,9 +182,11 @@ class Ring(Gossip):
 
     # ----- members
 
-    def _meet(self, position: int, *, parts: bool = False) -> Steps[FloatArray | None]:
+    def _meet(
+        self, position: int, *, parts: bool = False, again: bool = False
+    ) -> Steps[FloatArray | None]:
         """Meets the others; returns the result of this round if somebody has ended it."""
-        gatherings: list[Gathering] = yield Meet(position, parts=parts, stays=parts)
+        gatherings: list[Gathering] = yield Meet(position, parts=parts, stays=parts, again=again)
         # Others may have met again behind the meeting in which this worker has parted.
         own = next(found for found in reversed(gatherings) if self.rank in found.positions)
         epoch, positions, leaving = own

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent import futures
 from functools import partial
 from typing import Any
 
@@ -16,14 +18,15 @@ from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
-from psworker.connection.trace import note_exchange
-from psworker.gossip.base import Gathering, Gossip, Late, Meet, Tag, Waits, Want
+from psworker.gossip.base import Add, Gathering, Gossip, Meet, Tag, Wait, Waits, Want
 from psworker.peers import certificate
-from psworker.peers.link import PeerLink
+from psworker.peers.links import PeerLinks
 from psworker.peers.long_wait import LongWait
 from psworker.peers.mailbox import Mailbox
+from psworker.peers.process_group import GroupSums
 from psworker.peers.service import PeerService
 
+log = logging.getLogger("paceline")
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.25  # From one look at the epoch to the next while a message is waited for.
 MEET_S, MEET_S_MAX = 0.01, 0.2  # From one question to the directory to the next.
@@ -59,13 +62,9 @@ class Peers:
         self.gossip: Gossip | None = None
         self.has_parted = False
         self._mailbox = Mailbox()
-        self._links: dict[int, PeerLink] = {}  # By rank.
-        self._members: list[int] = []
-        self._incarnations: dict[int, int] = {}  # By rank, also of workers that are gone.
-        self._open: set[Any] = set()  # Calls that are not acknowledged.
+        self._links = PeerLinks(session)
         self._heard_s = time.monotonic()
         credentials = session.links[0].credentials
-        self._token = credentials.token
         self._service = PeerService(session.job, credentials.token, self._mailbox)
         self._service.table = table
         shown, context = (b"", None) if credentials.ca is None else certificate.make()
@@ -81,6 +80,7 @@ class Peers:
         self._own = control_pb2.Peer(
             host=host, port=self._listener.port, local=local, certificate=shown
         )
+        self._sums = GroupSums(session.rank, host, self._links.host_of)
         self._listener.start()
 
     def announce(self) -> None:
@@ -105,6 +105,7 @@ class Peers:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
         answer: Any = None
+        self._links.require_answers()
         with contextlib.suppress(StopIteration):
             while True:
                 answer = self._await(waits.send(answer))
@@ -147,20 +148,18 @@ class Peers:
         """
         deadline_s = time.monotonic() + FLUSH_S
         with LongWait(self._session, lambda: "the acknowledgement of what it has sent") as wait:
-            while self._open and self._links and time.monotonic() < deadline_s:
+            while self._links.is_waiting and time.monotonic() < deadline_s:
                 if self.has_moved and moved():
                     return
+                self._links.require_answers()
                 wait.check()
                 time.sleep(MEET_S)
 
     def close(self) -> None:
         """Closes all connections."""
         self._session.peer_reports.pop(self.table, None)
-        for link in self._links.values():
-            link.is_over = True
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        self._links.close()
+        self._sums.leave()
         self._listener.stop()
 
     # ----- Post
@@ -174,45 +173,36 @@ class Peers:
         is_lost = reported < self.epoch and link.num_beats > self._met_beats + 1
         return is_lost or reported > self.epoch
 
+    @property
+    def has_tls(self) -> bool:
+        """Whether the connections of this job are encrypted."""
+        return bool(self._own.certificate)
+
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows, in order."""
-        return self._members
+        return self._links.members
+
+    def open_store(self) -> int:
+        """Opens this worker's store for torch.distributed, once; returns its port."""
+        return self._sums.port
 
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array, if the worker is there."""
         header = data_pb2.Give(
             sender=self._sender(), epoch=tag.epoch, kind=tag.kind, round=tag.round, part=tag.part
         )
-        link = self._links.get(to)
-        if link is not None:
-            self._send(link, data_pb2.Envelope(give=header), values)
+        self._links.send(to, data_pb2.Envelope(give=header), values)
 
     def offer(self, to: int, number: int, part: int, values: FloatArray) -> None:
         """Sends a snapshot; the gossip gets the answer, or None if there will be none."""
-        gossip, link = self.gossip, self._links.get(to)
+        gossip = self.gossip
         assert gossip is not None
-        if link is None:
-            gossip.on_answer(number, part, None)
-            return
         header = data_pb2.Offer(sender=self._sender(), number=number, slice=part)
         on_answer = partial(self._answered, gossip, number, part)
-        self._send(link, data_pb2.Envelope(offer=header), values, on_answer)
+        if not self._links.send(to, data_pb2.Envelope(offer=header), values, on_answer):
+            gossip.on_answer(number, part, None)
 
     # ----- inside
-
-    def _send(
-        self,
-        link: PeerLink,
-        envelope: data_pb2.Envelope,
-        values: FloatArray,
-        on_answer: Callable[[FloatArray | None], None] | None = None,
-    ) -> None:
-        call = link.send(envelope, values, on_answer)
-        timeline = self._session.timeline
-        if timeline is not None:
-            note_exchange(timeline, call, link.peer.rank, envelope, values.nbytes)
-        self._open.add(call)
-        call.add_done_callback(self._open.discard)
 
     def _answered(self, gossip: Gossip, number: int, part: int, values: FloatArray | None) -> None:
         self._heard_s = time.monotonic()
@@ -228,11 +218,13 @@ class Peers:
             incarnation=session.incarnation,
         )
 
-    def _await(self, wanted: Want | Meet | Late) -> Any:
+    def _await(self, wanted: Wait) -> Any:
         if isinstance(wanted, Want):
             return self._want(wanted)
         if isinstance(wanted, Meet):
             return self._meet(wanted)
+        if isinstance(wanted, Add):
+            return self._add(wanted)
 
         def is_there() -> bool:
             if not (wanted.is_over() or self.has_moved):
@@ -248,7 +240,7 @@ class Peers:
         found: list[FloatArray | None] = []
 
         def take() -> bool:
-            sender = self._incarnations.get(wanted.source, 0)
+            sender = self._links.incarnations.get(wanted.source, 0)
             values = self._mailbox.take(sender, wanted.tag, LOOK_S if wanted.waits else 0.0)
             if values is None and wanted.waits and not self.has_moved:
                 return False
@@ -259,6 +251,24 @@ class Peers:
         self._heard_s = time.monotonic()
         return found[0]
 
+    def _add(self, wanted: Add) -> FloatArray | str | None:
+        """Returns a sum by torch.distributed, or why it failed; None if the members change."""
+        assert self.gossip is not None
+        total = self._sums.add(wanted, self.gossip.model.weights.device)
+        others = ", ".join(str(rank) for rank in wanted.members if rank != self._session.rank)
+        what = f"step {wanted.round} of workers {others}, by {wanted.backend}"
+
+        def is_there() -> bool:
+            futures.wait([total], LOOK_S)
+            return total.done() or self.has_moved
+
+        self._watched(lambda: what, is_there)
+        found = total.result() if total.done() else None
+        if isinstance(found, str):
+            log.info("worker %d got no sum for %s: %s", self._session.rank, what, found)
+        self._heard_s = time.monotonic()
+        return found
+
     def _watched(self, name: Callable[[], str], is_there: Callable[[], bool]) -> None:
         """Repeats a short wait until it succeeds; reports a long one by its name.
 
@@ -267,12 +277,13 @@ class Peers:
         """
         with LongWait(self._session, name) as wait:
             while not is_there():
+                self._links.require_answers()
                 wait.check()
 
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""
         gatherings: list[Gathering] = []
-        delay_s = MEET_S
+        delay_s, first = MEET_S, self.epoch
         awaited = "other workers"
 
         def ask() -> bool:
@@ -284,11 +295,12 @@ class Peers:
                 since=self._since,
                 peer=peer,
                 parts=wanted.parts and not wanted.waits,
+                again=wanted.again and self.epoch == first,
             )
             reply = self._session.meet(request)
             self.epoch, awaited = reply.epoch, reply.waiting_for
             self._met_beats = self._session.links[0].num_beats
-            self._connect(reply)
+            self._links.update(reply.peers)
             for meeting in reply.meetings:
                 positions = {one.rank: one.position for one in meeting.peers}
                 leaving = frozenset(one.rank for one in meeting.peers if one.parts)
@@ -303,20 +315,8 @@ class Peers:
             return False
 
         self._watched(lambda: f"{awaited} to know who takes part", ask)
-        self._mailbox.keep(self._incarnations.values(), self.epoch)
+        self._mailbox.keep(self._links.incarnations.values(), self.epoch)
         return gatherings
-
-    def _connect(self, reply: control_pb2.MeetReply) -> None:
-        """Connects to new members, and closes the connections to those that are gone."""
-        now = {peer.rank: peer for peer in reply.peers if peer.rank != self._session.rank}
-        for rank, link in list(self._links.items()):
-            if rank not in now or _endpoint(now[rank]) != _endpoint(link.peer):
-                self._links.pop(rank).close()
-        self._incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
-        for rank, peer in now.items():
-            if rank not in self._links:
-                self._links[rank] = PeerLink(peer, self._token)
-        self._members = sorted([*now, self._session.rank])
 
 
 def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:
@@ -324,11 +324,6 @@ def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:
     peer = control_pb2.Peer(position=wanted.position, parts=wanted.parts, stays=wanted.stays)
     peer.MergeFrom(own)
     return peer
-
-
-def _endpoint(peer: control_pb2.Peer) -> tuple[Any, ...]:
-    """Returns the part that changes when a worker listens anew, as a changed mode makes it do."""
-    return peer.incarnation, peer.host, peer.port, peer.local, peer.certificate
 
 
 def _own_host(address: str) -> str:

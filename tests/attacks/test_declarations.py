@@ -16,7 +16,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import NAME_LENGTH_MAX, Shard
-from tests.unit.psserver.front import JOB, Context, Front, Refused, play
+from tests.unit.psserver.front import JOB, Context, Front, Refused, play, stores_of
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 COST_NBYTES_MAX = 32 << 20  # Of a refused declaration; the longest here has 65537 tensors.
@@ -48,7 +48,7 @@ async def still_serves(front: Front) -> None:
     """The same job can still be declared, and trains."""
     reply = await front.define()
     assert reply.created
-    assert len(front.running.stores()) == 1
+    assert len(stores_of(front.running)) == 1
 
 
 @pytest.mark.parametrize(

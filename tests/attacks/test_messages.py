@@ -28,6 +28,7 @@ from tests.unit.psserver.front import (
     push_header,
     sender,
     settle,
+    stores_of,
     told,
 )
 
@@ -249,7 +250,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(rule=pb.Plugin(name=rule))
         clock = front.job.table(0).clock(0)
-        (store,) = front.running.stores()
+        (store,) = stores_of(front.running)
         outcomes = [
             await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
             for number in range(LATE_KEPT // 2 if rule == "asgd" else 3 * PARKED_MAX)

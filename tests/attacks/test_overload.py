@@ -18,7 +18,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.service.data_socket import make_listener
 from psserver.slices.store import SliceStore
-from tests.unit.psserver.front import Front, play, pull_header, push_header
+from tests.unit.psserver.front import Front, play, pull_header, push_header, stores_of
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
 
@@ -128,7 +128,7 @@ def test_a_peer_that_does_not_read_is_disconnected() -> None:
             assert greedy.is_cut()
             for peer in (greedy, quick):
                 peer.socket.close()
-            store = front.running.stores()[0]
+            store = stores_of(front.running)[0]
             assert isinstance(store, SliceStore)
             deadline_s = time.monotonic() + WAIT_S
             while store.copies.num_leases:

@@ -1,8 +1,10 @@
 """A package is floors, a folder each: a file imports from its own folder and from those below."""
 
+import graphlib
+
 import pytest
 
-from tests.house.source import ROOT, file_imports, modules, name
+from tests.house.source import PACKAGES, ROOT, file_imports, modules, name, path_of
 
 # From the top. Plug-ins and shared nouns of a package that lie in no folder are one floor, `.`.
 FLOORS = {
@@ -82,6 +84,31 @@ def test_a_file_imports_only_from_its_floor_and_below(package: str) -> None:
 def test_every_folder_is_a_floor(package: str) -> None:
     folders = {path.parent.relative_to(ROOT / package).parts for path in modules(package)}
     assert {parts[0] for parts in folders if parts} <= {*FLOORS[package]}
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Returns files that import each other in a circle; empty if there are none."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as problem:
+        return list(problem.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for a type checker alone count too: a reader follows them as well."""
+    imports = {
+        name(path): {
+            name(path_of(dotted))
+            for dotted in file_imports(path)
+            if dotted.split(".")[0] in PACKAGES and not dotted.startswith("pscore.pb")
+        }
+        - {name(path)}
+        for path in modules(*PACKAGES)
+    }
+    assert not circle(imports)
+    first = next(iter(imports["psserver/engine/job.py"]))
+    assert circle(imports | {first: {"psserver/engine/job.py"}})
 
 
 def test_a_module_is_found_behind_a_name() -> None:

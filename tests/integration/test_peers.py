@@ -31,6 +31,7 @@ SYNCHRONOUS = (
     "ssgd",
     "allreduce",
     "allreduce(order=ranks)",
+    "allreduce(backend=gloo)",
     "dpsgd(graph=complete, order=atc)",
     "sgp(graph=complete)",
 )
@@ -116,7 +117,8 @@ def test_an_odd_number_of_workers_is_refused_for_atomic_exchanges(shards: Shards
 
 NAMES = ("allreduce", "dpsgd", "adpsgd")
 MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
-ALL = (*MODES[:2], "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
+GLOO = "allreduce(backend=gloo, average_every=10)"
+ALL = (*MODES[:2], GLOO, "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
 LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
@@ -173,7 +175,7 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
             assert relative_error(other["mean"][name], weight) < 0.2, name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, GLOO])
 def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 2, "job": new_job()}
@@ -566,6 +568,21 @@ def test_training_continues_when_shard_0_is_killed(tmp_path: Path, mode: str) ->
                 one.close()
     for _, losses, _ in found:
         assert np.isfinite(losses).all()
+
+
+def test_torch_distributed_is_refused_where_it_cannot_add(
+    shards: Shards, strong: Fortress, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="adds on GPUs, and this worker's model is on cpu"):
+        shards.run(train, "allreduce(backend=nccl)", new_job(), num_workers=1)
+    env = strong.environment(secrets_of(tmp_path, f"secured {EVERYTHING}\n"))
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_JOB": "secured"}
+    worker = Worker(train, 0, ("allreduce(backend=gloo)", "secured", 1), env)
+    try:
+        with pytest.raises(AssertionError, match="without encryption, and this job uses TLS"):
+            worker.result()
+    finally:
+        worker.close()
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def test_no_invariant_of_exchanges_breaks(part: int) -> None:
 def test_seeds_draw_all_modes_graphs_and_faults() -> None:
     cases = [peer_case.draw(seed) for seed in range(SEEDS)]
     found = {case.rule.exchange_name for case in cases}
-    assert found == {"ring", "mixing", "pairs", "atomic"}
+    assert found == {"ring", "collective", "mixing", "pairs", "atomic", "push_sum"}
     graphs = {str(case.rule.arguments().get("graph")) for case in cases}
     assert graphs > set(GRAPHS)
     assert any("-" in graph for graph in graphs)

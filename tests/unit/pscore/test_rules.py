@@ -31,6 +31,7 @@ from pscore.rules import (
     make_rule,
     parse_mode,
 )
+from pscore.rules.allreduce import AllReduce
 from pscore.rules.base import UNBOUNDED
 from pscore.types import Role
 from tests.harness import NUMEL, Cluster
@@ -268,3 +269,14 @@ def test_atomic_exchanges_need_an_even_number_and_a_bipartite_graph() -> None:
         parse_mode("adpsgd(exchange=atomic, max_behind=2)")
     with pytest.raises(ConfigError, match="must be one of atomic, differences"):
         parse_mode("adpsgd(exchange=locked)")
+
+
+def test_allreduce_takes_a_backend_with_its_own_order_alone() -> None:
+    for text, exchange in (("backend=gloo", "collective"), ("order=ranks", "ring")):
+        rule = parse_mode(f"allreduce({text})")
+        assert isinstance(rule, AllReduce)
+        assert rule.exchange_name == exchange
+    with pytest.raises(ConfigError, match="leave out order='ranks'"):
+        parse_mode("allreduce(backend=gloo, order=ranks)")
+    with pytest.raises(ConfigError, match=r"allreduce.backend"):
+        parse_mode("allreduce(backend=mpi)")

@@ -25,6 +25,7 @@ from psserver.engine.job import RunningJob
 from psserver.engine.placement import Placement
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.refusals import refusing
+from psserver.slices.base import Store
 from tests.unit.psserver.owned import Engines, owned
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Front:
 
     def weights(self) -> FloatArray:
         """Returns the weights of the model's only slice."""
-        (store,) = self.running.stores()
+        (store,) = stores_of(self.running)
         return store.weights
 
     def version(self) -> int:
@@ -133,6 +134,8 @@ class Front:
         await self.define(**fields)
         zeros = np.zeros(NUMEL, np.float32)
         await self.push(push_header(0, 0, role=data_pb2.ROLE_WEIGHTS, hyper=[]), zeros)
+        # The push is answered before its queue is idle; where the next one runs depends on that.
+        await asyncio.wrap_future(self.executor.submit(lambda: None))
 
     # ----- data
 
@@ -182,6 +185,11 @@ def table(**fields: Any) -> pb.Table:
         "num_groups": 1,
     }
     return pb.Table(**values | fields)
+
+
+def stores_of(job: RunningJob) -> list[Store]:
+    """Returns the numbers of all slices of a job."""
+    return [queue.store for table in job.tables.values() for queue in table.queues.values()]
 
 
 def grad(value: float) -> FloatArray:

@@ -25,6 +25,7 @@ from tests.unit.psserver.front import (
     play,
     pull_header,
     push_header,
+    stores_of,
 )
 
 
@@ -141,7 +142,7 @@ def test_a_written_checkpoint_is_a_job_once_it_is_whole() -> None:
         await client.write("weights", 0, half)  # Sent twice.
         await client.write("weights", len(half), half)
         await client.service.Finish(pb.FinishRequest(id="r"), Context())
-        (store,) = front.engine.jobs["again"].stores()
+        (store,) = stores_of(front.engine.jobs["again"])
         assert store.weights.tolist() == grad(7.0).tolist()
         clock = front.engine.shard.jobs["again"].table(0).clock(0)
         assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)

@@ -49,3 +49,44 @@ def test_a_worker_that_stays_parts_once_no_other_is_behind_it() -> None:
     assert meet(8) == [True, False]
     assert sorted(directory.peers) == [1]
     assert directory.has_parted(done.incarnation)
+
+
+def test_a_failed_exchange_begins_one_epoch_whoever_reports_it() -> None:
+    directory = Directory()
+    for _ in range(2):
+        for one in (peer(0), peer(1)):
+            directory.arrive(one, directory.epoch, [0, 1])
+    met = directory.newest
+    assert directory.epoch == met
+    for rank in (0, 1):  # Both have failed under the same epoch.
+        directory.arrive(peer(rank), met, [0, 1], met, again=True)
+    assert directory.epoch == met + 1
+    for one in (peer(0), peer(1)):
+        directory.arrive(one, met + 1, [0, 1], met)
+    assert directory.has_met
+    assert [meeting.epoch for meeting in directory.since(met)] == [met + 1]
+
+
+def test_a_meeting_under_way_does_not_wait_for_a_worker_that_starts() -> None:
+    directory = Directory()
+    for _ in range(2):
+        for rank in (0, 1, 2):
+            directory.arrive(peer(rank, -1), directory.epoch, [0, 1, 2])
+    assert directory.has_met
+    directory.keep({0: 1, 1: 2, 2: 30})  # Another worker has joined at rank 2.
+    directory.arrive(peer(0), directory.epoch, [0, 1, 2])
+    assert directory.arrive(peer(1), directory.epoch, [0, 1, 2]) == []
+    new = replace(peer(2, -1), incarnation=30)
+    assert directory.arrive(new, directory.epoch, [0, 1, 2]) == [0, 1, 2]
+
+
+def test_workers_that_all_start_wait_for_each_other_whatever_was_before() -> None:
+    directory = Directory()
+    for _ in range(2):
+        for rank in (0, 1):
+            directory.arrive(peer(rank), directory.epoch, [0, 1])
+    assert directory.has_met
+    directory.keep({})  # All are dead.
+    first = replace(peer(0, -1), incarnation=10)
+    for _ in range(2):
+        assert 1 in directory.arrive(first, directory.epoch, [0, 1])

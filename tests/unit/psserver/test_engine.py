@@ -24,6 +24,7 @@ from tests.unit.psserver.front import (
     push_header,
     sender,
     settle,
+    stores_of,
     told,
 )
 
@@ -367,7 +368,7 @@ def test_a_job_that_starts_over_frees_the_former_ones_numbers() -> None:
         front.engine.leave(JOB, 0, 100, "finished")
         await front.join(0, 1, incarnation=200)
         assert front.running is not former
-        assert former.stores() == []
+        assert stores_of(former) == []
 
     play(scene)
 

@@ -21,6 +21,7 @@ from psserver.exits import CommandError
 from psserver.process.checkpoint_loading import MARKER, load
 from psserver.remote import checkpoint_files as files
 from psserver.slices.store import SliceStore
+from tests.unit.psserver.front import stores_of
 from tests.unit.psserver.test_checkpoint_files import flip, make
 
 JOB = "run/1"
@@ -36,7 +37,7 @@ def begin(journals: Path | None = None, limits: Limits | None = None) -> Engine:
 
 
 def weight_of(engine: Engine) -> float:
-    (store,) = engine.jobs[JOB].stores()
+    (store,) = stores_of(engine.jobs[JOB])
     arrays = store.export()
     assert np.array_equal(arrays["weights"][:6], -arrays["state.0"][:6])
     return float(arrays["weights"][0])

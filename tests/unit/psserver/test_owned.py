@@ -1,6 +1,7 @@
 """State machines are touched under the shard's lock alone, and shown by views made under it."""
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from pscore.net import sockets
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.engine import reading
 from psserver.service.control import ControlServicer
+from psserver.service.data_socket import make_listener
 from psserver.service.metrics import MetricsPage
 from psserver.service.shared_view import SharedView
 from tests.unit.psserver.front import (
@@ -26,6 +29,7 @@ from tests.unit.psserver.front import (
     push_header,
     sender,
 )
+from tests.unit.psserver.test_lock_order import Worker
 
 NUM_SLICES = 24  # Tables of one slice each.
 NUM_THREADS = 4
@@ -99,6 +103,31 @@ def test_status_is_read_while_threads_push() -> None:
         threading.excepthook = before
         assert not failed
         assert num_looks > 1
+        assert reading.figures(front.engine).counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
+
+    play(scene)
+
+
+def test_pushes_refused_on_the_threads_of_connections_are_counted_under_the_lock() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        server = make_listener(front.engine, "127.0.0.1", 0, f"test-owned-{os.getpid()}")
+        server.start()
+        try:
+            workers = [Worker(server, 0) for _ in range(NUM_THREADS)]
+            for worker in workers:
+                for _ in range(NUM_STEPS):
+                    refused = push_header(0, 0, slice=7)
+                    worker.send(data_pb2.Envelope(id=1, push=refused), grad(1.0))
+            for worker in workers:
+                for _ in range(NUM_STEPS):
+                    incoming = sockets.read_header(worker.socket)
+                    assert incoming is not None
+                    incoming.skip()
+                    assert data_pb2.Envelope.FromString(incoming.header).HasField("failed")
+                worker.socket.close()
+        finally:
+            server.stop()
         assert reading.figures(front.engine).counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
 
     play(scene)

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pscore.pb.ps.v1 import data_pb2
 from psserver.engine.placement import Placement
 from psserver.service.data_socket import DataService
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import Front, grad, play, push_header
 
 SMALL = Placement()
@@ -61,6 +63,39 @@ def test_a_gradient_is_added_on_the_thread_that_the_placement_names(
         assert (reply.threads == [threading.get_ident()]) == is_here
 
     play(scene)
+
+
+@pytest.mark.parametrize(
+    ("placement", "is_under_lock"),
+    [
+        (SMALL, True),
+        (dataclasses.replace(SMALL, steps_on_receive_thread=True), False),
+        (LARGE, False),
+        (dataclasses.replace(LARGE, steps_on_receive_thread=True), False),
+    ],
+)
+def test_only_small_slices_are_summed_under_the_engines_lock(
+    placement: Placement, is_under_lock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the head of requests.py says; where the receiving thread may do it, none are."""
+    monkeypatch.setattr(Front, "placement", placement)
+    found: list[bool] = []
+    plain = SliceStore.add_and_update
+
+    async def scene(front: Front) -> None:
+        def note(store: SliceStore, *arguments: Any) -> None:
+            found.append(front.engine.lock._is_owned())  # type: ignore[attr-defined]
+            plain(store, *arguments)
+
+        monkeypatch.setattr(SliceStore, "add_and_update", note)
+        await front.ready(num_workers=1)
+        reply = Noting()
+        data = grad(1.0).view(np.uint8)
+        front.engine.requests.on_push(push_header(0, 0), data, reply, here=True)
+        assert reply.answered.wait(10.0)
+
+    play(scene)
+    assert found == [is_under_lock]
 
 
 def test_connections_get_the_shards_threshold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from psserver.engine.resume import recover
 from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
 from psserver.slices.store import SliceStore
+from tests.unit.psserver.front import stores_of
 
 STEPS = 30
 SPEC = TableSpec(
@@ -69,7 +70,7 @@ class Process:
         job.recorder.note()
 
     def store(self) -> Store:
-        return next(iter(self.engine.jobs.values())).stores()[0]
+        return stores_of(next(iter(self.engine.jobs.values())))[0]
 
     def kill(self) -> None:
         self.journals.close()

@@ -1,9 +1,12 @@
 """The process that takes scheduled checkpoints, without shards; and the supervisor's end of it."""
 
+import io
 import itertools
+import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +144,38 @@ def test_two_starts_do_not_write_into_one_folder(cluster: Cluster, tmp_path: Pat
         Schedule(plan_of(tmp_path)).take()
     assert names(tmp_path) == ["a-00000001"]
     assert "another psserver writes its checkpoints into" in lines[0]["reason"]
+
+
+def test_a_last_checkpoint_is_written_behind_the_one_under_way(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once could mix their files: the last one waits, however long the other takes."""
+    under_way: list[int] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: object, **more: object) -> Any:
+        under_way.append(1)
+        has_begun.set()
+        assert may_go_on.wait(60.0)
+        assert len(under_way) == 1
+        under_way.pop()
+        return make(float(cluster.versions["a"]), "a")
+
+    monkeypatch.setattr(checkpoint_schedule, "capture", slow)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("last\n"))
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # The end of the input ends the process.
+    cluster.versions = {"a": 1}
+    taker = Schedule(replace(plan_of(tmp_path), every_s=0.01))
+    thread = threading.Thread(target=taker.run)
+    thread.start()
+    assert has_begun.wait(60.0)
+    cluster.states["a"] = "ended"
+    taker.listen()
+    may_go_on.set()
+    thread.join(60.0)
+    assert not thread.is_alive()
+    assert names(tmp_path) == ["a-00000001", "a-00000002"]
+    assert not under_way
 
 
 def started(keeper: Keeper) -> subprocess.Popen[str]:

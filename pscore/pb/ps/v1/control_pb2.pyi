@@ -397,20 +397,22 @@ class Peer(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ..., stays: bool = ...) -> None: ...
 
 class MeetRequest(_message.Message):
-    __slots__ = ("job", "table", "epoch", "peer", "since", "parts")
+    __slots__ = ("job", "table", "epoch", "peer", "since", "parts", "again")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     job: str
     table: int
     epoch: int
     peer: Peer
     since: int
     parts: bool
-    def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., epoch: _Optional[int] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., since: _Optional[int] = ..., parts: bool = ...) -> None: ...
+    again: bool
+    def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., epoch: _Optional[int] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., since: _Optional[int] = ..., parts: bool = ..., again: bool = ...) -> None: ...
 
 class Meeting(_message.Message):
     __slots__ = ("epoch", "peers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 import pytest
 
 from pscore.cuda.encoders import Launch
-from pscore.cuda.sources import kernel_names, source
+from pscore.cuda.sources import source
 
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC")
+
+
+def kernel_names() -> list[str]:
+    """Returns the names of all kernels."""
+    return re.findall(r'extern "C" __global__ void (\w+)\(', source())
 
 
 def build(folder: Path) -> ctypes.CDLL:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pscore.cuda.sources import OPTIONS, kernel_names, source
+from pscore.cuda.sources import OPTIONS, source
+from tests.unit.pscore.cuda.shim import kernel_names
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
