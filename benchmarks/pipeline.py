@@ -42,7 +42,7 @@ from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
 from psworker.pipeline.costs import Shards
-from psworker.pipeline.partition import Level, Partition, with_idle
+from psworker.pipeline.partition import Level, Partition
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
 
@@ -99,20 +99,20 @@ class Sleep:
     """Sleeps for the exact sum of the given times: a sleep ends late, and the next one is shorter.
 
     Attributes:
-        owed_s: Seconds still to sleep; below 0: slept too much.
+        due_s: Seconds still to sleep; below 0: slept too much.
     """
 
     def __init__(self) -> None:
-        """Owes nothing."""
-        self.owed_s = 0.0
+        """Begins with nothing to sleep."""
+        self.due_s = 0.0
 
     def __call__(self, seconds: float) -> None:
         """Sleeps."""
-        self.owed_s += seconds
-        if self.owed_s > SLEEP_S_MIN:
+        self.due_s += seconds
+        if self.due_s > SLEEP_S_MIN:
             start_s = time.perf_counter()
-            time.sleep(self.owed_s)
-            self.owed_s -= time.perf_counter() - start_s
+            time.sleep(self.due_s)
+            self.due_s -= time.perf_counter() - start_s
 
 
 sleep = Sleep()
@@ -324,11 +324,11 @@ def stages_of(partition: Partition) -> list[tuple[str, int]]:
 def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     """Returns the best pipeline at a bandwidth, and the verdict on it."""
     levels = [Level(NUM_WORKERS, link.bytes_per_s)]
-    cost = Shards(hides=False, num_shards=NUM_WORKERS)
-    found = with_idle(profile.layers, levels, cost, is_cut=True)
-    assert found is not None
-    verdict = compare(profile, levels, cost)
-    return found, ("pipeline: " if verdict.is_pipeline else "do not pipeline: ") + verdict.reason
+    cost = Shards(hides=False, num_shards=NUM_WORKERS, on_workers=True)
+    found = compare(profile, levels, cost)
+    assert found.pipeline is not None
+    verdict = "pipeline: " if found.is_pipeline else "do not pipeline: "
+    return found.pipeline, verdict + found.reason
 
 
 def measure_link(

@@ -70,9 +70,7 @@ class Shards:
         busy_s = load.inner_s if self.hides else load.inner_s + waits_s
         return max(busy_s, link_s) / load.replicas
 
-    def _at_workers(
-        self, load: Load, moved: float, up: float, down: float
-    ) -> tuple[float, float]:
+    def _at_workers(self, load: Load, moved: float, up: float, down: float) -> tuple[float, float]:
         """Returns the seconds of a worker's link, and those of a push and a pull alone.
 
         A worker sends to the other hosts' shards, and its own shard to the other replicas.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pscore.types import FloatArray
+from pscore.types import HyperArray
 from psworker.pipeline.costs import Shards
 from psworker.pipeline.partition import Level, Memory, Partition, Partitioner, Stage
 from psworker.pipeline.profile import Layer
@@ -27,8 +27,8 @@ from psworker.pipeline.schedule import Place
 from psworker.pipeline.stage import ACTIVATION, GRADIENT
 
 PAYLOAD = 0.956  # Part of a link's bytes that is not a packet's header: 1448 of 1514.
-ROUNDS = 12  # Minibatches of each replica of the stage that has most.
-WARM = 4  # Of these, before time is taken.
+ROUNDS = 12  # Minibatches of each replica of the stage that has most, at least.
+GROUPS = 6  # Times that the pipeline is filled with minibatches, at least.
 PARTS = 4  # Parts of a push: a part is pulled when all replicas have pushed it.
 SLOWER = (1.0, 0.5, 0.25)  # Parts of a link's bandwidth with which plans are sought.
 FEW = 8  # Workers up to which every number of them is tried.
@@ -112,12 +112,12 @@ class Links:
         return over
 
 
-def _fair(use: FloatArray, capacity: FloatArray) -> list[float]:
+def _fair(use: HyperArray, capacity: HyperArray) -> list[float]:
     """Returns max-min fair rates.
 
     Args:
         use: Part of each flow's rate on each link, `(links, flows)`.
-        capacity: Of each link, `(links,)`.
+        capacity: Bytes per second of each link, `(links,)`.
     """
     rates = np.zeros(use.shape[1])
     grows = np.ones(use.shape[1], bool)
@@ -180,14 +180,24 @@ class Run:
 
     def minibatch_s(self) -> float:
         """Returns the seconds between two minibatches that leave the last stage."""
-        total = ROUNDS * max(self._replicas)
+        first = self._replicas[0]
+        group = -(-sum(self._replicas) // first) * first  # Minibatches in flight.
+        total = max(ROUNDS * max(self._replicas), GROUPS * group)
         for rank in range(sum(self._replicas)):
             self._go_on(self._replica(Place.of_rank(rank, self._replicas), total))
         while len(self._ended) < total:
             self._advance()
-        first = total * WARM // ROUNDS
-        moments = [max(v for k, v in self._ended.items() if k <= m) for m in (first, total - 1)]
-        return (moments[1] - moments[0]) / (total - 1 - first)
+        # They end in bursts: the mean over a group does not depend on where it begins. The first
+        # minibatches and the last ones, which have the links for themselves, are left out.
+        begin, end = total // 3, total - 2 * group
+        means = [sum(self._ended[m + n] for n in range(group)) / group for m in (begin, end)]
+        # Computing is a bound: a stage that is a little faster than the one before it still has
+        # minibatches of the beginning to work off.
+        computing = max(
+            sum(layer.compute_s for layer in stage) / replicas
+            for stage, replicas in zip(self._stages, self._replicas, strict=True)
+        )
+        return max(computing, (means[1] - means[0]) / (end - begin))
 
     # ----- time
 
@@ -344,7 +354,7 @@ def fastest(
     for stages in sorted(found, key=len):
         run = Run(layers, Partition(stages, NEVER), cost, level.bandwidth, level.units)
         timed.append(Partition(stages, run.minibatch_s()))
-    # Of equal times the one of fewest workers.
+    # Equal times: the plan of fewest workers.
     return min(timed, key=lambda one: (round(one.seconds, 6), one.workers), default=None)
 
 

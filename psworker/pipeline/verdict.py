@@ -63,7 +63,7 @@ class _Facts:
     limit_nbytes: float  # Memory of a worker.
     pipeline: Partition | None
     moved_nbytes: int
-    stage: Stage  # Of data parallelism.
+    stage: Stage  # The stage of data parallelism.
     parallel_s: float
     hidden_s: float
     parallel_nbytes: int
