@@ -26,6 +26,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import statistics
 import struct
 import sys
@@ -42,6 +43,7 @@ import torch
 from benchmarks import kit
 from benchmarks.forked import Forked, prepare
 from benchmarks.survival import round_proof
+from benchmarks.survival.proof import COPIES
 from benchmarks.survival.round_proof import Outer, Part, RoundNotebook, RoundProof
 from benchmarks.survival.shards import Shards, free_ports
 from pscore.partition import make_layout
@@ -91,7 +93,7 @@ class Setup:
     def ledger(self) -> tuple[int, list[Part]]:
         """Returns the length of the ledger, and its part in each slice."""
         rooms = int(self.seconds / (self.steps * self.think_s)) + SPARE
-        needed = round_proof.COPIES * self.learners * rooms
+        needed = COPIES * self.learners * rooms
         numel = needed * self.shards
         while True:
             named = task(numel)[0].named_parameters()
@@ -188,7 +190,7 @@ class Run:
         self.shards.start()
         try:
             self.learners = [self.learner(rank) for rank in range(self.setup.learners)]
-            while any(len(self.losses(rank)) < 2 for rank in range(self.setup.learners)):  # noqa: PLR2004
+            while any(len(self.losses(rank)) < 2 for rank in range(self.setup.learners)):
                 self.tend(0.1)
             begin_s = time.monotonic()
             self._disturb(begin_s)
@@ -214,7 +216,7 @@ class Run:
         """Kills a learner, which is started again, or a shard; returns its name."""
         if self.rng.random() < SHARE_OF_SHARDS:
             index = self.rng.randrange(self.setup.shards)
-            return f"shard {index}" if self.shards.signal(index, 9) else ""
+            return f"shard {index}" if self.shards.signal(index, signal.SIGKILL) else ""
         rank = self.rng.randrange(self.setup.learners)
         self.learners[rank].end()
         self._restarts[rank] += 1

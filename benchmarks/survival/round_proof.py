@@ -138,7 +138,7 @@ class RoundProof:
 
     def say(self, text: str) -> None:
         """Keeps a finding, if there are not many yet."""
-        if len(self.told) < 8:  # noqa: PLR2004
+        if len(self.told) < 8:
             self.told.append(text)
 
 
