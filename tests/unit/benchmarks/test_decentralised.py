@@ -132,3 +132,13 @@ def test_figures_of_one_run_replace_those_of_the_same_links_and_workers() -> Non
         (nets[1], 2),
     ]
     assert joined[2]["step_ms"] == 2.0
+
+
+def test_kill_runs_of_other_modes_and_seeds_stay() -> None:
+    former = [{"mode": "allreduce", "seed": 1, "kills": 3}, {"mode": "adpsgd", "seed": 2}]
+    found = [{"mode": "allreduce", "seed": 1, "kills": 5}, {"mode": "adpsgd", "seed": 1}]
+    assert kills.joined(former, found) == [
+        {"mode": "adpsgd", "seed": 1},
+        {"mode": "adpsgd", "seed": 2},
+        {"mode": "allreduce", "seed": 1, "kills": 5},
+    ]
