@@ -87,7 +87,7 @@ class Notebook:
         def push(index: int, push: Any, grad: Any, **options: Any) -> None:
             ticket = self._next.get(index, 0)
             self._next[index] = ticket + 1
-            self._mark(index, ticket, grad)
+            self.mark(index, ticket, grad)
             self.note(SENT, index, ticket, push.step)
             push_plain(index, push, grad, **options)
             done = exchange._pushes[index]  # Where the acknowledgement will be.
@@ -99,7 +99,7 @@ class Notebook:
         """Writes one entry down, in one call: a process that is killed has written it or not."""
         os.write(self._fd, RECORD.pack(kind, index, ticket, step, version, time.monotonic()))
 
-    def _mark(self, index: int, ticket: int, grad: Any) -> None:
+    def mark(self, index: int, ticket: int, grad: Any) -> None:
         """Puts a ticket into the gradient of a slice."""
         for element in elements(len(grad), self._num_workers, self._rank, ticket):
             grad[element] = self._value

@@ -102,7 +102,7 @@ class RoundNotebook(Notebook):
         first = max(self._next.values(), default=0)
         self._next = dict.fromkeys(range(len(ledger)), first)
 
-    def _mark(self, index: int, ticket: int, grad: Any) -> None:
+    def mark(self, index: int, ticket: int, grad: Any) -> None:
         start, numel = self._ledger[index]
         if ticket >= numel // COPIES // self._num_workers:
             raise ValueError(f"no room for {ticket + 1} moves in a ledger of {numel} elements")

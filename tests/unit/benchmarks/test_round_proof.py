@@ -38,7 +38,7 @@ class Shard:
         if version > -2:
             self.books[rank].note(ACKNOWLEDGED, 0, ticket, step, version)
         move = np.full(NUMEL, 0.0)
-        self.books[rank]._mark(0, ticket, move)
+        self.books[rank].mark(0, ticket, move)
         return move
 
     def close(self, *moves: np.ndarray) -> None:
@@ -176,4 +176,4 @@ def test_the_ledger_has_a_part_with_room_in_every_slice() -> None:
 def test_a_ledger_without_room_is_refused(tmp_path: Path) -> None:
     book = RoundNotebook(tmp_path / "0.moves", 0, 1, [Part(0, 4)])
     with pytest.raises(ValueError, match="no room for 3 moves in a ledger of 4 elements"):
-        book._mark(0, 2, np.zeros(4))
+        book.mark(0, 2, np.zeros(4))
