@@ -4,8 +4,9 @@
     python -m benchmarks.chaos --seconds 270 --folder /tmp/chaos --out docs/results/chaos.json
     python -m benchmarks.chaos --seconds 1800 --folder /tmp/chaos --out docs/results/chaos.json
 
-12 learners train a small classifier in `diloco` with a quorum on 3 shards; a step is a sleep and a
-minibatch, so that 12 of them fit on two cores, and the last one has half the speed. First they
+12 learners train a small classifier in `diloco` with a quorum and `overlap=mirror` on 3 shards; a
+step is a sleep and a minibatch, so that 12 of them fit on two cores, and the last one has half the
+speed. A shard that is back before the answer to a round is due stops nobody. First they
 train undisturbed, then as long while every 15 seconds a learner or a shard is killed (SIGKILL). A
 killed learner is forked again from the measuring process at once; a shard is started again by its
 supervisor, on its journal. Each of the two runs is kept in `--folder`: the command, given again,

@@ -33,11 +33,11 @@ from pssim.network import Link
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
 LEARNERS = (100, 1000)
-HOURS = (1, 3, 10, 30, 100, 300, 1000)  # Mean time between failures of a learner.
+HOURS = (1, 10, 100, 1000)  # Mean time between failures of a learner.
 RESTART_S = 120.0
 STEP_S, DEVIATION = 30.0, 0.1
 LENGTH = 20  # H: steps of a round.
-STEPS, ROUNDS = 60, 20  # Of a run, and half of the last one: as likely as not it is in.
+STEPS, ROUNDS = 60, 10  # Of a run, and half of the last one: as likely as not it is in.
 ROUNDS_MODE, PARALLEL_MODE = "decoupled rounds", "data parallelism"
 
 

@@ -91,10 +91,8 @@ class FailingCluster(TrainingCluster):
     """The workers and shards of a job with failures; `run` trains.
 
     Attributes:
-        failures: Its failures; None: there are none.
+        failures: Its failures.
     """
-
-    workers: list[FailingWorker]
 
     def __init__(self, job: TrainingJob, failures: Failures) -> None:
         """Makes them, with rank 0's weights on the shards.
@@ -104,15 +102,17 @@ class FailingCluster(TrainingCluster):
             failures: The failures; a mean of infinity: none.
         """
         self.failures = failures
+        self._failing: list[FailingWorker] = []
         super().__init__(job)
-        for worker in self.workers:
+        for worker in self._failing:
             worker.await_failure()
 
     def make_worker(self, rank: int, model: nn.Module) -> FailingWorker:
         """Returns a new worker."""
-        return FailingWorker(self, rank, model)
+        self._failing.append(FailingWorker(self, rank, model))
+        return self._failing[-1]
 
     @property
     def num_failures(self) -> int:
         """Failures of all workers so far."""
-        return sum(worker.num_failures for worker in self.workers)
+        return sum(worker.num_failures for worker in self._failing)
