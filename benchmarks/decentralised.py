@@ -15,7 +15,8 @@ that were run, beside those of other runs, for the tables of docs/rules/decentra
 figures of other `--nets` and `--workers` stay in the result file, so that it may take several runs.
 `--kills` kills workers of `adpsgd` and `allreduce`, also by Gloo, all the time
 (`exchanges/kills.py`), and ends with 1 if one waits longer than a lease, an exchange is applied
-twice, or the loss does not fall; figures of other `--kill-modes` and `--seeds` stay in the file.
+twice, or the loss does not fall; figures of other `--kill-modes` and `--seeds` stay in the file,
+and so do accuracies with other `--seeds` after as many steps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import datetime
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,20 @@ def keep(path: Path, figures: dict[str, Any]) -> None:
             values = links.joined(known.get(part, {}).get("figures", ()), values)
         if part == "kills":
             values = kills.joined(known.get(part, {}).get("figures", ()), values)
+        if part == "learning":
+            values = joined_seeds(known.get(part, {}).get("figures", ()), values)
         known[part] = about | {"figures": values}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def joined_seeds(
+    former: Sequence[dict[str, Any]], found: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns all training runs of the same number of steps; a new one replaces its like."""
+    new, steps = {(run["mode"], run["seed"]) for run in found}, found[0]["steps"]
+    kept = [run for run in former if (run["mode"], run["seed"]) not in new]
+    runs = [run for run in kept if run["steps"] == steps] + found
+    return sorted(runs, key=lambda run: (run["seed"], MODES.index(run["mode"])))
 
 
 def brief(figures: dict[str, Any], modes: list[str]) -> dict[str, Any]:

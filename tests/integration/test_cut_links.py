@@ -27,9 +27,6 @@ from tests.integration.models import backward, batch, make_model
 
 NUM, SHARD = 3, 3  # Hosts of workers, and the host of the shard.
 LEASE_S, TIMEOUT_S = 1.5, 1.0
-pytestmark = pytest.mark.skipif(
-    (reason := netlab.available()) is not None, reason=f"no network namespaces: {reason}"
-)
 
 
 def serve(me: Station, namespace: str, host: str) -> None:
@@ -74,6 +71,8 @@ def train(me: Station, namespace: str, mode: str) -> Any:
 
 @pytest.fixture
 def lab() -> Iterator[netlab.Lab]:
+    if (reason := netlab.available()) is not None:
+        pytest.skip(f"no network namespaces here: {reason}")
     with netlab.Lab(NUM + 1, "1gbit") as made:
         yield made
 
