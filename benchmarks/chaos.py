@@ -4,8 +4,9 @@
     python -m benchmarks.chaos --seconds 270 --folder /tmp/chaos --out docs/results/chaos.json
     python -m benchmarks.chaos --seconds 1800 --folder /tmp/chaos --out docs/results/chaos.json
 
-12 learners train a small classifier in `diloco` with a quorum on 3 shards; a step is a sleep and a
-minibatch, so that 12 of them fit on two cores, and the last one has half the speed. First they
+12 learners train a small classifier in `diloco` with a quorum and `overlap=mirror` on 3 shards; a
+step is a sleep and a minibatch, so that 12 of them fit on two cores, and the last one has half the
+speed. A shard that is back before the answer to a round is due stops nobody. First they
 train undisturbed, then as long while every 15 seconds a learner or a shard is killed (SIGKILL). A
 killed learner is forked again from the measuring process at once; a shard is started again by its
 supervisor, on its journal. Each of the two runs is kept in `--folder`: the command, given again,
@@ -70,6 +71,8 @@ class Setup:
         every_s: Seconds from kill to kill; 0: none.
         quorum: Learners with which a round may close.
         steps: Steps of a round.
+        overlap: Start of a round without the answer to the one before.
+        delay: Steps of the next round after which that answer lands.
         think_s: Sleep of a step.
         lease_s: Lease of a silent learner.
         seed: Seed of the kills.
@@ -80,7 +83,9 @@ class Setup:
     seconds: float = 120.0
     every_s: float = 15.0
     quorum: int = 8
-    steps: int = 10
+    steps: int = 40
+    overlap: str = "mirror"
+    delay: int = 30
     think_s: float = 0.1
     lease_s: float = 20.0
     seed: int = 0
@@ -88,7 +93,7 @@ class Setup:
     @property
     def rule(self) -> DiLoCo:
         """The mode of the learners."""
-        return DiLoCo(steps=self.steps, quorum=self.quorum)
+        return DiLoCo(steps=self.steps, quorum=self.quorum, overlap=self.overlap, delay=self.delay)
 
     def ledger(self) -> tuple[int, list[Part]]:
         """Returns the length of the ledger, and its part in each slice."""
@@ -307,7 +312,10 @@ def compare(setup: Setup, folder: Path) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": kit.commit(),
         "machine": kit.machine(),
-        "mode": f"diloco(steps={setup.steps}, quorum={setup.quorum})",
+        "mode": (
+            f"diloco(steps={setup.steps}, quorum={setup.quorum}, overlap={setup.overlap}, "
+            f"delay={setup.delay})"
+        ),
         "setup": dataclasses.asdict(setup),
         "kills": storm["kills"],
         "tokens": {"undisturbed": calm["tokens"], "kills": storm["tokens"]},
@@ -333,7 +341,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="of each of the two runs")
     parser.add_argument("--every", type=float, default=15.0, help="seconds from kill to kill")
     parser.add_argument("--quorum", type=int, help="learners [two thirds of them]")
-    parser.add_argument("--steps", type=int, default=10, help="of a round")
+    parser.add_argument("--steps", type=int, default=40, help="of a round")
+    parser.add_argument("--overlap", default="mirror", help="of rounds: none, mirror or another")
+    parser.add_argument("--delay", type=int, default=30, help="steps in which it lands")
     parser.add_argument("--think", type=float, default=0.1, help="seconds of a step")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--folder", type=Path, help="keeps each run, so that a command continues")
@@ -347,6 +357,8 @@ def main() -> None:
         every_s=5.0 if args.quick else args.every,
         quorum=args.quorum or max(1, args.learners * 2 // 3),
         steps=args.steps,
+        overlap=args.overlap,
+        delay=0 if args.overlap == "none" else args.delay,
         think_s=args.think,
         seed=args.seed,
     )
