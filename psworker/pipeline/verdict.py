@@ -17,7 +17,7 @@ from psworker.pipeline.partition import (
 from psworker.pipeline.profile import Layer, Profile
 from psworker.pipeline.timing import fastest
 
-GAIN_MIN = 1.1  # Predictions are good to a tenth: a smaller gain is none.
+GAIN_MIN = 1.1  # Predictions are no better than a tenth: a smaller gain is none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
