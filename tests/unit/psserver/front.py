@@ -134,6 +134,8 @@ class Front:
         await self.define(**fields)
         zeros = np.zeros(NUMEL, np.float32)
         await self.push(push_header(0, 0, role=data_pb2.ROLE_WEIGHTS, hyper=[]), zeros)
+        # The push is answered before its queue is idle; where the next one runs depends on that.
+        await asyncio.wrap_future(self.executor.submit(lambda: None))
 
     # ----- data
 
