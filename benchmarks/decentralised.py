@@ -13,8 +13,10 @@ that were run, beside those of other runs, for the tables of docs/rules/decentra
 
 `--links` measures step times on slow links beside torch's DDP over Gloo (`exchanges/links.py`);
 figures of other `--nets` and `--workers` stay in the result file, so that it may take several runs.
-`--kills` kills workers of `adpsgd` and `allreduce` all the time (`exchanges/kills.py`), and ends
-with 1 if one waits longer than a lease, an exchange is applied twice, or the loss does not fall.
+`--kills` kills workers of `adpsgd` and `allreduce`, also by Gloo, all the time
+(`exchanges/kills.py`), and ends with 1 if one waits longer than a lease, an exchange is applied
+twice, or the loss does not fall; figures of other `--kill-modes` and `--seeds` stay in the file,
+and so do accuracies with other `--seeds` after as many steps.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import datetime
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +83,22 @@ def keep(path: Path, figures: dict[str, Any]) -> None:
     for part, values in figures.items():
         if part == "links":
             values = links.joined(known.get(part, {}).get("figures", ()), values)
+        if part == "kills":
+            values = kills.joined(known.get(part, {}).get("figures", ()), values)
+        if part == "learning":
+            values = joined_seeds(known.get(part, {}).get("figures", ()), values)
         known[part] = about | {"figures": values}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def joined_seeds(
+    former: Sequence[dict[str, Any]], found: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns all training runs of the same number of steps; a new one replaces its like."""
+    new, steps = {(run["mode"], run["seed"]) for run in found}, found[0]["steps"]
+    kept = [run for run in former if (run["mode"], run["seed"]) not in new]
+    runs = [run for run in kept if run["steps"] == steps] + found
+    return sorted(runs, key=lambda run: (run["seed"], MODES.index(run["mode"])))
 
 
 def brief(figures: dict[str, Any], modes: list[str]) -> dict[str, Any]:
@@ -99,8 +116,8 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     if args.kills:
-        found, is_good = kills.measure(kills.MODES, args.seconds, args.seeds[0])
-        report(args, {"kills": found}, {"kills": found})
+        runs, is_good = kills.measure(args.kill_modes, args.seconds, args.seeds[0])
+        report(args, {"kills": runs}, {"kills": runs})
         sys.exit(0 if is_good else 1)
     if args.links:
         if (reason := netlab.available()) is not None:
@@ -137,6 +154,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8], help="of --links")
     parser.add_argument("--link-steps", type=int, default=8, help="measured steps of --links")
     parser.add_argument("--kills", action="store_true", help="kill workers, measure nothing else")
+    parser.add_argument(
+        "--kill-modes", nargs="+", choices=kills.MODES, default=list(kills.MODES), help="of --kills"
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="of --kills, each mode")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])

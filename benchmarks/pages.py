@@ -521,6 +521,7 @@ PAGES = (
     "docs/rules/decentralised.md",
     "docs/rules/fragments.md",
     "docs/rules/overlap.md",
+    "docs/rules/quorum.md",
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)

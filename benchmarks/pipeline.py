@@ -42,53 +42,91 @@ from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
 from psworker.pipeline.costs import Shards
-from psworker.pipeline.partition import Level, Partition, with_idle
+from psworker.pipeline.partition import Level, Partition
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
 
 MODULE = "benchmarks.pipeline"
 PROFILE = kit.ROOT / "tests" / "unit" / "psworker" / "profiles" / "vgg16.json"
 NUM_WORKERS = 4
-NBYTES_SCALE = 80
 FLOAT_NBYTES = 4
+SLEEP_S_MIN = 1e-3  # Shorter ones are added to the next.
 MASTER_PORT = 29700  # Of the first run of DDP.
 WARM_STEPS = 3  # Of data parallelism; more than the warm-up of ssd.
 PIPELINE, DDP = "pipeline", "ddp"
 MODES = {"ssgd": "ssgd", DDP: DDP, "ssd": "ssd(steps=5, warmup=1)"}
 
 
+class Scale(NamedTuple):
+    """The numbers that times and bytes are divided by."""
+
+    time: int
+    nbytes: int
+
+
 class Link(NamedTuple):
-    """A bandwidth, and the number that times are divided by so that a step takes about a second."""
+    """A bandwidth, and the scales at which two cores carry its steps."""
 
     rate: str
-    time_scale: int
+    parallel: Scale  # Of data parallelism: a step of about a second.
+    pipeline: Scale  # Fewer bytes cross the link: they need not be divided as much.
 
     @property
     def bytes_per_s(self) -> float:
         """Bandwidth of the full size, each way."""
         return bits_per_s(self.rate) / 8
 
-    @property
-    def shaped(self) -> str:
-        """The rate of the link as it is made."""
-        return f"{bits_per_s(self.rate) * self.time_scale / NBYTES_SCALE / 1e6:g}mbit"
+    def shaped(self, scale: Scale) -> str:
+        """Returns the rate of the link as it is made."""
+        return f"{bits_per_s(self.rate) * scale.time / scale.nbytes / 1e6:g}mbit"
+
+    def scale(self, mode: str) -> Scale:
+        """Returns the scales of a mode."""
+        return self.pipeline if mode == PIPELINE else self.parallel
 
 
-LINKS = (Link("100mbit", 30), Link("1gbit", 4), Link("10gbit", 2))
+LINKS = (
+    Link("100mbit", Scale(30, 80), Scale(1, 10)),
+    Link("1gbit", Scale(4, 80), Scale(1, 10)),
+    Link("10gbit", Scale(2, 80), Scale(1, 40)),
+)
 
 
 # ----- the model
 
 
+class Sleep:
+    """Sleeps for the exact sum of the given times: a sleep ends late, and the next one is shorter.
+
+    Attributes:
+        due_s: Seconds still to sleep; below 0: slept too much.
+    """
+
+    def __init__(self) -> None:
+        """Begins with nothing to sleep."""
+        self.due_s = 0.0
+
+    def __call__(self, seconds: float) -> None:
+        """Sleeps."""
+        self.due_s += seconds
+        if self.due_s > SLEEP_S_MIN:
+            start_s = time.perf_counter()
+            time.sleep(self.due_s)
+            self.due_s -= time.perf_counter() - start_s
+
+
+sleep = Sleep()
+
+
 class SleepingLayer(nn.Module):
     """A layer with the times and bytes of a profile, divided by the scales."""
 
-    def __init__(self, layer: Layer, time_scale: int) -> None:
+    def __init__(self, layer: Layer, scale: Scale) -> None:
         """Makes its parameters: zeros."""
         super().__init__()
-        self.times = layer.forward_s / time_scale, layer.backward_s / time_scale
-        self.numel = max(1, layer.output_nbytes // FLOAT_NBYTES // NBYTES_SCALE)
-        numel = layer.parameter_nbytes // FLOAT_NBYTES // NBYTES_SCALE
+        self.times = layer.forward_s / scale.time, layer.backward_s / scale.time
+        self.numel = max(1, layer.output_nbytes // FLOAT_NBYTES // scale.nbytes)
+        numel = layer.parameter_nbytes // FLOAT_NBYTES // scale.nbytes
         self.weight = nn.Parameter(torch.zeros(numel)) if numel else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -106,20 +144,20 @@ class _Sleep(torch.autograd.Function):
     ) -> Any:
         ctx.inputs, ctx.weight = inputs.shape, None if weight is None else weight.shape
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        sleep(forward_s)
         return torch.zeros(1).expand(numel)  # A zero that takes no memory.
 
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
-        time.sleep(ctx.backward_s)
+        sleep(ctx.backward_s)
         weight = None if ctx.weight is None else torch.zeros(ctx.weight)
         return torch.zeros(1).expand(ctx.inputs), weight, None, None, None
 
 
-def make_model(time_scale: int) -> nn.Sequential:
+def make_model(scale: Sequence[int]) -> nn.Sequential:
     """Returns the sleeping model; a child has the index of its layer as name."""
     layers = read_profile(PROFILE.read_text("utf-8"), str(PROFILE)).layers
-    return nn.Sequential(*(SleepingLayer(layer, time_scale) for layer in layers))
+    return nn.Sequential(*(SleepingLayer(layer, Scale(*scale)) for layer in layers))
 
 
 # ----- a worker
@@ -137,13 +175,13 @@ def work() -> None:
 
 
 def train_pipeline(
-    mode: str, time_scale: int, steps: int, plan: list[tuple[str, int]]
+    mode: str, scale: list[int], steps: int, plan: list[tuple[str, int]]
 ) -> dict[str, Any]:
     """Trains this worker's stage; returns when each of its minibatches ended, and bytes sent."""
     import psworker
 
     run = psworker.Pipeline(
-        make_model(time_scale),
+        make_model(scale),
         torch.zeros(1),
         loss=lambda outputs, _: outputs.sum(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -166,15 +204,15 @@ def train_pipeline(
     }
 
 
-def train_in_parallel(mode: str, time_scale: int, steps: int, plan: object) -> dict[str, Any]:
+def train_in_parallel(mode: str, scale: list[int], steps: int, plan: object) -> dict[str, Any]:
     """Trains the whole model; returns when each step ended, and bytes sent for a minibatch."""
     import psworker
 
-    model: Any = make_model(time_scale)
+    model: Any = make_model(scale)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if mode == DDP:
         torch.distributed.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25 / NBYTES_SCALE)
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25 / scale[1])
     else:
         optimizer = psworker.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), mode=mode, overlap=True
@@ -244,17 +282,15 @@ class Hosts:
                     worker.line()
                 yield self
 
-    def use(self, link: Link) -> None:
-        """Gives each host's link the rate of a bandwidth."""
-        for host in range(NUM_WORKERS):
-            self._lab.slow(host, link.shaped)
-
     def measure(
         self, mode: str, link: Link, steps: int, plan: Sequence[tuple[str, int]] = ()
     ) -> tuple[float, float]:
         """Returns minibatches a second and bytes sent for a minibatch, both of the full size."""
         self._num_runs += 1
-        run = {"mode": mode, "time_scale": link.time_scale, "steps": steps, "plan": list(plan)}
+        scale = link.scale(mode)
+        for host in range(NUM_WORKERS):
+            self._lab.slow(host, link.shaped(scale))
+        run = {"mode": mode, "scale": scale, "steps": steps, "plan": list(plan)}
         num_workers = sum(replicas for _, replicas in plan) or NUM_WORKERS
         workers = self._workers[:num_workers]
         for rank, worker in enumerate(workers):
@@ -267,7 +303,7 @@ class Hosts:
         else:
             ended = results[0]["ended"]
             rate = NUM_WORKERS * (len(ended) - 1) / (ended[-1] - ended[0])
-        return rate / link.time_scale, NBYTES_SCALE * sum(result["sent"] for result in results)
+        return rate / scale.time, scale.nbytes * sum(result["sent"] for result in results)
 
     def _environment(self, rank: int, num_workers: int) -> Mapping[str, str]:
         job = f"pipeline-{self._num_runs}"
@@ -288,11 +324,11 @@ def stages_of(partition: Partition) -> list[tuple[str, int]]:
 def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     """Returns the best pipeline at a bandwidth, and the verdict on it."""
     levels = [Level(NUM_WORKERS, link.bytes_per_s)]
-    cost = Shards(hides=False, num_shards=NUM_WORKERS)
-    found = with_idle(profile.layers, levels, cost, is_cut=True)
-    assert found is not None
-    verdict = compare(profile, levels, cost)
-    return found, ("pipeline: " if verdict.is_pipeline else "do not pipeline: ") + verdict.reason
+    cost = Shards(hides=False, num_shards=NUM_WORKERS, on_workers=True)
+    found = compare(profile, levels, cost)
+    assert found.pipeline is not None
+    verdict = "pipeline: " if found.is_pipeline else "do not pipeline: "
+    return found.pipeline, verdict + found.reason
 
 
 def measure_link(
@@ -301,7 +337,6 @@ def measure_link(
     """Returns the figures of one bandwidth, and prints them as they come."""
     partition, verdict = plan_for(profile, link)
     print(f"{link.rate}: {verdict}", flush=True)
-    hosts.use(link)
     plan = stages_of(partition)
     figures: dict[str, Any] = {}
     sent: dict[str, float] = {}
@@ -335,7 +370,7 @@ def main() -> None:
     if (reason := available()) is not None:
         sys.exit(f"no network namespaces here: {reason}")
     profile = read_profile(PROFILE.read_text("utf-8"), str(PROFILE))
-    with Lab(NUM_WORKERS, links[0].shaped) as lab, Hosts(lab).started() as hosts:
+    with Lab(NUM_WORKERS, links[0].rate) as lab, Hosts(lab).started() as hosts:
         figures = {
             link.rate: measure_link(
                 hosts, profile, link, 5 if options.quick else 10, options.modes.split(",")

@@ -116,7 +116,7 @@ def _one_way(rng: random.Random, num: int) -> str:
     edges = set(itertools.pairwise([*order, order[0]]))
     for _ in range(rng.randint(0, num)):
         edges.add((rng.randrange(num), rng.randrange(num)))
-    return " ".join(f"{one}>{other}" for one, other in sorted(edges) if one != other) or "0>1"
+    return " ".join(f"{one}>{other}" for one, other in sorted(edges) if one != other) or "0>1 1>0"
 
 
 def check(case: PeerCase) -> PeerWorld:

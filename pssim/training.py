@@ -33,7 +33,6 @@ from psworker.compression.error_feedback import choose
 from psworker.model.flat import FlatModel, describe
 
 RAW = NoCompression()
-WINDOW_TICK_S = 1e-3
 Gradient = Callable[[nn.Module, int, int], float]  # Model, rank, step: backward; returns the loss.
 # Cluster, rank, the step that has just ended, its loss.
 OnStep = Callable[["TrainingCluster", int, int, float], None]
@@ -91,6 +90,7 @@ class TrainingJob:
         samples: Weight of a worker's step in the mean of its step; None: 1.
         seed: Seed of the computing times.
         on_step: Called after each step of each worker.
+        tick_s: Virtual seconds after which shards look at the windows of rounds with a quorum.
     """
 
     rule: Rule
@@ -111,6 +111,7 @@ class TrainingJob:
     samples: Callable[[int, int], float] | None = None
     seed: int = 0
     on_step: OnStep | None = None
+    tick_s: float = 1e-3
 
 
 class TrainingWorker(Worker):
@@ -120,7 +121,10 @@ class TrainingWorker(Worker):
         model: The model, a view on the replica's weights.
         flat_model: Flat weights and gradients.
         waited_s: Virtual seconds between the end of computing and the end of a step.
+        restart: Number of its processes before this one.
     """
+
+    restart = 0
 
     def __init__(self, cluster: TrainingCluster, rank: int, model: nn.Module) -> None:
         """Makes the worker; `join` comes next."""
@@ -152,7 +156,7 @@ class TrainingWorker(Worker):
             member = Member(
                 rank=self.rank,
                 incarnation=self.incarnation,
-                restart=0,
+                restart=self.restart,
                 host="host",
                 pid=self.rank,
                 heard_s=self.loop.now_s,
@@ -294,7 +298,7 @@ class TrainingCluster(Cluster):
         for worker in self.workers:
             self.loop.after(0.0, worker.resume)
         if self.job.rule.window_s is not None:
-            self.loop.after(WINDOW_TICK_S, self._tick_windows)
+            self.loop.after(self.job.tick_s, self._tick_windows)
         with quiet():
             is_over = self.loop.run(until_s)
         self.require_sound()
@@ -307,7 +311,7 @@ class TrainingCluster(Cluster):
         for shard in self.shards:
             shard.engine.tick_windows()
         if not all(worker.is_over for worker in self.workers):
-            self.loop.after(WINDOW_TICK_S, self._tick_windows)
+            self.loop.after(self.job.tick_s, self._tick_windows)
 
     def require_sound(self) -> None:
         """Raises a shard's error, which only a bug can cause."""

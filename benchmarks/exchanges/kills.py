@@ -4,7 +4,9 @@ Real processes train LeNet on the images of the repository. Every few seconds on
 and another one takes its rank. Each worker reports every step: its loss, the seconds since the step
 before, and the exchanges applied. An exchange of `adpsgd` counts as applied where a model moved by
 it; a round of `allreduce` counts every worker's weight in its sum, so that a gradient added twice
-shows as a sum above the number of members, and its models must be alike to the bit.
+shows as a sum above the number of members, and its models must be alike to the bit. A worker may
+get the result of a round from others that had ended it before one of its members died, so the
+number is the largest of those under which the worker has been in that round.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from psworker.gossip import GOSSIPS
 from psworker.gossip.pairs import Pairs
 from psworker.gossip.ring import Ring
 
-MODES = ("adpsgd", "allreduce")
+MODES = ("adpsgd", "allreduce", "allreduce(backend=gloo)")
 NUM_WORKERS, LIVING_MIN = 6, 3
 LEASE_S = 5.0
 SLACK_S = 1.0  # That two cores may need to get around to all workers.
@@ -126,14 +128,23 @@ def _counter(gossip: Pairs | Ring) -> Callable[[], tuple[int, int]]:
         return pairs
     assert isinstance(gossip, Ring)
     rounds, scatter, numel = Counter[str](), gossip.model.scatter, len(gossip.model.weights)
+    meet, most = gossip._meet, len(gossip._members)
+
+    def met(*arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        found = yield from meet(*arguments, **options)
+        most = max(most, len(gossip._members))
+        return found
 
     def weighed(total: Any) -> None:
+        nonlocal most
         weight = float(total[numel])
-        rounds["twice"] += weight > len(gossip._members) or weight % 1 != 0
+        rounds["twice"] += weight > most or weight % 1 != 0
         rounds["all"] += 1
+        most = len(gossip._members)  # Of the next round.
         scatter(total)
 
-    gossip.model.scatter = weighed
+    gossip._meet, gossip.model.scatter = met, weighed  # type: ignore[method-assign]
     return lambda: (rounds["all"], rounds["twice"])
 
 
@@ -147,6 +158,7 @@ class Found:
         num_kills: Workers killed.
         num_exchanges: Exchanges or rounds applied, over all workers.
         num_twice: Those applied more than once.
+        seconds: Length of the run.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -154,6 +166,7 @@ class Found:
     num_kills: int = 0
     num_exchanges: int = 0
     num_twice: int = 0
+    seconds: float = 0.0
     _checks: dict[int, dict[int, int]] = field(default_factory=dict)  # By round, by rank.
 
     def add(self, rank: int, step: Step) -> None:
@@ -185,6 +198,7 @@ class Found:
             "exchanges": self.num_exchanges,
             "applied_twice": self.num_twice,
             "unlike_rounds": self.num_unlike,
+            "seconds": round(self.seconds, 1),
             "longest_wait_s": round(self.longest_s, 2),
             "lease_s": LEASE_S,
             "first_loss": round(self.loss(0.0, 0.1), 3),
@@ -229,6 +243,7 @@ class Loop:
                 self._kill()
                 kill_s = self._now_s() + self._draw.uniform(*GAP_S)
             time.sleep(POLL_S)
+        self.found.seconds = self._now_s()
         for worker in self.workers.values():
             worker.tell()
         for rank in list(self.workers):
@@ -279,10 +294,10 @@ class Loop:
             self.found.num_twice += last.num_twice
 
 
-def measure(modes: Sequence[str], seconds: float, seed: int) -> tuple[dict[str, Any], bool]:
+def measure(modes: Sequence[str], seconds: float, seed: int) -> tuple[list[dict[str, Any]], bool]:
     """Runs the loop for each mode; returns the figures, and whether all is as it must be."""
     forked.prepare()
-    figures: dict[str, Any] = {}
+    runs: list[dict[str, Any]] = []
     is_good = True
     for mode in modes:
         with start_embedded(1, lease_s=LEASE_S) as servers:
@@ -291,10 +306,16 @@ def measure(modes: Sequence[str], seconds: float, seed: int) -> tuple[dict[str, 
                 found = loop.run(seconds)
             finally:
                 loop.end()
-        figures[mode] = found.summary()
+        runs.append({"mode": mode, "seed": seed} | found.summary())
         is_good = is_good and found.is_good
-        print(f"{mode}: {figures[mode]}", flush=True)
-    columns = ["mode", *next(iter(figures.values()))]
-    rows = [[mode, *row.values()] for mode, row in figures.items()]
-    kit.show(f"{NUM_WORKERS} workers, {seconds:g} s a mode", columns, rows)
-    return figures, is_good
+        print(f"{runs[-1]}", flush=True)
+    rows = [list(run.values()) for run in runs]
+    kit.show(f"{NUM_WORKERS} workers, {seconds:g} s a mode", [*runs[0]], rows)
+    return runs, is_good
+
+
+def joined(former: Sequence[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns all runs; a new one replaces that of the same mode and seed."""
+    new = {(run["mode"], run["seed"]) for run in found}
+    kept = [run for run in former if (run["mode"], run["seed"]) not in new]
+    return sorted(kept + found, key=lambda run: (MODES.index(run["mode"]), run["seed"]))

@@ -30,11 +30,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RECORD = struct.Struct("<BxHIQd")
+RECORD = struct.Struct("<BxHIQqd")
 SENT, ACKNOWLEDGED, REFUSED = 0, 1, 2  # REFUSED: answered, and not counted: it was too late.
 COPIES = 2
 UNIT = 5040.0  # Divided by every number of workers up to ten it is a whole number.
-LATE = "VERDICT_TOO_LATE"
 NEAR = 0.25
 
 
@@ -45,6 +44,7 @@ class Entry(NamedTuple):
     slice: int
     ticket: int
     step: int  # On the wire.
+    version: int  # Of the slice when the push was counted; -1: not known.
     time_s: float  # Of the machine's monotonic clock.
 
 
@@ -55,8 +55,7 @@ def read(path: Path, offset: int = 0, end: int | None = None) -> Iterator[Entry]
             file.seek(offset)
             data = file.read(-1 if end is None else end - offset)
         whole = len(data) - len(data) % RECORD.size
-        for kind, index, ticket, step, time_s in RECORD.iter_unpack(data[:whole]):
-            yield Entry(kind, index, ticket, step, time_s)
+        yield from map(Entry._make, RECORD.iter_unpack(data[:whole]))
 
 
 def elements(numel: int, num_workers: int, rank: int, ticket: int) -> list[int]:
@@ -88,8 +87,7 @@ class Notebook:
         def push(index: int, push: Any, grad: Any, **options: Any) -> None:
             ticket = self._next.get(index, 0)
             self._next[index] = ticket + 1
-            for element in elements(len(grad), self._num_workers, self._rank, ticket):
-                grad[element] = self._value
+            self.mark(index, ticket, grad)
             self.note(SENT, index, ticket, push.step)
             push_plain(index, push, grad, **options)
             done = exchange._pushes[index]  # Where the acknowledgement will be.
@@ -97,17 +95,25 @@ class Notebook:
 
         exchange.push = push
 
-    def note(self, kind: int, index: int, ticket: int, step: int) -> None:
+    def note(self, kind: int, index: int, ticket: int, step: int, version: int = -1) -> None:
         """Writes one entry down, in one call: a process that is killed has written it or not."""
-        os.write(self._fd, RECORD.pack(kind, index, ticket, step, time.monotonic()))
+        os.write(self._fd, RECORD.pack(kind, index, ticket, step, version, time.monotonic()))
+
+    def mark(self, index: int, ticket: int, grad: Any) -> None:
+        """Puts a ticket into the gradient of a slice."""
+        for element in elements(len(grad), self._num_workers, self._rank, ticket):
+            grad[element] = self._value
 
     def _answered(self, future: Future[Any], index: int, ticket: int, step: int) -> None:
         if future.cancelled() or future.exception() is not None:
             return
         from pscore.pb.ps.v1 import data_pb2
 
-        late = future.result().verdict == data_pb2.Verdict.Value(LATE)
-        self.note(REFUSED if late else ACKNOWLEDGED, index, ticket, step)
+        reply = future.result()
+        is_late = reply.verdict == data_pb2.Verdict.VERDICT_TOO_LATE
+        is_first = reply.verdict == data_pb2.Verdict.VERDICT_ACCEPTED
+        kind = REFUSED if is_late else ACKNOWLEDGED
+        self.note(kind, index, ticket, step, reply.version if is_first else -1)
 
 
 @dataclass(slots=True)

@@ -124,19 +124,23 @@ class Shards:
         """Returns the logs of the shards and their supervisor."""
         return (self.folder / "shards.log").read_text(errors="replace")
 
-    def exported(self) -> np.ndarray:
-        """Returns the weights that the shards have now, float32.
+    def exported(self, job: str = JOB, name: str = "w") -> np.ndarray:
+        """Returns a parameter of a job as the shards have it now, float32.
+
+        Args:
+            job: The job.
+            name: The parameter.
 
         Raises:
             RuntimeError: They did not export them; the message has their log.
         """
         path = self.folder / "exported.safetensors"
-        words = [sys.executable, "-m", "psserver", "export", str(path), "--job", JOB]
+        words = [sys.executable, "-m", "psserver", "export", str(path), "--job", job]
         command = [*self.prefix, *words, "--servers", ",".join(self.addresses)]
         done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{done.stderr}\n{self.log()[-3000:]}")
-        return load_file(path)["w"]
+        return load_file(path)[name]
 
 
 def listening(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The table of docs/results/recovery.json, for docs/recovery.md (`pages.py`)."""
+"""The tables of docs/results/recovery.json and chaos.json, for the pages (`pages.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from benchmarks.markdown import table
 from benchmarks.survival.shards import CHECKPOINT_S
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "recovery.json"
+CHAOS = RESULTS.parent / "chaos.json"
+SIMULATED = RESULTS.parent / "goodput.json"
+GOODPUT, NEAR = 0.95, 0.01  # Targets of rounds under kills: tokens that count, and the loss.
 TARGET = 0.9  # Of the throughput without faults, with one fault a minute.
 NAMES = {
     "worker": "a worker is killed",
@@ -79,6 +82,68 @@ def others() -> str:
     return table([*head, "lost / double / torn / partial", "command"], rows, "lllrrl")
 
 
+def chaos() -> str:
+    """Returns goodput, loss and the proof of decoupled rounds under kills."""
+    run = json.loads(CHAOS.read_text(encoding="utf-8"))
+    setup, loss, goodput = run["setup"], run["loss"], run["goodput"]
+    shards = sum(name.startswith("shard") for _, name in run["kills"])
+    arms = ("undisturbed", "kills")
+    rows = [
+        ["tokens that count", *(f"{run['tokens'][arm]:,}" for arm in arms)],
+        ["held-out loss at equal tokens", *(f"{loss[arm]:.4f}" for arm in arms)],
+    ]
+    for label, key in (
+        ("rounds closed, by slice", "rounds"),
+        ("moves acknowledged, by slice", "acknowledged"),
+        ("of these in a later round", "late"),
+        ("**lost**", "lost"),
+        ("**double**", "double"),
+        ("**torn**", "torn"),
+        ("never acknowledged, and in the weights", "open_in"),
+        ("never acknowledged, and not in the weights", "open_out"),
+        ("in some slices only: killed while it sent them", "partial"),
+    ):
+        rows.append([label, *(f"{run['proof'][arm][key]:,}" for arm in arms)])
+    is_kept = "met" if goodput >= GOODPUT else "**not met**"
+    differs = loss["ratio"] - 1.0
+    is_near = "met" if abs(differs) <= NEAR else "**not met**"
+    return "\n".join(
+        [
+            f"`{run['command']}`, {run['date']}, {run['machine']}: {setup['learners']} learners, "
+            f"{setup['shards']} shards, `{run['mode']}`, {setup['seconds'] / 60:g} minutes each, "
+            f"{len(run['kills'])} kills, {shards} of them of shards.",
+            "",
+            table(["", "undisturbed", f"a kill every {setup['every_s']:g} s"], rows, "lrr"),
+            "",
+            f"Goodput {100 * goodput:.1f} % (target 95 %: {is_kept}); the loss at "
+            f"{run['equal_tokens']:,} tokens differs by {100 * differs:+.2f} % (target 1 %: "
+            f"{is_near}). It began at {loss['first']:.3f}, and the model that has made the labels "
+            f"has {loss['labels']:.3f}.",
+        ]
+    )
+
+
+def goodput() -> str:
+    """Returns the simulated goodput of each mode by the time between failures."""
+    run = json.loads(SIMULATED.read_text(encoding="utf-8"))
+    hours = sorted({row["hours"] for row in run["rows"]})
+    columns: dict[tuple[int, str], dict[float, dict[str, Any]]] = {
+        (row["learners"], row["mode"]): {} for row in run["rows"]
+    }
+    for row in run["rows"]:
+        columns[row["learners"], row["mode"]][row["hours"]] = row
+    rows = [
+        [f"{each:g} h", *(f"{100 * found[each]['goodput']:.1f} %" for found in columns.values())]
+        for each in hours
+    ]
+    head = [f"{mode}, {learners:,} learners" for learners, mode in columns]
+    between = "mean time between a learner's failures"
+    return (
+        f"`{run['command']}`, {run['date']}.\n\n"
+        f"{table([between, *head], rows, 'r' * (len(head) + 1))}"
+    )
+
+
 def _runs() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return found
@@ -93,4 +158,4 @@ def _setup(run: dict[str, Any]) -> str:
     )
 
 
-BLOCKS = {"recovery": recovery, "other recoveries": others}
+BLOCKS = {"recovery": recovery, "other recoveries": others, "chaos": chaos, "goodput": goodput}

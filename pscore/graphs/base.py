@@ -8,12 +8,15 @@ matrix sum to 1 for any members, so the mean of all models is kept.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pscore.errors import ConfigError
+
+CACHED_MAX = 8  # Sets of members for which a graph that was given is remembered.
 
 
 class Edge(NamedTuple):
@@ -76,3 +79,37 @@ def read_pairs(text: str, sign: str) -> list[tuple[int, int]]:
             raise ConfigError(f"edge {word!r} of a graph must look like 0{sign}1, two unlike ranks")
         pairs.append((int(match[1]), int(match[2])))
     return pairs
+
+
+def among(pairs: Iterable[tuple[int, int]], members: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the pairs of a directed graph whose workers are members, in order.
+
+    A chain takes the place of each absent worker: those that send to it, one to the next, and the
+    last of them to those that it sends to. So a path through it is still a path, and a graph that
+    leads from each worker to each other one does so among the members too.
+
+    Args:
+        pairs: Sender and receiver of each edge.
+        members: Ranks.
+    """
+    there, found = set(members), set(pairs)
+    for absent in sorted({rank for pair in found for rank in pair} - there):
+        senders = sorted(one for one, other in found if other == absent)
+        receivers = sorted(other for one, other in found if one == absent)
+        found = {pair for pair in found if absent not in pair}
+        chain = itertools.pairwise([*senders, *receivers]) if senders and receivers else ()
+        found |= {(one, other) for one, other in chain if one != other}
+    return sorted(found)
+
+
+def is_joined(pairs: Collection[tuple[int, int]]) -> bool:
+    """Returns whether a directed graph leads from each of its workers to each other one."""
+    ranks = {rank for pair in pairs for rank in pair}
+
+    def reach(edges: Collection[tuple[int, int]]) -> set[int]:
+        found = {min(ranks)}
+        while new := {other for one, other in edges if one in found} - found:
+            found |= new
+        return found
+
+    return not ranks or reach(pairs) == reach([(b, a) for a, b in pairs]) == ranks

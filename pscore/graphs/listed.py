@@ -2,15 +2,17 @@
 
 Lin Xiao and Stephen Boyd, "Fast Linear Iterations for Distributed Averaging", Systems and Control
 Letters, 2004, section 4: W_ij = 1 / (1 + max(d_i, d_j)) with the degrees d, which is symmetric, so
-its rows and columns sum to 1 on every graph. Edges of absent workers are left out.
+its rows and columns sum to 1 on every graph. The neighbours of an absent worker are joined in a
+ring, so that nobody is cut off.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
-from pscore.graphs.base import Edge, Graph, as_edges, read_pairs
+from pscore.graphs.base import CACHED_MAX, Edge, Graph, among, as_edges, read_pairs
 
 
 def parse(text: str) -> Graph:
@@ -19,14 +21,19 @@ def parse(text: str) -> Graph:
     Raises:
         ConfigError: The text is not of that form, or an edge joins a worker with itself.
     """
-    pairs = {(min(pair), max(pair)) for pair in read_pairs(text, "-")}
+    given = read_pairs(text, "-")
+    pairs = frozenset([*given, *((other, one) for one, other in given)])
+
+    @functools.lru_cache(CACHED_MAX)
+    def present(members: tuple[int, ...]) -> set[tuple[int, int]]:
+        return {(min(pair), max(pair)) for pair in among(pairs, members)}
 
     def edges(members: Sequence[int], step: int) -> list[Edge]:
         places = {rank: place for place, rank in enumerate(members)}
-        present = [(places[a], places[b]) for a, b in pairs if a in places and b in places]
-        degrees = Counter(place for pair in present for place in pair)
+        found = [(places[a], places[b]) for a, b in present(tuple(members))]
+        degrees = Counter(place for pair in found for place in pair)
         weights = {}
-        for one, other in present:
+        for one, other in found:
             weight = 1 / (1 + max(degrees[one], degrees[other]))
             weights[one, other] = weights[other, one] = weight
         return as_edges(members, weights)

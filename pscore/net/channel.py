@@ -89,12 +89,16 @@ class FrameChannel(Generic[C]):
             if self._stream is not None:
                 self._send(header, payload)
 
-    def close(self) -> None:
-        """Closes the connection; calls without a reply fail."""
+    def close(self, *, waits: bool = True) -> None:
+        """Closes the connection; calls without a reply fail.
+
+        Args:
+            waits: Whether this returns only when they have failed, or after some seconds.
+        """
         self._is_closed = True
         with self._sending:
             self._shut()
-        if self._thread is not threading.current_thread():
+        if waits and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _send(self, header: bytes, payload: Sequence[memoryview]) -> None:

@@ -114,6 +114,22 @@ def limit_silence(connection: Stream, limit_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
+def limit_unacknowledged(connection: Stream, limit_s: float) -> None:
+    """Limits the silence of the other host to `limit_s` seconds; then the connection breaks.
+
+    Its kernel then acknowledges neither bytes nor probes: reads and writes that wait end with an
+    error, where TCP by itself would try for a quarter of an hour.
+    """
+    if connection.family == socket.AF_UNIX:
+        return
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_USER_TIMEOUT, round(1e3 * limit_s)),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class ReadAhead:
     """Reads a connection; takes several frames without a payload in one call.
 

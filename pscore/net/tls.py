@@ -63,6 +63,10 @@ class TLSSocket:
         """Limits how long one call waits, in seconds."""
         self._timeout_s = timeout_s
 
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Sets an option of the socket beneath."""
+        self._tls.setsockopt(level, option, value)
+
     def limit_silence(self, limit_s: float) -> None:
         """Limits reads to `limit_s` seconds; then they raise BlockingIOError."""
         self._silence_s = limit_s

@@ -145,6 +145,10 @@ class Directory:
 
     def _missing(self, expected: Iterable[int], *, is_short: bool) -> list[int]:
         """Returns the ranks that have yet to stop; records the meeting if there are none."""
+        if self.newest and any(peer.position >= 0 for peer in self.peers.values()):
+            # Training is under way: a worker that has joined the job meanwhile begins an epoch when
+            # it comes here, and nobody waits for its start.
+            expected = [rank for rank in expected if rank in self.peers]
         missing = [rank for rank in expected if rank not in self._stopped]
         if not (missing or is_short) and self.newest != self.epoch:
             last = min((p.position for p in self.members() if p.position >= 0), default=0)

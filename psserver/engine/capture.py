@@ -159,9 +159,18 @@ class TableCapture:
                 version_min=min(versions),
                 version_max=max(versions),
                 waiting_for=self._job.waits.of_table(self._table),
-                by_step=self._table.spec.rule.by_step,
+                by_step=self._table.spec.rule.by_step and not self._may_differ(),
                 about=self._describe() if state is CaptureState.DONE else None,
             )
+
+    def _may_differ(self) -> bool:
+        """Whether slices keep different versions.
+
+        With a quorum, the last move of a worker may be in time in one slice and late in another,
+        which then has one more round, and when all workers have gone none will follow.
+        """
+        membership = self._job.job.membership
+        return self._table.spec.rule.window_s is not None and membership.is_idle
 
     def _describe(self) -> dict[str, Any]:
         # The count of pushes is set when it is restored: not all modes have one.

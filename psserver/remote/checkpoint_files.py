@@ -81,9 +81,9 @@ class TableState:
 
     @property
     def clock(self) -> int:
-        """Steps from which workers continue: the version, else those of the furthest worker."""
-        if self.version >= 0 and self.spec.rule.by_step:
-            return self.version
+        """Steps from which workers continue: the newest version, or the furthest worker's steps."""
+        if self.spec.rule.by_step:
+            return max(self.updates[1], 0)
         return max((int(c) for entry in self.slices.values() for c in entry["clocks"].values()),
                    default=0)  # fmt: skip
 

@@ -63,7 +63,7 @@ def plan_pipeline(
         wanted: The flags.
         job: The mode between the replicas of a stage.
         num_workers: Workers of all stages.
-        num_shards: Each behind a link as fast as a worker's; None: as many as workers.
+        num_shards: Each behind a link as fast as a worker's; None: one on each worker's host.
 
     Raises:
         ConfigError: A flag is wrong, or the model is not a chain that runs on the input.
@@ -81,7 +81,7 @@ def plan_pipeline(
             wanted.save_profile.write_text(profile.as_json(), encoding="utf-8")
         except OSError as problem:
             raise ConfigError(f"the profile cannot be written: {problem}") from problem
-    cost = cost_of(wanted.sync or SYNCS[0], num_shards or num_workers, profile, job)
+    cost = cost_of(wanted.sync or SYNCS[0], num_workers, num_shards, profile, job)
     return pipeline_report(profile, levels, cost, memory)
 
 
@@ -188,12 +188,15 @@ def _example(model: str, inputs: str | None) -> torch.Tensor:
     return torch.randint(vocabulary, shape) if vocabulary else torch.randn(shape)
 
 
-def cost_of(sync: str, num_shards: int, profile: Profile, job: Job) -> Cost:
+def cost_of(
+    sync: str, num_workers: int, num_shards: int | None, profile: Profile, job: Job
+) -> Cost:
     """Returns the cost of stages whose replicas meet on shards, or in a ring.
 
     Args:
         sync: One of `SYNCS`.
-        num_shards: Shards, each behind a link of its own.
+        num_workers: Workers.
+        num_shards: Shards, each behind a link of its own; None: one on each worker's host.
         profile: The model.
         job: The mode between replicas, with its compressors and optimizer.
 
@@ -216,7 +219,8 @@ def cost_of(sync: str, num_shards: int, profile: Profile, job: Job) -> Cost:
         pushed=traffic.pushed,
         pulled=traffic.pulled,
         hides=not traffic.blocks,
-        num_shards=num_shards,
+        num_shards=num_shards or num_workers,
+        on_workers=num_shards is None,
     )
 
 
@@ -226,7 +230,7 @@ def pipeline_report(
     """Returns the plan as JSON: milliseconds and bytes are of one minibatch."""
     found = compare(profile, levels, cost, memory)
     workers = math.prod(level.units for level in levels)
-    stages = [] if found.partition is None else list(found.partition.stages)
+    shown = found.pipeline or found.advised
     return {
         "model": profile.model,
         "samples": profile.samples,
@@ -236,28 +240,19 @@ def pipeline_report(
         "parameter_nbytes": sum(layer.parameter_nbytes for layer in profile.layers),
         "forward_ms": 1e3 * sum(layer.forward_s for layer in profile.layers),
         "backward_ms": 1e3 * sum(layer.backward_s for layer in profile.layers),
-        "plan": "" if found.partition is None else found.partition.name,
-        "stages": [_stage_json(profile, stage) for stage in stages],
-        "pipeline_ms": 1e3 * found.pipeline_s,
+        "plan": "" if found.advised is None else found.advised.name,
+        "pipeline": "" if found.pipeline is None else found.pipeline.name,
+        "pipeline_workers": 0 if found.pipeline is None else found.pipeline.workers,
+        "stages": [] if shown is None else [_stage_json(profile, one) for one in shown.stages],
+        "pipeline_ms": None if found.pipeline is None else 1e3 * found.pipeline.seconds,
         "pipeline_nbytes": found.moved_nbytes,
         "data_parallel_ms": 1e3 * found.data_parallel_s,
         "data_parallel_nbytes": found.data_parallel_nbytes,
         "data_parallel_memory_nbytes": found.data_parallel.memory_nbytes,
-        "hidden_ms": _hidden_ms(profile, levels, cost, memory),
+        "hidden_ms": 1e3 * found.hidden_s,
         "verdict": "pipeline" if found.is_pipeline else "do not pipeline",
         "reason": found.reason,
     }
-
-
-def _hidden_ms(
-    profile: Profile, levels: Sequence[Level], cost: Cost, memory: Memory
-) -> float | None:
-    """Returns the time of data parallelism that hides its traffic; None: it does already."""
-    if isinstance(cost, Shards) and cost.hides:
-        return None
-    shards = cost.num_shards if isinstance(cost, Shards) else math.prod(x.units for x in levels)
-    hidden = Shards(num_shards=shards)
-    return 1e3 * compare(profile, levels, hidden, memory).data_parallel_s
 
 
 def _stage_json(profile: Profile, stage: Stage) -> dict[str, Any]:
@@ -292,9 +287,11 @@ def lines_of(data: dict[str, Any]) -> list[str]:
             f"parameters{sends}; {_count(stage['weight_versions'], 'weight version')}, "
             f"{size(stage['memory_nbytes'])} of memory"
         )
-    if len(data["stages"]) > 1:
+    if data["pipeline"]:
+        used, workers = data["pipeline_workers"], data["num_workers"]
+        idle = "" if used == workers else f" on {used} of {workers} workers"
         lines.append(
-            f"pipeline {data['plan']}: {data['pipeline_ms']:.4g} ms and "
+            f"pipeline {data['pipeline']}{idle}: {data['pipeline_ms']:.4g} ms and "
             f"{size(data['pipeline_nbytes'])} a minibatch"
         )
     lines.append(
@@ -302,9 +299,10 @@ def lines_of(data: dict[str, Any]) -> list[str]:
         f"{size(data['data_parallel_nbytes'])} a minibatch, "
         f"{size(data['data_parallel_memory_nbytes'])} of memory"
     )
-    if data["hidden_ms"] is not None:
+    if data["hidden_ms"] < data["data_parallel_ms"]:
         lines.append(
-            f"data parallelism that hides its traffic, as in mode ssd: {data['hidden_ms']:.4g} ms"
+            "data parallelism that hides its traffic behind computing (overlap=True, or mode ssd): "
+            f"{data['hidden_ms']:.4g} ms at best"
         )
     lines.append(f"verdict: {data['verdict']}: {data['reason']}")
     return lines

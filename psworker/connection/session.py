@@ -37,6 +37,7 @@ class Session:
         group: The processes that are this worker; None: this process alone is.
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
+        lease_s: Seconds without a message after which the shards declare this worker lost.
         reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
@@ -96,6 +97,7 @@ class Session:
             undo.callback(self._close_links)
             self._joining.join()
             undo.pop_all()
+        self.lease_s = self._member.lease_s
         self._heartbeats.start()
         if group is not None:
             group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)

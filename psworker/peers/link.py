@@ -21,6 +21,7 @@ from pscore.types import FloatArray
 log = logging.getLogger("paceline")
 DELAY_S, DELAY_S_MAX = 0.05, 1.0
 SAY_AFTER_S = 7.0
+BREAK_AFTER_S = 5.0  # Silence of the other host after which a connection is made anew.
 OnAnswer = Callable[[FloatArray | None], None]
 
 
@@ -38,6 +39,7 @@ class PeerLink:
     Attributes:
         peer: The worker.
         is_over: Whether the worker is gone.
+        is_new: Whether there was no connection yet.
     """
 
     def __init__(self, peer: control_pb2.Peer, token: str) -> None:
@@ -49,6 +51,9 @@ class PeerLink:
         """
         self.peer = peer
         self.is_over = False
+        self.is_new = True
+        self._open: set[PeerCall] = set()  # Without a reply.
+        self._heard_s = 0.0  # Time of the last reply, or since when replies are due.
         self._endpoint = Endpoint(
             host=peer.host,
             port=peer.port,
@@ -59,11 +64,25 @@ class PeerLink:
         self._channel = FrameChannel[PeerCall](self._connect, self._on_reply, "peer")
         self._channel.start()
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which replies are due and none has come; 0.0 where none is due."""
+        return time.monotonic() - self._heard_s if self._open else 0.0
+
+    @property
+    def has_offers_alone(self) -> bool:
+        """Whether all messages without a reply are offers."""
+        return all(call.on_answer is not None for call in list(self._open))
+
     def send(
         self, envelope: data_pb2.Envelope, values: FloatArray, on_answer: OnAnswer | None = None
     ) -> Future[None]:
         """Sends an array, which must not change any more; calls `on_answer` once, if given."""
         call = PeerCall(on_answer)
+        if not self._open:
+            self._heard_s = time.monotonic()
+        self._open.add(call)
+        call.done.add_done_callback(lambda done: self._open.discard(call))
         if on_answer is not None:
             call.done.add_done_callback(
                 lambda done: on_answer(None) if done.exception() is not None else None
@@ -71,10 +90,14 @@ class PeerLink:
         self._channel.request(call, envelope, [wire.as_bytes(values)])
         return call.done
 
-    def close(self) -> None:
-        """Ends the connection: the worker is gone, or this one ends."""
+    def close(self, *, waits: bool = True) -> None:
+        """Ends the connection: the worker is gone, or this one ends.
+
+        Args:
+            waits: Whether this returns only when all calls have failed, or after some seconds.
+        """
         self.is_over = True
-        self._channel.close()
+        self._channel.close(waits=waits)
 
     def _connect(self) -> tls.Stream:
         """Returns a connection, tried until there is one.
@@ -89,7 +112,10 @@ class PeerLink:
                 if self.is_over:
                     raise TransportError(f"worker {self.peer.rank} is gone")
                 try:
-                    return connect(self._endpoint, is_local=is_local)
+                    stream = connect(self._endpoint, is_local=is_local)
+                    sockets.limit_unacknowledged(stream, BREAK_AFTER_S)
+                    self.is_new = False
+                    return stream
                 except TransportError as failure:
                     problem = failure
             waited_s = time.monotonic() - started_s
@@ -105,6 +131,7 @@ class PeerLink:
     def _on_reply(
         self, envelope: data_pb2.Envelope, call: PeerCall, incoming: sockets.Incoming
     ) -> None:
+        self._heard_s = time.monotonic()
         values = np.empty(incoming.payload_nbytes // wire.FLOAT_NBYTES, np.float32)
         incoming.read_into(memoryview(values).cast("B"))
         if call.on_answer is not None:

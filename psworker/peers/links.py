@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
+from pscore.errors import TransportError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
 from psworker.connection.trace import note_exchange
 from psworker.peers.link import OnAnswer, PeerLink
+
+log = logging.getLogger("paceline")
 
 
 class PeerLinks:
@@ -30,7 +34,9 @@ class PeerLinks:
         self.incarnations: dict[int, int] = {}
         self._session = session
         self._token = session.links[0].credentials.token
+        self._limit_s = session.links[0].patience.limit_s
         self._links: dict[int, PeerLink] = {}  # By rank.
+        self._cut: set[int] = set()  # Ranks whose link was replaced, for want of an answer.
         self._open: set[Any] = set()  # Calls that are not acknowledged.
 
     @property
@@ -44,6 +50,7 @@ class PeerLinks:
         for rank, link in list(self._links.items()):
             if rank not in now or _endpoint(now[rank]) != _endpoint(link.peer):
                 self._links.pop(rank).close()
+                self._cut.discard(rank)
         self.incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
         for rank, peer in now.items():
             if rank not in self._links:
@@ -57,10 +64,11 @@ class PeerLinks:
         values: FloatArray,
         on_answer: OnAnswer | None = None,
     ) -> bool:
-        """Sends an array; returns whether the worker is a member."""
+        """Sends an array; returns whether the worker is a member, and was reached if it was cut."""
         link = self._links.get(to)
-        if link is None:
+        if link is None or (on_answer is not None and to in self._cut and link.is_new):
             return False
+        self._cut.discard(to)
         call = link.send(envelope, values, on_answer)
         timeline = self._session.timeline
         if timeline is not None:
@@ -68,6 +76,42 @@ class PeerLinks:
         self._open.add(call)
         call.add_done_callback(self._open.discard)
         return True
+
+    def require_answers(self) -> None:
+        """Gives up offers to members that are silent for a lease, and bounds other waits for them.
+
+        The directory lists such a member: it reaches the first shard, and this worker does not
+        reach it. An offer is given up as if the other was busy. A worker that depends on another
+        one's answer cannot continue beside it; so one of the two ends, that of the higher rank,
+        which has the shorter limit. The others then meet without it.
+
+        Raises:
+            TransportError: A member has not acknowledged a message for too long.
+        """
+        session = self._session
+        for rank, link in list(self._links.items()):
+            silent_s = link.silent_s
+            if silent_s < session.lease_s:
+                continue
+            where = f"worker {rank} at {link.peer.host}:{link.peer.port}"
+            if link.has_offers_alone:
+                log.warning("%s has not answered for %.0f s: the exchange is off", where, silent_s)
+                self._cut.add(rank)
+                self._links[rank] = PeerLink(link.peer, self._token)
+                link.close(waits=False)  # It may be connecting.
+            elif silent_s >= self._limit_of(rank):
+                raise TransportError(
+                    f"{where} has not answered worker {session.rank} for {silent_s:.0f} s: see to "
+                    "the network and the firewalls between the two; the others continue without "
+                    "the one that ends"
+                )
+
+    def _limit_of(self, rank: int) -> float:
+        """Returns the seconds after which a silent member ends this worker."""
+        lease_s = self._session.lease_s
+        limit_s = lease_s + self._limit_s
+        # A worker that has ended is known as lost a lease later, and to all at their heartbeats.
+        return limit_s if self._session.rank > rank else 2 * (limit_s + lease_s)
 
     def host_of(self, rank: int) -> str:
         """Returns the address at which another member listens."""

@@ -105,6 +105,7 @@ class Peers:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
         answer: Any = None
+        self._links.require_answers()
         with contextlib.suppress(StopIteration):
             while True:
                 answer = self._await(waits.send(answer))
@@ -150,6 +151,7 @@ class Peers:
             while self._links.is_waiting and time.monotonic() < deadline_s:
                 if self.has_moved and moved():
                     return
+                self._links.require_answers()
                 wait.check()
                 time.sleep(MEET_S)
 
@@ -275,6 +277,7 @@ class Peers:
         """
         with LongWait(self._session, name) as wait:
             while not is_there():
+                self._links.require_answers()
                 wait.check()
 
     def _meet(self, wanted: Meet) -> list[Gathering]:

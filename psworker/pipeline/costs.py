@@ -6,7 +6,7 @@ stages live on shards, `Ring` the one that PipeDream's released partitioner uses
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -31,6 +31,9 @@ class Cost(Protocol):
     def sync_nbytes(self, load: Load) -> float:
         """Returns the bytes that the replicas of the stage send and receive for a minibatch."""
 
+    def hidden(self) -> Cost:
+        """Returns the cost with all traffic behind computing, as far as the link allows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
@@ -44,29 +47,46 @@ class Shards:
         pulled: The same, pulled.
         hides: Whether the mode computes while it pushes and pulls.
         num_shards: Shards, each behind a link as fast as a worker's.
+        on_workers: Whether shard i is on the host of worker i, behind its link.
     """
 
     pushed: float = 1.0
     pulled: float = 1.0
     hides: bool = True
     num_shards: int
+    on_workers: bool = False
 
     def stage_s(self, load: Load) -> float:
         """Returns the seconds between two minibatches that leave the stage."""
         moved = load.input_nbytes + load.output_nbytes
         up, down = self._synced(load)
-        # All replicas push at once, and meet at the links of the shards.
-        at_shards = load.bandwidth * min(1.0, self.num_shards / load.replicas)
-        link_s = max(
-            (moved + max(up, down)) / load.bandwidth,
-            max(up, down) / at_shards,
-        )
-        busy_s = load.inner_s if self.hides else load.inner_s + (up + down) / at_shards
+        if self.on_workers:
+            link_s, waits_s = self._at_workers(load, moved, up, down)
+        else:
+            # All replicas push at once, and meet at the links of the shards.
+            at_shards = load.bandwidth * min(1.0, self.num_shards / load.replicas)
+            link_s = max((moved + max(up, down)) / load.bandwidth, max(up, down) / at_shards)
+            waits_s = (up + down) / at_shards
+        busy_s = load.inner_s if self.hides else load.inner_s + waits_s
         return max(busy_s, link_s) / load.replicas
+
+    def _at_workers(self, load: Load, moved: float, up: float, down: float) -> tuple[float, float]:
+        """Returns the seconds of a worker's link, and those of a push and a pull alone.
+
+        A worker sends to the other hosts' shards, and its own shard to the other replicas.
+        """
+        away = (self.num_shards - 1) / self.num_shards
+        served = (load.replicas - 1) / self.num_shards
+        both = max(up * away + down * served, down * away + up * served)
+        return (moved + both) / load.bandwidth, max(both, (up + down) * away) / load.bandwidth
 
     def sync_nbytes(self, load: Load) -> float:
         """Returns the bytes that the replicas of the stage send and receive for a minibatch."""
         return sum(self._synced(load))
+
+    def hidden(self) -> Shards:
+        """Returns the cost of a mode that moves as much, and computes meanwhile."""
+        return replace(self, hides=True)
 
     def _synced(self, load: Load) -> tuple[float, float]:
         """Returns the bytes of one replica's push and pull."""
@@ -77,20 +97,30 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The cost in PipeDream's released partitioner: a ring of replicas that hides nothing.
+    """The cost in PipeDream's released partitioner: a ring of replicas.
 
     `optimizer/optimizer_graph_hierarchical.py` of github.com/msr-fiddle/pipedream, commit 11c40c0,
     with the transfers of activations counted. The paper (SOSP 2019, section 3.1) takes the larger
     of computing and exchange, the code their sum. Differs from the code: the output of the first
     stage is counted as that of any other, and the first stage of an inner level exchanges its
     parameters over one link.
+
+    Attributes:
+        hides: Whether it exchanges while it computes; the released partitioner counts without.
     """
+
+    hides: bool = False
 
     def stage_s(self, load: Load) -> float:
         """Returns the seconds between two minibatches that leave the stage."""
         exchange_s = 2 * self.sync_nbytes(load) / load.bandwidth
         transfer_s = 2 * max(load.input_nbytes, load.output_nbytes) / load.bandwidth
-        return max(load.inner_s + exchange_s, transfer_s) / load.replicas
+        busy_s = max(load.inner_s, exchange_s) if self.hides else load.inner_s + exchange_s
+        return max(busy_s, transfer_s) / load.replicas
+
+    def hidden(self) -> Ring:
+        """Returns the cost of a ring that exchanges while it computes."""
+        return Ring(hides=True)
 
     def sync_nbytes(self, load: Load) -> float:
         """Returns the bytes that the replicas of the stage send for a minibatch: 2 (m - 1) / m."""

@@ -58,6 +58,11 @@ class Partition:
         """The numbers of replicas, as in `3-1`."""
         return "-".join(str(stage.replicas) for stage in self.stages)
 
+    @property
+    def workers(self) -> int:
+        """Workers of all stages; others stay idle."""
+        return sum(stage.replicas for stage in self.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from psworker.pipeline.costs import Cost
+from psworker.pipeline.costs import Cost, Shards
 from psworker.pipeline.partition import (
     Level,
     Memory,
@@ -15,34 +15,72 @@ from psworker.pipeline.partition import (
     with_idle,
 )
 from psworker.pipeline.profile import Layer, Profile
+from psworker.pipeline.timing import fastest
 
-GAIN_MIN = 1.1  # Predictions are good to a tenth: a smaller gain is none.
+GAIN_MIN = 1.1  # Predictions are no better than a tenth: a smaller gain is none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A partition beside one stage on all workers; bytes are of one minibatch."""
+    """The best pipeline beside one stage on all workers; bytes are of one minibatch.
 
-    partition: Partition | None  # None: nothing fits into memory.
-    pipeline_s: float  # The partition, or the best pipeline if the partition has one stage.
+    Attributes:
+        pipeline: The fastest pipeline of two stages or more; None: none can be made, or fits.
+        advised: It, one stage on all workers, or one worker; None: nothing fits into memory.
+        data_parallel_s: Seconds of one stage on all workers, in the given mode.
+        hidden_s: The same if all traffic is hidden behind computing, as far as the link allows.
+        data_parallel: That stage.
+        activation_nbytes: Activations and their gradients between stages of the pipeline.
+        sync_nbytes: Pushed and pulled by its replicated stages.
+        data_parallel_nbytes: Pushed and pulled by data parallelism.
+        is_pipeline: Whether to pipeline.
+        reason: Why.
+    """
+
+    pipeline: Partition | None
+    advised: Partition | None
     data_parallel_s: float
+    hidden_s: float
     data_parallel: Stage
-    activation_nbytes: int  # Activations and their gradients between stages.
-    sync_nbytes: int  # Pushed and pulled by replicated stages.
+    activation_nbytes: int
+    sync_nbytes: int
     data_parallel_nbytes: int
     is_pipeline: bool
     reason: str
 
     @property
     def moved_nbytes(self) -> int:
-        """The bytes of a minibatch in the partition."""
+        """The bytes of a minibatch in the pipeline."""
         return self.activation_nbytes + self.sync_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The alternatives, for the verdict."""
+
+    layers: Sequence[Layer]
+    workers: int
+    limit_nbytes: float  # Memory of a worker.
+    pipeline: Partition | None
+    moved_nbytes: int
+    stage: Stage  # The stage of data parallelism.
+    parallel_s: float
+    hidden_s: float
+    parallel_nbytes: int
+
+    @property
+    def one_s(self) -> float:
+        """Seconds of one worker alone."""
+        return sum(layer.compute_s for layer in self.layers)
 
 
 def compare(
     profile: Profile, levels: Sequence[Level], cost: Cost, memory: Memory | None = None
 ) -> Comparison:
-    """Returns the best partition of a model beside data parallelism, and the verdict.
+    """Returns the best pipeline of a model beside data parallelism, and the verdict.
+
+    On one level of links, with replicas on shards, the pipeline's seconds are those of a run on
+    paper (`timing.py`); else those of its slowest stage.
 
     Args:
         profile: The model.
@@ -51,75 +89,104 @@ def compare(
         memory: Memory of a worker; None: no limit.
     """
     memory = memory or Memory()
-    found = Partitioner(profile.layers, levels, cost, memory)
-    best = with_idle(profile.layers, levels, cost, memory)
-    alone_s, alone = found.data_parallel()
-    shown = (
-        best
-        if best is not None and len(best.stages) > 1
-        else (with_idle(profile.layers, levels, cost, memory, is_cut=True))
+    layers = profile.layers
+    found = Partitioner(layers, levels, cost, memory)
+    parallel_s, stage = found.data_parallel()
+    hidden_s, _ = Partitioner(layers, levels, cost.hidden(), memory).data_parallel()
+    if isinstance(cost, Shards) and len(levels) == 1:
+        pipeline = fastest(layers, levels[0], cost, memory)
+    else:
+        pipeline = with_idle(layers, levels, cost, memory, is_cut=True)
+    stages = () if pipeline is None else pipeline.stages
+    activations = 2 * sum(layers[stage.last].output_nbytes for stage in stages[:-1])
+    sync = round(sum(cost.sync_nbytes(found.load(stage)) for stage in stages))
+    parallel_nbytes = round(cost.sync_nbytes(found.load(stage)))
+    facts = _Facts(
+        layers,
+        stage.replicas,
+        memory.limit_nbytes,
+        pipeline,
+        activations + sync,
+        stage,
+        parallel_s,
+        hidden_s,
+        parallel_nbytes,
     )
-    stages = () if shown is None else shown.stages
-    activations = 2 * sum(profile.layers[stage.last].output_nbytes for stage in stages[:-1])
-    sync = sum(cost.sync_nbytes(found.load(stage)) for stage in stages)
-    alone_nbytes = round(cost.sync_nbytes(found.load(alone)))
-    is_pipeline, reason = _judge(
-        profile.layers,
-        best,
-        shown,
-        (alone_s, alone, alone_nbytes),
-        (round(activations + sync), memory.limit_nbytes),
-    )
+    advised, reason = _judge(facts)
     return Comparison(
-        partition=best,
-        pipeline_s=alone_s if shown is None else shown.seconds,
-        data_parallel_s=alone_s,
-        data_parallel=alone,
+        pipeline=pipeline,
+        advised=advised,
+        data_parallel_s=parallel_s,
+        hidden_s=hidden_s,
+        data_parallel=stage,
         activation_nbytes=activations,
-        sync_nbytes=round(sync),
-        data_parallel_nbytes=alone_nbytes,
-        is_pipeline=is_pipeline,
+        sync_nbytes=sync,
+        data_parallel_nbytes=parallel_nbytes,
+        is_pipeline=advised is not None and advised is pipeline,
         reason=reason,
     )
 
 
-def _judge(
-    layers: Sequence[Layer],
-    best: Partition | None,
-    shown: Partition | None,
-    alone: tuple[float, Stage, int],
-    sizes: tuple[int, float],
-) -> tuple[bool, str]:
-    """Returns whether to pipeline, and why."""
-    alone_s, stage, alone_nbytes = alone
-    moved, limit = sizes
-    traffic = f"data parallelism takes {ms(alone_s)} and moves {size(alone_nbytes)}"
-    if best is None:
-        return False, (
+def _judge(facts: _Facts) -> tuple[Partition | None, str]:
+    """Returns the advised partition, and why."""
+    stage, pipeline, limit = facts.stage, facts.pipeline, facts.limit_nbytes
+    together = Partition((stage,), facts.parallel_s)
+    if stage.memory_nbytes > limit:
+        needs = f"data parallelism needs {size(stage.memory_nbytes)} of {size(limit)} of a worker"
+        if pipeline is not None:
+            return pipeline, f"{needs}; {_pipeline_text(facts, pipeline)}"
+        return None, (
             f"nothing fits into {size(limit)} of a worker: data parallelism needs "
             f"{size(stage.memory_nbytes)}, and so many stages that each fits are more than there "
             "are workers or layers"
         )
-    if shown is None:
-        return False, f"one layer or one worker cannot be cut; {traffic}"
-    cuts = ", ".join(layers[item.last].name for item in shown.stages[:-1])
-    pipeline = f"{shown.name}, cut after {cuts}, takes {ms(shown.seconds)} and moves {size(moved)}"
-    if stage.memory_nbytes > limit:
-        return True, (
-            f"data parallelism needs {size(stage.memory_nbytes)} of {size(limit)} of a worker; "
-            f"{pipeline}"
+    traffic = _traffic_text(facts)
+    if pipeline is None:
+        return together, f"one layer or one worker cannot be cut; {traffic}"
+    shown = _pipeline_text(facts, pipeline)
+    if _is_better_alone(facts, pipeline):
+        alone = Partition((replace(stage, replicas=1),), facts.one_s)
+        return alone, (
+            f"one worker alone takes {ms(facts.one_s)} and moves nothing; {traffic}; the best "
+            f"pipeline, {shown}: no gain over one worker"
         )
-    one_s = sum(layer.compute_s for layer in layers)
-    if one_s < alone_s and one_s / shown.seconds < GAIN_MIN and _fits_one(layers, limit):
-        return False, (
-            f"one worker alone takes {ms(one_s)} and moves nothing; {traffic}; the best pipeline, "
-            f"{pipeline}: no gain over one worker"
-        )
-    gain = alone_s / shown.seconds
+    gain = min(facts.parallel_s, facts.hidden_s) / pipeline.seconds
     if gain < GAIN_MIN:
         compared = f"only {gain:.2f} times as fast" if gain > 1 else "not faster"
-        return False, f"{traffic}; the best pipeline, {pipeline}: {compared}"
-    return True, f"{pipeline}; {traffic}: {gain:.2f} times as fast"
+        return together, f"{traffic}; the best pipeline, {shown}: {compared}"
+    return pipeline, f"{shown}; {traffic}: {gain:.2f} times as fast"
+
+
+def _is_better_alone(facts: _Facts, pipeline: Partition) -> bool:
+    """Returns whether one worker is as fast as all of them, and has room for the model."""
+    best_s = min(pipeline.seconds * GAIN_MIN, facts.hidden_s, facts.parallel_s)
+    return facts.one_s < best_s and _fits_one(facts.layers, facts.limit_nbytes)
+
+
+def _traffic_text(facts: _Facts) -> str:
+    moves = f"moves {size(facts.parallel_nbytes)}"
+    if facts.hidden_s >= facts.parallel_s:
+        return f"data parallelism takes {ms(facts.parallel_s)} and {moves}"
+    return (
+        f"data parallelism takes {ms(facts.parallel_s)} if it waits for its traffic, "
+        f"{ms(facts.hidden_s)} at best if it hides it behind computing (overlap=True, or mode "
+        f"ssd), and {moves}"
+    )
+
+
+def _pipeline_text(facts: _Facts, pipeline: Partition) -> str:
+    cuts = ", ".join(facts.layers[stage.last].name for stage in pipeline.stages[:-1])
+    return (
+        f"{plan_text(pipeline, facts.workers)}, cut after {cuts}, takes {ms(pipeline.seconds)} "
+        f"and moves {size(facts.moved_nbytes)}"
+    )
+
+
+def plan_text(partition: Partition, workers: int) -> str:
+    """Returns a plan's replicas, and how many workers it uses if some stay idle."""
+    if partition.workers == workers:
+        return partition.name
+    return f"{partition.name} on {partition.workers} of {workers} workers"
 
 
 def _fits_one(layers: Sequence[Layer], limit: float) -> bool:

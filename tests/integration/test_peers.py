@@ -192,8 +192,9 @@ def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str
             found = [worker.result() for worker in workers]
     for _, losses, weights in found:
         assert np.isfinite(losses).all()
-        for name in weights:
-            assert relative_error(weights[name], found[0][2][name]) < 0.5
+        if not mode.startswith("adpsgd"):  # Its workers end when they are told, each by itself.
+            for name in weights:
+                assert relative_error(weights[name], found[0][2][name]) < 0.5
     assert len(found[0][1]) > len(found[1][1]), "worker 0 has waited for the one that was silent"
 
 

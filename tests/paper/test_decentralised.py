@@ -177,14 +177,14 @@ def test_late_sgp_hides_the_time_of_messages() -> None:
 
 
 def test_sgp_by_hand() -> None:
-    """Worker 0 sends half of (0.9, 1) to worker 1, which sends nothing."""
+    """Worker 0 sends a third of (0.9, 1) to each other; 1 sends half to 2, and 2 half to 0."""
 
     def own(rank: int, step: int, weights: Array) -> Array:
         return weights
 
-    given = [np.array([1.0], np.float32), np.array([3.0], np.float32)]
-    found = world("sgp(graph='0>1')", 2, 1, gradient=own, starts=given).run()
-    assert models(found).ravel() == pytest.approx([0.9, (0.45 + 2.7) / 1.5], abs=1e-6)
+    given = [np.array([start], np.float32) for start in (1.0, 3.0, 5.0)]
+    found = world("sgp(graph='0>1 0>2 1>2 2>0')", 3, 1, gradient=own, starts=given).run()
+    assert models(found).ravel() == pytest.approx([3.06, 1.98, 2.925], abs=1e-6)
 
 
 @pytest.mark.parametrize("order", ["ring", "ranks"])

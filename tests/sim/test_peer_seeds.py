@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pscore.graphs import GRAPHS
+from pscore.rules import parse_mode
 from pssim import peer_case
-from pssim.peers import Trouble
+from pssim.peers import HEARTBEAT_S, LEASE_S, PeerWorld, Trouble
 from psworker.gossip.pairs import Pairs
 
 SEEDS, PARTS = 160, 4
@@ -102,3 +103,30 @@ def test_a_worker_parts_while_all_others_die() -> None:
         latency_s=0.05,
     )
     peer_case.check(case)
+
+
+def longest_wait(mode: str, seed: int, gap_s: float) -> float:
+    """Returns the longest step of the others while 4 of 8 workers die, one after the other."""
+    world = PeerWorld(
+        parse_mode(mode),  # type: ignore[arg-type]
+        lambda rank, step, weights: np.ones_like(weights),
+        np.zeros(5, np.float32),
+        num_workers=8,
+        steps=80,
+        lr=0.01,
+        seed=seed,
+        trouble=Trouble(kills={rank: 2.0 + gap_s * rank for rank in range(4)}),
+    ).run()
+    living = [worker for worker in world.workers if not worker.is_dead]
+    return max(float(np.diff(worker.finished_s).max()) for worker in living)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "dpsgd(graph=ring)", "sgp", "adpsgd"])
+def test_nobody_waits_longer_than_a_lease_from_the_last_of_a_chain_of_deaths(mode: str) -> None:
+    gap_s = 0.9 * LEASE_S  # Each dies before the one before it is known to be lost.
+    found = [longest_wait(mode, seed, gap_s) for seed in range(3)]
+    if mode == "adpsgd":
+        assert max(found) < LEASE_S / 2
+    else:
+        assert 3 * gap_s < min(found)
+        assert max(found) < 3 * gap_s + LEASE_S + 4 * HEARTBEAT_S

@@ -35,7 +35,7 @@ def test_a_slow_worker_without_two_steps_gives_no_figure() -> None:
 def test_results_of_other_parts_stay(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     decentralised.keep(path, {"straggler": {"adpsgd": {"1x": 3.0}}})
-    decentralised.keep(path, {"learning": []})
+    decentralised.keep(path, {"learning": [{"mode": "ssgd", "seed": 1, "steps": 3}]})
     kept = json.loads(path.read_text())
     assert kept["straggler"]["figures"] == {"adpsgd": {"1x": 3.0}}
     assert set(kept) == {"straggler", "learning"}
@@ -132,3 +132,19 @@ def test_figures_of_one_run_replace_those_of_the_same_links_and_workers() -> Non
         (nets[1], 2),
     ]
     assert joined[2]["step_ms"] == 2.0
+
+
+def test_kill_runs_of_other_modes_and_seeds_stay() -> None:
+    former = [{"mode": "allreduce", "seed": 1, "kills": 3}, {"mode": "adpsgd", "seed": 2}]
+    found = [{"mode": "allreduce", "seed": 1, "kills": 5}, {"mode": "adpsgd", "seed": 1}]
+    assert kills.joined(former, found) == [
+        {"mode": "adpsgd", "seed": 1},
+        {"mode": "adpsgd", "seed": 2},
+        {"mode": "allreduce", "seed": 1, "kills": 5},
+    ]
+
+
+def test_accuracies_of_other_seeds_stay_if_they_are_of_as_many_steps() -> None:
+    former = [{"mode": "ssgd", "seed": 1, "steps": 9}, {"mode": "ssgd", "seed": 2, "steps": 7}]
+    found = [{"mode": "dpsgd", "seed": 1, "steps": 9}]
+    assert decentralised.joined_seeds(former, found) == [found[0], former[0]]

@@ -1,5 +1,6 @@
 """Graphs: rows and columns sum to 1 for any members, and means come as fast as their papers say."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from pscore.errors import ConfigError
 from pscore.graphs import GRAPHS, directed_graph_of, graph_of
-from pscore.graphs.base import Edge
+from pscore.graphs.base import Edge, is_joined
 from pscore.graphs.sides import sides_of
 
 ALL = 33
@@ -92,7 +93,7 @@ def test_a_wrong_graph_is_refused(text: str) -> None:
 
 
 def test_columns_of_a_directed_graph_sum_to_one_for_any_members() -> None:
-    graph = directed_graph_of("0>1 1>2 2>0 0>2 7>0")
+    graph = directed_graph_of("0>1 1>2 2>0 0>2 7>0 2>7")
     for members in ([0, 1, 2, 7], [0, 2], [1], [0, 1, 7]):
         sent = dict.fromkeys(members, 0.0)
         for taker, giver, weight in graph(members, 3):
@@ -107,6 +108,19 @@ def test_columns_of_a_directed_graph_sum_to_one_for_any_members() -> None:
 def test_a_wrong_directed_edge_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must look like 0>1"):
         directed_graph_of(text)
+
+
+def test_a_directed_graph_that_cuts_a_worker_off_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must lead from each of its workers to each other"):
+        directed_graph_of("0>1 1>2 2>1")
+
+
+def test_graphs_that_are_given_join_all_members_when_workers_are_absent() -> None:
+    assert {(a, b) for a, b, _ in graph_of("0-1 1-2")([0, 2], 0)} == {(0, 2), (2, 0)}
+    star, cycle = graph_of("0-1 0-2 0-3 0-4"), directed_graph_of("0>1 1>2 2>3 3>4 4>0 1>0")
+    for members in itertools.chain(*(itertools.combinations(range(5), num) for num in (2, 3, 4))):
+        assert len(joined([*members], star(members, 0))) == 1
+        assert is_joined([(edge.giver, edge.taker) for edge in cycle(members, 0)])
 
 
 def joined(members: list[int], edges: list[Edge]) -> set[frozenset[int]]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2, data_pb2
 from psserver.service import checkpoint_service
 from psserver.service.checkpoint_service import Checkpointer
 from tests.unit.psserver.front import (
@@ -118,6 +119,26 @@ def test_a_version_that_is_there_is_copied_and_a_former_one_has_passed() -> None
         assert (await client.capture("now", 1)).state == pb.CAPTURE_DONE
         assert (await client.capture("gone", 0)).state == pb.CAPTURE_PASSED
         await asyncio.gather(*(client.release(name) for name in ("now", "gone")))
+
+    play(scene)
+
+
+def test_rounds_with_a_quorum_are_copied_each_at_its_version_when_all_workers_have_left() -> None:
+    """A last move that is late in one slice and in time in another leaves different versions."""
+
+    async def scene(front: Front) -> None:
+        rule = control_pb2.Plugin(name="local", arguments='{"steps": 1, "quorum": 1}')
+        await front.ready(num_workers=1, rule=rule)
+        client = CheckpointClient(front)
+        await front.push(push_header(0, 0, role=data_pb2.ROLE_DELTA), grad(1.0))
+        assert (await client.capture("live", 2)).by_step
+        await client.release("live")
+        front.engine.leave(JOB, 0, 100, "finished")
+        assert not (await client.capture("one", 2)).by_step
+        reply = await client.capture("own", -1)
+        assert reply.state == pb.CAPTURE_DONE
+        assert json.loads(reply.about)["slices"]["0"]["version"] == 1
+        await asyncio.gather(*(client.release(name) for name in ("one", "own")))
 
     play(scene)
 

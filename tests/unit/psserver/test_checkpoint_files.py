@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pscore.compressors.none import NoCompression
-from pscore.rules import ASGD, SSGD
+from pscore.rules import ASGD, SSGD, LocalSGD
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
@@ -52,6 +52,18 @@ def make(value: float, job: str = "run/1", rule: Rule | None = None, **more: Any
         },
     )
     return Checkpoint(job=job, num_workers=2, tables=[table], **more)
+
+
+def test_rounds_of_different_slices_continue_from_the_newest_version() -> None:
+    (table,) = make(1.0, rule=LocalSGD(steps=2, quorum=1)).tables
+    table.version = -1
+    table.slices = {
+        str(index): {"version": version, "clocks": {"0": 40}}
+        for index, version in enumerate((41, 42, 41))
+    }
+    assert table.updates == (41, 42)
+    assert table.clock == 42
+    assert table.position == "41 to 42 updates"
 
 
 def value_of(path: Path, job: str | None = None) -> float:

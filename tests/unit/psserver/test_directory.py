@@ -65,3 +65,28 @@ def test_a_failed_exchange_begins_one_epoch_whoever_reports_it() -> None:
         directory.arrive(one, met + 1, [0, 1], met)
     assert directory.has_met
     assert [meeting.epoch for meeting in directory.since(met)] == [met + 1]
+
+
+def test_a_meeting_under_way_does_not_wait_for_a_worker_that_starts() -> None:
+    directory = Directory()
+    for _ in range(2):
+        for rank in (0, 1, 2):
+            directory.arrive(peer(rank, -1), directory.epoch, [0, 1, 2])
+    assert directory.has_met
+    directory.keep({0: 1, 1: 2, 2: 30})  # Another worker has joined at rank 2.
+    directory.arrive(peer(0), directory.epoch, [0, 1, 2])
+    assert directory.arrive(peer(1), directory.epoch, [0, 1, 2]) == []
+    new = replace(peer(2, -1), incarnation=30)
+    assert directory.arrive(new, directory.epoch, [0, 1, 2]) == [0, 1, 2]
+
+
+def test_workers_that_all_start_wait_for_each_other_whatever_was_before() -> None:
+    directory = Directory()
+    for _ in range(2):
+        for rank in (0, 1):
+            directory.arrive(peer(rank), directory.epoch, [0, 1])
+    assert directory.has_met
+    directory.keep({})  # All are dead.
+    first = replace(peer(0, -1), incarnation=10)
+    for _ in range(2):
+        assert 1 in directory.arrive(first, directory.epoch, [0, 1])

@@ -226,8 +226,8 @@ def test_the_profiles_are_those_of_the_models() -> None:
 @pytest.mark.parametrize("gbit", [2.5, 10, 25])
 def test_resnet50_gets_data_parallelism(workers: int, gbit: float) -> None:
     found = compare(profile("resnet50"), [Level(workers, gbit * GBIT)], Shards(num_shards=workers))
-    assert found.partition is not None
-    assert found.partition.name == str(workers)
+    assert found.advised is not None
+    assert found.advised.name == str(workers)
     assert not found.is_pipeline
     assert "not faster" in found.reason
 
@@ -243,15 +243,18 @@ def test_hidden_traffic_leaves_a_pipeline_of_vgg16_no_gain_but_on_slow_links() -
     )
     assert not fast.is_pipeline
     assert slow.is_pipeline
-    assert slow.data_parallel_s / slow.pipeline_s > 4
+    assert slow.pipeline is not None
+    assert slow.data_parallel_s / slow.pipeline.seconds > 4
     assert slow.moved_nbytes < 0.2 * slow.data_parallel_nbytes
 
 
 def test_a_pipeline_that_is_no_faster_than_one_worker_is_not_advised() -> None:
     # At 100 Mbit/s all traffic costs more than it brings; the convolutions are 99 % of the time.
     found = compare(profile("vgg16"), [Level(4, GBIT / 10)], Shards(num_shards=4, hides=False))
-    assert found.partition is not None
-    assert found.partition.name == "1-1"  # Two workers stay idle: four take 1-3, which is slower.
+    assert found.pipeline is not None
+    assert found.pipeline.workers == 2  # Two workers stay idle: four take 1-3, which is slower.
+    assert found.advised is not None
+    assert found.advised.name == "1"
     assert not found.is_pipeline
     assert "one worker alone takes 672.5 ms and moves nothing" in found.reason
 
@@ -324,7 +327,7 @@ def test_a_model_that_fits_only_in_stages_is_cut() -> None:
     assert "data parallelism needs 808 bytes of 700 bytes" in found.reason
     none = compare(whole, [Level(2, 1e9)], Shards(num_shards=2), Memory(300.0))
     assert not none.is_pipeline
-    assert none.partition is None
+    assert none.advised is None
     assert none.reason.startswith("nothing fits into 300 bytes")
 
 

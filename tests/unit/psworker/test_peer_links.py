@@ -1,0 +1,71 @@
+"""The limits of waits for another worker that reaches the shards and does not answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from pscore.errors import TransportError
+from pscore.pb.ps.v1 import control_pb2
+from psworker.peers import links
+from psworker.peers.links import PeerLinks
+
+LEASE_S, LIMIT_S = 10.0, 30.0
+
+
+class Silent:
+    """A link to a worker that has answered nothing for some time."""
+
+    made: ClassVar[dict[int, Silent]] = {}  # The last ones, by rank.
+    silent_s = 0.0
+    has_offers_alone = False
+
+    def __init__(self, peer: control_pb2.Peer, token: str) -> None:
+        self.peer, self.is_over, self.is_new = peer, False, True
+        self.made[peer.rank] = self
+
+    def close(self, *, waits: bool = True) -> None:
+        self.is_over = True
+
+
+def links_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[PeerLinks, dict[int, Silent]]:
+    """Returns the links of a worker of three, and those links themselves by rank."""
+    monkeypatch.setattr(links, "PeerLink", Silent)
+    shard = SimpleNamespace(
+        credentials=SimpleNamespace(token=""), patience=SimpleNamespace(limit_s=LIMIT_S)
+    )
+    session: Any = SimpleNamespace(rank=rank, lease_s=LEASE_S, links=[shard], timeline=None)
+    made = PeerLinks(session)
+    made.update([control_pb2.Peer(rank=other, host="h", port=1) for other in range(3)])
+    return made, Silent.made
+
+
+@pytest.mark.parametrize(
+    ("rank", "limit_s"), [(2, LEASE_S + LIMIT_S), (0, 4 * LEASE_S + 2 * LIMIT_S)]
+)
+def test_of_two_workers_that_wait_the_one_of_the_higher_rank_ends_first(
+    monkeypatch: pytest.MonkeyPatch, rank: int, limit_s: float
+) -> None:
+    made, each = links_of(monkeypatch, rank)
+    each[1].silent_s = limit_s - 0.1
+    made.require_answers()
+    each[1].silent_s = limit_s
+    with pytest.raises(
+        TransportError, match=rf"worker 1 at h:1 has not answered worker {rank} for"
+    ):
+        made.require_answers()
+
+
+def test_offers_to_a_silent_worker_are_given_up_and_refused_until_it_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, each = links_of(monkeypatch, 0)
+    former = each[1]
+    former.silent_s, former.has_offers_alone = LEASE_S, True
+    made.require_answers()
+    assert former.is_over
+    assert each[1] is not former
+    assert each[2].is_over is False
+    assert not made.send(1, None, None, lambda values: None)  # type: ignore[arg-type]
