@@ -309,9 +309,8 @@ class Membership:
     def wanted(self) -> int:
         """Returns how many live workers a step needs in order to close; 0: it needs none.
 
-        It is 0 in a job that is not elastic, and in one whose workers have finished, so that the
-        pushes in its open steps enter its weights. If all were lost, a step waits until the job
-        continues: otherwise it would have the gradients of some of its workers only.
+        If all were lost, a step waits until the job continues: otherwise it would have the
+        gradients of some workers only. If one has finished, open steps close for the others.
         """
         if self.is_idle:
             return 0 if self._in(Presence.LEFT) else max(1, self.min_workers)

@@ -101,9 +101,9 @@ class Shards:
         Args:
             num_shards: How many.
             strategy: Ray's, for the bundles: `SPREAD`, `STRICT_SPREAD`, `PACK`, `STRICT_PACK`.
-            port: Of shard 0; the others have the next ones, so that several fit on one node.
+            port: Port of shard 0; the others have the next ones, so that one node may have several.
             num_cpus: That Ray reserves for each.
-            settings: Of `psserver start`, by their names: `{"tls_cert": "/secrets/server.pem"}`.
+            settings: Options of `psserver start` by name: `{"tls_cert": "/secrets/server.pem"}`.
                 Files are read on the node of each shard, which has a folder in `state_dir`.
 
         Raises:
@@ -154,8 +154,8 @@ class Shards:
         """Returns the variables by which a worker finds the shards.
 
         Args:
-            num_workers: Of the job.
-            rank: Of the worker; None: the shards assign one.
+            num_workers: Number of workers of the job.
+            rank: Rank of the worker; None: the shards assign one.
         """
         variables = {
             "PACELINE_SERVERS": ",".join(self.addresses()),
@@ -179,7 +179,7 @@ class Shards:
 
 @dataclass
 class PacelineConfig(BackendConfig):  # type: ignore[misc]
-    """Tells TorchTrainer to let workers join the shards, and to make no process group.
+    """A backend of TorchTrainer whose workers join the shards; it makes no process group.
 
     Attributes:
         shards: Where they join.
@@ -206,7 +206,7 @@ class PacelineBackend(Backend):  # type: ignore[misc]
 
 
 def _end_with_parent() -> None:
-    """Lets the kernel send SIGTERM to this process when its parent dies, by SIGKILL too."""
+    """Asks the kernel to send SIGTERM to this process when its parent dies, by SIGKILL too."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

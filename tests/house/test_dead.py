@@ -89,6 +89,7 @@ CALLED_BY_LIBRARIES = {
     *("do_GET", "log_message", "handle_error", "emit"),  # The standard library.
     *("on_fit_start", "on_validation_start", "on_validation_end"),  # Lightning.
     *("on_exception", "on_save_checkpoint", "on_fit_end"),
+    *("backend_cls", "on_start"),  # Ray Train.
     "config_show",  # Click: the command `config show`.
 }
 
