@@ -198,11 +198,18 @@ class PacelineConfig(BackendConfig):  # type: ignore[misc]
 class PacelineBackend(Backend):  # type: ignore[misc]
     """Gives each worker of a group its place, when Ray has started or restarted the group."""
 
+    def __init__(self) -> None:
+        """Starts without a group."""
+        self._num_groups = 0  # Groups started so far.
+
     def on_start(self, worker_group: Any, backend_config: PacelineConfig) -> None:
         """Sets the variables of each worker."""
         for rank in range(len(worker_group)):
             place = backend_config.shards.environment(len(worker_group), rank)
+            # As with torchrun: a worker takes the rank of one of an earlier group at once.
+            place["TORCHELASTIC_RESTART_COUNT"] = str(self._num_groups)
             worker_group.execute_single(rank, _set, place)
+        self._num_groups += 1
 
 
 def _end_with_parent() -> None:

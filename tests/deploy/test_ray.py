@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,11 @@ class Cluster:
             if process.is_running():
                 process.terminate()
         psutil.wait_procs(self.daemons, timeout=20)
+        words = (str(BIN), str(self.folder), "ray::")
+        left = [it for it in psutil.process_iter() if it.pid not in self.before]
+        for process in [it for it in left if any(word in line(it) for word in words)]:
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.fixture
