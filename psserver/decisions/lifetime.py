@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 
-from pscore.errors import ConfigError, LimitError, StateLostError
+from pscore.errors import ConfigError, LimitError, NotOverError, StateLostError
 from psserver.decisions.job import Job, Life, State
 from psserver.decisions.limits import Limits
-from psserver.decisions.membership import Member
+from psserver.decisions.membership import Member, Presence
 
 FORMER_MAX = 1024  # Freed jobs whose ends are remembered.
+WORKERS_NAMED = 4  # In a message.
 
 
 class Lifetimes:
@@ -51,7 +52,7 @@ class Lifetimes:
         any update: then nothing is lost.
         """
         if job.is_over:
-            return not self._belongs(job, num_workers, member)
+            return _has_finished(job, member) or not self._belongs(job, num_workers, member)
         is_dead = member.rank in job.membership.members and job.membership.is_deserted(member.rank)
         is_back = member.returns or is_repeated(job, member)
         return is_dead and not is_back and not job.has_progress
@@ -93,6 +94,20 @@ class Lifetimes:
             self._go_on(job, job.life.number + 1)
         elif life not in (0, job.life.number):
             self._go_on(job, life)
+
+    def require_over(self, job: Job, member: Member) -> None:
+        """Refuses a process that has finished this run of the job, for the next one, too early.
+
+        Raises:
+            NotOverError: A worker of the run is live.
+        """
+        live = job.membership.live()
+        if live and _has_finished(job, member) and not is_repeated(job, member):
+            others = ", ".join(job.membership.describe(rank) for rank in live[:WORKERS_NAMED])
+            raise NotOverError(
+                f"this process has finished a run of job {job.name!r} and begins the next one, but "
+                f"the former continues with {others}"
+            )
 
     def _go_on(self, job: Job, number: int) -> None:
         state, step = job.state, job.step
@@ -166,7 +181,9 @@ class Lifetimes:
         """
         job = self.jobs.get(name)
         if job is not None and job.membership.live() and not is_forced:
-            who = ", ".join(job.membership.describe(rank) for rank in job.membership.live()[:4])
+            who = ", ".join(
+                job.membership.describe(rank) for rank in job.membership.live()[:WORKERS_NAMED]
+            )
             raise ConfigError(
                 f"job {name!r} has live workers on shard {self._index}: {who}; end them first, or "
                 "give --force: then they end with an error"
@@ -201,6 +218,13 @@ def is_repeated(job: Job, member: Member) -> bool:
     rank = job.membership.rank_of(member.incarnation) if member.rank < 0 else member.rank
     held = None if rank is None else job.membership.members.get(rank)
     return held is not None and held.incarnation == member.incarnation
+
+
+def _has_finished(job: Job, member: Member) -> bool:
+    """Returns whether the process that joins was a worker of the job's run, and has left it."""
+    members = job.membership
+    rank = members.rank_of(member.after) if member.after else None
+    return rank is not None and rank in job.met and members.members[rank].presence is Presence.LEFT
 
 
 def digest(name: str) -> str:

@@ -209,6 +209,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             rank=request.rank,
             incarnation=request.incarnation,
             former=tuple(request.former),
+            after=request.after,
             restart=request.restart,
             host=printable(request.host, HOST_LENGTH_MAX),
             pid=request.pid,

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from pscore.errors import ConfigError, JobMismatchError, LimitError, RankTakenError
+from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
 from pscore.types import Push, Role
 from psserver.decisions.job import State
 from psserver.decisions.limits import KEEP_ENDED_S, Limits
+from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from tests.unit.psserver.test_jobs_and_tables import LEASE_S, SPEC, member, push, ready, tensor
@@ -219,3 +220,46 @@ def test_a_returning_worker_starts_no_new_life_of_the_job() -> None:
     )
     assert job.membership.live() == [0, 1]
     assert job.life.number == 3
+
+
+def finished(shard: Shard, rank: int) -> Member:
+    """Ends a worker; returns its process, which begins the next run of the job."""
+    shard.decide_leave("run", rank, 1, "finished")
+    return dataclasses.replace(member(rank, 2), after=1)
+
+
+def test_a_process_that_has_finished_waits_for_the_others_before_the_next_run() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    again = finished(shard, 0)
+    with pytest.raises(
+        NotOverError, match=r"'run' and begins .* continues with worker 1 \(process"
+    ):
+        shard.decide_join("run", 2, again)
+    assert job.membership.members[0].presence is Presence.LEFT
+    shard.decide_leave("run", 1, 1, "finished")
+    following, _ = shard.decide_join("run", 2, again)
+    assert following is not job
+    assert "starts over at step 0: the former one ended at step 1" in again.news
+    assert shard.decide_join("run", 2, again)[0] is following  # Sent twice.
+
+
+def test_a_worker_that_was_started_again_finishes_as_well_and_begins_the_next_run() -> None:
+    """Its launcher's count of restarts, which makes it continue, is still in its environment."""
+    shard, job, _ = interrupted(1)
+    again = dataclasses.replace(member(0, 2), restart=1, returns=True)
+    assert shard.decide_join("run", 1, again)[0] is job
+    shard.decide_leave("run", 0, 2, "finished")
+    again = dataclasses.replace(member(0, 3), restart=1, returns=True, after=2)
+    assert shard.decide_join("run", 1, again)[0] is not job
+
+
+def test_a_process_that_has_finished_is_needed_again_if_all_others_were_lost() -> None:
+    shard, job, address = ready(2)
+    push(shard, job, address, 0, 0)
+    push(shard, job, address, 1, 0)
+    again = finished(shard, 0)
+    shard.tick(LEASE_S + 1.0)
+    assert shard.decide_join("run", 2, member(1, 2))[0] is job
+    assert shard.decide_join("run", 2, again)[0] is job
