@@ -283,9 +283,12 @@ def test_a_process_that_begins_another_run_says_so_and_waits_for_the_end_of_the_
     first.leave()
     goes_on, joined = NotOverError("it goes on"), pb.JoinReply(rank=3, lease_s=LEASE_S)
     links.clear()
-    prepare(
-        lambda made: [link.answers.update(Join=[goes_on, joined]) for link in made], monkeypatch
-    )
+
+    def answers(made: list[FakeLink]) -> None:
+        for link in made:
+            link.answers["Join"] = [goes_on, joined]
+
+    prepare(answers, monkeypatch)
     second = begin(job="twice")
     assert [[one.after for one in link.sent("Join")] for link in links] == [
         [first.incarnation] * 2,
