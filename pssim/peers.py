@@ -12,6 +12,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class SimulatedPeer:
         self.taken: set[tuple[int, Tag]] = set()
         self.peers: dict[int, int] = {}  # Incarnations, by rank.
         self.met: dict[int, int] = {}  # The same, with those that are gone.
-        self.num_open = 0  # Arrays that have not arrived.
+        self.open: Counter[int] = Counter()  # Arrays that have not arrived, by rank.
         self.waits: Waits | None = None
         self.wanted: Wait | None = None
         self._wanted_s = 0.0  # Time from which it has waited for it.
@@ -142,7 +143,7 @@ class SimulatedPeer:
         target = self.world.at(to, self.peers.get(to, 0))
 
         is_open = True
-        self.num_open += 1
+        self.open[to] += 1
         limit_s = silence_limit_s(self.rank, to, LEASE_S, TIMEOUT_S)
 
         def require() -> None:
@@ -150,7 +151,7 @@ class SimulatedPeer:
             nonlocal is_open
             if is_open and target is not None and self.peers.get(to) == target.incarnation:
                 self.world.kill(self.rank)
-            self.num_open -= is_open
+            self.open[to] -= is_open
             is_open = False
 
         if self.world.trouble.cuts:
@@ -158,7 +159,7 @@ class SimulatedPeer:
 
         def arrive() -> None:
             nonlocal is_open
-            self.num_open -= is_open
+            self.open[to] -= is_open
             is_open = False
             if target is not None and not target.is_dead and key not in target.taken:
                 target.mailbox.setdefault(key, kept)
@@ -252,8 +253,10 @@ class SimulatedPeer:
             self.world.kill(self.rank)
 
     def _flush(self, then: Callable[[], None]) -> None:
-        """Does something when all that was sent has arrived."""
-        if self.num_open and not self.is_dead:
+        """Does something when all that was sent to members has arrived."""
+        if self.has_moved:
+            self._learn()
+        if any(self.open[rank] for rank in self.peers) and not self.is_dead:
             self.world.at_time(POLL_S, lambda: self._flush(then))
         elif not self.is_dead:
             then()
@@ -327,6 +330,11 @@ class SimulatedPeer:
             return
         self.wanted = wanted
 
+    def _learn(self) -> None:
+        """Takes the members from the directory."""
+        self.peers = {one.rank: one.incarnation for one in self.world.directory.members()}
+        self.met |= self.peers
+
     def _meet(self, wanted: Meet) -> bool:
         """Asks the directory; returns whether the gossip was resumed."""
         directory = self.world.directory
@@ -356,8 +364,7 @@ class SimulatedPeer:
             )
             self.epoch = directory.epoch
         self._asked = wanted
-        self.peers = {one.rank: one.incarnation for one in directory.members()}
-        self.met |= self.peers
+        self._learn()
         gatherings = [
             Gathering(
                 meeting.epoch,

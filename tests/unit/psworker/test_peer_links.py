@@ -101,7 +101,7 @@ def long_wait(monkeypatch: pytest.MonkeyPatch, waited_s: float, silent_s: float)
 
 @pytest.mark.parametrize(("waited_s", "silent_s"), [(39.0, 90.0), (90.0, 39.0)])
 def test_a_wait_continues_while_the_first_shard_may_answer(
-    waited_s: float, silent_s: float
+    monkeypatch: pytest.MonkeyPatch, waited_s: float, silent_s: float
 ) -> None:
     long_wait(monkeypatch, waited_s, silent_s).check()
 
