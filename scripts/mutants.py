@@ -234,7 +234,7 @@ MUTANTS = (
         "delayed_nesterov",
         "the momentum in parts",
         "pscore/optimizers/delayed_nesterov.py",
-        "1.0 - spread * every + spread if is_last else spread",
+        "1.0 - activation * every + activation if is_last else activation",
         "1.0 if is_last else 0.0",
     ),
     Mutant(

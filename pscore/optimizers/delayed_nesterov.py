@@ -30,10 +30,10 @@ EVERY_MAX = 4096
 
 
 class DelayedNesterov(Optimizer):
-    """The delayed Nesterov step; `every` is N, `spread` is c."""
+    """The delayed Nesterov step; `every` is N, `activation` is c."""
 
     name: ClassVar[str] = "delayed_nesterov"
-    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "momentum", "every", "spread")
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "momentum", "every", "activation")
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer", "move_sum")
 
     @classmethod
@@ -68,13 +68,13 @@ class DelayedNesterov(Optimizer):
         for index, (start, stop) in enumerate(segments.bounds.tolist()):
             if not active[index]:
                 continue
-            lr, momentum, every, spread = hyper[segments.groups[index]].tolist()
+            lr, momentum, every, activation = hyper[segments.groups[index]].tolist()
             every = min(max(1.0, every), EVERY_MAX)  # It came over the wire.
             np.copyto(out[written:start], weights[written:start])
             written = stop
             counts[index] += 1
             is_last = momentum > 0 and counts[index] % int(every) == 0
-            along = 1.0 - spread * every + spread if is_last else spread
+            along = 1.0 - activation * every + activation if is_last else activation
             _step(
                 read_only(weights[start:stop]),
                 out[start:stop],

@@ -43,15 +43,15 @@ class DelayedNesterov(Rule):
             1/N of its move. 0: the number of workers that the job was made for.
         outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
         outer_momentum: m, momentum over N arrivals, 0 to below 1.
-        spread: c, part of the momentum's move that each arrival but the N-th makes, 0 to 1/N. 0:
-            the N-th makes all of it.
+        activation: c, part of the momentum's move that each arrival but the N-th makes, 0 to 1/N.
+            0: the N-th makes all of it.
     """
 
     steps: int = 50
     every: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    spread: float = 0.0
+    activation: float = 0.0
 
     name: ClassVar[str] = "delayed_nesterov"
     source: ClassVar[str] = "Liu et al., arXiv:2401.09135"
@@ -67,23 +67,23 @@ class DelayedNesterov(Rule):
         require_range(f"{self.name}.every", self.every, 0, EVERY_MAX)
         require_range(f"{self.name}.outer_lr", self.outer_lr, 0.0, 1e6)
         require_range(f"{self.name}.outer_momentum", self.outer_momentum, 0.0, 1.0 - 1e-9)
-        require_range(f"{self.name}.spread", self.spread, 0.0, 1.0)
+        require_range(f"{self.name}.activation", self.activation, 0.0, 1.0)
         if self.every:
-            self._require_spread(self.every)
+            self._require_activation(self.every)
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses a spread that is more than 1/N.
+        """Refuses an activation that is more than 1/N.
 
         Raises:
             ConfigError: It is.
         """
-        self._require_spread(self.every or num_workers)
+        self._require_activation(self.every or num_workers)
 
-    def _require_spread(self, every: int) -> None:
-        if self.spread * every > 1.0 + 1e-9:
+    def _require_activation(self, every: int) -> None:
+        if self.activation * every > 1.0 + 1e-9:
             raise ConfigError(
-                f"{self.name}.spread is {self.spread:g}, must be at most 1/{every}: the arrivals "
-                f"of one step of the momentum, {every} of them, would make more than its move"
+                f"{self.name}.activation is {self.activation:g}, must be at most 1/{every}: the "
+                f"{every} arrivals of one step of the momentum would make more than its move"
             )
 
     @property
@@ -109,7 +109,7 @@ class DelayedNesterov(Rule):
             "lr": self.outer_lr,
             "momentum": self.outer_momentum,
             "every": self.every or num_workers,
-            "spread": self.spread,
+            "activation": self.activation,
         }
 
     def caution(self, compressor: Compressor) -> str:

@@ -93,11 +93,11 @@ class Shard:
     def arrive(self, move: Vector) -> None:
         rule, every = self.rule, self.every
         self.moves.append(move)
-        part = rule.spread
+        part = rule.activation
         if len(self.moves) == every:
             mean = np.mean(self.moves, axis=0)
             self.velocity = rule.outer_momentum * self.velocity + mean
-            self.moves, part = [], 1 - (every - 1) * rule.spread
+            self.moves, part = [], 1 - (every - 1) * rule.activation
         along = part * rule.outer_momentum * self.velocity
         self.weights = self.weights - rule.outer_lr * (move / every + along)
 
@@ -122,7 +122,7 @@ def follow(cluster: Cluster, rule: DelayedNesterov) -> tuple[Vector, Vector]:
 
 
 @pytest.mark.parametrize(
-    "mode", ["delayed_nesterov(steps=5)", "delayed_nesterov(steps=4, every=3, spread=0.2)"]
+    "mode", ["delayed_nesterov(steps=5)", "delayed_nesterov(steps=4, every=3, activation=0.2)"]
 )
 def test_it_follows_the_equation_for_200_steps(mode: str) -> None:
     """Workers of unequal speed, none of which waits for another."""
@@ -157,14 +157,14 @@ def test_arguments_out_of_range_are_refused() -> None:
         ("outer_lr=-1.0", "delayed_nesterov.outer_lr is -1.0"),
         ("steps=0", "delayed_nesterov.steps is 0"),
         ("every=-1", "delayed_nesterov.every is -1"),
-        ("every=4, spread=0.5", "delayed_nesterov.spread is 0.5, must be at most 1/4"),
+        ("every=4, activation=0.5", "delayed_nesterov.activation is 0.5, must be at most 1/4"),
         ("quorum=3", "mode 'delayed_nesterov' has no argument 'quorum'; it has steps, every"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_mode(f"delayed_nesterov({text})")
-    DelayedNesterov(spread=0.25).require_workers(4)
-    with pytest.raises(ConfigError, match=r"delayed_nesterov.spread is 0.25, must be at most 1/5"):
-        DelayedNesterov(spread=0.25).require_workers(5)
+    DelayedNesterov(activation=0.25).require_workers(4)
+    with pytest.raises(ConfigError, match=r"activation is 0.25, must be at most 1/5"):
+        DelayedNesterov(activation=0.25).require_workers(5)
 
 
 def test_few_bits_with_error_feedback_are_cautioned() -> None:
