@@ -345,5 +345,5 @@ class TrainingCluster(Cluster):
         group = dict(self.job.group)
         if self.job.lr is not None:
             group["lr"] = self.job.lr(step)
-        outer = self.job.rule.outer_group(step, group)
+        outer = self.job.rule.outer_group(step, group, self.job.num_workers)
         return np.array([self.optimizer.hyper_from_torch(outer)])

@@ -217,6 +217,27 @@ MUTANTS = (
         "False",
     ),
     Mutant(
+        "delayed_nesterov",
+        "the momentum waits for the N-th arrival",
+        "pscore/optimizers/delayed_nesterov.py",
+        "is_last = momentum > 0 and counts[index] % int(every) == 0",
+        "is_last = momentum > 0",
+    ),
+    Mutant(
+        "delayed_nesterov",
+        "the momentum's mean of the moves",
+        "pscore/optimizers/delayed_nesterov.py",
+        "total[i] * part",
+        "total[i]",
+    ),
+    Mutant(
+        "delayed_nesterov",
+        "the momentum in parts",
+        "pscore/optimizers/delayed_nesterov.py",
+        "1.0 - activation * every + activation if is_last else activation",
+        "1.0 if is_last else 0.0",
+    ),
+    Mutant(
         "decentralised",
         "half of the way",
         "psworker/gossip/pairs.py",

@@ -77,9 +77,11 @@ class DiLoCo(LocalSGD):
         """That of the outer optimizer."""
         return self.outer_momentum
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """SGD with Nesterov momentum after the warm-up."""
-        mean = super().outer_group(step, group)
+        mean = super().outer_group(step, group, num_workers)
         if step < self.warmup:
             return mean
         return {

@@ -165,21 +165,15 @@ class LocalSGD(WithQuorum):
 
     def caution(self, compressor: Compressor) -> str:
         """Error feedback and momentum over the rounds count the same past twice."""
-        bits = 8 * compressor.payload_nbytes_max(SAMPLE_NUMEL) / SAMPLE_NUMEL
-        if not self.momentum or RESIDUAL not in compressor.state_names or bits > CAREFUL_BITS:
-            return ""
-        return (
-            f"{self.name} with momentum {self.momentum:g} over the rounds, and compression "
-            f"{compressor.name}: most of a move waits in the residual of error feedback, and "
-            "momentum counts it again, which may diverge; use no momentum over the rounds, or a "
-            "compressor that sends more, such as int8"
-        )
+        return momentum_caution(self.name, self.momentum, compressor)
 
     def step_after(self, step: int, num_pushes: int) -> int:
         """The step behind so many rounds of every fragment; those of the warm-up have one step."""
         return self.schedule.step_of(step, [num_pushes] * self.fragments)
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """The mean: a step of plain SGD with learning rate 1."""
         return {
             "lr": 1.0,
@@ -189,3 +183,22 @@ class LocalSGD(WithQuorum):
             "nesterov": False,
             "maximize": False,
         }
+
+
+def momentum_caution(mode: str, momentum: float, compressor: Compressor) -> str:
+    """Returns the reason not to use a compressor with momentum over rounds; empty: none.
+
+    Args:
+        mode: Name of the mode.
+        momentum: Its momentum over the rounds.
+        compressor: That of pushes.
+    """
+    bits = 8 * compressor.payload_nbytes_max(SAMPLE_NUMEL) / SAMPLE_NUMEL
+    if not momentum or RESIDUAL not in compressor.state_names or bits > CAREFUL_BITS:
+        return ""
+    return (
+        f"{mode} with momentum {momentum:g} over the rounds, and compression {compressor.name}: "
+        "most of a move waits in the residual of error feedback, and momentum counts it again, "
+        "which may diverge; use no momentum over the rounds, or a compressor that sends more, "
+        "such as int8"
+    )

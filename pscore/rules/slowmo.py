@@ -76,7 +76,9 @@ class SlowMo(LocalSGD):
         """The slow one."""
         return self.slow_momentum
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """The slow step, at the inner learning rate of now; in the warm-up the mean."""
         is_warm = step >= self.warmup
         return {

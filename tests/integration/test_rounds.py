@@ -91,6 +91,31 @@ def test_diloco_is_nesterov_over_the_means_of_models_trained_apart(shards: Shard
         assert relative_error(first[name], weight) <= 1e-5, name
 
 
+def train_beside_a_still_one(me: Station, mode: str) -> list[float]:
+    """Worker 0 moves by 1/8 at each step, worker 1 does not; returns where the shards end."""
+    weight = torch.nn.Parameter(torch.zeros(9000))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=(1.0, 0.0)[me.rank]),
+        named_parameters=[("weight", weight)],
+        mode=mode,
+    )
+    for _ in range(8 if me.rank == 0 else 4):
+        optimizer.zero_grad()
+        torch.autograd.backward(weight.sum().div(-8.0))
+        optimizer.step()
+    psworker.barrier("end")
+    with optimizer.global_weights():
+        ends = [float(weight[0]), float(weight[-1])]
+    psworker.shutdown()
+    return ends
+
+
+def test_delayed_nesterov_waits_for_no_other_worker(shards: Shards) -> None:
+    """Each of its 4 rounds moves the weights by 1/2 * 1/2 * 2/8; other rounds move them by 0."""
+    mode = "delayed_nesterov(steps=2, outer_lr=0.5, outer_momentum=0.0)"
+    assert shards.run(train_beside_a_still_one, mode) == [[0.25, 0.25]] * 2
+
+
 def train_apart(rounds: int, delay: int) -> Any:
     """Returns the weights of two models in one process, whose rounds mirror DiLoCo's outer step."""
     names = [name for name, _ in make_model().named_parameters()]
