@@ -103,7 +103,7 @@ class SimulatedPeer:
         self.open: Counter[int] = Counter()  # Arrays that have not arrived, by rank.
         self.waits: Waits | None = None
         self.wanted: Wait | None = None
-        self._wanted_s = 0.0  # Time from which it has waited for it.
+        self.wanted_s = 0.0  # Time from which it has waited for that.
         self._asked: Meet | None = None  # The last one that the directory knows of.
         model = Model(
             weights=self.weights,
@@ -224,7 +224,7 @@ class SimulatedPeer:
         step, began_s = self.gossip.number, self.world.now_s
 
         def computed() -> None:
-            self.is_stopped = self._is_cut_off()
+            self.is_stopped = self.world.is_cut_off(self)
             if self.is_stopped:
                 self.world.at_time(POLL_S, computed)
             elif not self.is_dead:
@@ -233,24 +233,6 @@ class SimulatedPeer:
                 self._drive(self.gossip.step(), self._ended)
 
         self.world.at_time(self.world.compute_s[self.rank], computed)
-
-    def _is_cut_off(self) -> bool:
-        """Returns whether this worker waits for the directory before its next step."""
-        world = self.world
-        reached = [to for to in self.peers if to != self.rank and not world.is_cut(self.rank, to)]
-        return is_cut_off(self.silent_s, LEASE_S, len(reached), world.min_workers)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the directory has answered."""
-        now_s = self.world.now_s
-        return max(0.0, now_s - self.world.trouble.cuts.get((self.rank, DIRECTORY), now_s))
-
-    def require_news(self) -> None:
-        """Ends this worker if it waits for another, and nobody would tell that it is gone."""
-        waited_s = 0.0 if self.wanted is None else self.world.now_s - self._wanted_s
-        if has_no_end(waited_s, self.silent_s, LEASE_S, TIMEOUT_S):
-            self.world.kill(self.rank)
 
     def _flush(self, then: Callable[[], None]) -> None:
         """Does something when all that was sent to members has arrived."""
@@ -294,7 +276,7 @@ class SimulatedPeer:
     def _resume(self, answer: Any) -> None:
         assert self.waits is not None
         try:
-            self.wanted, self._wanted_s = self.waits.send(answer), self.world.now_s
+            self.wanted, self.wanted_s = self.waits.send(answer), self.world.now_s
         except StopIteration:
             self.waits = self.wanted = None
             self._then()
@@ -513,6 +495,24 @@ class PeerWorld:
         """Returns whether nothing passes on the connection of a worker to another."""
         return self.now_s >= self.trouble.cuts.get((rank, other), math.inf)
 
+    def is_cut_off(self, worker: SimulatedPeer) -> bool:
+        """Returns whether a worker waits for the directory before its next step."""
+        rank = worker.rank
+        reached = [
+            other for other in worker.peers if other != rank and not self.is_cut(rank, other)
+        ]
+        return is_cut_off(self._silent_s(rank), LEASE_S, len(reached), self.min_workers)
+
+    def _silent_s(self, rank: int) -> float:
+        """Returns the seconds since the directory has answered a worker."""
+        return max(0.0, self.now_s - self.trouble.cuts.get((rank, DIRECTORY), self.now_s))
+
+    def _require_news(self, worker: SimulatedPeer) -> None:
+        """Ends a worker that waits for another, where nobody would tell that it is gone."""
+        waited_s = 0.0 if worker.wanted is None else self.now_s - worker.wanted_s
+        if has_no_end(waited_s, self._silent_s(worker.rank), LEASE_S, TIMEOUT_S):
+            self.kill(worker.rank)
+
     def model(self, worker: SimulatedPeer) -> npt.NDArray[np.float64]:
         """Returns a worker's model as pairs mix it, or as it trains on it."""
         shared = getattr(worker.gossip, "shared", None)
@@ -538,7 +538,7 @@ class PeerWorld:
             return
         self.directory.keep(self.live())
         if self.is_cut(worker.rank, DIRECTORY):
-            worker.require_news()
+            self._require_news(worker)
         else:
             worker.heard_epoch = self.directory.epoch
         worker.proceed()
