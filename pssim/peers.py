@@ -313,7 +313,7 @@ class SimulatedPeer:
         self.wanted = wanted
 
     def _learn(self) -> None:
-        """Takes the members from the directory."""
+        """Reads the members in the directory."""
         self.peers = {one.rank: one.incarnation for one in self.world.directory.members()}
         self.met |= self.peers
 
