@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from pscore.errors import ConfigError
+from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
@@ -73,7 +74,10 @@ class Peers:
         host = _own_host(session.links[0].address)
         local = f"paceline-worker-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            self._listener = Listener(self._service, host, 0, local, context=context)
+            others = {
+                ATTACH_SUFFIX: Attachments(self._service.attach, self._service.note_refused).serve
+            }
+            self._listener = Listener(self._service, host, 0, local, context=context, others=others)
         except OSError as problem:
             raise ConfigError(
                 f"worker {session.rank} cannot listen at {host} for other workers, which its mode "
