@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from pscore.errors import ConfigError
-from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
@@ -74,9 +73,7 @@ class Peers:
         host = _own_host(session.links[0].address)
         local = f"paceline-worker-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            others = {
-                ATTACH_SUFFIX: Attachments(self._service.attach, self._service.note_refused).serve
-            }
+            others = self._service.others
             self._listener = Listener(self._service, host, 0, local, context=context, others=others)
         except OSError as problem:
             raise ConfigError(

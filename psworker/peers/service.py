@@ -16,9 +16,10 @@ from pscore.errors import (
     RemoteProtocolError,
 )
 from pscore.memory.segment import Segment
+from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection
-from pscore.net.listener import THIS_HOST
+from pscore.net.listener import THIS_HOST, Serve
 from pscore.net.sockets import Incoming
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2 as pb
@@ -64,6 +65,11 @@ class PeerService:
     def needs_token(self) -> bool:
         """Whether a peer must say hello with a token first."""
         return bool(self._token)
+
+    @property
+    def others(self) -> dict[str, Serve]:
+        """The listener's further sockets (`Listener`): that on which memory is shared."""
+        return {ATTACH_SUFFIX: Attachments(self.attach, self.note_refused).serve}
 
     def admit(self, connection: Connection, token: str) -> PeerHandler:
         """Returns the handler of a new connection.

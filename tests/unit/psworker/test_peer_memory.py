@@ -13,7 +13,6 @@ import pytest
 from pscore.errors import PacelineError, RemoteProtocolError
 from pscore.memory.segment import PAGE, Segment
 from pscore.memory.slots import Slots
-from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.endpoint import Endpoint
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2
@@ -40,8 +39,7 @@ class Receiver:
         self.service.table = 0
         self.service.on_offer = lambda source, incarnation, number, part, values: -values
         local = f"paceline-test-{secrets.token_hex(8)}"
-        others = {ATTACH_SUFFIX: Attachments(self.service.attach, self.service.note_refused).serve}
-        self.listener = Listener(self.service, "127.0.0.1", 0, local, others=others)
+        self.listener = Listener(self.service, "127.0.0.1", 0, local, others=self.service.others)
         self.listener.start()
         self.peer = control_pb2.Peer(
             rank=0, incarnation=7, host="127.0.0.1", port=self.listener.port, local=local
