@@ -283,13 +283,14 @@ class RunningJob:
             ]
             missing = directory.arrive(peer, epoch, expected, since, is_short=is_short, again=again)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
-            if not (awaited or directory.has_met):
+            if is_short or not (awaited or directory.has_met):
                 awaited = members.shortage()
             return MeetView(
                 epoch=directory.epoch,
                 meetings=directory.since(since),
                 peers=directory.members(),
                 waiting_for=awaited,
+                is_short=is_short,
             )
 
     def part(self, table: int, rank: int, incarnation: int) -> MeetView:

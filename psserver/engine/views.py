@@ -70,6 +70,7 @@ class MeetView:
     meetings: tuple[Meeting, ...]  # That the worker does not know, the oldest first.
     peers: tuple[Peer, ...]
     waiting_for: str  # Empty: the newest epoch has met.
+    is_short: bool = False  # The job has fewer workers than its least.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -296,6 +296,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ],
             peers=map(peer_to_proto, view.peers),
             waiting_for=view.waiting_for,
+            short=view.is_short,
         )
 
     async def SendResidual(

@@ -65,6 +65,11 @@ class PeerLink:
         self._channel.start()
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection; one to a host that is cut off breaks after seconds."""
+        return self._channel.is_connected
+
+    @property
     def silent_s(self) -> float:
         """Seconds for which replies are due and none has come; 0.0 where none is due."""
         return time.monotonic() - self._heard_s if self._open else 0.0

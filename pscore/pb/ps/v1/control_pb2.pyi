@@ -431,16 +431,18 @@ class Meeting(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class MeetReply(_message.Message):
-    __slots__ = ("epoch", "meetings", "peers", "waiting_for")
+    __slots__ = ("epoch", "meetings", "peers", "waiting_for", "short")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MEETINGS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    SHORT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     meetings: _containers.RepeatedCompositeFieldContainer[Meeting]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     waiting_for: str
-    def __init__(self, epoch: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    short: bool
+    def __init__(self, epoch: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., short: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "reason", "failed")
