@@ -116,8 +116,9 @@ def test_a_person_sees_what_is_waited_for(
 
 
 def test_steps_of_a_round_are_shown_where_they_go_by_speed(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     for lengths, is_shown in (((20, 10), True), ((0, 0), False)):
         workers = [worker(n, pace=pb.Pace(round_steps=it)) for n, it in enumerate(lengths)]
         job = pb.JobStatus(job="train", num_workers=2, workers=workers)
