@@ -52,6 +52,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "pattern": ("sequential", "strided"),
     "spread": (0, 1, 2, 5),
     "steps": (1, 2, 3, 5),
+    "steps_min": (0, 0, 1, 2),
     "warmup": (0, 1, 3),
     "window": (-1.0, -1.0, 0.0, 0.3),
 }

@@ -217,6 +217,20 @@ MUTANTS = (
         "False",
     ),
     Mutant(
+        "speed",
+        "rounds by speed",
+        "pscore/fragments.py",
+        "int(share * self.steps + 0.5)",
+        "self.steps",
+    ),
+    Mutant(
+        "speed",
+        "weights by the samples of a round",
+        "pscore/fragments.py",
+        "mean_samples * num_steps / self.steps if self.least else mean_samples",
+        "mean_samples",
+    ),
+    Mutant(
         "delayed_nesterov",
         "the momentum waits for the N-th arrival",
         "pscore/optimizers/delayed_nesterov.py",

@@ -14,7 +14,7 @@ their moves, where asynchronous SGD with momentum would amplify each move on its
 would decay N times as fast in time, and count moves from weights that are gone.
 
 Differs from the paper: N may be another number than that of the workers; moves are not weighed.
-The rounds of slow workers are as long as those of the others unless they are made shorter.
+The paper's dynamic local updates are `steps="speed"` (pscore/rules/speed.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from pscore.errors import ConfigError
 from pscore.fragments import Schedule
 from pscore.optimizers.delayed_nesterov import EVERY_MAX
 from pscore.plugins import require_range
-from pscore.rules.base import Plan, Rule
+from pscore.rules.base import Plan
 from pscore.rules.local import STEPS_MAX, momentum_caution
+from pscore.rules.speed import WithSpeed, round_length
 from pscore.types import Role
 
 
 @dataclass(frozen=True)
-class DelayedNesterov(Rule):
+class DelayedNesterov(WithSpeed):
     """Delayed Nesterov.
 
     Attributes:
@@ -45,13 +46,16 @@ class DelayedNesterov(Rule):
         outer_momentum: m, momentum over N arrivals, 0 to below 1.
         activation: c, part of the momentum's move that each arrival but the N-th makes, 0 to 1/N.
             0: the N-th makes all of it.
+        steps_min: Least steps of a round of a worker that is slower than the fastest one: each
+            makes as many as its speed allows. 0: each makes `steps`. `steps="speed"` is 1.
     """
 
-    steps: int = 50
+    steps: int = round_length(50)
     every: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     activation: float = 0.0
+    steps_min: int = 0
 
     name: ClassVar[str] = "delayed_nesterov"
     source: ClassVar[str] = "Liu et al., arXiv:2401.09135"
@@ -63,7 +67,7 @@ class DelayedNesterov(Rule):
         Raises:
             ConfigError: One of them is out of its range.
         """
-        require_range(f"{self.name}.steps", self.steps, 1, STEPS_MAX)
+        self.read_steps(STEPS_MAX)
         require_range(f"{self.name}.every", self.every, 0, EVERY_MAX)
         require_range(f"{self.name}.outer_lr", self.outer_lr, 0.0, 1e6)
         require_range(f"{self.name}.outer_momentum", self.outer_momentum, 0.0, 1.0 - 1e-9)
@@ -89,7 +93,7 @@ class DelayedNesterov(Rule):
     @property
     def schedule(self) -> Schedule:
         """One round every H steps, of the whole model."""
-        return Schedule(1, self.steps, 0)
+        return Schedule(1, self.steps, 0, least=self.steps_min)
 
     def plan(self, step: int) -> Plan:
         """The user's optimizer at every step; a push and a pull at the end of a round."""

@@ -15,7 +15,7 @@ from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
-from psserver.decisions.pace import Pace
+from psserver.decisions.pace import Pace, fastest_s
 from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
@@ -240,7 +240,8 @@ class RunningJob:
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
-            member = self.job.membership.members[rank]
+            members, live = self.job.membership.members, tuple(self.job.membership.live())
+            member = members[rank]
             member.reported = accepted(reported)
             if peers:
                 member.peers = tuple(peers)
@@ -254,9 +255,10 @@ class RunningJob:
                     ResidualRequest(table=table, step=step, slices=tuple(slices))
                     for table, step, slices in self.residuals.requests(rank)
                 ),
-                live=tuple(self.job.membership.live()),
+                live=live,
                 uneven=report(self.job.membership, rank, left_out),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
+                fastest_step_s=fastest_s(members[rank].pace for rank in live),
             )
 
     def meet(

@@ -112,6 +112,7 @@ class TrainingTable:
             own=own,
             num_workers=session.num_workers,
         )
+        self.replica.speed = lambda: session.pace.share
         self.parts = Parts(self.layout, self.flat, self.replica, session)
         kernels = kernels_for(weights)
         for part in self.replica.parts:
