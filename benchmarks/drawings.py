@@ -34,6 +34,7 @@ MODES: dict[str, tuple[str, int]] = {
     "local": ("local(steps=2)", 4),
     "slowmo": ("slowmo(steps=2)", 4),
     "diloco": ("diloco(steps=2)", 4),
+    "delayed_nesterov": ("delayed_nesterov(steps=2)", 4),
 }
 # Arguments that have a page of their own.
 VARIANTS: dict[str, tuple[str, int]] = {

@@ -275,6 +275,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             live=view.live if request.wants_live else (),
             uneven=view.uneven,
             epochs=view.epochs,
+            fastest_step_s=view.fastest_step_s,
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
@@ -295,6 +296,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ],
             peers=map(peer_to_proto, view.peers),
             waiting_for=view.waiting_for,
+            short=view.is_short,
         )
 
     async def SendResidual(
