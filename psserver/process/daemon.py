@@ -36,6 +36,7 @@ from pscore.net import descriptors
 from pscore.net.credentials import read_credentials
 from pscore.net.listener import Listener
 from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
+from pscore.observe import spans
 from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.text import join_address
@@ -123,6 +124,7 @@ class Daemon:
         server = grpc.aio.server(
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
             interceptors=[
+                *spans.interceptors("psserver"),
                 AuthInterceptor(self._authorizer, self.engine.heard),
                 ErrorInterceptor(self.broke),
             ],
@@ -170,7 +172,8 @@ class Daemon:
         Raises:
             CommandError: A port cannot be bound; the message names it and the reason.
         """
-        self._restore()
+        with spans.span("psserver", "restore", shard=self.plan.index):
+            self._restore()
         self._data = self._make_listener()
         self._server = self._make_server()
         port = self._bind()
@@ -214,6 +217,7 @@ class Daemon:
         await self._page.stop()
         if self._timeline is not None:
             self._timeline.write()
+        spans.flush("psserver")
         if self.plan.state_dir is None:
             self.engine.recovery.remove()
         log.info("shard ended")

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 from pscore.net.credentials import ANYONE, Credentials
+from pscore.observe import spans
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
@@ -302,6 +303,7 @@ class Session:
         self._heartbeats.join()
         if self.timeline is not None:
             self.timeline.write()
+        spans.flush("psworker")
 
     def _leave_shards(self, reason: str, *, failed: bool) -> None:
         """Leaves at every shard, once; a group's leader does, or all if it is lost."""

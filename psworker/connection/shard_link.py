@@ -12,6 +12,7 @@ import grpc
 from pscore.errors import ReplacedError, TransportError
 from pscore.net import rpc, tls
 from pscore.net.credentials import ANYONE, Credentials
+from pscore.observe import spans
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.transports import Endpoint, Transport, choose
@@ -40,7 +41,7 @@ class Link:
         self.credentials = credentials
         self.patience = RetryPolicy(address, patience_s, lambda: tls.diagnose(address, credentials))
         self._tls = tls.client_context(credentials)
-        self._channel = credentials.channel(address)
+        self._channel = spans.traced(credentials.channel(address), "psworker")
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
         self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.

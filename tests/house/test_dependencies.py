@@ -21,6 +21,11 @@ OURS = {*PACKAGES, *DEVELOPMENT}
 KNOWN = {
     "cupy": "cupy-cuda12x",
     "google.protobuf": "protobuf",
+    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry.instrumentation": "opentelemetry-instrumentation-grpc",
+    "opentelemetry.proto": "opentelemetry-proto",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.trace": "opentelemetry-sdk",
     "tensorflow": "tensorflow-cpu",
 }
 
@@ -72,7 +77,7 @@ def undeclared(paths: list[Path], allowed: set[str]) -> dict[str, list[str]]:
 
 def test_the_packages_import_only_what_is_declared() -> None:
     paths = [*modules_or_skip(*PACKAGES), *GENERATED.rglob("*.py")]
-    extras = ("cuda12", "cuda13", "demo", "lightning", "ray", "transformers")
+    extras = ("cuda12", "cuda13", "demo", "lightning", "otel", "ray", "transformers")
     assert not undeclared(paths, declared(*extras))
 
 
