@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class RunningTable:
         if nbytes != 4 * numel:
             raise RemoteProtocolError(f"segment of {nbytes} bytes, {4 * numel} wanted")
         try:
-            grads = Segment.attach(fd, nbytes)
+            grads = Segment.attach(os.dup(fd), nbytes)
         except OSError as problem:
             raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
         self.shared_grads[rank] = grads.floats(0, numel)

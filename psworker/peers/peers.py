@@ -73,7 +73,8 @@ class Peers:
         host = _own_host(session.links[0].address)
         local = f"paceline-worker-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            self._listener = Listener(self._service, host, 0, local, context=context)
+            others = self._service.others
+            self._listener = Listener(self._service, host, 0, local, context=context, others=others)
         except OSError as problem:
             raise ConfigError(
                 f"worker {session.rank} cannot listen at {host} for other workers, which its mode "
