@@ -29,7 +29,7 @@ def transcript(
         steps: Steps of each worker.
         compute_s: Seconds of one forward and backward pass, for each worker.
         latency_s: Seconds of each message, one way.
-        shapes: Of the model's tensors; it has one slice if none are given.
+        shapes: Shapes of the model's tensors; without them it has one slice.
 
     Returns:
         The events in the order of time. Time 0 is when the first worker starts its first step.
