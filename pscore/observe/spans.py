@@ -2,8 +2,8 @@
 
 Without OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT nothing is loaded and
 nothing is recorded, unless the script has set a tracer provider of its own. A worker's call and the
-shard's answer are spans of one trace. What happens often has none: pushes, pulls, heartbeats,
-status. For those there are metrics (docs/monitoring.md) and the timeline (timeline.py).
+shard's answer are spans of one trace. Frequent calls have none: pushes, pulls, heartbeats, status.
+For those there are metrics (docs/monitoring.md) and the timeline (timeline.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METHODS = (
 
 @functools.cache
 def provider(service: str) -> TracerProvider | None:
-    """Returns where this process's spans go; None: they are not recorded.
+    """Returns the receiver of this process's spans; None: they are not recorded.
 
     Args:
         service: Name of the service if OTEL_SERVICE_NAME gives none.
