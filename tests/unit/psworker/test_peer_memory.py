@@ -26,7 +26,7 @@ from psworker.peers.service import PeerService
 from psworker.peers.shared import Inboxes, Outbox
 from tests.integration.command import eventually
 
-TOKEN, LONG, SHORT = "open sesame", 1 << 16, 8
+TOKEN, LONG, SHORT = "open sesame", 1 << 18, 8
 SENDER = pb.Sender(job="j", worker=1, incarnation=11)
 
 
