@@ -24,6 +24,7 @@ WORKERS_MAX = 4
 RAW = NoCompression()
 NUMEL = 64  # Elements of a slice: one element for each worker and step, and more.
 ONE_SLICE = ((NUMEL,),)
+TWO_SLICES = ((NUMEL,), (NUMEL,))
 # Four slices: with two segments, with one, with parts of two tensors, and the rest of a tensor.
 SHAPES = ((96,), (4, 8), (64,), (16,), (48,))
 GRADIENT = 5040.0  # Divided by every number of samples up to ten it is a whole number.

@@ -81,7 +81,9 @@ class Lifetimes:
         """Begins another life of a job if the worker that joins is the first of it.
 
         The first shard decides whether any worker still takes part. The others follow it, even if
-        they have not noticed the deaths: a job begins another life on all shards or on none.
+        they have not noticed the deaths: a job begins another life on all shards or on none. A
+        worker that its launcher has started again may be the first one: torchrun and Ray start all
+        workers again when one has died.
 
         Args:
             job: It has not ended.
@@ -131,11 +133,13 @@ class Lifetimes:
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
         """Returns whether a worker continues a job that is over.
 
-        A worker that returns does. So does one that has never joined: in an asynchronous mode the
-        others may have finished before it began. An elastic job that has had as many workers as it
-        needs expects no more.
+        A worker that returns does, and one that its launcher has started again. So does one that
+        has never joined: in an asynchronous mode the others may have finished before it began. An
+        elastic job that has had as many workers as it needs expects no more.
         """
-        was_there = member.returns and member.rank in job.membership.members
+        was_there = member.rank in job.membership.members and (
+            member.returns or (member.restart > 0 and job.has_progress)
+        )
         is_awaited = (
             0 <= member.rank < num_workers == job.membership.num_workers
             and member.rank not in job.met

@@ -214,7 +214,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             host=printable(request.host, HOST_LENGTH_MAX),
             pid=request.pid,
             heard_s=self._engine.now(),
-            returns=request.returns or request.restart > 0,
+            returns=request.returns,
         )
         job = self._engine.join(
             request.job, request.num_workers, member, request.min_workers, request.life
