@@ -165,7 +165,7 @@ def test_a_place_outside_the_memory_is_refused(
 
 def test_no_descriptor_is_left_behind(receiver: Receiver) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
+    for _ in range(20):
         with pytest.raises(PacelineError):
             Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) < before + 10)  # Some are the listener's.
