@@ -558,9 +558,12 @@ def tell_steps(me: Station, mode: str) -> int:
     return step
 
 
-def is_quiet(worker: Worker) -> bool:
-    """Returns whether a worker tells nothing for a second; hears what it tells."""
-    return not (wait([worker.fileno()], 1.0) and (worker.hear() or True))
+def hear_to_the_end(worker: Worker) -> None:
+    """Hears what a worker tells until it tells nothing for a second."""
+    deadline_s = time.monotonic() + 60.0
+    while wait([worker.fileno()], 1.0):
+        worker.hear()
+        assert time.monotonic() < deadline_s, "it has not stopped"
 
 
 def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_its_least() -> None:
@@ -572,7 +575,7 @@ def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_i
         )
         one.hear()
         other.kill()
-        eventually(lambda: is_quiet(one))
+        hear_to_the_end(one)
         new = stack.enter_context(shards.workers(tell_steps, "adpsgd", **how))[0]
         for worker in (new, one):
             worker.hear()
