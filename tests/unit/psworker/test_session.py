@@ -71,6 +71,7 @@ class FakeLink:
             "Barrier": pb.BarrierReply(done=True),
             "Leave": pb.LeaveReply(),
         }
+        self.fastest_step_s = 0.0
         FakeLink.made.append(self)
 
     def call(self, method: str, request: Any, timeout_s: float = 0.0) -> Any:
