@@ -592,9 +592,10 @@ def test_torch_distributed_is_refused_where_it_cannot_add(
 ) -> None:
     with pytest.raises(AssertionError, match="adds on GPUs, and this worker's model is on cpu"):
         shards.run(train, "allreduce(backend=nccl)", new_job(), num_workers=1)
-    env = strong.environment(secrets_of(tmp_path, f"secured {EVERYTHING}\n"))
-    env |= {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_JOB": "secured"}
-    worker = Worker(train, 0, ("allreduce(backend=gloo)", "secured", 1), env)
+    env = strong.environment(secrets_of(tmp_path, f"* {EVERYTHING}\n"))
+    job = new_job()
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_JOB": job}
+    worker = Worker(train, 0, ("allreduce(backend=gloo)", job, 1), env)
     try:
         with pytest.raises(AssertionError, match="without encryption, and this job uses TLS"):
             worker.result()
@@ -612,14 +613,14 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 def test_workers_with_tls_and_a_token_exchange_models(
     strong: Fortress, tmp_path: Path, mode: str
 ) -> None:
-    tokens = secrets_of(tmp_path, f"secured {EVERYTHING}\n")
-    workers = []
+    tokens = secrets_of(tmp_path, f"* {EVERYTHING}\n")
+    workers, job = [], new_job()
     try:
         for rank in range(2):
             env = strong.environment(tokens) | {
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
-                "PACELINE_JOB": "secured",
+                "PACELINE_JOB": job,
             }
             workers.append(Worker(until_told, rank, (mode,), env))
         for one in workers:
