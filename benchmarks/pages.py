@@ -363,7 +363,30 @@ def versions() -> str:
         )
     names = [f"{run[name]}, ms (CPU ms)" for name in ("other", "commit")]
     about = f"`{run['command']}`, {run['date']}, {run['machine']}:"
-    return f"{about}\n\n" + table(["path", "case", *names, "median round"], rows, "llrrr")
+    blocks = [about, table(["path", "case", *names, "median round"], rows, "llrrr")]
+    if run["models"]:
+        blocks.append(_small_models(run))
+    return "\n\n".join(blocks)
+
+
+def _small_models(run: dict[str, Any]) -> str:
+    """Returns the steps per second of both versions with small models, as a table."""
+    rows = []
+    for case in run["models"]:
+        other, this = (case[name] for name in ("the other", "this one"))
+        rows.append(
+            [
+                f"`{case['model']}`, `{case['mode']}`",
+                PATHS[case["plane"]],
+                *(
+                    f"{one['steps_per_s']:.4g} ({one['percent_of_torch']:.0f} %)"
+                    for one in (other, this)
+                ),
+                f"{100 * (this['steps_per_s'] / other['steps_per_s'] - 1):+.1f} %",
+            ]
+        )
+    names = [f"{run[name]}, steps/s (of plain torch)" for name in ("other", "commit")]
+    return table(["model, mode", "path", *names, "steps/s"], rows, "llrrr")
 
 
 # ----- the cost of not overlapping: docs/training.md

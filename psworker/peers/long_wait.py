@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from pscore.errors import ServerUnavailableError
 from psworker.connection.session import Session
+from psworker.peers.patience import has_no_end
 
 log = logging.getLogger("paceline")
 ASK_AFTER_S = 0.5  # Then after twice as long, and so on.
@@ -40,11 +42,19 @@ class LongWait:
 
         Raises:
             PacelineError: This worker is no longer part of the job.
+            ServerUnavailableError: The first shard is silent too, so the wait may have no end.
         """
         session = self._session
         session.require_own()
         session.check()
         waited_s = time.monotonic() - self._started_s
+        first = session.links[0]
+        if has_no_end(waited_s, first.silent_s, session.lease_s, first.patience.limit_s):
+            raise ServerUnavailableError(
+                f"worker {session.rank} has waited {waited_s:.0f} s for {self._name()}, and the "
+                f"shard at {first.address}, which tells the workers who is lost, has not answered "
+                f"for {first.silent_s:.0f} s: see to that shard, or to the network"
+            )
         if waited_s >= self._ask_s:
             self._ask_s *= 2
             session.hurry()  # The other may have left, or been found dead.

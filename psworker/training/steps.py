@@ -73,6 +73,7 @@ class Steps:
                 recovery.come_back()
                 self._left_out.given_up()
             table.exchange.payloads.raise_refused()
+        table.session.pace.round_steps = table.replica.round_steps or 0
         table.session.pace.end_step()
         table.exchange.traffic.num_steps += 1
         if timeline is not None:

@@ -14,6 +14,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import (
     ConfigError,
     JobMismatchError,
+    NotOverError,
     ProtocolVersionError,
     RankTakenError,
     ReplacedError,
@@ -108,8 +109,8 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeLink]]:
     assert all(link.is_closed for link in FakeLink.made)
 
 
-def begin(rank: int = 3, **options: Any) -> Session:
-    return Session(["a:1", "b:2"], job="job", rank=rank, num_workers=4, **options)
+def begin(rank: int = 3, job: str = "job", **options: Any) -> Session:
+    return Session(["a:1", "b:2"], job=job, rank=rank, num_workers=4, **options)
 
 
 def prepare(change: Callable[[list[FakeLink]], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +272,34 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
     told = [record.message for record in caplog.records]
     assert [line.partition(" s ")[0].rpartition(" ")[2] for line in told] == ["8", "12", "20"]
     assert all("for a free rank in job 'job': all 2 ranks" in line for line in told)
+
+
+def test_a_process_that_begins_another_run_says_so_and_waits_for_the_end_of_the_former(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of the former run leave one shard after the other."""
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
+    first = begin(job="twice")
+    first.leave()
+    goes_on, joined = NotOverError("it goes on"), pb.JoinReply(rank=3, lease_s=LEASE_S)
+    links.clear()
+
+    def answers(made: list[FakeLink]) -> None:
+        for link in made:
+            link.answers["Join"] = [goes_on, joined]
+
+    prepare(answers, monkeypatch)
+    second = begin(job="twice")
+    assert [[one.after for one in link.sent("Join")] for link in links] == [
+        [first.incarnation] * 2,
+        [first.incarnation] * 2,
+    ]
+    assert links[0].beaten_as == [(3, second.incarnation)]
+    second.leave(failed=True)
+    links.clear()
+    third = begin(job="twice")
+    assert {one.after for one in links[0].sent("Join")} == {first.incarnation}
+    third.leave()
 
 
 def test_a_process_that_was_forked_from_the_worker_is_refused(
