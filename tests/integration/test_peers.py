@@ -512,7 +512,7 @@ def until_told(me: Station, mode: str) -> Any:
     """
     model, optimizer = begin(mode)
     losses: list[float] = []
-    wanted = {"begun": (15, 1)}  # What it will tell, and after how many steps and exchanges.
+    wanted = {"begun": (15, 1)}  # Words to tell, with the steps and exchanges before each.
     me.tell(psworker.rank())
     while True:
         gossip = gossip_of(optimizer)

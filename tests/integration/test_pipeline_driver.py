@@ -167,7 +167,7 @@ def wait_for_the_lost(me: Station) -> None:
 
 def test_a_lost_worker_is_named() -> None:
     with (
-        Shards(1, lease_s=2.0) as shards,
+        Shards(1) as shards,
         shards.workers(wait_for_the_lost, num_workers=2) as workers,
     ):
         assert workers[0].hear() == "here"
