@@ -54,9 +54,10 @@ LABEL_WIDTH = 40  # The least width of a box with a word in it.
 
 def draw(rule: str) -> str:
     """Returns the drawing of a rule, or of a variant, as SVG; the same at each call."""
-    for others in (peers, fragments):
-        if rule in others.MODES:
-            return others.draw(rule)
+    if rule in peers.MODES:
+        return peers.draw(rule)
+    if rule in fragments.MODES:
+        return fragments.draw(rule)
     mode, steps = (MODES | VARIANTS)[rule]
     events = transcript(mode, steps=steps, compute_s=COMPUTE_S, latency_s=LATENCY_S)
     return _svg(mode, "\n".join([*_lanes(events), *_shard(events), *_arrows(mode, events)]))

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import fragments
+from benchmarks import fragments, round_links
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
@@ -421,6 +421,7 @@ def overlap() -> str:
 
 ROUNDS = ROOT / "docs" / "results" / "rounds.json"
 FRAGMENTS = ROOT / "docs" / "results" / "fragments.json"
+ROUND_LINKS = ROOT / "docs" / "results" / "round_links.json"
 NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
 
 
@@ -451,6 +452,16 @@ def fragment_bytes() -> str:
     return (
         f"`python -m benchmarks.fragments --out docs/results/fragments.json`, {run['date']}, "
         f"H = {run['length']}.\n\n{fragments.rows_of(run['rows'])}"
+    )
+
+
+def round_bytes() -> str:
+    """Returns the bytes of rounds on a slow link, beside those of DDP."""
+    run = json.loads(ROUND_LINKS.read_text(encoding="utf-8"))
+    return (
+        "`python -m benchmarks.rounds --links --out docs/results/round_links.json`, "
+        f"{run['date']}, {run['machine']}. {round_links.verdict(run)}\n\n"
+        f"{round_links.rows_of(run)}"
     )
 
 
@@ -528,11 +539,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline": pipeline,
     "rounds": rounds,
     "fragments": fragment_bytes,
+    "round links": round_bytes,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
     **survival_tables.BLOCKS,
 }
 PAGES = (
+    "docs/compressors.md",
     "docs/dashboard.md",
     "docs/convergence.md",
     "docs/dataplane.md",

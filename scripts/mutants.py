@@ -328,6 +328,29 @@ MUTANTS = (
         "self._take_until(self.number + 1 - late, kept)",
         "self._take_until(self.number + 1, kept)",
     ),
+    *(
+        Mutant("decentralised", what, path, term, without, "tests/sim/test_peer_seeds.py")
+        for what, path, term, without in (
+            (
+                "the least number of workers",
+                "psworker/gossip/pairs.py",
+                "needs_least=True",
+                "needs_least=False",
+            ),
+            (
+                "a part with too few workers stops",
+                "psworker/peers/patience.py",
+                "num_reached + 1 < min_workers",
+                "min_workers < 0",
+            ),
+            (
+                "a wait without an end fails",
+                "psworker/peers/patience.py",
+                "return min(waited_s, silent_s) >=",
+                "return 0.0 * min(waited_s, silent_s) >=",
+            ),
+        )
+    ),
     Mutant(
         "overlaps",
         "the worker's own step",

@@ -50,11 +50,7 @@ class LongWait:
         waited_s = time.monotonic() - self._started_s
         first = session.links[0]
         if has_no_end(waited_s, first.silent_s, session.lease_s, first.patience.limit_s):
-            raise ServerUnavailableError(
-                f"worker {session.rank} has waited {waited_s:.0f} s for {self._name()}, and the "
-                f"shard at {first.address}, which tells the workers who is lost, has not answered "
-                f"for {first.silent_s:.0f} s: see to that shard, or to the network"
-            )
+            self._ask_first_shard(waited_s)
         if waited_s >= self._ask_s:
             self._ask_s *= 2
             session.hurry()  # The other may have left, or been found dead.
@@ -63,6 +59,16 @@ class LongWait:
             what = self._name()
             session.waits = f"{what}, for {waited_s:.0f} s"
             log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
+
+    def _ask_first_shard(self, waited_s: float) -> None:
+        """Asks the shard that knows who is lost; this process may itself have been stopped."""
+        try:
+            self._session.live()
+        except ServerUnavailableError as problem:
+            raise ServerUnavailableError(
+                f"worker {self._session.rank} has waited {waited_s:.0f} s for {self._name()}, and "
+                f"cannot learn whether it is lost: {problem}"
+            ) from None
 
     def __exit__(
         self,

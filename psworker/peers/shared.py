@@ -16,7 +16,7 @@ from collections import deque
 
 import numpy as np
 
-from pscore.errors import RemoteProtocolError, TransportError
+from pscore.errors import PacelineError, RemoteProtocolError, TransportError
 from pscore.memory.segment import Segment
 from pscore.memory.slots import Slots
 from pscore.net.attach import attach
@@ -25,7 +25,7 @@ from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray
 
-SHARED_NBYTES_MIN = 64 << 10  # Shorter arrays travel in their frames.
+SHARED_NBYTES_MIN = 512 << 10  # Shorter arrays are faster in their frames.
 MEMORY_NBYTES_MAX = 64 << 20  # That a sender may pass.
 FORMER_MAX = 2  # Memories of one rank that are kept: the present one, and that before.
 
@@ -49,8 +49,12 @@ class Outbox:
         request = pb.Attach(
             sender=sender, memory=self._slots.number, slot_nbytes=self._slots.nbytes
         )
-        size = self._slots.segment.nbytes
-        self._answers = attach(endpoint, request, self._slots.segment, size)
+        own = self._slots.segment
+        try:
+            self._answers = attach(endpoint, request, own, own.nbytes)
+        except PacelineError:
+            own.close()
+            raise
 
     def put(self, values: FloatArray) -> pb.Slot | None:
         """Copies an array into a slot; returns the place, or None if none is free."""

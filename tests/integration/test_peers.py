@@ -9,7 +9,9 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +556,41 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
         if not mode.startswith("adpsgd"):  # Its workers end when they are told, each by itself.
             for name in weights:
                 assert relative_error(weights[name], found[0][2][name]) < 0.5
+
+
+def tell_steps(me: Station, mode: str) -> int:
+    """Trains until told, and tells each step."""
+    model, optimizer = begin(mode)
+    for step in itertools.count():
+        go(me, model, optimizer, range(step, step + 1))
+        time.sleep(0.01)
+        if me.is_told():
+            break
+        me.tell(step)
+    psworker.shutdown()
+    return step
+
+
+def is_quiet(worker: Worker) -> bool:
+    """Returns whether a worker tells nothing for a second; hears what it tells."""
+    return not (wait([worker.fileno()], 1.0) and (worker.hear() or True))
+
+
+def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_its_least() -> None:
+    env = {"PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}
+    how: dict[str, Any] = {"num_workers": 1, "job": new_job(), "env": env}
+    with Shards(1, lease_s=LEASE_S) as shards, ExitStack() as stack:
+        one, other = (
+            stack.enter_context(shards.workers(tell_steps, "adpsgd", **how))[0] for _ in range(2)
+        )
+        one.hear()
+        other.kill()
+        eventually(lambda: is_quiet(one))
+        new = stack.enter_context(shards.workers(tell_steps, "adpsgd", **how))[0]
+        for worker in (new, one):
+            worker.hear()
+            worker.tell()
+        assert min(one.result(), new.result()) > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

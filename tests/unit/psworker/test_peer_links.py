@@ -86,12 +86,17 @@ def test_a_worker_without_the_first_shard_continues_with_the_least_number_of_oth
 
 def long_wait(monkeypatch: pytest.MonkeyPatch, waited_s: float, silent_s: float) -> LongWait:
     """Returns a wait that has begun before, beside a first shard that is silent."""
+
+    def live() -> list[int]:
+        raise ServerUnavailableError("no shard answers at h:7")
+
     patience = SimpleNamespace(limit_s=LIMIT_S)
-    shard = SimpleNamespace(silent_s=silent_s, patience=patience, address="h:7")
+    shard = SimpleNamespace(silent_s=silent_s, patience=patience)
     session: Any = SimpleNamespace(
         rank=2, lease_s=LEASE_S, links=[shard], timeline=None, waits="", hurry=lambda: None
     )
     session.check = session.require_own = lambda: None
+    session.live = live
     wait = LongWait(session, lambda: "step 4 of worker 1")
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     wait.__enter__()
@@ -112,6 +117,6 @@ def test_a_wait_fails_where_the_first_shard_cannot_tell_who_is_lost(
     wait = long_wait(monkeypatch, 41.0, 42.0)
     with pytest.raises(
         ServerUnavailableError,
-        match=r"waited 41 s for step 4 of worker 1, and the shard at h:7, .* not answered for 42 s",
+        match=r"waited 41 s for step 4 of worker 1, and .* is lost: no shard answers at h:7",
     ):
         wait.check()

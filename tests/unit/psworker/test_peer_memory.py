@@ -26,7 +26,7 @@ from psworker.peers.service import PeerService
 from psworker.peers.shared import Inboxes, Outbox
 from tests.integration.command import eventually
 
-TOKEN, LONG, SHORT = "open sesame", 1 << 16, 8
+TOKEN, LONG, SHORT = "open sesame", 1 << 18, 8
 SENDER = pb.Sender(job="j", worker=1, incarnation=11)
 
 
@@ -165,7 +165,7 @@ def test_a_place_outside_the_memory_is_refused(
 
 def test_no_descriptor_is_left_behind(receiver: Receiver) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
+    for _ in range(20):
         with pytest.raises(PacelineError):
             Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) < before + 10)  # Some are the listener's.
