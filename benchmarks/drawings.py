@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.drawing import overview, peers, planes
+from benchmarks.drawing import fragments, overview, peers, planes
 from benchmarks.drawing.svg import HEAD, INK, LINE, PALE, arrow, words
 from pscore.rules import parse_mode
 from pssim.events import Event, What
@@ -34,6 +34,7 @@ MODES: dict[str, tuple[str, int]] = {
     "local": ("local(steps=2)", 4),
     "slowmo": ("slowmo(steps=2)", 4),
     "diloco": ("diloco(steps=2)", 4),
+    "delayed_nesterov": ("delayed_nesterov(steps=2)", 4),
 }
 # Arguments that have a page of their own.
 VARIANTS: dict[str, tuple[str, int]] = {
@@ -55,6 +56,8 @@ def draw(rule: str) -> str:
     """Returns the drawing of a rule, or of a variant, as SVG; the same at each call."""
     if rule in peers.MODES:
         return peers.draw(rule)
+    if rule in fragments.MODES:
+        return fragments.draw(rule)
     mode, steps = (MODES | VARIANTS)[rule]
     events = transcript(mode, steps=steps, compute_s=COMPUTE_S, latency_s=LATENCY_S)
     return _svg(mode, "\n".join([*_lanes(events), *_shard(events), *_arrows(mode, events)]))
@@ -220,7 +223,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rules = (*MODES, *VARIANTS, *peers.MODES)
+    rules = (*MODES, *VARIANTS, *peers.MODES, *fragments.MODES)
     texts = {f"rule-{rule}.svg": draw(rule) for rule in rules}
     texts |= {f"plane-{plane}.svg": planes.draw(plane) for plane in planes.PLANES}
     texts["overview.svg"] = overview.draw()

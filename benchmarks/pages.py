@@ -20,7 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import fragments
+from benchmarks import fragments, round_links
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
@@ -363,7 +363,30 @@ def versions() -> str:
         )
     names = [f"{run[name]}, ms (CPU ms)" for name in ("other", "commit")]
     about = f"`{run['command']}`, {run['date']}, {run['machine']}:"
-    return f"{about}\n\n" + table(["path", "case", *names, "median round"], rows, "llrrr")
+    blocks = [about, table(["path", "case", *names, "median round"], rows, "llrrr")]
+    if run["models"]:
+        blocks.append(_small_models(run))
+    return "\n\n".join(blocks)
+
+
+def _small_models(run: dict[str, Any]) -> str:
+    """Returns the steps per second of both versions with small models, as a table."""
+    rows = []
+    for case in run["models"]:
+        other, this = (case[name] for name in ("the other", "this one"))
+        rows.append(
+            [
+                f"`{case['model']}`, `{case['mode']}`",
+                PATHS[case["plane"]],
+                *(
+                    f"{one['steps_per_s']:.4g} ({one['percent_of_torch']:.0f} %)"
+                    for one in (other, this)
+                ),
+                f"{100 * (this['steps_per_s'] / other['steps_per_s'] - 1):+.1f} %",
+            ]
+        )
+    names = [f"{run[name]}, steps/s (of plain torch)" for name in ("other", "commit")]
+    return table(["model, mode", "path", *names, "steps/s"], rows, "llrrr")
 
 
 # ----- the cost of not overlapping: docs/training.md
@@ -398,6 +421,7 @@ def overlap() -> str:
 
 ROUNDS = ROOT / "docs" / "results" / "rounds.json"
 FRAGMENTS = ROOT / "docs" / "results" / "fragments.json"
+ROUND_LINKS = ROOT / "docs" / "results" / "round_links.json"
 NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
 
 
@@ -428,6 +452,16 @@ def fragment_bytes() -> str:
     return (
         f"`python -m benchmarks.fragments --out docs/results/fragments.json`, {run['date']}, "
         f"H = {run['length']}.\n\n{fragments.rows_of(run['rows'])}"
+    )
+
+
+def round_bytes() -> str:
+    """Returns the bytes of rounds on a slow link, beside those of DDP."""
+    run = json.loads(ROUND_LINKS.read_text(encoding="utf-8"))
+    return (
+        "`python -m benchmarks.rounds --links --out docs/results/round_links.json`, "
+        f"{run['date']}, {run['machine']}. {round_links.verdict(run)}\n\n"
+        f"{round_links.rows_of(run)}"
     )
 
 
@@ -505,11 +539,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline": pipeline,
     "rounds": rounds,
     "fragments": fragment_bytes,
+    "round links": round_bytes,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
     **survival_tables.BLOCKS,
 }
 PAGES = (
+    "docs/compressors.md",
     "docs/dashboard.md",
     "docs/convergence.md",
     "docs/dataplane.md",

@@ -2,6 +2,7 @@
 
     python -m benchmarks.rounds --quick --json
     python -m benchmarks.rounds --seeds 3 --out docs/results/rounds.json
+    python -m benchmarks.rounds --links --out docs/results/round_links.json   # round_links.py
 
 A small transformer predicts the characters of a part of Shakespeare's plays. Four workers run AdamW
 between the rounds of `diloco`; the real replicas, clocks and stores (`pssim/training.py`) exchange
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import round_links
 from benchmarks.chars import PART, Text
 from pscore.compressors.none import NoCompression
 from pscore.compressors.sparseloco import SparseLoCo
@@ -279,6 +281,7 @@ def rate_of(text: str) -> tuple[str, float]:
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--links", action="store_true", help="bytes and times at 100 Mbit/s")
     parser.add_argument("--quick", action="store_true", help="one seed, with known outer rates")
     parser.add_argument("--rates", type=rate_of, nargs="+", default=[], help="such as mirror=0.4")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="H")
@@ -298,6 +301,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the result to a file")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
+    if args.links:
+        round_links.run(args.out, as_json=args.json)
+        return
     args.rates = dict(args.rates)
     result = Result(args)
     measure_all(args, result)

@@ -13,6 +13,7 @@
     |   |-- AccessError             no token, a wrong one, or one of another job
     |   |-- TLSError                a certificate is not good, or only one side speaks TLS
     |   |-- RankTakenError          another live process holds this rank
+    |   |   `-- NotOverError        this process's former run of the job continues with others
     |   |-- LimitError              a limit of the shard would be passed
     |   |-- UnknownJobError         the shard does not know this job or table
     |   |-- ReplacedError           the shards continue without this incarnation of the worker
@@ -79,6 +80,10 @@ class TLSError(RemoteProtocolError):
 
 class RankTakenError(RemoteProtocolError):
     """Another live process holds this rank of the job."""
+
+
+class NotOverError(RankTakenError):
+    """This process has finished a run of the job in which others still train; waiting helps."""
 
 
 class LimitError(RemoteProtocolError):

@@ -30,12 +30,14 @@ class Schedule:
         steps: H, steps of a round.
         warmup: Steps before that which are rounds of their own.
         pattern: The division of the slices, one of `PATTERNS`.
+        least: Least steps of a round of a slower worker; 0: each makes `steps`.
     """
 
     number: int
     steps: int
     warmup: int
     pattern: str = SEQUENTIAL
+    least: int = 0
 
     def offset(self, fragment: int) -> int:
         """Returns the step of a cycle, 1..H, that ends a fragment's round."""
@@ -72,6 +74,27 @@ class Schedule:
         """Returns the step at which the last of each fragment's `num_rounds` since `start` ends."""
         pairs = enumerate(num_rounds)
         return max(self.step_after(start, num, fragment) for fragment, num in pairs)
+
+    def round_steps(self, share: float) -> int | None:
+        """Returns the steps of a round by a worker's speed; None: all make `steps`.
+
+        Args:
+            share: Its speed over that of the fastest worker, above 0 to 1.
+        """
+        if not self.least:
+            return None
+        return max(self.least, min(self.steps, int(share * self.steps + 0.5)))
+
+    def weight(self, mean_samples: float, num_steps: int) -> float:
+        """Returns the weight of a round's move in the mean.
+
+        By speed, that is all its samples over the steps of a whole round.
+
+        Args:
+            mean_samples: Mean of `samples` over its steps.
+            num_steps: Number of them.
+        """
+        return mean_samples * num_steps / self.steps if self.least else mean_samples
 
     def assign(self, numels: Sequence[int]) -> list[int]:
         """Returns the fragment of each slice.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pscore.errors import ConfigError
 
 T = TypeVar("T")
+WORDS = "words"  # In a field's metadata: words that may stand for its value.
 BRIEF_BITS_MAX = 256  # Python refuses to print whole numbers of many digits.
 BRIEF_LENGTH_MAX = 200
 
@@ -42,7 +43,10 @@ def make_plugin(
         if key not in known:
             listed = ", ".join(known) or "no arguments"
             raise ConfigError(f"{kind} {name!r} has no argument {key!r}; it has {listed}")
-        checked[key] = _checked(f"{name}.{key}", value, type(known[key].default))
+        if isinstance(value, str) and value in known[key].metadata.get(WORDS, ()):
+            checked[key] = value
+        else:
+            checked[key] = _checked(f"{name}.{key}", value, type(known[key].default))
     return registry[name](**checked)
 
 

@@ -89,7 +89,7 @@ class BookedWorker(Worker):
     def set_hyper(self) -> None:
         """Sets the hyper-parameters of the step under way."""
         group = QUADRATIC_GROUP if self.case.quadratic else GROUP
-        outer = self.case.rule.outer_group(self.replica.step, group)
+        outer = self.case.rule.outer_group(self.replica.step, group, self.case.num_workers)
         rows = hyper_rows(self.optimizer, [outer])
         for part in self.replica.parts:
             part.hyper = rows

@@ -24,6 +24,7 @@ WORKERS_MAX = 4
 RAW = NoCompression()
 NUMEL = 64  # Elements of a slice: one element for each worker and step, and more.
 ONE_SLICE = ((NUMEL,),)
+TWO_SLICES = ((NUMEL,), (NUMEL,))
 # Four slices: with two segments, with one, with parts of two tensors, and the rest of a tensor.
 SHAPES = ((96,), (4, 8), (64,), (16,), (48,))
 GRADIENT = 5040.0  # Divided by every number of samples up to ten it is a whole number.
@@ -32,11 +33,13 @@ SELDOM, SOMETIMES, HALF, MOSTLY, USUALLY = 0.12, 0.3, 0.5, 0.7, 0.8  # Probabili
 
 # Values tried for a field of this name in every rule; other fields keep their defaults.
 CHOICES: dict[str, Sequence[Any]] = {
+    "activation": (0.0, 0.25),
     "adaptive": (False, True),
     "backup": (0, 1, 2),
     "bound": (-1, 0, 1, 2, 3),
     "control": (0.0, 1.0),
     "correction": ("raw", "flush"),
+    "every": (0, 1, 2),
     "fragments": (1, 2, 3),
     "delay": (-1, 0, 1, 2, 5),
     "local": (*sorted(LOCAL_UPDATES), "none"),
@@ -50,6 +53,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "pattern": ("sequential", "strided"),
     "spread": (0, 1, 2, 5),
     "steps": (1, 2, 3, 5),
+    "steps_min": (0, 0, 1, 2),
     "warmup": (0, 1, 3),
     "window": (-1.0, -1.0, 0.0, 0.3),
 }

@@ -94,6 +94,8 @@ class FaultyWorker(ConnectedWorker):
             torch.zeros(self.layout.numel),
             self.case.num_workers,
         )
+        share = 1.0 / (1 + self.rank)
+        self.replica.speed = lambda: share
 
     # ----- life and death
 

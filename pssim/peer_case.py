@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from pscore.graphs import GRAPHS, graph_of
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from pssim.peers import PeerWorld, StuckError, Trouble
+from pssim.peers import DIRECTORY, LEASE_S, PeerWorld, StuckError, Trouble
 from psworker.gossip.push_sum import PushSum
 
 Array = npt.NDArray[np.float64]
@@ -43,6 +43,7 @@ class PeerCase:
         trouble: Faults of the network, and kills.
         compute_s: Seconds of each worker's gradient.
         latency_s: Longest time of a message.
+        min_workers: Least number of workers of an elastic job; 0: it is not elastic.
     """
 
     seed: int
@@ -53,6 +54,7 @@ class PeerCase:
     trouble: Trouble
     compute_s: tuple[float, ...]
     latency_s: float
+    min_workers: int = 0
 
     @property
     def rule(self) -> Decentralised:
@@ -73,7 +75,7 @@ def draw(seed: int) -> PeerCase:
     trouble = Trouble(
         lost=rng.choice((0.0, 0.1, 0.3)), twice=rng.choice((0.0, 0.1, 0.3)), kills=kills
     )
-    return PeerCase(
+    case = PeerCase(
         seed=seed,
         mode=_mode(rng, num),
         num=num,
@@ -83,6 +85,27 @@ def draw(seed: int) -> PeerCase:
         compute_s=tuple(rng.choice((0.02, 0.1, 0.13, 0.5)) for _ in range(num)),
         latency_s=rng.choice((0.01, 0.05, 0.4)),
     )
+    # torch.distributed, which is not simulated, has limits of its own for workers that are apart.
+    return case if kills or case.rule.exchange_name == "collective" else _cut(case, rng)
+
+
+def _cut(case: PeerCase, rng: random.Random) -> PeerCase:
+    """Returns a case, perhaps with a cut: of one or both ways of a pair, or around some workers."""
+    kind, cuts = rng.choice(("", "", "one way", "both ways", "partition")), {}
+    ranks, when_s = rng.sample(range(case.num), case.num), rng.uniform(0.0, 3.0)
+    least = case.min_workers
+    if kind and case.num > 1:
+        one, other = ranks[:2]
+        cuts[one, other] = when_s
+        if kind == "both ways":
+            cuts[other, one] = when_s
+    if kind == "partition" and case.num > 1:
+        least = case.num // 2 + 1
+        away, there = ranks[least:], ranks[:least]
+        cuts = {(one, DIRECTORY): when_s for one in away}
+        pairs = itertools.chain(itertools.product(away, there), itertools.product(there, away))
+        cuts |= dict.fromkeys(pairs, when_s)
+    return replace(case, trouble=replace(case.trouble, cuts=cuts), min_workers=least)
 
 
 def _mode(rng: random.Random, num: int) -> str:
@@ -146,6 +169,7 @@ def check(case: PeerCase) -> PeerWorld:
         latency_s=case.latency_s,
         trouble=case.trouble,
         starts=starts,
+        min_workers=case.min_workers,
     ).run()
     _require(case, world, np.stack(starts).astype(np.float64))
     return world
@@ -157,7 +181,8 @@ def _require(case: PeerCase, world: PeerWorld, starts: Array) -> None:
     if not np.isfinite(models).all():
         raise AssertionError("a model is not finite")
     _require_once(world)
-    is_whole = not case.trouble.kills
+    _require_ends(case, world)
+    is_whole = not (case.trouble.kills or case.trouble.cuts)
     if case.rule.gossip == "ring":
         _require_same_bits(world)
     if is_whole and case.rule.gossip == "push_sum":
@@ -183,9 +208,24 @@ def _masses(case: PeerCase, world: PeerWorld) -> Array:
 
 def _require_same_bits(world: PeerWorld) -> None:
     """Raises an AssertionError if all-reduce has left different models."""
-    living = [worker for worker in world.workers if not worker.is_dead]
-    if len({worker.weights.numpy().tobytes() for worker in living}) != 1:
+    living = [worker for worker in world.workers if worker.has_ended]
+    if len({worker.weights.numpy().tobytes() for worker in living}) > 1:
         raise AssertionError("all-reduce has left different bits")
+
+
+def _require_ends(case: PeerCase, world: PeerWorld) -> None:
+    """Raises an AssertionError if a cut has ended or stopped other workers than it may."""
+    cuts, ended = case.trouble.cuts, [worker.has_ended for worker in world.workers]
+    away = {rank for rank, other in cuts if other == DIRECTORY}
+    if away and not all(has_ended or rank in away for rank, has_ended in enumerate(ended)):
+        raise AssertionError("a worker of the larger part has not come to its end")
+    if away and case.rule.gossip == "pairs":
+        # An atomic exchange under way ends a lease later.
+        limit_s = min(cuts.values()) + 2 * LEASE_S + max(case.compute_s) + case.latency_s
+        if any(max(world.workers[rank].finished_s, default=0.0) > limit_s for rank in away):
+            raise AssertionError("a worker of the smaller part has continued by itself")
+    elif cuts and not away and ended.count(False) > (case.rule.gossip != "pairs"):
+        raise AssertionError("a cut between two workers has ended others too")
 
 
 def _require_once(world: PeerWorld) -> None:

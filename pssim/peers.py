@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,8 +29,11 @@ from psserver.decisions.directory import Directory, Peer
 from pssim.sums import Sums
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Add, Gathering, Meet, Model, Tag, Wait, Waits, Want
+from psworker.peers.patience import has_no_end, is_cut_off, silence_limit_s
 
 LEASE_S, HEARTBEAT_S, POLL_S = 1.0, 0.2, 0.05
+TIMEOUT_S = 2.0  # Longest wait for an acknowledgement, behind a lease.
+DIRECTORY = -1  # In place of a rank.
 EVENTS_MAX = 2_000_000
 Gradient = Callable[[int, int, FloatArray], FloatArray]  # Arguments: rank, step, weights.
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -42,11 +47,14 @@ class Trouble:
         lost: Share of messages whose first sending is lost.
         twice: Share of messages that come twice.
         kills: Time at which each worker is killed, in seconds, by rank.
+        cuts: Time from which nothing passes on the connection that a worker has opened to another,
+            in either direction, by their ranks; `DIRECTORY` in place of the other's.
     """
 
     lost: float = 0.0
     twice: float = 0.0
     kills: Mapping[int, float] = field(default_factory=dict)
+    cuts: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,8 @@ class SimulatedPeer:
         self._optimizer = world.make_optimizer([self._parameter])
         self.grad: FloatArray | None = None
         self.epoch = self.since = self.heard_epoch = 0
-        self.is_dead = self.has_ended = False
+        self.is_dead = self.has_ended = self.is_short = False
+        self.is_stopped = False  # It waits for the directory, or for more workers.
         self.finished_s: list[float] = []
         self.spans: list[tuple[float, float]] = []  # Times of its gradients.
         self.path: list[FloatArray] = []
@@ -91,9 +100,10 @@ class SimulatedPeer:
         self.taken: set[tuple[int, Tag]] = set()
         self.peers: dict[int, int] = {}  # Incarnations, by rank.
         self.met: dict[int, int] = {}  # The same, with those that are gone.
-        self.num_open = 0  # Arrays that have not arrived.
+        self.open: Counter[int] = Counter()  # Arrays that have not arrived, by rank.
         self.waits: Waits | None = None
         self.wanted: Wait | None = None
+        self.wanted_s = 0.0  # Time from which it has waited for that.
         self._asked: Meet | None = None  # The last one that the directory knows of.
         model = Model(
             weights=self.weights,
@@ -133,37 +143,59 @@ class SimulatedPeer:
         target = self.world.at(to, self.peers.get(to, 0))
 
         is_open = True
-        self.num_open += 1
+        self.open[to] += 1
+        limit_s = silence_limit_s(self.rank, to, LEASE_S, TIMEOUT_S)
+
+        def require() -> None:
+            """Ends this worker if the other is a member still, and has not acknowledged it."""
+            nonlocal is_open
+            if is_open and target is not None and self.peers.get(to) == target.incarnation:
+                self.world.kill(self.rank)
+            self.open[to] -= is_open
+            is_open = False
+
+        if self.world.trouble.cuts:
+            self.world.at_time(limit_s, require)
 
         def arrive() -> None:
             nonlocal is_open
-            self.num_open -= is_open
+            self.open[to] -= is_open
             is_open = False
             if target is not None and not target.is_dead and key not in target.taken:
                 target.mailbox.setdefault(key, kept)
                 target.proceed()
 
-        self.world.send(self.rank, to, arrive)
+        if not self.world.is_cut(self.rank, to):
+            self.world.send(self.rank, to, arrive)
 
     def offer(self, to: int, number: int, part: int, values: FloatArray) -> None:
         """Sends a snapshot; the answer comes back, or None if the other is gone."""
         kept, target = values.copy(), self.world.at(to, self.peers.get(to, 0))
         self.world.log.append(Entry("offer", self.rank, to, number))
 
+        def give_up() -> None:
+            self.world.at_time(LEASE_S, lambda: self._answered(to, number, part, None))
+
         def arrive() -> None:
             if target is None or target.is_dead or target.has_ended:
-                self.world.at_time(LEASE_S, lambda: self._answered(to, number, part, None))
+                give_up()
                 return
             before = target.gossip.sight.partner, target.world.mixes(target)
             own = target.gossip.on_offer(self.rank, self.incarnation, number, part, kept)
             if target.world.mixes(target) != before[1]:
                 self.world.log.append(Entry("half", target.rank, self.rank, number))
             answer = None if own is None else own.copy()
+            if self.world.is_cut(self.rank, to):  # It answers on the connection of the offer.
+                give_up()
+                return
             self.world.send(
                 target.rank, self.rank, lambda: self._answered(to, number, part, answer)
             )
 
-        self.world.send(self.rank, to, arrive)
+        if self.world.is_cut(self.rank, to):
+            give_up()
+        else:
+            self.world.send(self.rank, to, arrive)
 
     def _answered(self, other: int, number: int, part: int, values: FloatArray | None) -> None:
         if self.is_dead:
@@ -192,7 +224,10 @@ class SimulatedPeer:
         step, began_s = self.gossip.number, self.world.now_s
 
         def computed() -> None:
-            if not self.is_dead:
+            self.is_stopped = self.world.is_cut_off(self)
+            if self.is_stopped:
+                self.world.at_time(POLL_S, computed)
+            elif not self.is_dead:
                 self.spans.append((began_s, self.world.now_s))
                 self.grad = self.world.gradient(self.rank, step, self.weights.numpy().copy())
                 self._drive(self.gossip.step(), self._ended)
@@ -200,8 +235,10 @@ class SimulatedPeer:
         self.world.at_time(self.world.compute_s[self.rank], computed)
 
     def _flush(self, then: Callable[[], None]) -> None:
-        """Does something when all that was sent has arrived."""
-        if self.num_open and not self.is_dead:
+        """Does something when all that was sent to members has arrived."""
+        if self.has_moved:
+            self._learn()
+        if any(self.open[rank] for rank in self.peers) and not self.is_dead:
             self.world.at_time(POLL_S, lambda: self._flush(then))
         elif not self.is_dead:
             then()
@@ -239,7 +276,7 @@ class SimulatedPeer:
     def _resume(self, answer: Any) -> None:
         assert self.waits is not None
         try:
-            self.wanted = self.waits.send(answer)
+            self.wanted, self.wanted_s = self.waits.send(answer), self.world.now_s
         except StopIteration:
             self.waits = self.wanted = None
             self._then()
@@ -275,9 +312,17 @@ class SimulatedPeer:
             return
         self.wanted = wanted
 
+    def _learn(self) -> None:
+        """Reads the members in the directory."""
+        self.peers = {one.rank: one.incarnation for one in self.world.directory.members()}
+        self.met |= self.peers
+
     def _meet(self, wanted: Meet) -> bool:
         """Asks the directory; returns whether the gossip was resumed."""
         directory = self.world.directory
+        self.is_stopped = self.world.is_cut(self.rank, DIRECTORY)
+        if self.is_stopped:
+            return False
         directory.keep(self.world.live())
         host = f"worker {self.rank}"
         peer = Peer(
@@ -295,12 +340,13 @@ class SimulatedPeer:
             return True
         for again in (wanted is not self._asked and wanted.again, False):
             # The second time under the epoch of the first answer.
-            expected = self.world.expected()
-            directory.arrive(peer, self.epoch, expected, self.since, again=again)
+            expected, self.is_short = self.world.expected(), self.world.is_short
+            directory.arrive(
+                *(peer, self.epoch, expected, self.since), is_short=self.is_short, again=again
+            )
             self.epoch = directory.epoch
         self._asked = wanted
-        self.peers = {one.rank: one.incarnation for one in directory.members()}
-        self.met |= self.peers
+        self._learn()
         gatherings = [
             Gathering(
                 meeting.epoch,
@@ -311,6 +357,10 @@ class SimulatedPeer:
         ]
         has_left = wanted.parts and any(self.rank in found.leaving for found in gatherings)
         if wanted.waits and not has_left and directory.newest != directory.epoch:
+            self.is_stopped = self.is_short
+            return False
+        if wanted.needs_least and self.is_short:
+            self.is_stopped = True
             return False
         self.since = directory.newest
         self._resume(gatherings)
@@ -322,6 +372,7 @@ class PeerWorld:
 
     Attributes:
         log: Events at models, in their order.
+        min_workers: Least number of workers of an elastic job; 0: it is not elastic.
         messages: Times of sending and arriving, sender and receiver of each array.
         workers: The workers, by rank; a killed one stays.
         now_s: Simulated time.
@@ -343,6 +394,7 @@ class PeerWorld:
         trouble: Trouble | None = None,
         starts: Sequence[FloatArray] | None = None,
         keeps_paths: bool = True,
+        min_workers: int = 0,
     ) -> None:
         """Makes the workers; nothing runs yet.
 
@@ -360,13 +412,14 @@ class PeerWorld:
             trouble: Faults; None: none.
             starts: Weights with which each worker begins, in place of `start`.
             keeps_paths: Whether workers keep the weights of each step in `path`.
+            min_workers: Least number of workers of an elastic job; 0: it is not elastic.
         """
         self.rule, self.gradient, self.steps = rule, gradient, steps
         self.lr_at = lr if callable(lr) else lambda step: lr
         self.make_optimizer, self.keeps_paths = make_optimizer, keeps_paths
         self.numbers = itertools.count()
         self.compute_s = compute_s or [0.1] * num_workers
-        self.trouble = trouble or Trouble()
+        self.trouble, self.min_workers = trouble or Trouble(), min_workers
         self.now_s = 0.0
         self.log: list[Entry] = []
         self.messages: list[tuple[float, float, int, int]] = []
@@ -381,7 +434,7 @@ class PeerWorld:
         self._lost: set[int] = set()  # Ranks whose lease is over.
 
     def run(self) -> PeerWorld:
-        """Runs to the end of all workers that live.
+        """Runs until all workers that live have ended, or wait without end as they should.
 
         Raises:
             StuckError: They do not come to their end.
@@ -390,9 +443,12 @@ class PeerWorld:
             self.at_time(self._random.random() * 0.1, worker.start)
             self._beat(worker)
         for rank, when_s in self.trouble.kills.items():
-            self.at_time(when_s, partial(self._kill, rank))
+            self.at_time(when_s, partial(self.kill, rank))
+        for (rank, other), when_s in self.trouble.cuts.items():
+            if other == DIRECTORY:
+                self.at_time(when_s + LEASE_S, partial(self._lost.add, rank))
         for _ in range(EVENTS_MAX):
-            if all(worker.is_dead or worker.has_ended for worker in self.workers):
+            if all(w.is_dead or w.has_ended or w.is_stopped for w in self.workers):
                 return self
             if not self._events:
                 break
@@ -430,6 +486,33 @@ class PeerWorld:
         live = self.live()
         return [rank for rank in live if not self.directory.has_parted(live[rank])]
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the job has fewer workers than its least; those at their end count."""
+        return len(self.live()) < self.min_workers
+
+    def is_cut(self, rank: int, other: int) -> bool:
+        """Returns whether nothing passes on the connection of a worker to another."""
+        return self.now_s >= self.trouble.cuts.get((rank, other), math.inf)
+
+    def is_cut_off(self, worker: SimulatedPeer) -> bool:
+        """Returns whether a worker waits for the directory before its next step."""
+        rank = worker.rank
+        reached = [
+            other for other in worker.peers if other != rank and not self.is_cut(rank, other)
+        ]
+        return is_cut_off(self._silent_s(rank), LEASE_S, len(reached), self.min_workers)
+
+    def _silent_s(self, rank: int) -> float:
+        """Returns the seconds since the directory has answered a worker."""
+        return max(0.0, self.now_s - self.trouble.cuts.get((rank, DIRECTORY), self.now_s))
+
+    def _require_news(self, worker: SimulatedPeer) -> None:
+        """Ends a worker that waits for another, where nobody would tell that it is gone."""
+        waited_s = 0.0 if worker.wanted is None else self.now_s - worker.wanted_s
+        if has_no_end(waited_s, self._silent_s(worker.rank), LEASE_S, TIMEOUT_S):
+            self.kill(worker.rank)
+
     def model(self, worker: SimulatedPeer) -> npt.NDArray[np.float64]:
         """Returns a worker's model as pairs mix it, or as it trains on it."""
         shared = getattr(worker.gossip, "shared", None)
@@ -440,7 +523,8 @@ class PeerWorld:
         """Returns how often a worker's model was changed."""
         return sum(getattr(worker.gossip, "versions", ()))
 
-    def _kill(self, rank: int) -> None:
+    def kill(self, rank: int) -> None:
+        """Ends a worker, which is found lost a lease later."""
         self.workers[rank].is_dead = True
         self.sums.kill(rank)
 
@@ -453,6 +537,9 @@ class PeerWorld:
         if worker.is_dead or worker.has_ended:
             return
         self.directory.keep(self.live())
-        worker.heard_epoch = self.directory.epoch
+        if self.is_cut(worker.rank, DIRECTORY):
+            self._require_news(worker)
+        else:
+            worker.heard_epoch = self.directory.epoch
         worker.proceed()
         self.at_time(HEARTBEAT_S, lambda: self._beat(worker))

@@ -30,6 +30,7 @@ from pssim.network import Link, LinkNetwork, Loop, Network
 from pssim.shard import Observer
 from pssim.worker import Program, Worker
 from psworker.compression.error_feedback import choose
+from psworker.connection.pace import SMOOTHING
 from psworker.model.flat import FlatModel, describe
 
 RAW = NoCompression()
@@ -81,7 +82,7 @@ class TrainingJob:
         make_inner: Returns the workers' own optimizer, in modes that have one.
         num_workers: Workers.
         num_shards: Shards.
-        steps: Steps of each worker.
+        steps: Steps of each worker; in a mode with rounds by speed, of the training.
         compressor: Compressor of pushes.
         pull_compressor: Compressor of pulls.
         compress_min_nbytes: Smaller tensors are not compressed.
@@ -121,6 +122,7 @@ class TrainingWorker(Worker):
         model: The model, a view on the replica's weights.
         flat_model: Flat weights and gradients.
         waited_s: Virtual seconds between the end of computing and the end of a step.
+        computed_s: Virtual seconds of computing a step, smoothed; 0: none was computed.
         restart: Number of its processes before this one.
     """
 
@@ -131,7 +133,7 @@ class TrainingWorker(Worker):
         super().__init__(rank, cluster.shards, cluster.loop, cluster.network)
         self.cluster = cluster
         self.model = model
-        self.waited_s = 0.0
+        self.waited_s = self.computed_s = 0.0
         parameters = list(model.parameters())
         self.flat_model = FlatModel(parameters, cluster.layout)
         for index, parameter in enumerate(parameters):
@@ -149,6 +151,7 @@ class TrainingWorker(Worker):
             self.flat_model.weights,
             job.num_workers,
         )
+        self.replica.speed = self._share
 
     def join(self) -> None:
         """Joins the job at every shard and declares the table, in no time."""
@@ -186,19 +189,34 @@ class TrainingWorker(Worker):
         job, replica = self.cluster.job, self.replica
         yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(replica.begin(self.exchange))
-        for step in range(job.steps):
+        replica.shorten()
+        made = 0
+        while (replica.step if replica.round_steps else made) < job.steps:
+            step = replica.step if replica.round_steps else made
             self.flat_model.grads.zero_()
             loss = job.gradient(self.model, self.rank, step)
-            yield job.compute.draw(self.rank, self._rng)
+            yield self._compute_s()
             ended_s = self.loop.now_s
             yield from self.step(step)
             self.waited_s += self.loop.now_s - ended_s
             if job.on_step is not None:
                 job.on_step(self.cluster, self.rank, step, loss)
+            made += 1
         yield from self.wait_for_pushes()
         replica.end_round(self.grads, self.exchange)
         yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(replica.settle())
+
+    def _compute_s(self) -> float:
+        """Returns the seconds of a step; they enter this worker's speed, as its pace does."""
+        seconds = self.cluster.job.compute.draw(self.rank, self._rng)
+        self.computed_s += SMOOTHING * (seconds - self.computed_s) if self.computed_s else seconds
+        return seconds
+
+    def _share(self) -> float:
+        """Returns its speed over that of the fastest worker; heartbeats take no time here."""
+        known = [worker.computed_s for worker in self.cluster.workers if worker.computed_s]
+        return min(known) / self.computed_s if self.computed_s else 1.0
 
     def step(self, step: int) -> Program:
         """Makes one step of the gradients, as `DistributedOptimizer.step` does."""
@@ -345,5 +363,5 @@ class TrainingCluster(Cluster):
         group = dict(self.job.group)
         if self.job.lr is not None:
             group["lr"] = self.job.lr(step)
-        outer = self.job.rule.outer_group(step, group)
+        outer = self.job.rule.outer_group(step, group, self.job.num_workers)
         return np.array([self.optimizer.hyper_from_torch(outer)])

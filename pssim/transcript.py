@@ -20,14 +20,16 @@ def transcript(
     steps: int = STEPS,
     compute_s: tuple[float, ...] = COMPUTE_S,
     latency_s: float = LATENCY_S,
+    shapes: tuple[tuple[int, ...], ...] = ONE_SLICE,
 ) -> list[Event]:
-    """Runs a mode on a model of one slice, with as many workers as there are computing times.
+    """Runs a mode on a small model, with as many workers as there are computing times.
 
     Args:
         mode: A mode as on the command line, such as `ssd(steps=2, warmup=1)`.
         steps: Steps of each worker.
         compute_s: Seconds of one forward and backward pass, for each worker.
         latency_s: Seconds of each message, one way.
+        shapes: Shapes of the model's tensors; without them it has one slice.
 
     Returns:
         The events in the order of time. Time 0 is when the first worker starts its first step.
@@ -49,7 +51,7 @@ def transcript(
         back_s=(None,) * len(compute_s),
         samples=(1.0,) * len(compute_s),
         faults=Faults(delay_s_min=latency_s),
-        shapes=ONE_SLICE,
+        shapes=shapes,
     )
     events = simulate(case).events
     begins = [event.what is What.COMPUTE_STARTED for event in events].index(True)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         SSGD,
         SSP,
         AllReduce,
+        DelayedNesterov,
         DiLoCo,
         LocalSGD,
         SlowMo,
@@ -72,6 +73,7 @@ __all__ = [
     "clip_grad_norm_",
     "ConfigError",
     "DCASGD",
+    "DelayedNesterov",
     "DiLoCo",
     "DistributedOptimizer",
     "DPSGD",
@@ -105,7 +107,19 @@ __all__ = [
 
 _FROM = {
     "pscore.rules": (
-        *("ASGD", "CD", "DCASGD", "DiLoCo", "LocalSGD", "OD", "RULES", "SlowMo", "SSD", "SSGD"),
+        *(
+            "ASGD",
+            "CD",
+            "DCASGD",
+            "DelayedNesterov",
+            "DiLoCo",
+            "LocalSGD",
+            "OD",
+            "RULES",
+            "SlowMo",
+            "SSD",
+            "SSGD",
+        ),
         *("SSP", "Staleness"),
         *("ADPSGD", "AllReduce", "DPSGD", "SGP"),
     ),

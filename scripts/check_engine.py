@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scripts.engine import IMAGE, ROOT, CheckError, Project, SecondHost, run, tail, wait
 
@@ -134,9 +135,12 @@ def train(log: Log) -> None:
         check_plane(log, project, "tcp")
         project.compose("--profile", "monitoring", "up", "--detach", "--no-build", "prometheus")
         wait("Prometheus", lambda: len(asked(project, 'up{job="paceline"} == 1')) == PAIR)
-        wait("workers in Prometheus", lambda: asked(project, "sum(paceline_workers_live) > 0"))
+        # The training may have ended before the first scrape; its pushes stay counted.
+        counted = "sum(paceline_push_requests_total) > 0"
+        (found,) = wait("pushes in Prometheus", lambda: asked(project, counted))
         log.say(
-            "      Prometheus scrapes both shards over TLS with the token; it knows the workers"
+            "      Prometheus scrapes both shards over TLS with the token; it has counted "
+            f"{found['value'][1]} pushes"
         )
         for worker in ("worker0", "worker1"):
             check_accuracy(log, project, worker)
@@ -355,7 +359,7 @@ def prometheus_image(log: Log) -> str:
     return "pacecheck-prometheus"
 
 
-def asked(project: Project, query: str) -> list[object]:
+def asked(project: Project, query: str) -> list[dict[str, Any]]:
     """Returns the answer of the project's Prometheus."""
     script = (
         "import json, sys, urllib.parse, urllib.request as r; "
@@ -363,7 +367,7 @@ def asked(project: Project, query: str) -> list[object]:
         " + urllib.parse.quote(sys.argv[1])))['data']['result']))"
     )
     text = project.docker("exec", project.only("shard0"), "python", "-c", script, query)
-    found: list[object] = json.loads(text)
+    found: list[dict[str, Any]] = json.loads(text)
     return found
 
 

@@ -217,6 +217,41 @@ MUTANTS = (
         "False",
     ),
     Mutant(
+        "speed",
+        "rounds by speed",
+        "pscore/fragments.py",
+        "int(share * self.steps + 0.5)",
+        "self.steps",
+    ),
+    Mutant(
+        "speed",
+        "weights by the samples of a round",
+        "pscore/fragments.py",
+        "mean_samples * num_steps / self.steps if self.least else mean_samples",
+        "mean_samples",
+    ),
+    Mutant(
+        "delayed_nesterov",
+        "the momentum waits for the N-th arrival",
+        "pscore/optimizers/delayed_nesterov.py",
+        "is_last = momentum > 0 and counts[index] % int(every) == 0",
+        "is_last = momentum > 0",
+    ),
+    Mutant(
+        "delayed_nesterov",
+        "the momentum's mean of the moves",
+        "pscore/optimizers/delayed_nesterov.py",
+        "total[i] * part",
+        "total[i]",
+    ),
+    Mutant(
+        "delayed_nesterov",
+        "the momentum in parts",
+        "pscore/optimizers/delayed_nesterov.py",
+        "1.0 - activation * every + activation if is_last else activation",
+        "1.0 if is_last else 0.0",
+    ),
+    Mutant(
         "decentralised",
         "half of the way",
         "psworker/gossip/pairs.py",
@@ -292,6 +327,29 @@ MUTANTS = (
         "psworker/gossip/push_sum.py",
         "self._take_until(self.number + 1 - late, kept)",
         "self._take_until(self.number + 1, kept)",
+    ),
+    *(
+        Mutant("decentralised", what, path, term, without, "tests/sim/test_peer_seeds.py")
+        for what, path, term, without in (
+            (
+                "the least number of workers",
+                "psworker/gossip/pairs.py",
+                "needs_least=True",
+                "needs_least=False",
+            ),
+            (
+                "a part with too few workers stops",
+                "psworker/peers/patience.py",
+                "num_reached + 1 < min_workers",
+                "min_workers < 0",
+            ),
+            (
+                "a wait without an end fails",
+                "psworker/peers/patience.py",
+                "return min(waited_s, silent_s) >=",
+                "return 0.0 * min(waited_s, silent_s) >=",
+            ),
+        )
     ),
     Mutant(
         "overlaps",

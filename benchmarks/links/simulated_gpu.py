@@ -17,18 +17,25 @@ FORWARD_SHARE = 1 / 3
 
 
 class SimulatedModel(torch.nn.Module):
-    """Parameters of given shapes; backward gives each a constant gradient at its moment."""
+    """Parameters of given shapes; backward gives each its gradient, always the same one."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], compute_s: float) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], compute_s: float, seed: int | None = None
+    ) -> None:
         """Fills parameters with zeros.
 
         Args:
             shapes: Shapes of the parameters.
             compute_s: Seconds of forward and backward together.
+            seed: Seed of gradients that are drawn; None: all their elements are equal.
         """
         super().__init__()
         self.parts = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
         self._grads = [torch.full(shape, 1e-3) for shape in shapes]
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            for grad in self._grads:
+                grad.normal_(std=1e-3, generator=generator)
         self._compute_s = compute_s
         total = sum(grad.numel() for grad in self._grads)
         left, self._ready_s = 0, []

@@ -65,6 +65,11 @@ class FrameChannel(Generic[C]):
         self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
         self._thread = threading.Thread(target=self._run, name=f"data-{name}", daemon=True)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._stream is not None
+
     def start(self) -> None:
         """Starts the thread that connects and reads."""
         self._thread.start()

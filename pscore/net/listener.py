@@ -34,6 +34,7 @@ UNKNOWN_NBYTES = 32 << 20  # Bytes of long headers from all peers that are not k
 RECOVERED_S = 3.0  # Without a refusal for lack of resources; then the listener is well again.
 PAUSE_S = 0.1
 STOP_TIMEOUT_S = 1.0  # For the threads of all connections together.
+THIS_HOST = "this host"  # Other end of a Unix socket, for the log.
 
 Serve = Callable[[socket.socket], None]
 
@@ -260,7 +261,7 @@ class Listener:
 def peer_of(accepted: socket.socket) -> str:
     """Returns the host at the other end, for the log."""
     if accepted.family == socket.AF_UNIX:
-        return "this host"
+        return THIS_HOST
     try:
         return str(accepted.getpeername()[0])
     except OSError:

@@ -5,7 +5,7 @@ refusal from a failing network. The name of the error's class travels beside the
 
     INVALID_ARGUMENT     DecodeError, ConfigError
     NOT_FOUND            UnknownJobError
-    ALREADY_EXISTS       RankTakenError
+    ALREADY_EXISTS       RankTakenError, NotOverError
     FAILED_PRECONDITION  JobMismatchError, ProtocolVersionError, ShardMapError, RemoteProtocolError
     ABORTED              ReplacedError
     OUT_OF_RANGE         LimitError

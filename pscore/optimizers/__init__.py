@@ -18,6 +18,7 @@ from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
 from pscore.optimizers.assign import Assign
 from pscore.optimizers.base import Optimizer
+from pscore.optimizers.delayed_nesterov import DelayedNesterov
 from pscore.optimizers.mean import Mean
 from pscore.optimizers.nadam import NAdam
 from pscore.optimizers.radam import RAdam
@@ -42,6 +43,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         Assign,
         Mean,
         SlowMo,
+        DelayedNesterov,
     )
 }
 

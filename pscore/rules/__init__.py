@@ -14,6 +14,7 @@ from pscore.rules.asgd import ASGD
 from pscore.rules.base import Memory, Plan, Rule, SliceClocks
 from pscore.rules.cd import CD
 from pscore.rules.dcasgd import DCASGD
+from pscore.rules.delayed_nesterov import DelayedNesterov
 from pscore.rules.diloco import DiLoCo
 from pscore.rules.dpsgd import DPSGD
 from pscore.rules.local import LocalSGD
@@ -29,7 +30,7 @@ RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
         *(SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo),
-        *(AllReduce, DPSGD, ADPSGD, SGP),
+        *(DelayedNesterov, AllReduce, DPSGD, ADPSGD, SGP),
     )
 }
 
@@ -46,6 +47,7 @@ __all__ = [
     "SSGD",
     "SSP",
     "AllReduce",
+    "DelayedNesterov",
     "DiLoCo",
     "LocalSGD",
     "Memory",

@@ -197,12 +197,15 @@ class Rule(ABC):
         """
         return step + num_pushes
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """Returns the shards' optimizer's parameter group at `step`, as torch would have it.
 
         Args:
             step: 0-based.
             group: The user's own parameter group, as it is now.
+            num_workers: Workers that the job was made for.
         """
         return group
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from pscore.plugins import require_range
 from pscore.rules.local import LocalSGD
+from pscore.rules.speed import round_length
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ class DiLoCo(LocalSGD):
         fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
         pattern: The division into fragments: `sequential`, neighbouring layers with about as many
             bytes each; `strided`, each p-th slice.
+        steps_min: Least steps of a round of a worker that is slower than the fastest one: each
+            makes as many as its speed allows. 0: each makes `steps`. `steps="speed"` is 1.
         outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
         outer_momentum: m, momentum over the rounds, 0 to below 1.
         nesterov: Whether that momentum is Nesterov's.
     """
 
-    steps: int = 500
+    steps: int = round_length(500)
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
@@ -77,9 +80,11 @@ class DiLoCo(LocalSGD):
         """That of the outer optimizer."""
         return self.outer_momentum
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """SGD with Nesterov momentum after the warm-up."""
-        mean = super().outer_group(step, group)
+        mean = super().outer_group(step, group, num_workers)
         if step < self.warmup:
             return mean
         return {

@@ -36,6 +36,7 @@ from pscore.overlaps import NONE, OVERLAPS, make_overlap
 from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import Plan
 from pscore.rules.quorum import ADAPTIVE, WithQuorum
+from pscore.rules.speed import WithSpeed, round_length
 from pscore.types import Role
 
 STEPS_MAX = 1_000_000
@@ -46,7 +47,7 @@ CAREFUL_BITS = 4.0  # An element: with fewer, most of a move waits in the residu
 
 
 @dataclass(frozen=True)
-class LocalSGD(WithQuorum):
+class LocalSGD(WithSpeed, WithQuorum):
     """Local SGD.
 
     Attributes:
@@ -68,9 +69,11 @@ class LocalSGD(WithQuorum):
         fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
         pattern: The division into fragments: `sequential`, neighbouring layers with about as many
             bytes each; `strided`, each p-th slice.
+        steps_min: Least steps of a round of a worker that is slower than the fastest one: each
+            makes as many as its speed allows. 0: each makes `steps`. `steps="speed"` is 1.
     """
 
-    steps: int = 8
+    steps: int = round_length(8)
     warmup: int = 0
     backup: int = 0
     overlap: str = NONE
@@ -81,6 +84,7 @@ class LocalSGD(WithQuorum):
     window: float = ADAPTIVE
     fragments: int = 1
     pattern: str = SEQUENTIAL
+    steps_min: int = 0
 
     name: ClassVar[str] = "local"
     source: ClassVar[str] = "Stich, arXiv:1805.09767"
@@ -92,8 +96,8 @@ class LocalSGD(WithQuorum):
         Raises:
             ConfigError: One of them is out of its range.
         """
+        self.read_steps(STEPS_MAX)
         super().__post_init__()
-        require_range(f"{self.name}.steps", self.steps, 1, STEPS_MAX)
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
         require_one_of(f"{self.name}.overlap", self.overlap, {NONE: None, **OVERLAPS})
         require_range(f"{self.name}.delay", self.delay, AUTOMATIC, self.steps)
@@ -120,6 +124,13 @@ class LocalSGD(WithQuorum):
                 "model; give one of them"
             )
 
+        if self.steps_min and self.fragments > 1:
+            raise ConfigError(
+                f"{self.name}.steps_min is {self.steps_min} and {self.name}.fragments is "
+                f"{self.fragments}: the rounds of fragments end at the same steps on all workers, "
+                "those by speed do not; give one of them"
+            )
+
     @property
     def landing(self) -> int:
         """Steps of a round before the answer to the one before lands; 0: rounds wait for it."""
@@ -135,8 +146,9 @@ class LocalSGD(WithQuorum):
 
     @property
     def schedule(self) -> Schedule:
-        """One round of each fragment every H steps."""
-        return Schedule(self.fragments, self.steps, self.warmup, self.pattern)
+        """One round of each fragment every H steps; by speed, each behind the last landing."""
+        least = min(self.steps, max(self.steps_min, self.landing + 1)) if self.steps_min else 0
+        return Schedule(self.fragments, self.steps, self.warmup, self.pattern, least)
 
     def plan(self, step: int) -> Plan:
         """That of the fragment with a round that ends now, or an answer that lands."""
@@ -165,21 +177,15 @@ class LocalSGD(WithQuorum):
 
     def caution(self, compressor: Compressor) -> str:
         """Error feedback and momentum over the rounds count the same past twice."""
-        bits = 8 * compressor.payload_nbytes_max(SAMPLE_NUMEL) / SAMPLE_NUMEL
-        if not self.momentum or RESIDUAL not in compressor.state_names or bits > CAREFUL_BITS:
-            return ""
-        return (
-            f"{self.name} with momentum {self.momentum:g} over the rounds, and compression "
-            f"{compressor.name}: most of a move waits in the residual of error feedback, and "
-            "momentum counts it again, which may diverge; use no momentum over the rounds, or a "
-            "compressor that sends more, such as int8"
-        )
+        return momentum_caution(self.name, self.momentum, compressor)
 
     def step_after(self, step: int, num_pushes: int) -> int:
         """The step behind so many rounds of every fragment; those of the warm-up have one step."""
         return self.schedule.step_of(step, [num_pushes] * self.fragments)
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """The mean: a step of plain SGD with learning rate 1."""
         return {
             "lr": 1.0,
@@ -189,3 +195,22 @@ class LocalSGD(WithQuorum):
             "nesterov": False,
             "maximize": False,
         }
+
+
+def momentum_caution(mode: str, momentum: float, compressor: Compressor) -> str:
+    """Returns the reason not to use a compressor with momentum over rounds; empty: none.
+
+    Args:
+        mode: Name of the mode.
+        momentum: Its momentum over the rounds.
+        compressor: That of pushes.
+    """
+    bits = 8 * compressor.payload_nbytes_max(SAMPLE_NUMEL) / SAMPLE_NUMEL
+    if not momentum or RESIDUAL not in compressor.state_names or bits > CAREFUL_BITS:
+        return ""
+    return (
+        f"{mode} with momentum {momentum:g} over the rounds, and compression {compressor.name}: "
+        "most of a move waits in the residual of error feedback, and momentum counts it again, "
+        "which may diverge; use no momentum over the rounds, or a compressor that sends more, "
+        "such as int8"
+    )

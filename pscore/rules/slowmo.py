@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from pscore.plugins import require_range
 from pscore.rules.local import LocalSGD
+from pscore.rules.speed import round_length
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ class SlowMo(LocalSGD):
         fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
         pattern: The division into fragments: `sequential`, neighbouring layers with about as many
             bytes each; `strided`, each p-th slice.
+        steps_min: Least steps of a round of a worker that is slower than the fastest one: each
+            makes as many as its speed allows. 0: each makes `steps`. `steps="speed"` is 1.
         slow_lr: Learning rate of the rounds over the inner one: 1 is the whole way to the mean.
         slow_momentum: Momentum over the rounds, 0 to below 1.
     """
 
-    steps: int = 48
+    steps: int = round_length(48)
     slow_lr: float = 1.0
     slow_momentum: float = 0.5
 
@@ -76,7 +79,9 @@ class SlowMo(LocalSGD):
         """The slow one."""
         return self.slow_momentum
 
-    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def outer_group(
+        self, step: int, group: Mapping[str, Any], num_workers: int
+    ) -> Mapping[str, Any]:
         """The slow step, at the inner learning rate of now; in the warm-up the mean."""
         is_warm = step >= self.warmup
         return {

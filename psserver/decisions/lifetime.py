@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 
-from pscore.errors import ConfigError, LimitError, StateLostError
+from pscore.errors import ConfigError, LimitError, NotOverError, StateLostError
 from psserver.decisions.job import Job, Life, State
 from psserver.decisions.limits import Limits
-from psserver.decisions.membership import Member
+from psserver.decisions.membership import Member, Presence
 
 FORMER_MAX = 1024  # Freed jobs whose ends are remembered.
+WORKERS_NAMED = 4  # In a message.
 
 
 class Lifetimes:
@@ -51,7 +52,7 @@ class Lifetimes:
         any update: then nothing is lost.
         """
         if job.is_over:
-            return not self._belongs(job, num_workers, member)
+            return _has_finished(job, member) or not self._belongs(job, num_workers, member)
         is_dead = member.rank in job.membership.members and job.membership.is_deserted(member.rank)
         is_back = member.returns or is_repeated(job, member)
         return is_dead and not is_back and not job.has_progress
@@ -80,7 +81,9 @@ class Lifetimes:
         """Begins another life of a job if the worker that joins is the first of it.
 
         The first shard decides whether any worker still takes part. The others follow it, even if
-        they have not noticed the deaths: a job begins another life on all shards or on none.
+        they have not noticed the deaths: a job begins another life on all shards or on none. A
+        worker that its launcher has started again may be the first one: torchrun and Ray start all
+        workers again when one has died.
 
         Args:
             job: It has not ended.
@@ -93,6 +96,20 @@ class Lifetimes:
             self._go_on(job, job.life.number + 1)
         elif life not in (0, job.life.number):
             self._go_on(job, life)
+
+    def require_over(self, job: Job, member: Member) -> None:
+        """Refuses a process that has finished this run of the job, for the next one, too early.
+
+        Raises:
+            NotOverError: A worker of the run is live.
+        """
+        live = job.membership.live()
+        if live and _has_finished(job, member) and not is_repeated(job, member):
+            others = ", ".join(job.membership.describe(rank) for rank in live[:WORKERS_NAMED])
+            raise NotOverError(
+                f"this process has finished a run of job {job.name!r} and begins the next one, but "
+                f"the former continues with {others}"
+            )
 
     def _go_on(self, job: Job, number: int) -> None:
         state, step = job.state, job.step
@@ -116,11 +133,13 @@ class Lifetimes:
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
         """Returns whether a worker continues a job that is over.
 
-        A worker that returns does. So does one that has never joined: in an asynchronous mode the
-        others may have finished before it began. An elastic job that has had as many workers as it
-        needs expects no more.
+        A worker that returns does, and one that its launcher has started again. So does one that
+        has never joined: in an asynchronous mode the others may have finished before it began. An
+        elastic job that has had as many workers as it needs expects no more.
         """
-        was_there = member.returns and member.rank in job.membership.members
+        was_there = member.rank in job.membership.members and (
+            member.returns or (member.restart > 0 and job.has_progress)
+        )
         is_awaited = (
             0 <= member.rank < num_workers == job.membership.num_workers
             and member.rank not in job.met
@@ -166,7 +185,9 @@ class Lifetimes:
         """
         job = self.jobs.get(name)
         if job is not None and job.membership.live() and not is_forced:
-            who = ", ".join(job.membership.describe(rank) for rank in job.membership.live()[:4])
+            who = ", ".join(
+                job.membership.describe(rank) for rank in job.membership.live()[:WORKERS_NAMED]
+            )
             raise ConfigError(
                 f"job {name!r} has live workers on shard {self._index}: {who}; end them first, or "
                 "give --force: then they end with an error"
@@ -201,6 +222,13 @@ def is_repeated(job: Job, member: Member) -> bool:
     rank = job.membership.rank_of(member.incarnation) if member.rank < 0 else member.rank
     held = None if rank is None else job.membership.members.get(rank)
     return held is not None and held.incarnation == member.incarnation
+
+
+def _has_finished(job: Job, member: Member) -> bool:
+    """Returns whether the process that joins was a worker of the job's run, and has left it."""
+    members = job.membership
+    rank = members.rank_of(member.after) if member.after else None
+    return rank is not None and rank in job.met and members.members[rank].presence is Presence.LEFT
 
 
 def digest(name: str) -> str:

@@ -74,6 +74,7 @@ class Member:
     rank: int
     incarnation: int
     former: tuple[int, ...] = ()  # Earlier incarnations of the same process.
+    after: int = 0  # The incarnation under which its process finished a run of the job; 0: none.
     spent: tuple[int, ...] = ()  # Incarnations that have held the rank before, the oldest first.
     restart: int
     host: str

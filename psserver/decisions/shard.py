@@ -89,6 +89,7 @@ class Shard:
 
         Raises:
             RankTakenError: The rank is held by a live worker.
+            NotOverError: Its process has finished a run of the job that continues with others.
             JobMismatchError: The job has another number of workers.
             LimitError: There are too many jobs.
             StateLostError: The job was here, and its numbers cannot be used.
@@ -108,6 +109,7 @@ class Shard:
         repeated = is_repeated(job, member)
         if member.rank < num_workers:  # Else it is refused.
             self.lifetimes.meet(job, member, life)
+            self.lifetimes.require_over(job, member)
         came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)
         for table in [] if repeated else job.tables.values():

@@ -15,11 +15,21 @@ window is one second. Nothing of it outlives the process: after a restart it is 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 FIRST_S = 1.0  # Length of a round until one has been measured.
 MARGIN = 1.5
 PART = 0.25  # The longest window as a part of a round's length.
 FALL = 0.25  # Share of a difference that a round makes up for.
 KEPT = 64  # Rounds whose quorum's time is remembered, for the lateness of a move.
+
+
+class Times(NamedTuple):
+    """The times of a round that has closed, in seconds of the clock that was heard."""
+
+    opened_s: float | None  # Close of the round before; None: it was not heard.
+    quorum_s: float  # Arrival of the quorum, which begins the window.
+    closed_s: float
 
 
 class Window:
@@ -28,6 +38,7 @@ class Window:
     Attributes:
         now_s: The newest time that was heard, in seconds. Invariant: never falls.
         num_late: Moves that came after their round had closed.
+        closed: Times of the newest round that has closed; None: none has.
     """
 
     def __init__(self, length_s: float) -> None:
@@ -39,6 +50,7 @@ class Window:
         self.now_s = 0.0
         self._is_timed = False  # Whether a time was heard; after a restart none was.
         self.num_late = 0
+        self.closed: Times | None = None
         self._fixed_s = length_s
         self._quorum_s: dict[int, float] = {}  # When each round had its quorum, by round.
         self._closed_s: float | None = None
@@ -80,7 +92,8 @@ class Window:
 
     def close(self, step: int) -> None:
         """Notes that a round has closed, and measures the next window."""
-        self._quorum_s.setdefault(step, self.now_s)
+        quorum_s = self._quorum_s.setdefault(step, self.now_s)
+        self.closed = Times(self._closed_s, quorum_s, self.now_s) if self._is_timed else None
         self._quorum_s.pop(step - KEPT, None)
         self._spread_s = max(
             self._latest_s, self._spread_s + FALL * (self._latest_s - self._spread_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
-from psserver.decisions.pace import Pace
+from psserver.decisions.pace import Pace, fastest_s
 from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
@@ -98,7 +99,7 @@ class RunningTable:
         if nbytes != 4 * numel:
             raise RemoteProtocolError(f"segment of {nbytes} bytes, {4 * numel} wanted")
         try:
-            grads = Segment.attach(fd, nbytes)
+            grads = Segment.attach(os.dup(fd), nbytes)
         except OSError as problem:
             raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
         self.shared_grads[rank] = grads.floats(0, numel)
@@ -239,7 +240,8 @@ class RunningJob:
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
-            member = self.job.membership.members[rank]
+            members, live = self.job.membership.members, tuple(self.job.membership.live())
+            member = members[rank]
             member.reported = accepted(reported)
             if peers:
                 member.peers = tuple(peers)
@@ -253,9 +255,10 @@ class RunningJob:
                     ResidualRequest(table=table, step=step, slices=tuple(slices))
                     for table, step, slices in self.residuals.requests(rank)
                 ),
-                live=tuple(self.job.membership.live()),
+                live=live,
                 uneven=report(self.job.membership, rank, left_out),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
+                fastest_step_s=fastest_s(members[rank].pace for rank in live),
             )
 
     def meet(
@@ -281,13 +284,14 @@ class RunningJob:
             ]
             missing = directory.arrive(peer, epoch, expected, since, is_short=is_short, again=again)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
-            if not (awaited or directory.has_met):
+            if is_short or not (awaited or directory.has_met):
                 awaited = members.shortage()
             return MeetView(
                 epoch=directory.epoch,
                 meetings=directory.since(since),
                 peers=directory.members(),
                 waiting_for=awaited,
+                is_short=is_short,
             )
 
     def part(self, table: int, rank: int, incarnation: int) -> MeetView:

@@ -26,10 +26,10 @@ from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
-from psserver.engine.job import Reply, Request, RunningJob
+from psserver.engine.job import Reply, Request, RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.slice_queue import SliceQueue
-from psserver.engine.trace import note_push
+from psserver.engine.trace import note_push, note_round
 from psserver.slices.base import Payload, Store
 from psserver.slices.pool import Buffer
 
@@ -200,11 +200,21 @@ class Requests:
             batch = [action for _, action in group]
             for action in batch:
                 self._count(action)
+                if self.timeline is not None and isinstance(action, Update):
+                    self._note_round(self.timeline, table, address, action)
             queue, work = table.queues[address.slice], table.with_scheduled(address.slice, batch)
             if idle is None:
                 queue.submit(work)
             elif queue.append(work):
                 idle.append(queue)
+
+    def _note_round(
+        self, timeline: Timeline, table: RunningTable, address: Address, update: Update
+    ) -> None:
+        """Records the round that an update has closed, in a mode whose rounds have a window."""
+        times = table.table.clocks[address.slice].window.closed
+        if table.table.spec.rule.window_s is not None and times is not None:
+            note_round(timeline, address, update.version, times)
 
     def _count(self, action: Action) -> None:
         if isinstance(action, Update):

@@ -10,6 +10,7 @@ from pscore.observe.timeline import Timeline
 from pscore.types import Push
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Address
+from psserver.decisions.window import Times
 from psserver.slices.base import Observer, WeightedGrad
 
 
@@ -77,3 +78,27 @@ def note_push(timeline: Timeline, begin_ns: int, address: Address, push: Push, n
         role=push.role.name.lower(),
         nbytes=nbytes,
     )
+
+
+def note_round(timeline: Timeline, address: Address, version: int, times: Times) -> None:
+    """Records a round with a quorum that has closed: all of it, and its window.
+
+    Args:
+        timeline: Where spans are recorded; on the clock of `times`.
+        address: The slice.
+        version: Version that the round makes.
+        times: Times of the round.
+    """
+    begins_s = {"round": times.opened_s, "window": times.quorum_s}
+    for name, begin_s in begins_s.items():
+        if begin_s is not None:
+            timeline.span(
+                name,
+                round(1e9 * begin_s),
+                end_ns=round(1e9 * times.closed_s),
+                track=f"{name}, slice {address.slice}",
+                job=address.job,
+                table=address.table,
+                slice=address.slice,
+                version=version,
+            )

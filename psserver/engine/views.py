@@ -59,6 +59,7 @@ class HeartbeatView:
     live: tuple[int, ...]  # Ranks.
     uneven: str  # The worker that leaves out steps of others; empty if none does.
     epochs: dict[int, int]  # Epoch of the directory of each table whose workers meet.
+    fastest_step_s: float  # Of a step of the fastest worker without its waits; 0: not known.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class MeetView:
     meetings: tuple[Meeting, ...]  # That the worker does not know, the oldest first.
     peers: tuple[Peer, ...]
     waiting_for: str  # Empty: the newest epoch has met.
+    is_short: bool = False  # The job has fewer workers than its least.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

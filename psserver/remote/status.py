@@ -121,6 +121,8 @@ def _pace(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "steps_s": round(pace.steps_s, 3),
         "waits_s": round(pace.waits_s, 3),
         "requests_s": round(pace.requests_s, 3),
+        "step_s": round(pace.step_s, 6),
+        "round_steps": pace.round_steps,
     }
 
 
@@ -236,13 +238,25 @@ def _rank(job: dict[str, Any]) -> int:
 
 def _show_job(console: Any, job: dict[str, Any]) -> None:
     reports = ("reported",) if any(worker["reported"] for worker in job["workers"]) else ()
+    by_speed = ("of a round",) if any(w["pace"]["round_steps"] for w in job["workers"]) else ()
     least = f"{job['min_workers']} to " if job["min_workers"] else ""
     console.print(
         grid(
             f"job {job['name']} (workers: {least}{job['num_workers']}, "
             f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
             f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})",
-            ("worker", "host", "process", "state", "step", "staleness", "plane", "heard", *reports),
+            (
+                "worker",
+                "host",
+                "process",
+                "state",
+                "step",
+                *by_speed,
+                "staleness",
+                "plane",
+                "heard",
+                *reports,
+            ),
             (
                 (
                     w["rank"],
@@ -250,6 +264,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     w["pid"],
                     w["state"],
                     w["step"],
+                    *([w["pace"]["round_steps"]] if by_speed else []),
                     w["staleness"],
                     ", ".join(dict.fromkeys(w["data_planes"])),
                     f"{in_time(w['last_heard_s'])} ago",

@@ -209,11 +209,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             rank=request.rank,
             incarnation=request.incarnation,
             former=tuple(request.former),
+            after=request.after,
             restart=request.restart,
             host=printable(request.host, HOST_LENGTH_MAX),
             pid=request.pid,
             heard_s=self._engine.now(),
-            returns=request.returns or request.restart > 0,
+            returns=request.returns,
         )
         job = self._engine.join(
             request.job, request.num_workers, member, request.min_workers, request.life
@@ -274,6 +275,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             live=view.live if request.wants_live else (),
             uneven=view.uneven,
             epochs=view.epochs,
+            fastest_step_s=view.fastest_step_s,
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
@@ -294,6 +296,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ],
             peers=map(peer_to_proto, view.peers),
             waiting_for=view.waiting_for,
+            short=view.is_short,
         )
 
     async def SendResidual(

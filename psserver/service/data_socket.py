@@ -15,16 +15,17 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from pscore.errors import DecodeError
+from pscore.memory.segment import Segment
+from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection
-from pscore.net.listener import Listener
+from pscore.net.listener import THIS_HOST, Listener
 from pscore.net.sockets import Incoming
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 from psserver.access.authorizer import Authorizer, Grant
 from psserver.engine.engine import Engine
 from psserver.logs import setup
-from psserver.service.shared_memory import ATTACH_SUFFIX, Attachments
 
 WAIT_S_MAX = 10.0  # A pull is answered within this time, ready or not.
 
@@ -52,10 +53,9 @@ def make_listener(
         OSError: An address is not available.
     """
     authorizer = Authorizer() if authorizer is None else authorizer
-    others = {ATTACH_SUFFIX: Attachments(engine, authorizer).serve}
-    return Listener(
-        DataService(engine, authorizer), host, port, local, context=context, others=others
-    )
+    service = DataService(engine, authorizer)
+    others = {ATTACH_SUFFIX: Attachments(service.attach, service.note_refused).serve}
+    return Listener(service, host, port, local, context=context, others=others)
 
 
 class DataService:
@@ -88,6 +88,20 @@ class DataService:
             AccessError: The token is missing or wrong.
         """
         return DataHandler(self._engine, connection, self._authorizer.admit(token))
+
+    def attach(self, request: pb.Attach, fd: int) -> Segment:
+        """Maps a worker's gradients, and returns the segment of the weights for it to map.
+
+        Raises:
+            AccessError: The token is missing or wrong.
+            RemoteProtocolError: The segment is not of the table's size, or cannot be mapped.
+        """
+        self._authorizer.admit(request.token).require(request.sender.job)
+        return self._engine.attach(request.sender, fd, request.nbytes)
+
+    def note_refused(self, reason: str) -> None:
+        """Logs a worker's attempt to share memory that came to nothing."""
+        self.log("attachment refused", THIS_HOST, reason=reason)
 
     def log(
         self,

@@ -172,13 +172,20 @@ def _of_pace(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
         "Share of paceline_worker_request_seconds in which the worker did not wait for answers.",
         labels=labels,
     )
+    round_steps = GaugeMetricFamily(
+        "paceline_worker_round_steps",
+        "Steps of the round under way, in a mode with rounds by speed.",
+        labels=labels,
+    )
     for name, worker in live:
         key, pace = [name, str(worker.rank)], worker.pace
         steps.add_metric(key, count_value=pace.num_steps, sum_value=pace.steps_s)
         waits.add_metric(key, pace.waits_s)
         requests.add_metric(key, pace.requests_s)
         hidden.add_metric(key, pace.hidden_ratio)
-    yield from (steps, waits, requests, hidden)
+        if pace.round_steps:
+            round_steps.add_metric(key, pace.round_steps)
+    yield from (steps, waits, requests, hidden, round_steps)
 
 
 def _of_peers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:

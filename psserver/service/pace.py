@@ -15,6 +15,8 @@ def pace_of(message: pb.Pace) -> Pace:
         steps_s=message.steps_s,
         waits_s=message.waits_s,
         requests_s=message.requests_s,
+        step_s=message.step_s,
+        round_steps=message.round_steps,
     )
     return pace if pace.is_valid else NO_PACE
 

@@ -114,6 +114,8 @@ class Heartbeats:
                 request.pace.CopyFrom(self._pace.message())
             try:
                 self._send_residuals(link.beat(request, timeout_s=member.interval_s))
+                if link is self._links[0]:
+                    self._pace.fastest_s = link.fastest_step_s
             except PacelineError as error:
                 if link.joined_as == joined_as and incarnation == member.incarnation:
                     self.failure = error

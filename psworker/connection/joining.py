@@ -12,7 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pscore.errors import PacelineError, ProtocolVersionError, RankTakenError, ShardMapError
+from pscore.errors import (
+    NotOverError,
+    PacelineError,
+    ProtocolVersionError,
+    RankTakenError,
+    ShardMapError,
+)
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.places import PlaceWait
@@ -39,6 +45,7 @@ class Member:
         rank: 0-based rank of this worker; -1: the first shard decides.
         incarnation: Random number of this membership; 0: none yet.
         former: Incarnations of this process before this one, oldest first.
+        after: The incarnation under which this process finished a run of the job; 0: none.
         waits: A description of the shard that does not answer; the other shards report it.
         lease_s: Seconds without a message after which the shards declare this worker lost.
     """
@@ -50,6 +57,7 @@ class Member:
     rank: int
     incarnation: int = 0
     former: list[int] = field(default_factory=list)
+    after: int = 0
     waits: str = ""
     lease_s: float = 0.0
 
@@ -198,20 +206,24 @@ class Joining:
         """Joins one shard; waits for shards that lag behind the first one.
 
         They may not have noticed yet that the process that had this rank is gone. A worker of an
-        elastic job does not wait for one rank: it may take another.
+        elastic job does not wait for one rank: it may take another. Each shard may still have
+        workers of the run before this one, which end at one shard after the other.
         """
         waits = link is not self._links[0] and not self._member.min_workers
+        run = PlaceWait(self._member.job, self._patience_s)
         until_s = time.monotonic() + (self._patience_s if waits else 0.0)
         while True:
             try:
                 self._join_one(link, returns=returns)
+            except NotOverError as problem:
+                run.wait(problem)
             except RankTakenError:
                 if time.monotonic() >= until_s:
                     raise
-                time.sleep(RANK_RETRY_S)
-                self._renew_leases_before(link)
             else:
                 return
+            time.sleep(RANK_RETRY_S)
+            self._renew_leases_before(link)
 
     def _renew_leases_before(self, link: Link) -> None:
         """Renews the leases at the shards that were joined before this one.
@@ -241,6 +253,7 @@ class Joining:
                 min_workers=member.min_workers,
                 incarnation=member.incarnation,
                 former=member.former,
+                after=member.after,
                 restart=member.restart,
                 host=socket.gethostname(),
                 pid=os.getpid(),

@@ -1,7 +1,8 @@
 """The pace of a worker: its steps, its requests to the shards, and its waits for their answers.
 
-All are sums that only rise, so that a reader takes the difference of two moments. They travel with
-the heartbeats to the first shard, for status and metrics. Nothing depends on them.
+Most are sums that only rise, so that a reader takes the difference of two moments. They travel with
+the heartbeats to the first shard, for status and metrics. Only rounds by speed depend on them: on
+the seconds of a step without its waits, beside those of the fastest worker.
 """
 
 from __future__ import annotations
@@ -14,34 +15,60 @@ from typing import Any
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 
+SMOOTHING = 0.1  # Share of the newest step in the seconds of a step.
+
 
 class Pace:
-    """The sums of one worker since it joined; used from any thread."""
+    """The sums of one worker since it joined; used from any thread.
+
+    Attributes:
+        now: Returns seconds.
+        fastest_s: Seconds of a step of the fastest worker without its waits, as the first shard
+            has returned them; 0: not known yet.
+        round_steps: Steps of the round under way, in a mode with rounds by speed; else 0.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Starts at zero; `now` returns seconds."""
-        self._now = now
+        self.now = now
         self._lock = threading.Lock()
         self._num_steps = 0
         self._steps_s = self._waits_s = self._requests_s = 0.0
         self._stepped_s: float | None = None  # End of the last step.
+        self._waited_s = 0.0  # `_waits_s` at that time.
+        self._step_s = 0.0  # Of one step without its waits, smoothed; 0: not known yet.
+        self.fastest_s = 0.0
+        self.round_steps = 0
         self._under_way: set[Future[Any]] = set()
         self._busy_s = 0.0  # Begin of the time with requests under way, if there are any.
 
     def end_step(self) -> None:
         """Counts a step: from the end of the one before, so the first has no time."""
         with self._lock:
-            now_s = self._now()
+            now_s = self.now()
             if self._stepped_s is not None:
                 self._num_steps += 1
-                self._steps_s += now_s - self._stepped_s
-            self._stepped_s = now_s
+                took_s = now_s - self._stepped_s
+                self._steps_s += took_s
+                self._note_step(took_s - (self._waits_s - self._waited_s))
+            self._stepped_s, self._waited_s = now_s, self._waits_s
+
+    def _note_step(self, computed_s: float) -> None:
+        former_s = self._step_s or computed_s
+        self._step_s = max(0.0, former_s + SMOOTHING * (computed_s - former_s))
+
+    @property
+    def share(self) -> float:
+        """This worker's speed over that of the fastest one, above 0 to 1; 1: not known yet."""
+        with self._lock:
+            own_s, fastest_s = self._step_s, self.fastest_s
+        return min(1.0, fastest_s / own_s) if own_s > 0.0 and fastest_s > 0.0 else 1.0
 
     def follow(self, answer: Future[Any]) -> None:
         """Counts the time until a push or pull is answered; times that overlap count once."""
         with self._lock:
             if not self._under_way:
-                self._busy_s = self._now()
+                self._busy_s = self.now()
             self._under_way.add(answer)
         answer.add_done_callback(self._done)
 
@@ -60,7 +87,7 @@ class Pace:
 
     def _end_busy(self) -> None:
         if not self._under_way:
-            self._requests_s += self._now() - self._busy_s
+            self._requests_s += self.now() - self._busy_s
 
     def waited(self, seconds: float) -> None:
         """Counts a wait for the answer of a shard."""
@@ -72,10 +99,12 @@ class Pace:
         with self._lock:
             requests_s = self._requests_s
             if self._under_way:
-                requests_s += self._now() - self._busy_s
+                requests_s += self.now() - self._busy_s
             return pb.Pace(
                 num_steps=self._num_steps,
                 steps_s=self._steps_s,
                 waits_s=min(self._waits_s, requests_s),
                 requests_s=requests_s,
+                step_s=self._step_s,
+                round_steps=self.round_steps,
             )

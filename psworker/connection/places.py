@@ -6,32 +6,38 @@ import logging
 import os
 import time
 
-from pscore.errors import ConfigError, RankTakenError
+from pscore.errors import ConfigError, NotOverError, RankTakenError
 
 log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
 
 
 class PlaceWait:
-    """A worker's wait for a free place in a job."""
+    """A worker's wait for a free place in a job; it begins with the first refusal."""
 
     def __init__(self, job: str, patience_s: float) -> None:
-        """Starts the wait, which ends with an error after `patience_s` seconds."""
+        """Starts no wait yet; one ends with an error after `patience_s` seconds."""
         self._job = job
         self._patience_s = patience_s
-        self._started_s, self._say_s = time.monotonic(), SAY_AFTER_S
+        self._started_s: float | None = None
+        self._say_s = SAY_AFTER_S
 
     def wait(self, problem: RankTakenError) -> None:
         """Reports the wait in growing intervals.
 
         Raises:
-            RankTakenError: The wait was too long; names the job and the time.
+            RankTakenError: The wait was too long; names the job and the time. A `NotOverError` if
+                `problem` is one.
         """
-        waited_s = time.monotonic() - self._started_s
+        now_s = time.monotonic()
+        if self._started_s is None:
+            self._started_s = now_s
+        waited_s = now_s - self._started_s
         if waited_s >= self._patience_s:
-            raise RankTakenError(
+            more = ", or allow more workers with --elastic MIN:MAX"
+            raise type(problem)(
                 f"job {self._job!r} has had no free rank for {waited_s:.0f} s: {problem}; wait "
-                "longer with PACELINE_TIMEOUT_S, or allow more workers with --elastic MIN:MAX"
+                f"longer with PACELINE_TIMEOUT_S{'' if isinstance(problem, NotOverError) else more}"
             ) from problem
         if waited_s >= self._say_s:
             self._say_s *= 2

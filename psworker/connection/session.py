@@ -24,6 +24,7 @@ from psworker.connection.shard_link import Link
 from psworker.group.local_group import LocalGroup
 
 log = logging.getLogger("paceline")
+_finished: dict[str, int] = {}  # By job: incarnation under which this process has finished last.
 
 
 class Session:
@@ -86,7 +87,8 @@ class Session:
         self.group = group
         self.timeline: Timeline | None = None
         self.pace = Pace()
-        self._member = Member(job, num_workers, min_workers, restart, rank)
+        after = _finished.get(job, 0)
+        self._member = Member(job, num_workers, min_workers, restart, rank, after=after)
         how = self._member, self.links, patience_s, data_plane
         self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
         self._heartbeats = Heartbeats(self._member, self.links, self.pace)
@@ -294,6 +296,8 @@ class Session:
         if self.group is not None:
             self.group.watch.leave(reason, failed=failed)
         self._leave_shards(reason, failed=failed)
+        if not failed:
+            _finished[self.job] = self.incarnation
         self._close_links()
         self._heartbeats.join()
         if self.timeline is not None:

@@ -47,6 +47,7 @@ class Link:
         self.joined_as = (-1, 0)  # Rank and incarnation.
         self.uneven = ""  # Which worker has left out steps, as last reported.
         self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
+        self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
         self.num_beats = 0  # Heartbeats answered.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
@@ -77,6 +78,7 @@ class Link:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
             self._check(reply.instance)
             self.epochs = dict(reply.epochs)
+            self.fastest_step_s = reply.fastest_step_s
             self.num_beats += 1
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,6 +11,38 @@ from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Push
 from psworker.transports import PullCall, PushCall
+
+
+class RoundSpans:
+    """Records the rounds of a mode with local steps: from the end of the one before to the push."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Begins the first rounds now."""
+        self._timeline = timeline
+        self._first_ns = timeline.now_ns()
+        self._begins_ns: dict[int, int] = {}  # By fragment.
+        self._num_steps: dict[int, int] = {}  # Likewise: steps of its open round.
+
+    def end_step(self, step: int, num_made: Sequence[int]) -> None:
+        """Records the rounds that a step has ended.
+
+        Args:
+            step: The step.
+            num_made: Steps of each fragment's open round; 0: the step has ended a round.
+        """
+        for fragment, num in enumerate(num_made):
+            self._num_steps[fragment] = self._num_steps.get(fragment, 0) + 1
+            if num == 0:
+                begin_ns = self._begins_ns.get(fragment, self._first_ns)
+                self._timeline.span(
+                    "round",
+                    begin_ns,
+                    track="round",
+                    fragment=fragment,
+                    step=step,
+                    steps=self._num_steps.pop(fragment),
+                )
+                self._begins_ns[fragment] = self._timeline.now_ns()
 
 
 def note_exchange(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pscore.graphs.sides import sides_of
-from psworker.gossip.base import Meet, Waits
+from psworker.gossip.base import Waits
 from psworker.gossip.pairs import Pairs
 
 
@@ -40,8 +40,7 @@ class Atomic(Pairs):
         if self._early is not None:
             yield from super().step()
             return
-        if self.post.has_moved:
-            yield Meet(self.number, waits=False)
+        yield from self._keep_up()
         if (self.number + 1) % self._every == 0:
             self._offer()
             yield from self._settle(lambda: not self._open)

@@ -44,6 +44,7 @@ class Meet(NamedTuple):
     waits: bool = True  # Else it only learns the members.
     parts: bool = False  # This worker exchanges nothing any more.
     stays: bool = False  # But others that are behind it may need its last result.
+    needs_least: bool = False  # It waits while the job has fewer workers than its least.
     again: bool = False  # An exchange among the members has failed, though none may be gone.
 
 
@@ -89,6 +90,10 @@ class Post(Protocol):
     @property
     def has_moved(self) -> bool:
         """Whether the members have changed since the last meeting that was returned."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the job had fewer workers than its least when this worker last asked."""
 
     @property
     def has_tls(self) -> bool:

@@ -78,8 +78,7 @@ class Pairs(Gossip):
             yield from self._early.step()
             self._follow(self._early)
             return
-        if self.post.has_moved:
-            yield Meet(self.number, waits=False)
+        yield from self._keep_up()
         yield from self._settle(lambda: not self._is_late())
         self._write()
         if self.number % self._every == 0 and not self._open:
@@ -163,6 +162,11 @@ class Pairs(Gossip):
             self._note(part)
             if not self._open:
                 self.sight.num_exchanges += 1
+
+    def _keep_up(self) -> Waits:
+        """Learns the members; waits while the job has fewer workers than its least."""
+        if self.post.has_moved or self.post.is_short:
+            yield Meet(self.number, waits=False, needs_least=True)
 
     def _settle(self, is_over: Callable[[], bool]) -> Waits:
         """Waits for the answer to the open exchange, which a partner that is gone ends too."""

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pscore.errors import TransportError
+from pscore.errors import PacelineError, TransportError
 from pscore.net import sockets, tls, wire
 from pscore.net.channel import FrameChannel
 from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
+from psworker.peers.shared import SHARED_NBYTES_MIN, Outbox
 
 log = logging.getLogger("paceline")
 DELAY_S, DELAY_S_MAX = 0.05, 1.0
@@ -30,6 +31,7 @@ class PeerCall:
     """One message under way, and its answer."""
 
     on_answer: OnAnswer | None = None  # Callback of an offer; None: the other is busy or gone.
+    slot: data_pb2.Slot | None = None  # Place of its array in shared memory.
     done: Future[None] = field(default_factory=Future)
 
 
@@ -53,6 +55,8 @@ class PeerLink:
         self.is_over = False
         self.is_new = True
         self._open: set[PeerCall] = set()  # Without a reply.
+        self._is_local = False  # Whether the other worker is on this host, and shares memory.
+        self._outbox: Outbox | None = None
         self._heard_s = 0.0  # Time of the last reply, or since when replies are due.
         self._endpoint = Endpoint(
             host=peer.host,
@@ -63,6 +67,11 @@ class PeerLink:
         )
         self._channel = FrameChannel[PeerCall](self._connect, self._on_reply, "peer")
         self._channel.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection; one to a host that is cut off breaks after seconds."""
+        return self._channel.is_connected
 
     @property
     def silent_s(self) -> float:
@@ -83,11 +92,13 @@ class PeerLink:
             self._heard_s = time.monotonic()
         self._open.add(call)
         call.done.add_done_callback(lambda done: self._open.discard(call))
+        call.done.add_done_callback(lambda done: self._free(call))
         if on_answer is not None:
             call.done.add_done_callback(
                 lambda done: on_answer(None) if done.exception() is not None else None
             )
-        self._channel.request(call, envelope, [wire.as_bytes(values)])
+        call.slot = self._place(envelope, values)
+        self._channel.request(call, envelope, [] if call.slot else [wire.as_bytes(values)])
         return call.done
 
     def close(self, *, waits: bool = True) -> None:
@@ -98,6 +109,23 @@ class PeerLink:
         """
         self.is_over = True
         self._channel.close(waits=waits)
+
+    def _place(self, envelope: data_pb2.Envelope, values: FloatArray) -> data_pb2.Slot | None:
+        """Copies a long array to memory that the other worker shares; returns the place, if any."""
+        if not self._is_local or values.nbytes < SHARED_NBYTES_MIN:
+            return None
+        header = envelope.give if envelope.HasField("give") else envelope.offer
+        try:
+            if self._outbox is None:
+                self._outbox = Outbox(self._endpoint, header.sender, values.nbytes)
+        except (PacelineError, OSError) as problem:
+            log.info("no shared memory with worker %d: %s", self.peer.rank, problem)
+            self._is_local = False
+            return None
+        slot = self._outbox.put(values)
+        if slot is not None:
+            header.slot.CopyFrom(slot)
+        return slot
 
     def _connect(self) -> tls.Stream:
         """Returns a connection, tried until there is one.
@@ -114,6 +142,7 @@ class PeerLink:
                 try:
                     stream = connect(self._endpoint, is_local=is_local)
                     sockets.limit_unacknowledged(stream, BREAK_AFTER_S)
+                    self._is_local |= is_local and self.is_new
                     self.is_new = False
                     return stream
                 except TransportError as failure:
@@ -134,9 +163,16 @@ class PeerLink:
         self._heard_s = time.monotonic()
         values = np.empty(incoming.payload_nbytes // wire.FLOAT_NBYTES, np.float32)
         incoming.read_into(memoryview(values).cast("B"))
+        if envelope.answer.nbytes and call.slot and self._outbox:
+            values = self._outbox.answer(call.slot, envelope.answer.nbytes)
         if call.on_answer is not None:
             call.on_answer(None if envelope.answer.busy else values)
         call.done.set_result(None)
+
+    def _free(self, call: PeerCall) -> None:
+        """Ends a call's use of its slot."""
+        if call.slot is not None and self._outbox is not None:
+            self._outbox.free(call.slot)
 
 
 def _pinned(certificate: bytes) -> ssl.SSLContext:

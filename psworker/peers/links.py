@@ -12,6 +12,7 @@ from pscore.types import FloatArray
 from psworker.connection.session import Session
 from psworker.connection.trace import note_exchange
 from psworker.peers.link import OnAnswer, PeerLink
+from psworker.peers.patience import silence_limit_s
 
 log = logging.getLogger("paceline")
 
@@ -43,6 +44,11 @@ class PeerLinks:
     def is_waiting(self) -> bool:
         """Whether a member has yet to acknowledge something."""
         return bool(self._open and self._links)
+
+    @property
+    def num_reached(self) -> int:
+        """Number of other members to which there is a connection."""
+        return sum(link.is_connected for link in list(self._links.values()))
 
     def update(self, peers: Iterable[control_pb2.Peer]) -> None:
         """Connects to new members, and closes the connections to those that are gone."""
@@ -99,19 +105,12 @@ class PeerLinks:
                 self._cut.add(rank)
                 self._links[rank] = PeerLink(link.peer, self._token)
                 link.close(waits=False)  # It may be connecting.
-            elif silent_s >= self._limit_of(rank):
+            elif silent_s >= silence_limit_s(session.rank, rank, session.lease_s, self._limit_s):
                 raise TransportError(
                     f"{where} has not answered worker {session.rank} for {silent_s:.0f} s: see to "
                     "the network and the firewalls between the two; the others continue without "
                     "the one that ends"
                 )
-
-    def _limit_of(self, rank: int) -> float:
-        """Returns the seconds after which a silent member ends this worker."""
-        lease_s = self._session.lease_s
-        limit_s = lease_s + self._limit_s
-        # A worker that has ended is known as lost a lease later, and to all at their heartbeats.
-        return limit_s if self._session.rank > rank else 2 * (limit_s + lease_s)
 
     def host_of(self, rank: int) -> str:
         """Returns the address at which another member listens."""

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from pscore.errors import ServerUnavailableError
 from psworker.connection.session import Session
+from psworker.peers.patience import has_no_end
 
 log = logging.getLogger("paceline")
 ASK_AFTER_S = 0.5  # Then after twice as long, and so on.
@@ -40,11 +42,15 @@ class LongWait:
 
         Raises:
             PacelineError: This worker is no longer part of the job.
+            ServerUnavailableError: The first shard is silent too, so the wait may have no end.
         """
         session = self._session
         session.require_own()
         session.check()
         waited_s = time.monotonic() - self._started_s
+        first = session.links[0]
+        if has_no_end(waited_s, first.silent_s, session.lease_s, first.patience.limit_s):
+            self._ask_first_shard(waited_s)
         if waited_s >= self._ask_s:
             self._ask_s *= 2
             session.hurry()  # The other may have left, or been found dead.
@@ -53,6 +59,16 @@ class LongWait:
             what = self._name()
             session.waits = f"{what}, for {waited_s:.0f} s"
             log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
+
+    def _ask_first_shard(self, waited_s: float) -> None:
+        """Asks the shard that knows who is lost; this process may itself have been stopped."""
+        try:
+            self._session.live()
+        except ServerUnavailableError as problem:
+            raise ServerUnavailableError(
+                f"worker {self._session.rank} has waited {waited_s:.0f} s for {self._name()}, and "
+                f"cannot learn whether it is lost: {problem}"
+            ) from None
 
     def __exit__(
         self,

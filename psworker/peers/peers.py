@@ -23,6 +23,7 @@ from psworker.peers import certificate
 from psworker.peers.links import PeerLinks
 from psworker.peers.long_wait import LongWait
 from psworker.peers.mailbox import Mailbox
+from psworker.peers.patience import is_cut_off
 from psworker.peers.process_group import GroupSums
 from psworker.peers.service import PeerService
 
@@ -42,6 +43,7 @@ class Peers:
         epoch: Epoch of the directory, as this worker knows it; 0: it has not met anyone.
         distance: To the last average of all models, relative to the norm of the average.
         has_parted: Whether this worker exchanges nothing any more.
+        is_short: Whether the job had fewer workers than its least when this worker last asked.
     """
 
     def __init__(self, session: Session, table: int) -> None:
@@ -60,7 +62,7 @@ class Peers:
         self._met_beats = 0  # Heartbeats answered before the last meeting.
         self.distance = 0.0
         self.gossip: Gossip | None = None
-        self.has_parted = False
+        self.has_parted = self.is_short = False
         self._mailbox = Mailbox()
         self._links = PeerLinks(session)
         self._heard_s = time.monotonic()
@@ -71,7 +73,8 @@ class Peers:
         host = _own_host(session.links[0].address)
         local = f"paceline-worker-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            self._listener = Listener(self._service, host, 0, local, context=context)
+            others = self._service.others
+            self._listener = Listener(self._service, host, 0, local, context=context, others=others)
         except OSError as problem:
             raise ConfigError(
                 f"worker {session.rank} cannot listen at {host} for other workers, which its mode "
@@ -106,6 +109,7 @@ class Peers:
         """
         answer: Any = None
         self._links.require_answers()
+        self._require_enough()
         with contextlib.suppress(StopIteration):
             while True:
                 answer = self._await(waits.send(answer))
@@ -204,6 +208,17 @@ class Peers:
 
     # ----- inside
 
+    def _require_enough(self) -> None:
+        """Waits for the first shard where this worker is cut off, with too few others.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        session = self._session
+        silent_s, least = session.links[0].silent_s, session.min_workers
+        if is_cut_off(silent_s, session.lease_s, self._links.num_reached, least):
+            session.live()
+
     def _answered(self, gossip: Gossip, number: int, part: int, values: FloatArray | None) -> None:
         self._heard_s = time.monotonic()
         gossip.on_answer(number, part, values)
@@ -298,7 +313,7 @@ class Peers:
                 again=wanted.again and self.epoch == first,
             )
             reply = self._session.meet(request)
-            self.epoch, awaited = reply.epoch, reply.waiting_for
+            self.epoch, awaited, self.is_short = reply.epoch, reply.waiting_for, reply.short
             self._met_beats = self._session.links[0].num_beats
             self._links.update(reply.peers)
             for meeting in reply.meetings:
@@ -308,7 +323,9 @@ class Peers:
                 self._since = meeting.epoch
             if wanted.parts and any(self._session.rank in found.leaving for found in gatherings):
                 return True  # If the others die now, no worker meets again.
-            if self._since == self.epoch or not (wanted.waits or request.epoch != self.epoch):
+            is_known = self._since == self.epoch
+            is_known |= not (wanted.waits or request.epoch != self.epoch)
+            if is_known and not (wanted.needs_least and self.is_short):
                 return True
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, MEET_S_MAX)

@@ -9,15 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from pscore.errors import AccessError, DecodeError, LimitError, RemoteProtocolError
+from pscore.errors import (
+    AccessError,
+    DecodeError,
+    LimitError,
+    RemoteProtocolError,
+)
+from pscore.memory.segment import Segment
+from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection
+from pscore.net.listener import THIS_HOST, Serve
 from pscore.net.sockets import Incoming
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray
 from psworker.gossip.base import PART_NUMEL, Tag
 from psworker.peers.mailbox import Mailbox
+from psworker.peers.shared import Inboxes
 
 log = logging.getLogger("paceline")
 QUEUED_NBYTES_MIN = 256 << 10
@@ -31,6 +40,7 @@ class PeerService:
     Attributes:
         on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
         budget: Bytes that may be under way.
+        inboxes: The memory that workers of this host share with this one.
     """
 
     queued_nbytes_min = QUEUED_NBYTES_MIN
@@ -48,6 +58,7 @@ class PeerService:
         self.job = job
         self.table = -1
         self.mailbox = mailbox
+        self.inboxes = Inboxes()
         self._token = token
 
     @property
@@ -55,15 +66,35 @@ class PeerService:
         """Whether a peer must say hello with a token first."""
         return bool(self._token)
 
+    @property
+    def others(self) -> dict[str, Serve]:
+        """The listener's further sockets (`Listener`): that on which memory is shared."""
+        return {ATTACH_SUFFIX: Attachments(self.attach, self.note_refused).serve}
+
     def admit(self, connection: Connection, token: str) -> PeerHandler:
         """Returns the handler of a new connection.
 
         Raises:
             AccessError: The token is wrong.
         """
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            raise AccessError("the token is not that of this worker's job")
+        self._require_token(token)
         return PeerHandler(self, connection)
+
+    def attach(self, request: pb.Attach, fd: int) -> Segment:
+        """Maps the memory of another worker of this host; returns that of the answers to it.
+
+        Raises:
+            AccessError: The token is wrong.
+            RemoteProtocolError: The worker is of another job.
+            TransportError: It cannot be mapped.
+        """
+        self._require_token(request.token)
+        self.require_same_job(request.sender)
+        return self.inboxes.attach(request, fd)
+
+    def note_refused(self, reason: str) -> None:
+        """Logs another worker's attempt to share memory that came to nothing."""
+        self.log("attachment refused", THIS_HOST, reason=reason)
 
     def log(
         self,
@@ -77,6 +108,18 @@ class PeerService:
         """Logs what happens on a connection; nothing of it stops training."""
         about = "".join(f", {name} {value}" for name, value in fields.items())
         log.log(min(level, logging.INFO), "peers: %s (%s%s)", event, peer or "unknown peer", about)
+
+    def require_same_job(self, sender: pb.Sender) -> None:
+        """Raises a RemoteProtocolError for a message to a worker of another job or table."""
+        if (sender.job, sender.table) != (self.job, self.table):
+            raise RemoteProtocolError(
+                f"a message for table {sender.table} of job {sender.job!r} came to a worker of "
+                f"table {self.table} of {self.job!r}"
+            )
+
+    def _require_token(self, token: str) -> None:
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            raise AccessError("the token is not that of this worker's job")
 
 
 class PeerHandler:
@@ -96,13 +139,13 @@ class PeerHandler:
         kind = envelope.WhichOneof("body")
         if kind == "give":
             give = envelope.give
-            values = self._read(give.sender, incoming)
+            values = self._read(envelope.id, give, incoming)
             tag = Tag(give.kind, give.round, give.part, give.epoch)
             self._service.mailbox.put(give.sender.incarnation, tag, values)
             self._connection.send(pb.Envelope(id=envelope.id, taken=pb.Taken()))
         elif kind == "offer":
             offer = envelope.offer
-            values = self._read(offer.sender, incoming)
+            values = self._read(envelope.id, offer, incoming)
             self._answer(envelope.id, offer, values)
         else:
             raise DecodeError(f"frame between workers with {kind!r} in it")
@@ -122,19 +165,22 @@ class PeerHandler:
             )
         answer = pb.Envelope(id=number, answer=pb.Answer(busy=own is None))
         arrays: list[Any] = [] if own is None else [own]
+        if own is not None and offer.HasField("slot"):
+            service.inboxes.of(offer.sender, offer.slot).answer(number, offer.slot, own)
+            answer.answer.nbytes, arrays = own.nbytes, []
         self._connection.send(answer, arrays, lambda: None)
 
-    def _read(self, sender: pb.Sender, incoming: Incoming) -> FloatArray:
-        """Returns the payload of a message as numbers."""
-        service, nbytes = self._service, incoming.payload_nbytes
-        if (sender.job, sender.table) != (service.job, service.table):
-            raise RemoteProtocolError(
-                f"a message for table {sender.table} of job {sender.job!r} came to a worker of "
-                f"table {service.table} of {service.job!r}"
-            )
+    def _read(self, number: int, message: pb.Give | pb.Offer, incoming: Incoming) -> FloatArray:
+        """Returns the array of a message, which comes in its frame or lies in shared memory."""
+        service, is_shared = self._service, message.HasField("slot")
+        nbytes = message.slot.nbytes if is_shared else incoming.payload_nbytes
+        service.require_same_job(message.sender)
         if nbytes % FLOAT_NBYTES or nbytes > PART_NUMEL * FLOAT_NBYTES:
             raise LimitError(f"{nbytes} bytes between workers, at most {PART_NUMEL} numbers wanted")
         self._connection.is_known = True
+        if is_shared:
+            incoming.read_into()
+            return service.inboxes.of(message.sender, message.slot).take(number, message.slot)
         values = np.empty(nbytes // FLOAT_NBYTES, np.float32)
         incoming.read_into(memoryview(values).cast("B"))
         return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,6 +33,9 @@ class PlacedReplica:
         parts: The slices, by index.
         clocks: The pushes of each slice.
         round: The open round, in a mode that has rounds.
+        speed: Returns this worker's speed over that of the fastest one, in rounds by speed.
+        round_steps: Steps of the round under way in such a mode; None: as planned.
+        left_out: Steps of training just before this one that it has left out, in such a round.
         is_ending: Whether `finish` or `end_slice` has begun to end a step, and it is not over.
     """
 
@@ -64,6 +67,9 @@ class PlacedReplica:
         self.own: Sequence[int] = range(len(layout.slices)) if own is None else own
         self.step = 0
         self.is_ending = False
+        self.speed: Callable[[], float] = _fastest
+        self.round_steps: int | None = None
+        self.left_out = 0
         self.weights = weights
         self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
         self.parts = self.local.parts
@@ -171,10 +177,29 @@ class PlacedReplica:
             return
         num_pushes = max(0, self.next_push - origin.clock)
         self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
+        self.shorten()
+
+    def shorten(self) -> None:
+        """Leaves out steps before the last one of a round by speed; its length is chosen first.
+
+        The step has to be the one that follows on those made in the round.
+        """
+        self.left_out = 0
+        if not self.num_inner:
+            schedule = self.rule.schedule
+            self.round_steps = None if schedule is None else schedule.round_steps(self.speed())
+        if self.round_steps is not None and self.num_inner + 1 >= self.round_steps:
+            last = self.rule.step_after(self.step - self.num_inner, 1) - 1
+            self.left_out = max(0, last - self.step)
+            self.step += self.left_out
 
     def settle(self) -> Waits:
         """Waits for all pulls under way, and applies them in the order of arrival."""
         yield from self._pulls.settle()
+
+
+def _fastest() -> float:
+    return 1.0
 
 
 def _role(rule: Rule) -> Role | None:

@@ -131,6 +131,7 @@ class Replica(PlacedReplica):
         if blocks:
             yield from self.settle()
         self.step = self.clocks.catch_up(self.step)
+        self.shorten()
         self.is_ending = False
 
     def end_round(self, grads: Sequence[torch.Tensor], push_pull: PushPull) -> None:
@@ -183,10 +184,16 @@ class Replica(PlacedReplica):
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
+    def _weights(self) -> list[float]:
+        """Returns the weight of each fragment's move in the mean."""
+        schedule = self.rule.schedule
+        pairs = [(self.round.mean_samples(q), n) for q, n in enumerate(self.round.num_inner_of)]
+        return [mean if schedule is None else schedule.weight(mean, num) for mean, num in pairs]
+
     def _push_round(
         self, ending: Sequence[int], values: Sequence[torch.Tensor], push_pull: PushPull
     ) -> None:
-        """Pushes the moves of some fragments, or the weights, weighted by the mean of samples."""
+        """Pushes the moves of some fragments, or the weights, with their weight in the mean."""
         fragments = self.clocks.fragments
         bad = self.round.write(
             self.parts, values, [i for i in range(len(fragments)) if fragments[i] in ending]
@@ -195,9 +202,10 @@ class Replica(PlacedReplica):
             self.is_ending = False
             raise not_finite(bad, self.step)
         plan, role = self.plan(), self.round.pushed_role
+        weights = self._weights()
         for index in self.front_first():
             if fragments[index] in ending:
-                samples = self.round.mean_samples(fragments[index])
+                samples = weights[fragments[index]]
                 self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed(ending)
         self.round.begin(ending)

@@ -49,6 +49,7 @@ class GroupSteps(Steps):
             if recovery.failure is None:
                 table.exchange.missed.end_step()
                 table.progress.locate(number)
+                self._note_rounds(number)
                 self._gradients.end()
                 self._left_out.ended()
                 # For a scheduler that was made before the wrapper, which warns without it.

@@ -48,6 +48,8 @@ def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) 
         what = f"in mode {rule} workers send their weights to each other"
     elif rule.schedule is not None and rule.schedule.number > 1:
         what = f"{rule.name}.fragments is {rule.schedule.number}: their rounds end in turn"
+    elif rule.schedule is not None and rule.schedule.least:
+        what = f"{rule.name}.steps_min is not 0: each would have a speed of its own"
     elif not optimizer.holds_weights:
         what = "the shards do not run this optimizer, so each worker would"
     else:

@@ -29,7 +29,8 @@ class Progress:
     Attributes:
         samples: Weight of the next gradient in the mean, usually its batch size.
         seen: Sum of `samples` over the steps behind this worker. Steps that others made before it
-            joined, or while it was away, count with the value of `samples` at that time.
+            joined, or while it was away, count with the value of `samples` at that time; those
+            that it leaves out in a round by speed do not count.
     """
 
     def __init__(self, samples: float, replica: Replica, exchange: Exchange) -> None:
@@ -49,4 +50,7 @@ class Progress:
         former = self._replica.step if former is None else former
         self._replica.locate(self._exchange.origin)
         seen = self.seen if seen is None else seen
-        self.seen = max(0.0, seen + (self._replica.step - former) * self.samples)
+        made = self._replica.step - former
+        if self._replica.left_out:
+            made = max(0, made - self._replica.left_out)
+        self.seen = max(0.0, seen + made * self.samples)

@@ -9,7 +9,7 @@ from pscore.errors import ReplacedError, UnknownJobError
 from pscore.rules.base import takes_all
 from pscore.types import Role
 from psworker.connection.left_out import LeftOut
-from psworker.connection.trace import local_update
+from psworker.connection.trace import RoundSpans, local_update
 from psworker.training import scaling
 from psworker.training.buffers import Buffers
 from psworker.training.gradients import Gradients
@@ -48,6 +48,8 @@ class Steps:
         self._buffers = buffers
         self._recovery = recovery
         self._left_out = left_out
+        timeline = table.session.timeline
+        self._rounds = None if timeline is None else RoundSpans(timeline)
 
     def run(self, grad_scaler: GradScaler | None, *, skips: bool = False) -> None:
         """Makes one step, or leaves it out; after an error that shards may know of, rejoins."""
@@ -65,6 +67,7 @@ class Steps:
             if recovery.failure is None:
                 table.exchange.missed.end_step()
                 table.progress.locate(number)
+                self._note_rounds(number)
                 self._gradients.end()
                 self._left_out.ended()
                 # For a scheduler that was made before the wrapper, which warns without it.
@@ -73,10 +76,17 @@ class Steps:
                 recovery.come_back()
                 self._left_out.given_up()
             table.exchange.payloads.raise_refused()
+        table.session.pace.round_steps = table.replica.round_steps or 0
         table.session.pace.end_step()
         table.exchange.traffic.num_steps += 1
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
+
+    def _note_rounds(self, step: int) -> None:
+        """Records the rounds that a step has ended, in a timeline."""
+        opened = self._table.replica.round
+        if self._rounds is not None and opened.role is not None:
+            self._rounds.end_step(step, opened.num_inner_of)
 
     def _make_step(self, grad_scaler: GradScaler | None, *, skips: bool) -> None:
         """Checks gradients and weights, and makes a step, unless all workers leave it out."""

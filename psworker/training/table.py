@@ -112,6 +112,7 @@ class TrainingTable:
             own=own,
             num_workers=session.num_workers,
         )
+        self.replica.speed = lambda: session.pace.share
         self.parts = Parts(self.layout, self.flat, self.replica, session)
         kernels = kernels_for(weights)
         for part in self.replica.parts:
@@ -147,7 +148,8 @@ class TrainingTable:
     def set_hyper(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Sets the hyper-parameters of the next push; returns whether they have changed."""
         before = self.replica.parts[0].hyper
-        groups = [self.rule.outer_group(self.replica.step, group) for group in param_groups]
+        step, num_workers = self.replica.step, self.session.num_workers
+        groups = [self.rule.outer_group(step, group, num_workers) for group in param_groups]
         rows = hyper_rows(self.optimizer, groups)
         for part in self.replica.parts:
             part.hyper = rows

@@ -7,33 +7,21 @@ says which of a slice's two buffers holds the weights.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from pscore.errors import RemoteProtocolError, TransportError
 from pscore.memory import streaming
 from pscore.memory.segment import Segment, WeightsMap
-from pscore.net import sockets, tls, wire
-from pscore.net.endpoint import (
-    CONNECT_TIMEOUT_S,
-    Endpoint,
-    connect,
-    connect_locally,
-    error_of,
-    parse_envelope,
-)
+from pscore.net import sockets, tls
+from pscore.net.attach import attach as pass_segment
+from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray, IntArray, SliceSpec
 from psworker.transports.base import PullCall
 from psworker.transports.retry import RetryPolicy
 from psworker.transports.socket_base import SocketTransport
-
-ATTACH_SUFFIX = ".attach"  # Suffix of the Unix socket's name.
-ATTACHED_NBYTES_MAX = 1 << 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,34 +116,10 @@ def attach(endpoint: Endpoint, attachment: Attachment) -> None:
         TransportError: The connection failed.
         RemoteProtocolError: The shard refused, or answered something else.
     """
-    request = pb.Envelope(
-        id=1,
-        attach=pb.Attach(
-            sender=attachment.sender, nbytes=attachment.grads.nbytes, token=endpoint.token
-        ),
-    )
-    try:
-        with connect_locally(endpoint.local + ATTACH_SUFFIX) as connection:
-            connection.settimeout(CONNECT_TIMEOUT_S)
-            frame = wire.encode(request.SerializeToString())
-            socket.send_fds(connection, [frame], [attachment.grads.fd])
-            answer, fds, _, _ = socket.recv_fds(connection, ATTACHED_NBYTES_MAX, 1)
-    except OSError as problem:
-        raise TransportError(f"cannot share memory with the shard: {problem}") from problem
-    envelope = parse_envelope(bytes(wire.decode(answer)[0]))
-    if envelope.WhichOneof("body") == "failed":
-        raise error_of(envelope.failed)
-    if len(fds) != 1 or envelope.attached.nbytes != attachment.layout.nbytes:
-        for fd in fds:
-            os.close(fd)
-        raise RemoteProtocolError(
-            f"the shard shares {envelope.attached.nbytes} bytes of weights, "
-            f"{attachment.layout.nbytes} wanted"
-        )
-    weights = Segment.attach(fds[0], envelope.attached.nbytes)
+    layout, request = attachment.layout, pb.Attach(sender=attachment.sender)
+    weights = pass_segment(endpoint, request, attachment.grads, layout.nbytes)
     attachment.weights = weights
     for spec in attachment.specs:
-        layout = attachment.layout
         maps = layout.buffers(weights, spec.index), layout.versions(weights, spec.index)
         attachment.maps[spec.index] = maps
 

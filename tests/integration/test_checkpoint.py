@@ -190,6 +190,73 @@ def test_a_checkpoint_under_load_has_the_residuals(
                 assert same(final, seen[span.stop])
 
 
+MODE = "diloco(steps=4, fragments=2, outer_lr=0.5, outer_momentum=0.5)"
+OFFSETS = (2, 4)  # Ends of rounds in a cycle of 4 steps: of the first elements and of the last.
+
+
+def target(rank: int, step: int) -> float:
+    return float(np.cos(1.0 + rank + 2.0 * step))
+
+
+def train_fragments(me: Station, until: int | None, begin: float) -> tuple[int, list[float]]:
+    """Trains until a step, or until told; returns the first step, and the last weights."""
+    weight = torch.nn.Parameter(torch.full((9000,), begin))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.25), [("weight", weight)], mode=MODE
+    )
+    first = optimizer.steps
+    me.tell()
+    while not me.is_told() if until is None else optimizer.steps < until:
+        weight.grad = weight.detach() - target(me.rank, optimizer.steps)
+        optimizer.step()
+    with optimizer.global_weights():
+        ends = [float(weight[0]), float(weight[-1])]
+    psworker.shutdown()
+    return first, ends
+
+
+def follow(offset: int, outer: tuple[float, float], span: range) -> tuple[float, float]:
+    """Makes the rounds of one fragment in float64; returns its weight and its momentum."""
+    (start, speed), local = outer, [outer[0]] * 2
+    for step in span:
+        local = [x - 0.25 * (x - target(rank, step)) for rank, x in enumerate(local)]
+        if (step + 1 - offset) % 4 == 0:
+            move = start - sum(local) / 2
+            speed = 0.5 * speed + move
+            start -= 0.5 * (move + 0.5 * speed)
+            local = [start] * 2
+    return start, speed
+
+
+def test_fragments_at_different_rounds_are_saved_after_the_same_number_of_them(
+    shards: Shards, command: Command, tmp_path: Path
+) -> None:
+    """Each slice is copied when its own fragment has ended so many rounds, two steps apart.
+
+    So a restored job begins with the weights and the momentum that each fragment had then, and at
+    the end of that cycle; it trains as a job that has come there.
+    """
+    folder, job = tmp_path / "checkpoints", new_job()
+    with shards.workers(train_fragments, None, 0.0, num_workers=2, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
+        for worker in workers:
+            worker.tell()
+        assert all(worker.result()[0] == 0 for worker in workers)
+    rounds, again = step_of(path), new_job()
+    run(command, shards, "restore", folder / path.name, "--job", again)
+    ended, until = 4 * rounds, 4 * rounds + 12
+    restored = shards.run(train_fragments, until, 9.0, num_workers=2, job=again)
+    expected = []
+    for offset in OFFSETS:
+        saved = follow(offset, (0.0, 0.0), range(ended - 4 + offset))
+        expected.append(follow(offset, saved, range(ended, until))[0])
+    for first, ends in restored:
+        assert first == ended
+        assert ends == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 def test_errors_of_the_command_are_one_sentence(
     shards: Shards, command: Command, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -251,4 +252,6 @@ def test_files_that_the_image_copies_are_not_ignored() -> None:
         if line.startswith("!")
     }
     needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "examples"}
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
+    needed.add(hatch["metadata"]["hooks"]["custom"]["path"])  # The build reads it.
     assert needed | {"pscore", "psserver", "psworker"} <= kept

@@ -13,6 +13,7 @@ import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.connection.exchange import Exchange
+from psworker.connection.shard_link import Link
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 
 NUMEL = 10_000  # A slice on each of two shards.
@@ -93,3 +94,57 @@ def _stays(me: Station, mode: str) -> tuple[list[float], int, int]:
 
 def _joins(me: Station, mode: str) -> tuple[list[float], int, int]:
     return train(me, mode, holds=True)
+
+
+def run(me: Station) -> tuple[list[float], int]:
+    """Makes two steps in ssgd; returns the weights, and the steps of the job."""
+    psworker.init()
+    weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)]
+    )
+    for _ in range(2):
+        weight.grad = torch.full((NUMEL,), 1.0 + me.rank)
+        optimizer.step()
+    optimizer.close()
+    return sorted(set(weight.tolist())), optimizer.clock
+
+
+def hold_the_second_leave(me: Station) -> None:
+    """Leaves one shard at once, and the other when the test says so."""
+    original, left = Link.call, list[str]()
+
+    def call(self: Link, method: Any, request: Any, **options: Any) -> Any:
+        if isinstance(request, pb.LeaveRequest):
+            if len(left) == 1:
+                me.tell()
+                me.hear()
+            left.append(self.address)
+        return original(self, method, request, **options)
+
+    Link.call = call  # type: ignore[assignment, method-assign]
+
+
+def _ends_slowly(me: Station) -> tuple[list[float], int]:
+    """Makes a run that one of its workers ends slowly, and the next one under the same name."""
+    if me.rank == 1:
+        hold_the_second_leave(me)
+    run(me)
+    psworker.shutdown()
+    return run(me)
+
+
+def test_the_next_run_under_a_name_waits_for_the_end_of_the_one_before(shards: Shards) -> None:
+    """Otherwise one shard begins the run while another still has the former one's weights."""
+    job = new_job()
+
+    def has_begun() -> bool:
+        with grpc.insecure_channel(shards.addresses[0]) as channel:
+            reply = control_pb2_grpc.ControlStub(channel).Status(pb.StatusRequest())
+        return [len(entry.tables) for entry in reply.jobs if entry.job == job] == [0]
+
+    with shards.workers(_ends_slowly, job=job) as (first, second):
+        second.hear()
+        wait_until(has_begun)
+        second.tell()
+        assert [worker.result() for worker in (first, second)] == [([-3.0], 2)] * 2

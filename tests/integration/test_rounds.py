@@ -1,6 +1,7 @@
 """Modes with rounds through real shards: against the same rounds made by torch in one process."""
 
 import copy
+import time
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,91 @@ def test_diloco_is_nesterov_over_the_means_of_models_trained_apart(shards: Shard
     for name, weight in train_alone("adamw", 8, outer).items():
         assert np.array_equal(first[name], second[name]), name
         assert relative_error(first[name], weight) <= 1e-5, name
+
+
+def train_beside_a_still_one(me: Station, mode: str) -> list[float]:
+    """Worker 0 moves by 1/8 at each step, worker 1 does not; returns where the shards end."""
+    weight = torch.nn.Parameter(torch.zeros(9000))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=(1.0, 0.0)[me.rank]),
+        named_parameters=[("weight", weight)],
+        mode=mode,
+    )
+    for _ in range(8 if me.rank == 0 else 4):
+        optimizer.zero_grad()
+        torch.autograd.backward(weight.sum().div(-8.0))
+        optimizer.step()
+    psworker.barrier("end")
+    with optimizer.global_weights():
+        ends = [float(weight[0]), float(weight[-1])]
+    psworker.shutdown()
+    return ends
+
+
+def test_delayed_nesterov_waits_for_no_other_worker(shards: Shards) -> None:
+    """Each of its 4 rounds moves the weights by 1/2 * 1/2 * 2/8; other rounds move them by 0."""
+    mode = "delayed_nesterov(steps=2, outer_lr=0.5, outer_momentum=0.0)"
+    assert shards.run(train_beside_a_still_one, mode) == [[0.25, 0.25]] * 2
+
+
+class Seconds:
+    """A clock of a worker's pace that its script sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def train_by_speed(me: Station) -> tuple[list[int], float, float, int]:
+    """Steps of 1/8, which take worker 1 twice as long; returns those after speeds are known."""
+    weight, clock = torch.nn.Parameter(torch.zeros(9000)), Seconds()
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0),
+        named_parameters=[("weight", weight)],
+        mode="local(steps=8, steps_min=2)",
+    )
+    session = table_of(optimizer).session
+    session.pace.now = clock  # In thousands of seconds, beside which no real wait counts.
+
+    def go_on(until: int) -> list[int]:
+        made = []
+        while optimizer.steps < until:
+            made.append(optimizer.steps)
+            optimizer.zero_grad()
+            torch.autograd.backward(weight.sum().div(-8.0))
+            clock.now_s += 1e6 * (1 + me.rank)
+            optimizer.step()
+        return made
+
+    go_on(8)
+    ends_s = time.monotonic() + 60.0
+    while abs(session.pace.share - (1.0, 0.5)[me.rank]) > 1e-3:
+        assert time.monotonic() < ends_s, session.pace.message()
+        session.hurry()
+        time.sleep(0.02)
+    psworker.barrier("speeds")
+    go_on(16)  # Its length may have been chosen before.
+    with optimizer.global_weights():
+        before, seen = float(weight[0]), optimizer.samples_seen
+    made = go_on(32)
+    with optimizer.global_weights():
+        moved = float(weight[0]) - before
+    session.hurry()
+    result = made, moved, optimizer.samples_seen - seen, session.pace.message().round_steps
+    psworker.shutdown()
+    return result
+
+
+def test_a_worker_at_half_speed_makes_half_the_steps_of_a_round(shards: Shards) -> None:
+    """Moves of 8/8 and 4/8, weighed by their steps: (8 * 1 + 4 * 1/2) / 12 a round."""
+    first, second = shards.run(train_by_speed)
+    assert first[0] == list(range(16, 32))
+    assert second[0] == [16, 17, 18, 23, 24, 25, 26, 31]
+    for _, moved, _, _ in (first, second):
+        assert moved == pytest.approx(2 * 10 / 12)
+    assert [first[2], second[2]] == [16.0, 8.0]
+    assert [first[3], second[3]] == [8, 4]
 
 
 def train_apart(rounds: int, delay: int) -> Any:

@@ -76,6 +76,46 @@ def spans(events: list[Event], process: str) -> list[Event]:
     return [event for event in events if event["ph"] == "X" and event["pid"] == pids[0]]
 
 
+def train_rounds(station: Station) -> None:
+    """Rounds of two steps, of which each closes with both workers in."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.1),
+        named_parameters=[("weight", weight)],
+        mode="local(steps=2, quorum=2)",
+    )
+    for _ in range(STEPS):
+        weight.grad = torch.ones(64)
+        optimizer.step()
+    psworker.shutdown()
+
+
+def test_rounds_and_their_windows_are_shown(tmp_path: Path) -> None:
+    env = {"PACELINE_TIMELINE": str(tmp_path / "trace.json")}
+    with Shards(1, env=env) as shards:
+        shards.run(train_rounds, env=env)
+    files = [tmp_path / f"trace.{name}.json" for name in ("shard0", "worker0", "worker1")]
+    psworker_timeline(files, tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        rounds = [e["args"] for e in spans(events, f"worker {rank}") if e["name"] == "round"]
+        assert [(e["step"], e["steps"]) for e in rounds] == [(1, 2), (3, 2), (5, 2)]
+    mine = [event for event in spans(events, "shard 0") if event["name"] in ("round", "window")]
+    found = {(event["name"], event["args"]["version"]): event for event in mine}
+    assert set(found) == {("round", 2), ("round", 3), *(("window", n) for n in (1, 2, 3))}
+    for version in (2, 3):
+        whole, window = found["round", version], found["window", version]
+        ends_us = [event["ts"] + event["dur"] for event in (whole, window)]
+        assert ends_us[0] == pytest.approx(ends_us[1], abs=0.1)
+        assert window["ts"] >= whole["ts"]
+        pushes = [
+            event["ts"] + event["dur"]
+            for event in spans(events, "shard 0")
+            if event["name"] == "decode" and event["args"]["step"] == version - 1
+        ]
+        assert len([push for push in pushes if push >= whole["ts"]]) >= 2
+
+
 def test_every_span_is_one_that_chrome_reads(joined: list[Event]) -> None:
     complete = [event for event in joined if event["ph"] == "X"]
     assert {event["ph"] for event in joined} == {"X", "M", "s", "f"}

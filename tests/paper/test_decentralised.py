@@ -12,7 +12,7 @@ import pytest
 from pscore.graphs import GRAPHS, directed_graph_of, graph_of
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
-from pssim.peers import PeerWorld, Trouble
+from pssim.peers import Entry, PeerWorld, Trouble
 from psworker.gossip.pairs import Pairs
 from psworker.gossip.push_sum import PushSum
 
@@ -284,6 +284,14 @@ def test_atomic_exchanges_alone_are_the_same_bits_at_both_ends() -> None:
             x[one] = x[other] = (offered[other, entry.number] + x[one]) * np.float32(0.5)
     for worker in found.workers:
         assert np.array_equal(getattr(worker.gossip, "shared"), x[worker.rank])  # noqa: B009
+
+
+def test_active_workers_alone_begin_atomic_exchanges_and_passive_ones_answer() -> None:
+    graph = "0-1 0-2 1-3 2-4 3-4"  # Workers 3 and 4 are passive both, in a cycle of five.
+    found = world(f"adpsgd(exchange=atomic, graph='{graph}')", 5, 30).run()
+    early = found.log[: found.log.index(Entry("write", 0, number=20))]  # Sides change at an end.
+    pairs = {(entry.rank, entry.other) for entry in early if entry.what == "offer"}
+    assert pairs == {(1, 0), (2, 0), (1, 3), (2, 4)}
 
 
 # ----- numbers by hand, for workers at x = (1, 3), with g_i(x) = x and a rate of 0.1

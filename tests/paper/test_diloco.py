@@ -83,7 +83,7 @@ def test_it_follows_the_equation_for_200_steps(warmup: int) -> None:
 
 
 def test_the_inner_learning_rate_does_not_enter_the_outer_step() -> None:
-    rows = [DiLoCo().outer_group(0, {"lr": lr}) for lr in (0.1, 0.5)]
+    rows = [DiLoCo().outer_group(0, {"lr": lr}, 1) for lr in (0.1, 0.5)]
     assert rows[0] == rows[1]
     assert (rows[0]["lr"], rows[0]["momentum"], rows[0]["nesterov"]) == (0.7, 0.9, True)
 

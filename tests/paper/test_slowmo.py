@@ -57,7 +57,8 @@ def test_a_learning_rate_of_zero_divides_nothing() -> None:
 
 def test_the_warm_up_is_the_mean_and_leaves_the_slow_momentum_alone() -> None:
     rule = SlowMo(steps=4, warmup=2, slow_lr=2.0, slow_momentum=0.25)
-    rows = [SlowStep.hyper_from_torch(rule.outer_group(step, {"lr": 0.5})) for step in (1, 2)]
+    groups = [rule.outer_group(step, {"lr": 0.5}, 1) for step in (1, 2)]
+    rows = [SlowStep.hyper_from_torch(group) for group in groups]
     assert rows == [(0.5, 1.0, 0.0), (0.5, 2.0, 0.25)]
     bench = Bench(8.0)
     assert bench.step(3.0, 0.5, list(rows[0])) == 6.5

@@ -1,4 +1,4 @@
-"""Workers that exchange models, under drops, repeats, reordering and kills, on any graph.
+"""Workers that exchange models, under drops, repeats, reordering, kills and cuts, on any graph.
 
 `make simulate` runs 10,000 of these seeds.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from pscore.graphs import GRAPHS
 from pscore.rules import parse_mode
 from pssim import peer_case
-from pssim.peers import HEARTBEAT_S, LEASE_S, PeerWorld, Trouble
+from pssim.peers import DIRECTORY, HEARTBEAT_S, LEASE_S, TIMEOUT_S, PeerWorld, Trouble
 from psworker.gossip.pairs import Pairs
 
 SEEDS, PARTS = 160, 4
@@ -37,6 +38,8 @@ def test_seeds_draw_all_modes_graphs_and_faults() -> None:
         [bool(case.trouble.kills) for case in cases],
         [bool(case.trouble.lost) for case in cases],
         [bool(case.trouble.twice) for case in cases],
+        [bool(case.trouble.cuts) for case in cases],
+        [case.min_workers > 0 for case in cases],
         [case.is_still for case in cases],
     ):
         assert set(told) == {False, True}
@@ -130,3 +133,73 @@ def test_nobody_waits_longer_than_a_lease_from_the_last_of_a_chain_of_deaths(mod
     else:
         assert 3 * gap_s < min(found)
         assert max(found) < 3 * gap_s + LEASE_S + 4 * HEARTBEAT_S
+
+
+MODES = ["allreduce", "dpsgd(graph=ring)", "sgp", "adpsgd", "adpsgd(exchange=atomic)"]
+STEPS, CUT_S = 60, 2.0
+
+
+def world_of(mode: str, num: int, trouble: Trouble, min_workers: int = 0) -> PeerWorld:
+    """Returns a run of workers whose models come together, and do nothing else."""
+    rng = np.random.default_rng(1)
+    starts = [rng.normal(size=3).astype(np.float32) for _ in range(num)]
+    starts = starts[:1] * num if mode == "allreduce" else starts
+    return PeerWorld(
+        parse_mode(mode),  # type: ignore[arg-type]
+        lambda rank, step, weights: np.zeros_like(weights),
+        starts[0],
+        num_workers=num,
+        steps=STEPS,
+        lr=0.1,
+        trouble=trouble,
+        starts=starts,
+        min_workers=min_workers,
+    ).run()
+
+
+def apart(away: list[int], there: list[int]) -> dict[tuple[int, int], float]:
+    """Returns the cuts of a partition, with the directory beside `there`."""
+    pairs = [*itertools.product(away, there), *itertools.product(there, away)]
+    return dict.fromkeys([*pairs, *((one, DIRECTORY) for one in away)], CUT_S)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_with_too_few_workers_stops_and_the_other_one_continues(mode: str) -> None:
+    found = world_of(mode, 5, Trouble(cuts=apart([1, 4], [0, 2, 3])), min_workers=3).workers
+    assert [worker.has_ended for worker in found] == [True, False, True, True, False]
+    for away in (found[1], found[4]):
+        assert 0 < away.gossip.number < STEPS
+        assert away.finished_s[-1] < CUT_S + 2.5 * LEASE_S  # An answer is awaited for a lease.
+
+
+def test_where_the_larger_part_does_not_reach_the_directory_the_smaller_one_stops() -> None:
+    found = world_of("adpsgd", 5, Trouble(cuts=apart([0, 2, 3], [1, 4])), min_workers=3).workers
+    assert [worker.gossip.number == STEPS for worker in found] == [True, False, True, True, False]
+    assert all(worker.finished_s[-1] < CUT_S + 2.5 * LEASE_S for worker in (found[1], found[4]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_stop_while_the_job_has_fewer_than_its_least(mode: str) -> None:
+    found = world_of(mode, 4, Trouble(kills={1: CUT_S, 3: CUT_S}), min_workers=3).workers
+    for worker in (found[0], found[2]):
+        assert worker.is_stopped
+        assert worker.finished_s[-1] < CUT_S + 2.5 * LEASE_S
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cut", [(0, 2), (2, 0)])
+def test_of_a_link_of_one_way_at_most_the_worker_that_cannot_send_ends(
+    mode: str, cut: tuple[int, int]
+) -> None:
+    """Worker 1 reaches both, and is reached by both."""
+    found = world_of(mode, 3, Trouble(cuts={cut: CUT_S}))
+    ended = [worker.rank for worker in found.workers if not worker.has_ended]
+    depends = not mode.startswith("adpsgd")
+    assert ended in ([], [cut[0]] if depends else [])
+    others = [worker for worker in found.workers if worker.has_ended]
+    slowest = max(float(np.diff(worker.finished_s).max()) for worker in others)
+    assert slowest < (2 * (TIMEOUT_S + 2 * LEASE_S) + LEASE_S + 1.0 if depends else 2 * LEASE_S)
+    if mode == "adpsgd":
+        assert len({worker.rank for worker in others}) == 3
+        final = np.stack([found.model(worker) for worker in others])
+        assert np.ptp(final, axis=0).max() < 1e-2, "they have not come together over worker 1"

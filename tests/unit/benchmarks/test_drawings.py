@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import drawings
-from benchmarks.drawing import peers, planes
+from benchmarks.drawing import fragments, peers, planes
 from pscore.rules import RULES
 from tests.house.source import ROOT
 
@@ -16,7 +16,7 @@ def test_every_rule_has_a_drawing() -> None:
     assert all(mode.partition("(")[0] == rule for rule, (mode, _) in modes.items())
 
 
-@pytest.mark.parametrize("rule", sorted({*RULES, *drawings.VARIANTS}))
+@pytest.mark.parametrize("rule", sorted({*RULES, *drawings.VARIANTS, *fragments.MODES}))
 def test_a_drawing_is_of_the_simulated_run(rule: str) -> None:
     path = ROOT / "docs" / "pictures" / f"rule-{rule}.svg"
     assert path.stat().st_size < NBYTES_MAX

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages, rounds
+from benchmarks import pages, round_links, rounds
 from benchmarks.chars import PART
 
 LOSSES = {0.1: 3.0, 0.2: 2.5, 0.4: 2.0, 0.7: 2.2, 1.0: math.nan}
@@ -52,3 +52,14 @@ def test_a_result_continues_where_it_was_ended_and_is_shown(
     shown = pages.rounds()
     assert "`mirror` within 1 % of rounds that block: **not met** at H = 20." in shown
     assert "| 20 | `mirror` | 0.4 | 2.050 | +2.5 % | 0.2: 2.500, 0.7: 2.200, 1: diverged |" in shown
+
+
+def test_bytes_on_a_slow_link_are_shares_of_those_of_ddp() -> None:
+    figures = {"seconds": 1.0, "out_nbytes": 1e6, "in_nbytes": 2e6}
+    sparse = list(round_links.FORMS)[-1]
+    forms = {round_links.DDP: figures, sparse: {**figures, "out_nbytes": 1e4, "in_nbytes": 1e4}}
+    rows = round_links.rows_of({"forms": forms}).splitlines()
+    assert rows[-1].endswith("| 0.010 | 1.00% | 0.010 | 0.50% |")
+    assert round_links.verdict({"forms": forms}).endswith("with sparseloco: met.")
+    forms[sparse]["in_nbytes"] = 4e4
+    assert round_links.verdict({"forms": forms}).endswith("with sparseloco: not met.")

@@ -39,7 +39,7 @@ from tests.paper.inner import Inner
 
 NAMES = {
     "ssgd", "asgd", "staleness", "dcasgd", "ssp", "od", "ssd", "cd", "local", "slowmo", "diloco",
-    "allreduce", "dpsgd", "adpsgd", "sgp",
+    "allreduce", "dpsgd", "adpsgd", "sgp", "delayed_nesterov",
 }  # fmt: skip
 GROUP = {"lr": 0.5, "momentum": 0.0}
 
@@ -130,11 +130,11 @@ def test_the_outer_optimizer_is_one_of_the_shards(name: str) -> None:
     rule = RULES[name]()
     group = {"lr": 0.25, "anything": "of the user's own optimizer"}
     if not rule.outer_optimizer:
-        assert rule.outer_group(3, group) is group
+        assert rule.outer_group(3, group, 2) is group
         return
     optimizer = OPTIMIZERS[rule.outer_optimizer]
     for step in (0, 3):
-        row = optimizer.hyper_from_torch(rule.outer_group(step, group))
+        row = optimizer.hyper_from_torch(rule.outer_group(step, group, 2))
         assert len(row) == len(optimizer.hyper_names)
         assert all(math.isfinite(value) for value in row)
 

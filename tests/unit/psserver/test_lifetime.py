@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from pscore.errors import ConfigError, JobMismatchError, LimitError, RankTakenError
+from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
 from pscore.types import Push, Role
 from psserver.decisions.job import State
 from psserver.decisions.limits import KEEP_ENDED_S, Limits
+from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from tests.unit.psserver.test_jobs_and_tables import LEASE_S, SPEC, member, push, ready, tensor
@@ -219,3 +220,86 @@ def test_a_returning_worker_starts_no_new_life_of_the_job() -> None:
     )
     assert job.membership.live() == [0, 1]
     assert job.life.number == 3
+
+
+def finished(shard: Shard, rank: int) -> Member:
+    """Ends a worker; returns its process, which begins the next run of the job."""
+    shard.decide_leave("run", rank, 1, "finished")
+    return dataclasses.replace(member(rank, 2), after=1)
+
+
+def test_a_process_that_has_finished_waits_for_the_others_before_the_next_run() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    again = finished(shard, 0)
+    with pytest.raises(
+        NotOverError, match=r"'run' and begins .* continues with worker 1 \(process"
+    ):
+        shard.decide_join("run", 2, again)
+    assert job.membership.members[0].presence is Presence.LEFT
+    shard.decide_leave("run", 1, 1, "finished")
+    following, _ = shard.decide_join("run", 2, again)
+    assert following is not job
+    assert "starts over at step 0: the former one ended at step 1" in again.news
+    assert shard.decide_join("run", 2, again)[0] is following  # Sent twice.
+
+
+def test_a_worker_that_was_started_again_finishes_as_well_and_begins_the_next_run() -> None:
+    """Its launcher's count of restarts, which makes it continue, is still in its environment."""
+    shard, job, _ = interrupted(1)
+    again = member(0, 2, restart=1)
+    assert shard.decide_join("run", 1, again)[0] is job
+    shard.decide_leave("run", 0, 2, "finished")
+    again = dataclasses.replace(member(0, 3, restart=1), after=2)
+    assert shard.decide_join("run", 1, again)[0] is not job
+
+
+def test_a_process_that_has_finished_is_needed_again_if_all_others_were_lost() -> None:
+    shard, job, address = ready(2)
+    push(shard, job, address, 0, 0)
+    push(shard, job, address, 1, 0)
+    again = finished(shard, 0)
+    shard.tick(LEASE_S + 1.0)
+    assert shard.decide_join("run", 2, member(1, 2))[0] is job
+    assert shard.decide_join("run", 2, again)[0] is job
+
+
+@pytest.mark.parametrize("are_lost", [False, True])
+def test_a_job_whose_workers_are_all_started_again_waits_for_all_of_them(are_lost: bool) -> None:
+    """As by torchrun, when one has died; the shard knows at least that their connections broke."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    push(shard, job, address, 0, 1)
+    for rank in (0, 1):
+        job.membership.suspect(rank, 1, 1.0)
+    if are_lost:
+        shard.tick(1.0 + 0.41 * LEASE_S)
+        assert job.state is State.INTERRUPTED
+    now_s = 1.0 + 0.42 * LEASE_S
+    first = member(0, 2, restart=1, heard_s=now_s)
+    assert shard.decide_join("run", 2, first)[0] is job
+    assert "continues at step 1" in first.news
+    lost, _ = shard.tick(now_s + 0.1)  # The former lease of worker 1 is over in any case.
+    assert lost == []
+    assert job.membership.expected() == [0, 1]
+    assert job.step == 1  # Step 1 does not close with the gradient of worker 0 alone.
+
+
+def test_a_worker_that_is_started_again_beside_live_ones_begins_no_other_life() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    job.membership.suspect(0, 1, 1.0)
+    again = member(0, 2, restart=1, heard_s=2.0)
+    assert shard.decide_join("run", 2, again)[0] is job
+    assert (again.news, job.life.number) == ("", 1)
+
+
+def test_workers_that_are_started_again_before_any_update_begin_the_job_anew() -> None:
+    shard, job, _ = ready(2)
+    shard.tick(LEASE_S + 1.0)
+    following, _ = shard.decide_join("run", 2, member(0, 2, restart=1, heard_s=LEASE_S + 2.0))
+    assert following is not job
+    assert following.membership.expected() == [0, 1]

@@ -110,13 +110,14 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
 
 def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
     engine = make_engine()
-    pace = Pace(num_steps=4, steps_s=2.0, waits_s=0.25, requests_s=1.0)
+    pace = Pace(num_steps=4, steps_s=2.0, waits_s=0.25, requests_s=1.0, step_s=0.5, round_steps=12)
     peers = [
         PeerReport(
             table=0, step=9, partner=1, age_s=0.5, staleness=2, distance=0.125, num_exchanges=7
         )
     ]
-    engine.jobs["train"].heartbeat(0, "", {}, {}, peers, pace=pace)
+    view = engine.jobs["train"].heartbeat(0, "", {}, {}, peers, pace=pace)
+    assert view.fastest_step_s == 0.5
     counters = engine.shard.jobs["train"].counters
     counters.pushed_nbytes, counters.raw_pushed_nbytes = 10, 160
     engine.budget.take(50, "a push")
@@ -128,6 +129,7 @@ def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
         "paceline_worker_pull_wait_seconds_total job=train worker=0": 0.25,
         "paceline_worker_request_seconds_total job=train worker=0": 1.0,
         "paceline_worker_hidden_ratio job=train worker=0": 0.75,
+        "paceline_worker_round_steps job=train worker=0": 12,
         "paceline_peer_exchanges_total job=train table=0 worker=0": 7,
         "paceline_peer_partner job=train table=0 worker=0": 1,
         "paceline_peer_answer_age_seconds job=train table=0 worker=0": 0.5,

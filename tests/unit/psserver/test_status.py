@@ -115,6 +115,19 @@ def test_a_person_sees_what_is_waited_for(
         assert text in shown
 
 
+def test_steps_of_a_round_are_shown_where_they_go_by_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for lengths, is_shown in (((20, 10), True), ((0, 0), False)):
+        workers = [worker(n, pace=pb.Pace(round_steps=it)) for n, it in enumerate(lengths)]
+        job = pb.JobStatus(job="train", num_workers=2, workers=workers)
+        status.show(status.combine(["a:1"], [reply(0, job)]))
+        shown = capsys.readouterr().out
+        assert ("of a round" in shown) is is_shown
+        assert all(str(it) in shown for it in lengths)
+
+
 def test_markup_in_a_name_is_only_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,3 +68,20 @@ def test_waits_are_a_part_of_the_requests() -> None:
     push.set_result(0)
     pace.waited(1.0)
     assert (pace.message().waits_s, pace.message().requests_s) == (1.0, 4.0)
+
+
+def test_the_speed_is_that_of_computing_beside_the_fastest_worker() -> None:
+    """Two steps of 2 s of which 1 s is a wait, then one of 3 s: 1 + 0.1 * (3 - 1)."""
+    clock = Clock()
+    pace = Pace(clock)
+    pace.end_step()
+    for took_s, waited_s in ((2.0, 1.0), (2.0, 1.0), (3.0, 0.0)):
+        assert pace.share == 1.0  # Nothing is known of the others.
+        clock.now_s += took_s
+        pace.waited(waited_s)
+        pace.end_step()
+    assert pace.message().step_s == 1.2
+    pace.fastest_s = 0.3
+    assert pace.share == 0.25
+    pace.fastest_s = 2.0  # It is this worker, which has become faster since.
+    assert pace.share == 1.0

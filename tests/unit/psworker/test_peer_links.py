@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from pscore.errors import TransportError
+from pscore.errors import ServerUnavailableError, TransportError
 from pscore.pb.ps.v1 import control_pb2
 from psworker.peers import links
 from psworker.peers.links import PeerLinks
+from psworker.peers.long_wait import LongWait
+from psworker.peers.patience import is_cut_off
 
 LEASE_S, LIMIT_S = 10.0, 30.0
 
@@ -69,3 +72,51 @@ def test_offers_to_a_silent_worker_are_given_up_and_refused_until_it_is_reached(
     assert each[1] is not former
     assert each[2].is_over is False
     assert not made.send(1, None, None, lambda values: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "reached", "least", "stops"),
+    [(11.0, 1, 3, True), (11.0, 2, 3, False), (9.0, 0, 3, False), (11.0, 0, 0, False)],
+)
+def test_a_worker_without_the_first_shard_continues_with_the_least_number_of_others(
+    silent_s: float, reached: int, least: int, stops: bool
+) -> None:
+    assert is_cut_off(silent_s, LEASE_S, reached, least) is stops
+
+
+def long_wait(monkeypatch: pytest.MonkeyPatch, waited_s: float, silent_s: float) -> LongWait:
+    """Returns a wait that has begun before, beside a first shard that is silent."""
+
+    def live() -> list[int]:
+        raise ServerUnavailableError("no shard answers at h:7")
+
+    patience = SimpleNamespace(limit_s=LIMIT_S)
+    shard = SimpleNamespace(silent_s=silent_s, patience=patience)
+    session: Any = SimpleNamespace(
+        rank=2, lease_s=LEASE_S, links=[shard], timeline=None, waits="", hurry=lambda: None
+    )
+    session.check = session.require_own = lambda: None
+    session.live = live
+    wait = LongWait(session, lambda: "step 4 of worker 1")
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    wait.__enter__()
+    monkeypatch.setattr(time, "monotonic", lambda: waited_s)
+    return wait
+
+
+@pytest.mark.parametrize(("waited_s", "silent_s"), [(39.0, 90.0), (90.0, 39.0)])
+def test_a_wait_continues_while_the_first_shard_may_answer(
+    monkeypatch: pytest.MonkeyPatch, waited_s: float, silent_s: float
+) -> None:
+    long_wait(monkeypatch, waited_s, silent_s).check()
+
+
+def test_a_wait_fails_where_the_first_shard_cannot_tell_who_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = long_wait(monkeypatch, 41.0, 42.0)
+    with pytest.raises(
+        ServerUnavailableError,
+        match=r"waited 41 s for step 4 of worker 1, and .* is lost: no shard answers at h:7",
+    ):
+        wait.check()

@@ -14,6 +14,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import (
     ConfigError,
     JobMismatchError,
+    NotOverError,
     ProtocolVersionError,
     RankTakenError,
     ReplacedError,
@@ -70,6 +71,7 @@ class FakeLink:
             "Barrier": pb.BarrierReply(done=True),
             "Leave": pb.LeaveReply(),
         }
+        self.fastest_step_s = 0.0
         FakeLink.made.append(self)
 
     def call(self, method: str, request: Any, timeout_s: float = 0.0) -> Any:
@@ -108,8 +110,8 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeLink]]:
     assert all(link.is_closed for link in FakeLink.made)
 
 
-def begin(rank: int = 3, **options: Any) -> Session:
-    return Session(["a:1", "b:2"], job="job", rank=rank, num_workers=4, **options)
+def begin(rank: int = 3, job: str = "job", **options: Any) -> Session:
+    return Session(["a:1", "b:2"], job=job, rank=rank, num_workers=4, **options)
 
 
 def prepare(change: Callable[[list[FakeLink]], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +275,34 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
     assert all("for a free rank in job 'job': all 2 ranks" in line for line in told)
 
 
+def test_a_process_that_begins_another_run_says_so_and_waits_for_the_end_of_the_former(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of the former run leave one shard after the other."""
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
+    first = begin(job="twice")
+    first.leave()
+    goes_on, joined = NotOverError("it goes on"), pb.JoinReply(rank=3, lease_s=LEASE_S)
+    links.clear()
+
+    def answers(made: list[FakeLink]) -> None:
+        for link in made:
+            link.answers["Join"] = [goes_on, joined]
+
+    prepare(answers, monkeypatch)
+    second = begin(job="twice")
+    assert [[one.after for one in link.sent("Join")] for link in links] == [
+        [first.incarnation] * 2,
+        [first.incarnation] * 2,
+    ]
+    assert links[0].beaten_as == [(3, second.incarnation)]
+    second.leave(failed=True)
+    links.clear()
+    third = begin(job="twice")
+    assert {one.after for one in links[0].sent("Join")} == {first.incarnation}
+    third.leave()
+
+
 def test_a_process_that_was_forked_from_the_worker_is_refused(
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +336,7 @@ def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.Mon
     def refuse() -> None:
         if not asked.is_set():
             asked.set()
-            told.wait(10.0)
+            told.wait(200.0)
             raise ReplacedError("rank 3 was declared lost")
 
     def change(links: list[FakeLink]) -> None:
@@ -317,7 +347,7 @@ def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.Mon
     session = begin(min_workers=2)
     first, links = session.incarnation, FakeLink.made
     links[1].beats.append(refuse)
-    assert asked.wait(10.0)  # At one shard a heartbeat is under way, ...
+    assert asked.wait(200.0)  # At one shard a heartbeat is under way, ...
     taken, other = RankTakenError("rank 3 is held"), pb.JoinReply(rank=1, lease_s=0.05)
     links[0].answers["Join"] = [taken, taken, taken, other]
     links[1].answers["Join"] = other
@@ -327,7 +357,7 @@ def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.Mon
     for link in links:
         count = len(link.beaten_as)
         while len(link.beaten_as) < count + 2:
-            assert link.beaten.wait(10.0)
+            assert link.beaten.wait(200.0)
             link.beaten.clear()
         assert set(link.beaten_as) <= {(3, first), (1, session.incarnation)}
         assert link.beaten_as[-1] == (1, session.incarnation)
@@ -477,7 +507,7 @@ def test_a_heartbeat_that_is_refused_is_raised_by_the_next_check(
 
     prepare(change, monkeypatch)
     session = begin()
-    assert refused.wait(10.0)
+    assert refused.wait(200.0)
     session.leave()
     with pytest.raises(ReplacedError, match="declared lost"):
         session.check()
@@ -496,7 +526,7 @@ def test_a_shard_that_hangs_costs_no_lease_at_another(monkeypatch: pytest.Monkey
     prepare(change, monkeypatch)
     session = begin()
     for _ in range(5):
-        assert often.acquire(timeout=10.0)
+        assert often.acquire(timeout=200.0)
     released.set()
     session.leave()
 

@@ -33,7 +33,7 @@ class DescribeReply(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life")
+    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class JoinRequest(_message.Message):
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     num_workers: int
@@ -58,7 +59,8 @@ class JoinRequest(_message.Message):
     min_workers: int
     former: _containers.RepeatedScalarFieldContainer[int]
     life: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ...) -> None: ...
+    after: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life")
@@ -220,16 +222,20 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s")
+    __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_S_FIELD_NUMBER: _ClassVar[int]
     WAITS_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_STEPS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     steps_s: float
     waits_s: float
     requests_s: float
-    def __init__(self, num_steps: _Optional[int] = ..., steps_s: _Optional[float] = ..., waits_s: _Optional[float] = ..., requests_s: _Optional[float] = ...) -> None: ...
+    step_s: float
+    round_steps: int
+    def __init__(self, num_steps: _Optional[int] = ..., steps_s: _Optional[float] = ..., waits_s: _Optional[float] = ..., requests_s: _Optional[float] = ..., step_s: _Optional[float] = ..., round_steps: _Optional[int] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("table", "step", "partner", "age_s", "staleness", "distance", "num_exchanges")
@@ -262,7 +268,7 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s")
     class EpochsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -276,13 +282,15 @@ class HeartbeatReply(_message.Message):
     LIVE_FIELD_NUMBER: _ClassVar[int]
     UNEVEN_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    FASTEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
     live: _containers.RepeatedScalarFieldContainer[int]
     uneven: str
     epochs: _containers.ScalarMap[int, int]
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    fastest_step_s: float
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ...) -> None: ...
 
 class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")
@@ -423,16 +431,18 @@ class Meeting(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class MeetReply(_message.Message):
-    __slots__ = ("epoch", "meetings", "peers", "waiting_for")
+    __slots__ = ("epoch", "meetings", "peers", "waiting_for", "short")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MEETINGS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    SHORT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     meetings: _containers.RepeatedCompositeFieldContainer[Meeting]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     waiting_for: str
-    def __init__(self, epoch: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    short: bool
+    def __init__(self, epoch: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., short: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "reason", "failed")

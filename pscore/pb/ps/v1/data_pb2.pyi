@@ -138,14 +138,18 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("sender", "nbytes", "token")
+    __slots__ = ("sender", "nbytes", "token", "memory", "slot_nbytes")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SLOT_NBYTES_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     nbytes: int
     token: str
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., nbytes: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+    memory: int
+    slot_nbytes: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., nbytes: _Optional[int] = ..., token: _Optional[str] = ..., memory: _Optional[int] = ..., slot_nbytes: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("nbytes",)
@@ -159,39 +163,55 @@ class Hello(_message.Message):
     token: str
     def __init__(self, token: _Optional[str] = ...) -> None: ...
 
+class Slot(_message.Message):
+    __slots__ = ("memory", "number", "nbytes")
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    memory: int
+    number: int
+    nbytes: int
+    def __init__(self, memory: _Optional[int] = ..., number: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
 class Give(_message.Message):
-    __slots__ = ("sender", "epoch", "kind", "round", "part")
+    __slots__ = ("sender", "epoch", "kind", "round", "part", "slot")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     epoch: int
     kind: int
     round: int
     part: int
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., round: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+    slot: Slot
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., round: _Optional[int] = ..., part: _Optional[int] = ..., slot: _Optional[_Union[Slot, _Mapping]] = ...) -> None: ...
 
 class Taken(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("sender", "number", "slice")
+    __slots__ = ("sender", "number", "slice", "slot")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     number: int
     slice: int
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., number: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
+    slot: Slot
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., number: _Optional[int] = ..., slice: _Optional[int] = ..., slot: _Optional[_Union[Slot, _Mapping]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("busy",)
+    __slots__ = ("busy", "nbytes")
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
     busy: bool
-    def __init__(self, busy: bool = ...) -> None: ...
+    nbytes: int
+    def __init__(self, busy: bool = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Envelope(_message.Message):
     __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello", "give", "taken", "offer", "answer")

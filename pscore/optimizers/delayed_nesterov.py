@@ -1,0 +1,118 @@
+"""The delayed Nesterov step: each arrival moves the weights, each N-th the momentum.
+
+Bo Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135,
+algorithm 3 (recalled, not read again).
+
+    d = scale * g;   s = s + d                         g: one worker's move
+    N-th arrival:    v = m * v + s / N;   s = 0
+                     w = w - lr * (d / N + (1 - c N + c) * m * v)
+    any other:       w = w - lr * (d / N + c * m * v)
+
+Over N arrivals that is one Nesterov step with the mean of the N moves: with c = 0 the momentum
+moves the weights at once, at the N-th; with c = 1 / N in N equal parts.
+
+Differs from the paper: with m = 0, where no momentum is kept, the state is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pscore.memory.kernels import kernel, read_only
+from pscore.optimizers.base import Optimizer
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+MOMENTUM = 1  # Its column.
+EVERY_MAX = 4096
+
+
+class DelayedNesterov(Optimizer):
+    """The delayed Nesterov step; `every` is N, `activation` is c."""
+
+    name: ClassVar[str] = "delayed_nesterov"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "momentum", "every", "activation")
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer", "move_sum")
+
+    @classmethod
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters, from a group that the mode has made."""
+        return tuple(float(group[name]) for name in cls.hyper_names)
+
+    def keeps_state(self, hyper: HyperArray) -> bool:
+        """Returns whether there is no momentum in any group."""
+        return not hyper[:, MOMENTUM].any()
+
+    def step(
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grad: FloatArray,
+        scale: float,
+        state: Sequence[FloatArray],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+        *,
+        state_out: Sequence[FloatArray] | None = None,
+    ) -> None:
+        """Makes one step on the CPU in one pass over memory."""
+        kept = state if state_out is None else state_out
+        if state_out is not None:
+            for before, after in zip(state, state_out, strict=True):
+                np.copyto(after, before)
+        written = 0
+        for index, (start, stop) in enumerate(segments.bounds.tolist()):
+            if not active[index]:
+                continue
+            lr, momentum, every, activation = hyper[segments.groups[index]].tolist()
+            every = min(max(1.0, every), EVERY_MAX)  # It came over the wire.
+            np.copyto(out[written:start], weights[written:start])
+            written = stop
+            counts[index] += 1
+            is_last = momentum > 0 and counts[index] % int(every) == 0
+            along = 1.0 - activation * every + activation if is_last else activation
+            _step(
+                read_only(weights[start:stop]),
+                out[start:stop],
+                read_only(grad[start:stop]),
+                kept[0][start:stop],
+                kept[1][start:stop],
+                np.float32(scale),
+                np.float32(1.0 / every),
+                np.float32(lr),
+                np.float32(momentum),
+                np.float32(along * momentum),
+                is_last,
+            )
+        np.copyto(out[written:], weights[written:])
+
+
+@kernel
+def _step(
+    weights: FloatArray,
+    out: FloatArray,
+    grad: FloatArray,
+    velocity: FloatArray,
+    total: FloatArray,
+    scale: np.float32,
+    part: np.float32,
+    lr: np.float32,
+    momentum: np.float32,
+    along: np.float32,
+    is_last: bool,
+) -> None:
+    if momentum == 0.0:
+        for i in range(len(out)):
+            out[i] = weights[i] - lr * (grad[i] * scale * part)
+        return
+    for i in range(len(out)):
+        move = grad[i] * scale
+        total[i] += move
+        if is_last:
+            velocity[i] = momentum * velocity[i] + total[i] * part
+            total[i] = 0.0
+        out[i] = weights[i] - lr * (move * part + along * velocity[i])

@@ -1,0 +1,168 @@
+"""torchrun with a worker that is killed, and with a host that is lost, on real shards."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.integration.cluster import Shards, clean_environment
+
+STEPS = 1500
+WORKERS = 2
+PORT = 24971  # Of torchrun's own store.
+SCRIPT = """
+import torch, psworker
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = psworker.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9), model.named_parameters()
+)
+print(f"rank {psworker.rank()} begins at step {optimizer.steps}", flush=True)
+while optimizer.steps < STEPS:
+    data = torch.Generator().manual_seed(1000 * optimizer.steps + psworker.rank())
+    x = torch.randn(16, 8, generator=data)
+    if optimizer.steps % 100 == 0:
+        print(f"rank {psworker.rank()} is at step {optimizer.steps}", flush=True)
+    optimizer.zero_grad()
+    ((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean().backward()
+    optimizer.step()
+with optimizer.global_weights():
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+    loss = ((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean()
+print(f"rank {psworker.rank()} ends with loss {loss.item():.8f}", flush=True)
+"""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def plain() -> float:
+    """Returns the loss of one process with the mean gradient of all workers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(WORKERS):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+            (((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean() / WORKERS).backward()
+        optimizer.step()
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return float(((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean())
+
+
+class Agent:
+    """One torchrun, the agent of a host, with its workers."""
+
+    def __init__(self, folder: Path, name: str, environment: dict[str, str], *options: str) -> None:
+        script = folder / "train.py"
+        script.write_text(SCRIPT.replace("STEPS", str(STEPS)))
+        self.log = folder / f"{name}.log"
+        with self.log.open("wb") as output:
+            self.process = psutil.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
+                env=environment, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def workers(self) -> list[psutil.Process]:
+        """Returns its workers in the order of their local ranks, which is that of their start."""
+        return sorted(self.process.children(), key=lambda it: it.pid)
+
+    def steps(self) -> int:
+        """Returns the newest step that one of its workers has reported."""
+        return max(map(int, re.findall(r"is at step (\d+)", self.said)), default=0)
+
+    def close(self) -> None:
+        """Ends the agent and its workers, which have sessions of their own."""
+        if self.process.is_running():
+            for process in (self.process, *self.process.children(recursive=True)):
+                process.kill()
+        self.process.wait()
+
+
+def wait(agent: Agent, what: str, is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end_s, f"{what}: {agent.said[-3000:]}"
+        assert agent.process.poll() is None, agent.said[-3000:]
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def shards() -> Iterator[Shards]:
+    running = Shards(2)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def environment(shards: Shards, **more: str) -> dict[str, str]:
+    return {
+        **clean_environment(),
+        "PACELINE_SERVERS": shards.servers,
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+def test_a_gang_that_torchrun_starts_again_continues_at_the_step_of_the_shards(
+    shards: Shards, tmp_path: Path
+) -> None:
+    """No checkpoint is read; the loss is that of a run without a fault."""
+    options = ("--standalone", "--nproc-per-node", str(WORKERS), "--max-restarts", "2")
+    agent = Agent(tmp_path, "all", environment(shards), *options)
+    try:
+        wait(agent, "steps", lambda: agent.steps() >= 300)
+        os.kill(agent.workers()[1].pid, signal.SIGKILL)
+        assert agent.process.wait(200) == 0, agent.said[-3000:]
+    finally:
+        agent.close()
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", agent.said)]
+    assert len(begun) == 2 * WORKERS
+    assert min(begun[WORKERS:]) >= 300
+    ends = dict(re.findall(r"rank (\d) ends with loss ([\d.]+)", agent.said))
+    assert sorted(ends) == ["0", "1"]
+    assert all(float(loss) == pytest.approx(plain(), abs=1e-5) for loss in ends.values())
+
+
+def test_the_workers_of_other_hosts_train_on_when_a_host_is_lost(
+    shards: Shards, tmp_path: Path
+) -> None:
+    """torchrun starts nobody again: no worker waits for a collective with the lost ones."""
+    options = (
+        *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{PORT}", "--rdzv-id", "lost"),
+        *("--rdzv-conf", "is_host={},last_call_timeout=60,keep_alive_interval=1"),
+    )
+    variables = environment(shards, PACELINE_MIN_WORKERS="1", PACELINE_MAX_WORKERS="2")
+    first, second = (
+        Agent(tmp_path, name, variables, *(word.format(is_host) for word in options))
+        for name, is_host in (("first", "true"), ("second", "false"))
+    )
+    try:
+        for agent in (first, second):
+            wait(agent, "steps", lambda agent=agent: agent.steps() >= 200)  # type: ignore[misc]
+        for process in (second.process, *second.workers()):
+            process.kill()
+        # Then torchrun waits for the lost agent, 300 s long; the worker does not.
+        wait(first, "the end", lambda: re.search(r"ends with loss 0\.\d+", first.said) is not None)
+        wait(first, "the end of the worker", lambda: not first.workers())
+    finally:
+        first.close()
+        second.close()
+    assert len(re.findall(r"begins at step \d+", first.said)) == 1  # It was not started again.

@@ -1,0 +1,171 @@
+"""Arrays between two workers of one host lie in shared memory; real sockets in one process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from pscore.errors import PacelineError, RemoteProtocolError
+from pscore.memory.segment import PAGE, Segment
+from pscore.memory.slots import Slots
+from pscore.net.endpoint import Endpoint
+from pscore.net.listener import Listener
+from pscore.pb.ps.v1 import control_pb2
+from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.types import FloatArray
+from psworker.gossip.base import Tag
+from psworker.peers import shared
+from psworker.peers.link import PeerLink
+from psworker.peers.mailbox import Mailbox
+from psworker.peers.service import PeerService
+from psworker.peers.shared import Inboxes, Outbox
+from tests.integration.command import eventually
+
+TOKEN, LONG, SHORT = "open sesame", 1 << 18, 8
+SENDER = pb.Sender(job="j", worker=1, incarnation=11)
+
+
+class Receiver:
+    """A worker that listens, and answers an offer by its negative."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+        self.service = PeerService("j", TOKEN, self.mailbox)
+        self.service.table = 0
+        self.service.on_offer = lambda source, incarnation, number, part, values: -values
+        local = f"paceline-test-{secrets.token_hex(8)}"
+        self.listener = Listener(self.service, "127.0.0.1", 0, local, others=self.service.others)
+        self.listener.start()
+        self.peer = control_pb2.Peer(
+            rank=0, incarnation=7, host="127.0.0.1", port=self.listener.port, local=local
+        )
+        self.endpoint = Endpoint(host="127.0.0.1", port=0, local=local, token=TOKEN)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.listener.stop()
+
+
+def give(link: PeerLink, number: int, values: FloatArray) -> pb.Envelope:
+    """Sends an array, and returns its header once it is acknowledged."""
+    envelope = pb.Envelope(give=pb.Give(sender=SENDER, kind=1, round=number))
+    link.send(envelope, values).result(10.0)
+    return envelope
+
+
+def test_long_arrays_lie_in_shared_memory_and_short_ones_in_their_frames(
+    receiver: Receiver,
+) -> None:
+    link = PeerLink(receiver.peer, TOKEN)
+    give(link, 0, np.zeros(SHORT, np.float32))  # There is a connection now.
+    for number, numel in enumerate((LONG, SHORT, LONG - 1, LONG, LONG + PAGE), 1):
+        sent = np.arange(numel, dtype=np.float32) + number
+        header = give(link, number, sent)
+        assert header.give.HasField("slot") is (SHORT < numel <= LONG)  # The first gives the size.
+        taken = receiver.mailbox.take(11, Tag(1, number, 0), 1.0)
+        assert taken is not None
+        assert np.array_equal(taken, sent)
+    link.close()
+
+
+def test_answers_to_offers_lie_in_shared_memory(receiver: Receiver) -> None:
+    link = PeerLink(receiver.peer, TOKEN)
+    give(link, 0, np.zeros(SHORT, np.float32))
+    for number in range(1, 40):  # More than there are slots.
+        sent, found = np.full(LONG, number, np.float32), Future[FloatArray | None]()
+        envelope = pb.Envelope(offer=pb.Offer(sender=SENDER, number=number))
+        link.send(envelope, sent, found.set_result).result(10.0)
+        answer = found.result(10.0)
+        assert envelope.offer.HasField("slot")
+        assert answer is not None
+        assert np.array_equal(answer, -sent)
+    receiver.service.on_offer = None
+    busy = Future[FloatArray | None]()
+    envelope = pb.Envelope(offer=pb.Offer(sender=SENDER, number=40))
+    link.send(envelope, np.zeros(LONG, np.float32), busy.set_result).result(10.0)
+    assert busy.result(10.0) is None
+    link.close()
+
+
+def test_arrays_travel_in_their_frames_where_memory_cannot_be_shared(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int) -> Slots:
+        raise OSError("no memory left")
+
+    monkeypatch.setattr(shared, "Slots", refuse)
+    link = PeerLink(receiver.peer, TOKEN)
+    for number in range(2):
+        header = give(link, number, np.ones(LONG, np.float32))
+        assert not header.give.HasField("slot")
+    link.close()
+
+
+def test_memory_is_refused_without_the_token_or_from_another_job(receiver: Receiver) -> None:
+    stranger = Endpoint(host="", port=0, local=receiver.endpoint.local, token="guess")
+    with pytest.raises(PacelineError, match="token is not that"):
+        Outbox(stranger, SENDER, 4 * LONG)
+    with pytest.raises(PacelineError, match="job 'other' came to a worker"):
+        Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
+
+
+@pytest.fixture
+def inboxes() -> Iterator[tuple[Inboxes, Segment]]:
+    """The memory of worker 1, of number 5: two slots of a page."""
+    found, memory = Inboxes(), Segment.create(2 * PAGE)
+    request = pb.Attach(sender=SENDER, nbytes=2 * PAGE, memory=5, slot_nbytes=PAGE)
+    found.attach(request, memory.fd)
+    yield found, memory
+    memory.close()
+
+
+def test_a_late_message_neither_reads_nor_writes_its_slot(
+    inboxes: tuple[Inboxes, Segment],
+) -> None:
+    found, _ = inboxes
+    slot = pb.Slot(memory=5, number=1, nbytes=8)
+    inbox, answer = found.of(SENDER, slot), np.ones(2, np.float32)
+    inbox.take(3, slot)
+    inbox.answer(3, slot, answer)
+    inbox.answer(3, slot, answer)  # The same message by another connection.
+    inbox.take(8, slot)
+    inbox.answer(8, slot, 2 * answer)
+    with pytest.raises(RemoteProtocolError, match="message 3 of a worker of this host comes late"):
+        inbox.take(3, slot)
+    with pytest.raises(RemoteProtocolError, match="comes late"):
+        inbox.answer(3, slot, answer)
+    assert inbox.answers.floats(PAGE, 2).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("slot", "message"),
+    [
+        (pb.Slot(memory=6, number=0, nbytes=8), "that it has not passed"),
+        (pb.Slot(memory=5, number=2, nbytes=8), "8 bytes at slot 2 of shared memory of 8192"),
+        (pb.Slot(memory=5, number=(1 << 32) - 1, nbytes=8), "at slot 4294967295"),
+        (pb.Slot(memory=5, number=0, nbytes=PAGE + 4), "4100 bytes at slot 0"),
+        (pb.Slot(memory=5, number=0, nbytes=6), "6 bytes at slot 0"),
+    ],
+)
+def test_a_place_outside_the_memory_is_refused(
+    inboxes: tuple[Inboxes, Segment], slot: pb.Slot, message: str
+) -> None:
+    found, _ = inboxes
+    with pytest.raises(RemoteProtocolError, match=message):
+        found.of(SENDER, slot).take(1, slot)
+
+
+def test_no_descriptor_is_left_behind(receiver: Receiver) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with pytest.raises(PacelineError):
+            Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) < before + 10)  # Some are the listener's.
