@@ -141,6 +141,8 @@ class Partitioner:
         self._inside = [math.prod(level.units for level in levels[:k]) for k in range(len(levels))]
         self._workers = math.prod(level.units for level in levels)
         self._tables: dict[tuple[int, int, int, int], _Table] = {}
+        # Seconds of stages: each is compared behind every number of units before it.
+        self._known_s: dict[tuple[int, tuple[int, int], int, bool, bool], float] = {}
 
     def best(self) -> Partition | None:
         """Returns the fastest partition, of fewest stages among equals; None: nothing fits."""
@@ -258,6 +260,30 @@ class Partitioner:
         is_last: bool,
     ) -> float:
         """Returns the seconds of one stage; infinite if it has no parameters or is too large."""
+        if self._memory.limit_nbytes < math.inf:  # They depend on the units before it.
+            return self._new_stage_s(
+                level, layers, units, outer, before, is_first=is_first, is_last=is_last
+            )
+        key = level, layers, units, is_first, is_last
+        found = self._known_s.get(key)
+        if found is None:
+            found = self._new_stage_s(
+                level, layers, units, outer, before, is_first=is_first, is_last=is_last
+            )
+            self._known_s[key] = found
+        return found
+
+    def _new_stage_s(
+        self,
+        level: int,
+        layers: tuple[int, int],
+        units: int,
+        outer: int,
+        before: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> float:
         first, last = layers
         if level:
             inner = self._table(level - 1, first, outer * units, before)[1]

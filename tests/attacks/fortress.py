@@ -96,7 +96,7 @@ class Fortress:
     def knock(self, **changes: Any) -> socket.socket:
         """Returns a plain connection to the data port."""
         where = self.endpoint(**changes)
-        return socket.create_connection((where.host, where.port), 20.0)
+        return socket.create_connection((where.host, where.port), 200.0)
 
     def still_works(self) -> None:
         """The other job continues: a step, its answer, and weights."""

@@ -236,7 +236,7 @@ def test_handshakes_that_are_not_finished_take_bounded_memory(
     with contextlib.ExitStack() as held:
         answered = 0
         for _ in range(500):
-            stranger = held.enter_context(socket.create_connection((where.host, port), 20.0))
+            stranger = held.enter_context(socket.create_connection((where.host, port), 200.0))
             with contextlib.suppress(OSError):  # It may have to go for a later one.
                 stranger.sendall(said)
                 answered += bool(stranger.recv(1 << 16))
@@ -252,7 +252,7 @@ def test_many_half_hellos_stall_nobody_and_are_closed(stronghold: Fortress) -> N
     slow = [stronghold.knock() for _ in range(4)]
     where = stronghold.endpoint()
     number = listener.PENDING_MAX + 40 - len(slow)
-    slow += [socket.create_connection((where.host, where.port), 20.0) for _ in range(number)]
+    slow += [socket.create_connection((where.host, where.port), 200.0) for _ in range(number)]
     for connection in slow:
         try:
             connection.sendall(b"\x16\x03\x01")  # The first bytes of a ClientHello.
@@ -275,7 +275,7 @@ def test_a_message_without_a_token_is_not_read(stronghold: Fortress) -> None:
     before, peak = process.memory_info().rss, 0
     workers = [intruder(stronghold, "") for _ in range(4)]
     for _ in range(3):
-        calls = [worker.push_frame.future(frame, timeout=20.0) for worker in workers]
+        calls = [worker.push_frame.future(frame, timeout=200.0) for worker in workers]
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
                 call.result()
@@ -292,7 +292,7 @@ def test_before_the_token_only_a_small_hello_is_read(
 ) -> None:
     endpoint = stronghold.endpoint()
     assert endpoint.tls is not None
-    with socket.create_connection((endpoint.host, endpoint.port), 20.0) as plain:
+    with socket.create_connection((endpoint.host, endpoint.port), 200.0) as plain:
         endpoint.tls.minimum_version = ssl.TLSVersion.TLSv1_3
         with endpoint.tls.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
             connection.sendall(wire.CHECKED.pack(wire.MAGIC, *size) + bytes(8))

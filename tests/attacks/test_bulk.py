@@ -261,7 +261,7 @@ def silent(
         threading.Event().wait(0.3)  # The kernel counts this, too.
         assert serving.is_alive()
     near.sendmsg([memoryview(push_frame()[:-1])])
-    serving.join(20.0)
+    serving.join(200.0)
     assert not serving.is_alive()
     nothing_has_changed(front)
 

@@ -209,7 +209,7 @@ def test_half_a_hello_is_closed_when_its_time_is_over(
         with listening(front, files, tokens) as server:
             if not is_secured:
                 server._context = None
-            with socket.create_connection(("127.0.0.1", server.port), 20.0) as slow:
+            with socket.create_connection(("127.0.0.1", server.port), 200.0) as slow:
                 slow.sendall(PIECES[name])
                 with contextlib.suppress(ConnectionResetError):
                     assert slow.recv(1) in (b"", b"\x15")  # Closed, perhaps with an alert.
@@ -230,7 +230,7 @@ def test_a_hello_that_trickles_in_is_closed_too(
     async def scene(front: Front) -> None:
         with listening(front, files, tokens) as server:
             server._context = None
-            with socket.create_connection(("127.0.0.1", server.port), 20.0) as slow:
+            with socket.create_connection(("127.0.0.1", server.port), 200.0) as slow:
                 pause, answer = threading.Event(), b"?"
                 with contextlib.suppress(OSError):
                     for byte in frame:

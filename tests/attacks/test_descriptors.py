@@ -29,7 +29,7 @@ from tests.unit.psserver.front import Front, play
 
 LIMIT = 256
 MIB = 1 << 20
-WAIT_S = 20.0
+WAIT_S = 200.0
 
 
 @dataclass

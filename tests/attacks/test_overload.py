@@ -24,7 +24,7 @@ NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use f
 
 NUMEL = 1 << 20  # Of a slice, 4 MiB: the buffers of a socket do not hold several answers.
 NBYTES = 4 * NUMEL
-WAIT_S = 30.0
+WAIT_S = 200.0
 
 
 class Peer:

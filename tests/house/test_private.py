@@ -11,7 +11,8 @@ INSIDE = "tests/inside.py"
 # Names of the standard library and of torch.
 FOREIGN = {
     *("_amp_foreach_non_finite_check_and_unscale_", "_execute_child", "_exit", "_getframe"),
-    *("_is_owned", "_is_view", "_neg_view", "_replace", "_sleep", "_version"),
+    *("_is_owned", "_is_view", "_neg_view", "_replace", "_run_exitfuncs", "_shutdown"),
+    *("_sleep", "_version"),
 }
 
 

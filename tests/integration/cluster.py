@@ -16,6 +16,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from typing import Any
 from tests.integration import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 30.0
+DEADLINE_S = 200.0  # Against a hang only: no test waits for it to pass.
 PR_SET_PDEATHSIG = 1
 WORK = "from tests.integration.cluster import work; work()"
 _numbers = itertools.count()
@@ -230,6 +231,12 @@ class Shards:
         """Raises AssertionError, with the shards' logs, if they have ended."""
         status = self._popen.poll()
         assert status is None, f"the shards ended by themselves ({status})\n{self.written()}"
+
+    def wait_until_lost(self, job: str, rank: int) -> None:
+        """Waits until a shard has declared a worker lost."""
+        fields = rf"(?=.*\bjob={re.escape(job)}\b)(?=.*\bworker={rank}\b)"
+        said = re.compile(rf"^{fields}.*worker lost", re.MULTILINE)
+        wait_until(lambda: said.search(self.written()) is not None)
 
     def environment(self, rank: int, num_workers: int, job: str) -> dict[str, str]:
         """Returns what a launcher would set for one worker."""

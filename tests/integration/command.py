@@ -17,7 +17,7 @@ import psutil
 from tests.integration import warm
 
 T = TypeVar("T")
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:

@@ -223,7 +223,7 @@ def shard_pids(parent: psutil.Process) -> list[int]:
 
 @pytest.mark.parametrize("first", ["worker", "shard"])
 def test_a_kill_leaves_no_shared_memory_behind(first: str) -> None:
-    with Shards(1, lease_s=1.0) as shards:
+    with Shards(1) as shards:
         (shard,) = (process.pid for process in psutil.Process(shards.pid).children())
         with shards.workers(hold, num_workers=1) as (worker,):
             held = set(worker.hear())

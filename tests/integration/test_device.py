@@ -101,7 +101,7 @@ def expect_refusal(shards: Shards, compression: str, where: str) -> None:
     # Of the tensor it names the part that is in this slice.
     assert re.match(r"gradient of '2.weight' holds (\d+) NaN or Inf of \1 elements", message)
     assert "at step 2; nothing of it was pushed" in message
-    assert took_s < 5.0
+    assert took_s < 20.0  # Before the timeout of an answer that never comes.
     assert np.isfinite(residual)
     assert (residual > 0.0) == (compression != "none")
 

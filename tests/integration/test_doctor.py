@@ -122,5 +122,5 @@ def test_the_commands_end_with_1_if_something_is_wrong(tmp_path: Path, shards: S
     assert "1 wrong" in psserver.run("doctor", "--servers", "127.0.0.1:1", code=1).stdout
     line = ["-m", "psworker", "doctor", "--servers"]
     for servers, code in ((shards.servers, 0), ("127.0.0.1:1", 1)):
-        ended = warm.run([*line, servers], env=psserver.environment, timeout=60)
+        ended = warm.run([*line, servers], env=psserver.environment, timeout=200)
         assert ended.returncode == code, ended.stdout

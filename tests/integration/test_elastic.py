@@ -158,7 +158,7 @@ def test_a_launcher_starts_workers_that_the_shards_give_ranks(tmp_path: Path) ->
     done = warm.run(
         ["-m", "psworker", *command],
         env=clean_environment() | {"RANK": "7", "WORLD_SIZE": "9"},
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "job mine: 2 workers of 2 to 5, 1 shard on this machine" in done.stderr

@@ -32,7 +32,7 @@ from tests.integration.models import (
 
 Weights = dict[str, np.ndarray]
 LONG, SHORT = 10, 6
-LEASE_S = 3.0
+LEASE_S = 8.0  # A healthy worker keeps it under load; of a killed one 40 % are enough.
 
 
 def train(me: Station, mode: str, steps: tuple[int, int], end: str = "") -> Weights:
@@ -98,7 +98,7 @@ def test_no_mode_hangs_on_uneven_data(shards: Shards, mode: str) -> None:
 def test_an_asynchronous_job_is_not_over_before_all_have_come(shards: Shards) -> None:
     job = new_job()
     with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[0], job=job) as (first,):
-        waits = r"has waited \d s for worker 1 \(has not joined yet\) at barrier 'begin'"
+        waits = r"has waited \d+ s for worker 1 \(has not joined yet\) at barrier 'begin'"
         wait_until(lambda: re.search(waits, first.written()) is not None)
         with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[1], job=job) as (second,):
             for worker in (first, second):

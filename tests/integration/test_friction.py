@@ -14,7 +14,7 @@ from tests.integration.command import Command
 
 KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "MASTER_"))}
 NO_SHARD = {"PACELINE_SERVERS": "127.0.0.1:1", "PACELINE_TIMEOUT_S": "0"}
-WAIT_S = 100.0
+WAIT_S = 200.0
 
 GROUP = """
 import torch

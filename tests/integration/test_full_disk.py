@@ -17,7 +17,7 @@ import psworker
 from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command, eventually, gone
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 SIZE_MB = 24
 
 

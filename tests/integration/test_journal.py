@@ -15,7 +15,7 @@ import psworker
 from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 STEPS = 60
 KILLS = 4
 

@@ -23,6 +23,7 @@ def end_when_told(me: Station, mode: str) -> dict[str, np.ndarray]:
     return copy_of(model)
 
 
+LEASE_S = 3.0
 MODES = (
     ("ssgd", "diloco(steps=4)", "dpsgd", "adpsgd"),
     ("asgd", "ssd(steps=4)", "sgp", "allreduce(average_every=3)"),
@@ -32,16 +33,18 @@ MODES = (
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_worker_that_was_silent_before_its_end_ends_with_the_global_weights(first: int) -> None:
     with contextlib.ExitStack() as stack:
-        shards = stack.enter_context(Shards(1, lease_s=1.0))
+        shards = stack.enter_context(Shards(1, lease_s=LEASE_S))
+        names = [new_job() for _ in MODES[first]]
         jobs = [
-            stack.enter_context(shards.workers(end_when_told, mode, job=new_job()))
-            for mode in MODES[first]
+            stack.enter_context(shards.workers(end_when_told, mode, job=name))
+            for mode, name in zip(MODES[first], names, strict=True)
         ]
         for worker in (worker for job in jobs for worker in job):
             worker.hear()
         for _, silent in jobs:
             silent.kill(signal.SIGSTOP)
-        time.sleep(2.5)
+        for name in names:
+            shards.wait_until_lost(name, 1)
         for _, silent in jobs:
             silent.kill(signal.SIGCONT)
         for job in jobs:

@@ -134,7 +134,7 @@ def test_shards_start_for_a_job_and_end_with_it(tmp_path: Path) -> None:
     done = warm.run(
         ["-m", "psworker", *command],
         env=kept,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "job mine: 2 workers, 2 shards on this machine" in done.stderr

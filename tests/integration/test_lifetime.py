@@ -20,7 +20,7 @@ from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command, eventually, gone
 from tests.integration.worker import Worker as ByHand
 
-DEADLINE_S = 120.0
+DEADLINE_S = 200.0
 STEPS = 6
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import psworker
 from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
 from tests.inside import gossip_of, peers_of, table_of
-from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
+from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
 from tests.integration.command import Command, eventually
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
@@ -125,14 +125,14 @@ LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
 
-def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[str, Any]:
-    """Trains until the test says so; a new worker tells when it has trained with the others."""
+def train_until_told(me: Station, mode: str, dies: bool) -> dict[str, Any]:
+    """Trains until the test says so; tells when it has trained with the others, or is to die."""
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
         sgd(model.parameters()), named_parameters=model.named_parameters(), mode=mode
     )
     peers = peers_of(optimizer)
-    losses, models = [], {}
+    losses, models, has_told = [], {}, False
     for step in itertools.count():
         if dies and step == DIES_AT:
             me.tell()
@@ -142,9 +142,9 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
         optimizer.step()
         models[gossip_of(optimizer).number] = weights_of(model)
         time.sleep(0.01)  # For exchanges that no step waits for.
-        if is_new and step >= MORE and peers.report().num_exchanges:
+        if not has_told and step >= MORE and peers.report().num_exchanges:
             me.tell()
-            is_new = False
+            has_told = True
         if me.is_told():
             break
     psworker.shutdown()
@@ -156,12 +156,13 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
         work = train_until_told
-        with shards.workers(work, mode, False, False, ranks=[0, 2], **options) as workers:
-            with shards.workers(work, mode, True, False, ranks=[1], **options) as killed:
+        with shards.workers(work, mode, False, ranks=[0, 2], **options) as workers:
+            with shards.workers(work, mode, True, ranks=[1], **options) as killed:
                 killed[0].hear()
                 killed[0].kill()
-            with shards.workers(work, mode, False, True, ranks=[1], **options) as others:
-                others[0].hear()
+            with shards.workers(work, mode, False, ranks=[1], **options) as others:
+                for worker in (*workers, *others):
+                    worker.hear()
                 for worker in (*workers, *others):
                     worker.tell()
                 first, last, new = (worker.result() for worker in (*workers, *others))
@@ -174,21 +175,25 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
             for name, weight in first["models"][number].items():
                 assert np.array_equal(weight, other["models"][number][name]), name
         for name, weight in first["mean"].items():
-            assert relative_error(other["mean"][name], weight) < 0.2, name
+            if not mode.startswith("adpsgd"):  # Its workers end when they are told, each by itself.
+                assert relative_error(other["mean"][name], weight) < 0.2, name
 
 
 @pytest.mark.parametrize("mode", [*MODES, GLOO])
 def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
-        options: dict[str, Any] = {"num_workers": 2, "job": new_job()}
-        with shards.workers(until_told, mode, LEASE_S, **options) as workers:
+        job = new_job()
+        with shards.workers(until_told, mode, job=job) as workers:
             for worker in workers:
                 worker.hear()
                 worker.hear()
             os.kill(workers[1].pid, signal.SIGSTOP)
-            time.sleep(2 * LEASE_S)
+            shards.wait_until_lost(job, 1)
+            workers[0].tell("steps")
+            assert workers[0].hear() == "steps"  # It does not wait for the one that is silent.
             os.kill(workers[1].pid, signal.SIGCONT)
-            assert workers[1].hear() == "back"
+            workers[1].tell("exchanges")
+            assert workers[1].hear() == "exchanges"
             for worker in workers:
                 worker.tell()
             found = [worker.result() for worker in workers]
@@ -197,27 +202,31 @@ def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str
         if not mode.startswith("adpsgd"):  # Its workers end when they are told, each by itself.
             for name in weights:
                 assert relative_error(weights[name], found[0][2][name]) < 0.5
-    assert len(found[0][1]) > len(found[1][1]), "worker 0 has waited for the one that was silent"
 
 
 def wait_for_the_other(me: Station, mode: str) -> None:
-    """Trains 3 steps; worker 1 is late in one of them."""
+    """Trains 3 steps; worker 1 makes the second one when it is told to."""
     long_wait.SAY_AFTER_S = 0.3
     model, optimizer = begin(mode)
     for step in range(3):
-        time.sleep(1.0 if me.rank == step == 1 else 0.0)
+        if me.rank == step == 1:
+            me.hear()
         go(me, model, optimizer, range(step, step + 1))
     psworker.shutdown()
 
 
 def test_a_worker_names_the_one_for_which_it_waits(shards: Shards) -> None:
+    said = re.compile(r"worker 0 has waited \d+ s for step [12] of worker 1")
+
+    def has_said(worker: Worker) -> bool:
+        return said.search(worker.written()) is not None
+
     for mode in ("dpsgd", "allreduce", "sgp"):
         with shards.workers(wait_for_the_other, mode) as workers:
+            wait_until(partial(has_said, workers[0]))
+            workers[1].tell()
             for worker in workers:
                 worker.result()
-            assert re.search(
-                r"worker 0 has waited \d s for step [12] of worker 1", workers[0].written()
-            )
 
 
 EVERY = 5
@@ -497,28 +506,31 @@ def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
         assert all(np.array_equal(again[0][1][name], ended[0][2][name]) for name in half)
 
 
-def until_told(me: Station, mode: str, silent_s: float = math.inf) -> Any:
-    """Trains until told, then ends with the mean of all models.
+def until_told(me: Station, mode: str) -> Any:
+    """Trains until told without a word, then ends with the mean of all models.
 
-    After a step of at least `silent_s` seconds it tells when it has exchanged again for 10 steps.
+    It tells its rank, and when it has made 15 steps and exchanged in one; then, after the word
+    "steps" or "exchanges", when it has made so many of them more.
     """
     model, optimizer = begin(mode)
-    losses, number, back_at = [], 0, math.inf
+    losses: list[float] = []
+    wanted = {"begun": (15, 1)}  # Words to tell, with the steps and exchanges before each.
     me.tell(psworker.rank())
-    while not me.is_told():
-        began_s, gossip = time.monotonic(), gossip_of(optimizer)
-        losses += go(me, model, optimizer, range(number, number + 1))
-        number += 1
-        if number == 15:
-            me.tell(number)
-        time.sleep(0.01)
-        if time.monotonic() - began_s > silent_s:
-            back_at = gossip_of(optimizer).sight.num_exchanges + 10
-        if gossip_of(optimizer) is not gossip:
-            back_at = 10  # It has joined anew, and counts from 0.
-        if gossip_of(optimizer).sight.num_exchanges >= back_at:
-            me.tell("back")
-            back_at = math.inf
+    while True:
+        gossip = gossip_of(optimizer)
+        losses += go(me, model, optimizer, range(len(losses), len(losses) + 1))
+        time.sleep(0.01)  # For exchanges that no step waits for.
+        if gossip_of(optimizer) is not gossip:  # It has joined anew, and counts exchanges from 0.
+            wanted = {word: (steps, min(more, MORE)) for word, (steps, more) in wanted.items()}
+        made = len(losses), gossip_of(optimizer).sight.num_exchanges
+        for word, (steps, exchanges) in list(wanted.items()):
+            if made[0] >= steps and made[1] >= exchanges:
+                me.tell(word)
+                del wanted[word]
+        if me.is_told():
+            if (word := me.hear()) is None:
+                break
+            wanted[word] = (made[0] + MORE, 0) if word == "steps" else (0, made[1] + MORE)
     rank = psworker.rank()
     psworker.shutdown()
     return rank, losses, copy_of(model)
@@ -541,8 +553,9 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     assert sorted(one[0] for one in found) == [0, 1, 2]
     for _, losses, weights in found:
         assert np.isfinite(losses).all()
-        for name in weights:
-            assert relative_error(weights[name], found[0][2][name]) < 0.5
+        if not mode.startswith("adpsgd"):  # Its workers end when they are told, each by itself.
+            for name in weights:
+                assert relative_error(weights[name], found[0][2][name]) < 0.5
 
 
 def tell_steps(me: Station, mode: str) -> int:
@@ -558,9 +571,12 @@ def tell_steps(me: Station, mode: str) -> int:
     return step
 
 
-def is_quiet(worker: Worker) -> bool:
-    """Returns whether a worker tells nothing for a second; hears what it tells."""
-    return not (wait([worker.fileno()], 1.0) and (worker.hear() or True))
+def hear_to_the_end(worker: Worker) -> None:
+    """Hears what a worker tells until it tells nothing for a second."""
+    deadline_s = time.monotonic() + 60.0
+    while wait([worker.fileno()], 1.0):
+        worker.hear()
+        assert time.monotonic() < deadline_s, "it has not stopped"
 
 
 def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_its_least() -> None:
@@ -572,7 +588,7 @@ def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_i
         )
         one.hear()
         other.kill()
-        eventually(lambda: is_quiet(one))
+        hear_to_the_end(one)
         new = stack.enter_context(shards.workers(tell_steps, "adpsgd", **how))[0]
         for worker in (new, one):
             worker.hear()
@@ -597,7 +613,10 @@ def test_training_continues_when_shard_0_is_killed(tmp_path: Path, mode: str) ->
             pid = run["shards"][0]["pid"]
             os.kill(pid, signal.SIGKILL)
             eventually(lambda: command.run_file()["shards"][0]["pid"] != pid)
-            time.sleep(2.0)  # For averages that find the job gone, and workers that join again.
+            for one in workers:  # An average finds the job gone, and the worker joins again.
+                one.tell("steps")
+            for one in workers:
+                assert one.hear() == "steps"
             for one in workers:
                 one.tell()
             found = [one.result() for one in workers]
@@ -613,9 +632,10 @@ def test_torch_distributed_is_refused_where_it_cannot_add(
 ) -> None:
     with pytest.raises(AssertionError, match="adds on GPUs, and this worker's model is on cpu"):
         shards.run(train, "allreduce(backend=nccl)", new_job(), num_workers=1)
-    env = strong.environment(secrets_of(tmp_path, f"secured {EVERYTHING}\n"))
-    env |= {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_JOB": "secured"}
-    worker = Worker(train, 0, ("allreduce(backend=gloo)", "secured", 1), env)
+    env = strong.environment(secrets_of(tmp_path, f"* {EVERYTHING}\n"))
+    job = new_job()
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_JOB": job}
+    worker = Worker(train, 0, ("allreduce(backend=gloo)", job, 1), env)
     try:
         with pytest.raises(AssertionError, match="without encryption, and this job uses TLS"):
             worker.result()
@@ -629,35 +649,29 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
         yield made
 
 
-def exchange(me: Station, mode: str) -> tuple[dict[str, np.ndarray], int]:
-    """Returns the weights after some steps, and the number of exchanges."""
-    model, optimizer = begin(mode)
-    psworker.barrier("all take part")
-    go(me, model, optimizer, range(20))
-    found = gossip_of(optimizer).sight.num_exchanges
-    psworker.shutdown()
-    return copy_of(model), int(found)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_with_tls_and_a_token_exchange_models(
     strong: Fortress, tmp_path: Path, mode: str
 ) -> None:
-    tokens = secrets_of(tmp_path, f"secured {EVERYTHING}\n")
-    workers = []
+    tokens = secrets_of(tmp_path, f"* {EVERYTHING}\n")
+    workers, job = [], new_job()
     try:
         for rank in range(2):
             env = strong.environment(tokens) | {
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
-                "PACELINE_JOB": "secured",
+                "PACELINE_JOB": job,
             }
-            workers.append(Worker(exchange, rank, (mode,), env))
-        (first, ours), (last, theirs) = results_of(workers)
+            workers.append(Worker(until_told, rank, (mode,), env))
+        for one in workers:
+            one.hear()
+            assert one.hear() == "begun"  # It has exchanged.
+        for one in workers:
+            one.tell()
+        (_, _, first), (_, _, last) = results_of(workers)
     finally:
         for one in workers:
             one.close()
-    assert min(ours, theirs) > 0
     if not mode.startswith("adpsgd"):  # Its workers do not wait at their end.
         for name in first:
             assert np.array_equal(first[name], last[name]), name

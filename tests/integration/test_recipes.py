@@ -171,7 +171,7 @@ def test_after_ctrl_c_the_first_worker_saves(tmp_path: Path) -> None:
         assert process.stdout is not None
         said = "".join(iter(process.stdout.readline, "[0] step 3\n"))
         process.send_signal(signal.SIGINT)
-        said += process.communicate(timeout=60)[0]
+        said += process.communicate(timeout=200)[0]
     assert process.returncode == 130, said
     assert "Traceback" not in said
     saved = torch.load(tmp_path / "interrupted.pt")
@@ -190,7 +190,7 @@ def test_after_an_exception_in_one_worker_the_other_continues(tmp_path: Path) ->
     script.write_text(code.replace("        inputs, labels", broken + "        inputs, labels"))
     words = ("--on-failure", "continue", "--", script)
     with launch(*words, folder=tmp_path) as process:
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=200)[0]
     assert process.returncode == 1, said
     assert "[1] ValueError: broken" in said
     assert "[0] step 19\n" in said

@@ -25,7 +25,7 @@ def kill_loop(folder: Path, *kinds: str, mode: str, seconds: int = 1) -> dict[st
         "--json",
     ]
     command = ["-m", "benchmarks.recovery", *options, "--kinds", *kinds]
-    done = warm.run(command, cwd=ROOT, env=clean_environment(), timeout=280)
+    done = warm.run(command, cwd=ROOT, env=clean_environment(), timeout=800)
     assert done.stdout, done.stderr
     assert done.returncode in (0, 1), done.stderr
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

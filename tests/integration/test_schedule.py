@@ -23,7 +23,7 @@ from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, WorkerError
 from tests.integration.command import Command, eventually, gone, taken_port
 
-DEADLINE_S = 90.0
+DEADLINE_S = 200.0
 JOB = "survivor"
 Weights = dict[str, np.ndarray]
 

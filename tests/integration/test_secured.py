@@ -45,7 +45,7 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 
 def train(environment: dict[str, str]) -> tuple[str, str, float]:
-    done = warm.run(["-c", SCRIPT], env=clean_environment() | environment, timeout=100)
+    done = warm.run(["-c", SCRIPT], env=clean_environment() | environment, timeout=200)
     assert done.returncode == 0, done.stderr
     name, shares, total = done.stdout.split()
     return name, shares, float(total)
@@ -75,7 +75,7 @@ def test_the_metrics_page_is_behind_tls_and_token_and_its_health_only_behind_tls
     context = ssl.create_default_context(cafile=strong.files / "ca.pem")
 
     def ask(path: str, token: str) -> tuple[int, str]:
-        page = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=20.0)
+        page = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=200.0)
         page.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
         answer = page.getresponse()
         text = answer.read().decode()
@@ -88,7 +88,7 @@ def test_the_metrics_page_is_behind_tls_and_token_and_its_health_only_behind_tls
         assert (status, "PACELINE_TOKEN_FILE" in text) == (401, True)
     status, text = ask("/metrics", EVERYTHING)
     assert (status, "paceline_jobs" in text) == (200, True)
-    plain = http.client.HTTPConnection("127.0.0.1", port, timeout=20.0)
+    plain = http.client.HTTPConnection("127.0.0.1", port, timeout=200.0)
     plain.request("GET", "/healthz")
     with pytest.raises((http.client.HTTPException, OSError)):
         plain.getresponse()
@@ -108,7 +108,7 @@ def test_the_dashboard_shows_such_shards_behind_tls_and_the_same_token(
         port = int(line.partition("https://127.0.0.1:")[2].partition("/")[0])
 
         def ask(token: str) -> tuple[int, bytes]:
-            page = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=20.0)
+            page = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=200.0)
             page.request("GET", "/api/view", headers={"Authorization": f"Bearer {token}"})
             answer = page.getresponse()
             body = answer.read()
@@ -147,6 +147,6 @@ def test_shards_that_a_worker_starts_let_in_nobody_else(tmp_path: Path) -> None:
         worker.close()
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(60)
+        process.wait(200)
         process.stdin = None
     assert not token_file.exists()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from safetensors.torch import load_model
 from torch import nn
@@ -253,7 +252,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(240)
 def test_sharded_models_of_two_groups_of_two_equal_one_process(
     shards: Shards, tmp_path: Path
 ) -> None:

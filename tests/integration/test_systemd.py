@@ -23,7 +23,7 @@ WATCHDOG_S = 3.0
 def systemd(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(60)
+        listener.settimeout(200)
         yield listener
 
 
@@ -85,7 +85,7 @@ def is_silent(systemd: socket.socket) -> bool:
     except TimeoutError:
         return True
     finally:
-        systemd.settimeout(60)
+        systemd.settimeout(200)
     return False
 
 

@@ -15,6 +15,7 @@ server of its own for them, forked before its first thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import inspect
@@ -349,7 +350,23 @@ def _be_shard(streams: Sequence[int], words: Sequence[str]) -> None:
     except BaseException:  # noqa: BLE001 - as an interpreter does
         sys.excepthook(*sys.exc_info())
     finally:
+        _end(status)
         ctypes.pythonapi.Py_Exit(status)  # The end of an interpreter, from any depth.
+
+
+def _end(status: int) -> None:
+    """Ends the process without a visit to each object, which would copy the server's pages.
+
+    First comes all that programs notice of an interpreter's end: it waits for threads, calls what
+    was registered, and writes what is in buffers. Returns if that fails; the interpreter's own end
+    then has the last word.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":
@@ -357,4 +374,14 @@ if __name__ == "__main__":
     _prepare(sys.argv[1])
     _request = _serve(socket.socket(fileno=int(sys.argv[2])))
     sys.path.pop(0)
-    exec(*_program_of(_request))
+    _status = 0
+    try:
+        exec(*_program_of(_request))
+    except SystemExit as _exit:
+        if isinstance(_exit.code, str):
+            raise
+        _status = _exit.code or 0
+    if _request["words"][0] != "-m":
+        sys.exit(_status)  # A script of a user, whose end may be what is tested.
+    _end(_status)
+    sys.exit(_status)

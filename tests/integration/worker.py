@@ -9,7 +9,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 
 NUMEL = 4096
-WAIT_S = 20.0
+WAIT_S = 200.0
 HYPER = [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]  # Of sgd: the learning rate, and nothing else.
 
 

@@ -10,7 +10,7 @@ from pscore.optimizers.delayed_nesterov import DelayedNesterov as Delayed
 from pscore.rules import DelayedNesterov, parse_mode
 from pscore.types import SegmentTable
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
-from tests.paper.inner import Inner, adamw
+from tests.paper.inner import Inner, Maker, adamw
 
 WORKERS = 4
 
@@ -102,9 +102,9 @@ class Shard:
         self.weights = self.weights - rule.outer_lr * (move / every + along)
 
 
-def follow(cluster: Cluster, rule: DelayedNesterov) -> tuple[Vector, Vector]:
+def follow(cluster: Cluster, rule: DelayedNesterov, make: Maker = adamw) -> tuple[Vector, Vector]:
     """Returns what each worker saw at each step, and the last weights."""
-    inner, shards = Inner(adamw), [Shard(NUMEL // 2, rule) for _ in SLICES]
+    inner, shards = Inner(make), [Shard(NUMEL // 2, rule) for _ in SLICES]
     local = torch.zeros((WORKERS, NUMEL), dtype=torch.float64)
     starts, seen = np.zeros((WORKERS, NUMEL)), np.zeros((WORKERS, cluster.steps, NUMEL))
     for event in cluster.log:

@@ -30,7 +30,7 @@ from tests.unit.pscore.peers import TENSOR_NBYTES_MAX, Peer, Sender
 
 NAMES = itertools.count()
 TOKEN = "t" * 32
-WAIT_S = 20.0
+WAIT_S = 200.0
 MIB = 1 << 20
 
 

@@ -18,7 +18,7 @@ PAYLOAD = bytes(range(256)) * 40
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     one, other = socket.socketpair()
     for end in (one, other):
-        end.settimeout(20.0)
+        end.settimeout(200.0)
     with one, other:
         yield one, other
 

@@ -198,7 +198,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=200)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()

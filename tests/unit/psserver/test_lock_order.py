@@ -23,7 +23,7 @@ NUMBERS = itertools.count()  # Of local sockets.
 NUMELS = (32, 1 << 17)  # A slice stepped where it arrives, and one left to the executor.
 NUM_WORKERS = 3
 NUM_STEPS = 6
-WAIT_S = 30.0
+WAIT_S = 200.0
 
 # Locks that no other code of a shard runs under.
 ELSEWHERE = {

@@ -59,7 +59,7 @@ def test_a_gradient_is_added_on_the_thread_that_the_placement_names(
         reply = Noting()
         data = grad(1.0).view(np.uint8)
         front.engine.requests.on_push(push_header(0, 0), data, reply, here=True)
-        assert reply.answered.wait(10.0)
+        assert reply.answered.wait(200.0)
         assert (reply.threads == [threading.get_ident()]) == is_here
 
     play(scene)
@@ -92,7 +92,7 @@ def test_only_small_slices_are_summed_under_the_engines_lock(
         reply = Noting()
         data = grad(1.0).view(np.uint8)
         front.engine.requests.on_push(push_header(0, 0), data, reply, here=True)
-        assert reply.answered.wait(10.0)
+        assert reply.answered.wait(200.0)
 
     play(scene)
     assert found == [is_under_lock]

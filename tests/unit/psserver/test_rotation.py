@@ -23,7 +23,7 @@ for number in range(int(sys.argv[3])):
 def write(path: Path, nbytes_max: int, lines: int) -> None:
     with path.open("ab") as file:
         command = [sys.executable, "-c", WRITER, str(path), str(nbytes_max), str(lines)]
-        subprocess.run(command, stderr=file, check=True, timeout=60)
+        subprocess.run(command, stderr=file, check=True, timeout=200)
 
 
 def numbers(lines: list[str]) -> list[int]:

@@ -156,7 +156,7 @@ def test_a_last_checkpoint_is_written_behind_the_one_under_way(
     def slow(*arguments: object, **more: object) -> Any:
         under_way.append(1)
         has_begun.set()
-        assert may_go_on.wait(60.0)
+        assert may_go_on.wait(200.0)
         assert len(under_way) == 1
         under_way.pop()
         return make(float(cluster.versions["a"]), "a")
@@ -168,11 +168,11 @@ def test_a_last_checkpoint_is_written_behind_the_one_under_way(
     taker = Schedule(replace(plan_of(tmp_path), every_s=0.01))
     thread = threading.Thread(target=taker.run)
     thread.start()
-    assert has_begun.wait(60.0)
+    assert has_begun.wait(200.0)
     cluster.states["a"] = "ended"
     taker.listen()
     may_go_on.set()
-    thread.join(60.0)
+    thread.join(200.0)
     assert not thread.is_alive()
     assert names(tmp_path) == ["a-00000001", "a-00000002"]
     assert not under_way
@@ -254,6 +254,6 @@ def test_its_lines_rotate_the_log_of_the_supervisor(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("last\n")
         process.stdin.flush()
-        assert process.wait(100) == 0
+        assert process.wait(200) == 0
     assert former(log).stat().st_size > 1 << 20
     assert log.stat().st_size < 1 << 20

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from pscore.rules import RULES, parse_mode
+from pscore.rules import RULES, DelayedNesterov, parse_mode
 from pscore.rules.base import Rule
 from tests.harness import Cluster, assert_follows, quadratic
-from tests.paper import test_asgd, test_dcasgd, test_ssp, test_staleness
+from tests.paper import test_asgd, test_dcasgd, test_delayed_nesterov, test_ssp, test_staleness
 from tests.paper.history import History
-from tests.paper.inner import Inner
+from tests.paper.inner import Inner, sgd
 
 GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 STEPS = 60
@@ -59,7 +59,15 @@ def train(rule: Rule, *, looks: bool) -> Cluster:
 
 def test_every_mode_is_here() -> None:
     exchanging = {name for name, rule in RULES.items() if rule.gossip}  # test_decentralised.py.
-    assert {parse_mode(m).name for m in (*MODELS, *SYNCHRONOUS)} == RULES.keys() - exchanging
+    names = {parse_mode(mode).name for mode in (*MODELS, *SYNCHRONOUS)}
+    assert names | {DelayedNesterov.name} == RULES.keys() - exchanging
+
+
+def test_delayed_nesterov_follows_its_equation() -> None:
+    rule = parse_mode("delayed_nesterov(steps=4)")
+    assert isinstance(rule, DelayedNesterov)
+    cluster = train(rule, looks=True)
+    assert_follows(cluster, *test_delayed_nesterov.follow(cluster, rule, sgd(0.05)))
 
 
 @pytest.mark.parametrize("mode", MODELS)

@@ -31,14 +31,14 @@ def run(size: int, call: Any) -> None:
     class Group(FakeGroup):
         def exchange(self, taken: torch.Tensor, given: torch.Tensor, *counts: list[int]) -> Any:
             offers[self.rank] = given, counts[1]
-            meet.wait(10)
+            meet.wait(200)
             parts = [
                 torch.split_with_sizes(given, sent)[self.rank]
                 for given, sent in (offers[rank] for rank in range(size))
             ]
             assert [part.numel() for part in parts] == counts[0]
             taken.copy_(torch.cat(parts))
-            meet.wait(10)
+            meet.wait(200)
 
             class Done:
                 def wait(self) -> None:
