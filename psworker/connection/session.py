@@ -80,6 +80,7 @@ class Session:
         """
         self.job = job
         self._pid, self._has_left = os.getpid(), False
+        self._has_tables = False  # Else it has taken no part in the job's run.
         self.num_workers = num_workers
         self.min_workers = min_workers
         self.links = [
@@ -160,7 +161,9 @@ class Session:
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
         )
-        return declare(self.links, request, self._joining.known.progress, again=again)
+        found = declare(self.links, request, self._joining.known.progress, again=again)
+        self._has_tables = True
+        return found
 
     def step_aside(self, table: int, number: int, step: int) -> None:
         """Asks the shards not to wait for this worker's pushes until mode change `number` is done.
@@ -297,7 +300,7 @@ class Session:
         if self.group is not None:
             self.group.watch.leave(reason, failed=failed)
         self._leave_shards(reason, failed=failed)
-        if not failed:
+        if self._has_tables and not failed:
             _finished[self.job] = self.incarnation
         self._close_links()
         self._heartbeats.join()

@@ -280,7 +280,12 @@ def test_a_process_that_begins_another_run_says_so_and_waits_for_the_end_of_the_
 ) -> None:
     """The workers of the former run leave one shard after the other."""
     monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
+    visitor = begin(job="twice")
+    visitor.leave()  # It has declared no table: it took no part in the run.
+    links.clear()
     first = begin(job="twice")
+    assert {one.after for link in links for one in link.sent("Join")} == {0}
+    define(first)
     first.leave()
     goes_on, joined = NotOverError("it goes on"), pb.JoinReply(rank=3, lease_s=LEASE_S)
     links.clear()
