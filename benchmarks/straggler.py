@@ -53,6 +53,7 @@ MODES = {
     "slowmo H=48, backup=1": "slowmo(backup=1)",
     "diloco H=64": "diloco(steps=64)",
     "diloco H=64, backup=1": "diloco(steps=64, backup=1)",
+    "delayed_nesterov H=64": "delayed_nesterov(steps=64)",
 }
 
 

@@ -90,6 +90,11 @@ def modes(warmup: int = WARMUP) -> list[Setting]:
         Setting(name="local H=8", mode=f"local(steps=8, warmup={warmup})"),
         Setting(name="slowmo H=8", mode=f"slowmo(steps=8, warmup={warmup})"),
         Setting(name="diloco H=16", mode=f"diloco(steps=16, warmup={warmup})"),
+        Setting(name="delayed_nesterov H=16", mode="delayed_nesterov(steps=16)"),
+        Setting(
+            name="delayed_nesterov H=16 m=0.5",
+            mode="delayed_nesterov(steps=16, outer_momentum=0.5)",
+        ),
     ]
     return [ssgd(), *settings]
 
