@@ -34,6 +34,7 @@ MODES = {
     "local": ("local(steps=3, warmup=2, overlap=blend)", "local(steps=2)"),
     "slowmo": ("slowmo(steps=3, warmup=2, overlap=eager)", "slowmo(steps=2)"),
     "diloco": ("diloco(steps=3, warmup=2)", "diloco(steps=2, warmup=1, overlap=mirror)"),
+    "delayed_nesterov": ("delayed_nesterov(steps=3)", "delayed_nesterov(steps=2, every=2)"),
 }
 RAW = ("none", "none")
 COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.

@@ -317,7 +317,14 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "last_heard_s": worker["last_heard_s"],
         "reported": {},
         "peers": [],
-        "pace": {"num_steps": 0, "steps_s": 0.0, "waits_s": 0.0, "requests_s": 0.0},
+        "pace": {
+            "num_steps": 0,
+            "steps_s": 0.0,
+            "waits_s": 0.0,
+            "requests_s": 0.0,
+            "step_s": 0.0,
+            "round_steps": 0,
+        },
         "waited_for_s": 0.0,
         "data_planes": [],
     }
