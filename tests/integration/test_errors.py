@@ -447,7 +447,7 @@ def wait_at_a_barrier(me: Station) -> None:
 def wait_until_said(worker: Worker, pattern: str) -> None:
     """Waits until a worker has written that it waits.
 
-    That it does so within ten seconds is tested with a clock (tests/unit/psworker/test_exchange.py).
+    Tests with a clock ask for ten seconds (tests/unit/psworker/test_exchange.py).
     """
     end_s = time.monotonic() + DEADLINE_S
     while not re.search(pattern, worker.written()):
