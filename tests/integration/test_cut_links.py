@@ -9,8 +9,8 @@ import itertools
 import math
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,19 +26,23 @@ from tests.integration.cluster import Station, Worker, WorkerError, new_job
 from tests.integration.models import backward, batch, make_model
 
 NUM, SHARD = 3, 3  # Hosts of workers, and the host of the shard.
-LEASE_S, TIMEOUT_S = 1.5, 1.0
+LEASE_S = 1.5
 
 
-def serve(me: Station, namespace: str, host: str) -> None:
+def serve(me: Station, namespace: str, host: str, lease_s: float) -> None:
     """Runs a shard until told."""
     enter(namespace)
-    with start_embedded(1, host=host, lease_s=LEASE_S) as servers:
+    with start_embedded(1, host=host, lease_s=lease_s) as servers:
         me.tell(servers.addresses)
         me.hear()
 
 
 def train(me: Station, namespace: str, mode: str) -> Any:
-    """Trains until told; tells after 10 steps, behind an exchange given up, and as a new one."""
+    """Trains until told without a word, and then ends.
+
+    It tells when it has made 10 steps, and as many again behind every word it hears; when 5
+    exchanges follow one that was given up; and when it has joined anew.
+    """
     enter(namespace)
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
@@ -46,12 +50,12 @@ def train(me: Station, namespace: str, mode: str) -> Any:
         named_parameters=model.named_parameters(),
         mode=mode,
     )
-    gossip, again_at, loss = gossip_of(optimizer), 0.0, 0.0
+    gossip, again_at, tell_at, loss = gossip_of(optimizer), 0.0, 10, 0.0
     for step in itertools.count():
         optimizer.zero_grad()
         loss = backward(model, *batch(me.rank, step))
         optimizer.step()
-        if step == 10:
+        if step == tell_at:
             me.tell(step)
         if gossip_of(optimizer) is not gossip:
             gossip = gossip_of(optimizer)
@@ -64,7 +68,9 @@ def train(me: Station, namespace: str, mode: str) -> Any:
             again_at = math.inf
         time.sleep(0.005)
         if me.is_told():
-            break
+            if me.hear() is None:
+                break
+            tell_at = step + 10
     psworker.shutdown()
     return loss
 
@@ -84,56 +90,61 @@ def cut(lab: netlab.Lab, one: int, other: int) -> None:
         subprocess.run(command, check=True)
 
 
-def begin(
-    stack: ExitStack, lab: netlab.Lab, mode: str, timeout_s: float = TIMEOUT_S
-) -> list[Worker]:
-    """Starts a shard and the workers, each on its host; returns when all train."""
-    shard = Worker(serve, 0, (lab.name(SHARD), lab.address(SHARD)), {"WORLD_SIZE": "1"})
-    stack.callback(shard.close)
-    env = {"WORLD_SIZE": str(NUM), "PACELINE_JOB": new_job(), "PACELINE_SERVERS": shard.hear()[0]}
-    env |= {"PACELINE_TIMEOUT_S": str(timeout_s)}
-    workers = []
-    for rank in range(NUM):
-        workers.append(Worker(train, rank, (lab.name(rank), mode), env | {"RANK": str(rank)}))
-        stack.callback(workers[-1].close)
-    for worker in workers:
-        worker.hear()
-    return workers
-
-
-def test_a_worker_whose_messages_do_not_arrive_ends_and_names_the_other(lab: netlab.Lab) -> None:
+@contextmanager
+def begun(
+    lab: netlab.Lab, *modes: str, lease_s: float = LEASE_S, timeout_s: float
+) -> Iterator[list[list[Worker]]]:
+    """Starts a shard and the workers of a job for each mode, each on its host; all train."""
     with ExitStack() as stack:
-        workers = begin(stack, lab, "sgp(graph='0>1 1>2 2>0')")
+        shard = Worker(
+            serve, 0, (lab.name(SHARD), lab.address(SHARD), lease_s), {"WORLD_SIZE": "1"}
+        )
+        stack.callback(shard.close)
+        env = {"WORLD_SIZE": str(NUM), "PACELINE_SERVERS": shard.hear()[0]}
+        env |= {"PACELINE_TIMEOUT_S": str(timeout_s)}
+        jobs: list[list[Worker]] = []
+        for mode in modes:
+            env["PACELINE_JOB"] = new_job()
+            jobs.append([])
+            for rank in range(NUM):
+                worker = Worker(train, rank, (lab.name(rank), mode), env | {"RANK": str(rank)})
+                stack.callback(worker.close)
+                jobs[-1].append(worker)
+        for worker in itertools.chain(*jobs):
+            worker.hear()
+        yield jobs
+
+
+def end(workers: Sequence[Worker]) -> None:
+    """Ends workers, and asserts that they have trained."""
+    for worker in workers:
+        worker.tell()
+    for worker in workers:
+        assert np.isfinite(worker.result())
+
+
+def test_where_a_link_is_cut_a_worker_ends_or_exchanges_with_others(lab: netlab.Lab) -> None:
+    """A worker of `sgp`, whose messages do not arrive, names the other; those of `adpsgd` go on.
+
+    All other workers have 6 s for an answer, and the shard does not lose one that is slow.
+    """
+    modes = "sgp(graph='0>1 1>2 2>0')", "adpsgd(graph=complete)"
+    with begun(lab, *modes, lease_s=3.0, timeout_s=3.0) as (sgp, adpsgd):
         cut(lab, 0, 2)
         with pytest.raises(WorkerError, match=r"worker 0 at 10\.77\.0\.1:\d+ has not answered"):
-            workers[2].result()
-        for worker in workers[:2]:
-            worker.tell()
-        for worker in workers[:2]:
-            assert np.isfinite(worker.result())
-
-
-def test_workers_of_adpsgd_exchange_with_others_where_a_link_is_cut(lab: netlab.Lab) -> None:
-    with ExitStack() as stack:
-        workers = begin(stack, lab, "adpsgd(graph=complete)")
-        cut(lab, 0, 2)
+            sgp[2].result()
+        end(sgp[:2])
         for rank in (0, 2):
-            workers[rank].hear()
-        for worker in workers:
-            worker.tell()
-        for worker in workers:
-            assert np.isfinite(worker.result())
+            adpsgd[rank].hear()
+        end(adpsgd)
 
 
 def test_workers_that_were_apart_from_all_others_come_back(lab: netlab.Lab) -> None:
-    with ExitStack() as stack:
-        workers = begin(stack, lab, "dpsgd(graph=complete, average_every=5)", timeout_s=60.0)
+    with begun(lab, "dpsgd(graph=complete, average_every=5)", timeout_s=60.0) as (workers,):
         lab.cut(2)
-        time.sleep(2 * LEASE_S)
+        workers[0].tell("go on")  # It does so without worker 2, once the shard has lost it.
+        workers[0].hear()
         lab.cut(2, restore=True)
         assert workers[2].hear() == "back"
-        for worker in workers:
-            worker.tell()
-        for worker in workers:
-            assert np.isfinite(worker.result())
+        end(workers)
         assert "worker 2 rejoins" in workers[2].written()

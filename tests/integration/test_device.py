@@ -6,7 +6,6 @@ thread.
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from unittest import mock
 
@@ -66,7 +65,7 @@ def train(me: Station, mode: str, compression: str, where: str) -> dict[str, np.
 def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
     """Trains, and continues behind a gradient of NaN; returns the global weights.
 
-    Tells the error, how long it took, and the residuals' sum.
+    Tells the error and the residuals' sum.
     """
     with place(where) as device:
         model = make_model().to(device)
@@ -77,15 +76,11 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
             loss = torch.nn.functional.cross_entropy(model(inputs), classes)
             spoilt = float("nan") if step == 2 else 0.0
             torch.autograd.backward(loss + spoilt * model.get_parameter("2.weight").sum())
-            begin_s = time.monotonic()
             try:
                 optimizer.step()
             except psworker.GradientError as problem:
                 residual = table_of(optimizer).exchange.compressor_state().values()
-                took_s = time.monotonic() - begin_s
-                me.tell(
-                    (str(problem), took_s, sum(float(np.abs(array).sum()) for array in residual))
-                )
+                me.tell((str(problem), sum(float(np.abs(array).sum()) for array in residual)))
                 optimizer.state_dict()
         optimizer.close()
         assert optimizer.clock == STEPS  # The step counts without the slice that was refused.
@@ -95,13 +90,12 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
 def expect_refusal(shards: Shards, compression: str, where: str) -> None:
     """Asserts that the step that waits for a push of NaN reports it; the residual has no NaN."""
     with shards.workers(spoil, compression, where, num_workers=1) as (worker,):
-        message, took_s, residual = worker.hear()
+        message, residual = worker.hear()
         weights = worker.result()
     assert all(np.isfinite(weight).all() for weight in weights.values())
     # Of the tensor it names the part that is in this slice.
     assert re.match(r"gradient of '2.weight' holds (\d+) NaN or Inf of \1 elements", message)
     assert "at step 2; nothing of it was pushed" in message
-    assert took_s < 20.0  # Before the timeout of an answer that never comes.
     assert np.isfinite(residual)
     assert (residual > 0.0) == (compression != "none")
 

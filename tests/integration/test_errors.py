@@ -120,13 +120,12 @@ def test_no_server_says_where_how_long_and_what_to_do(monkeypatch: pytest.Monkey
             psworker.init(servers=f"127.0.0.1:{port}")
 
 
-def test_a_listener_that_never_answers_is_no_server() -> None:
+def test_a_listener_that_never_answers_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TIMEOUT_S", "3600")  # Not the limit of this call.
     with taken_port() as (taken, port):
         taken.listen()
-        started_s = time.monotonic()
         with pytest.raises(psworker.ServerUnavailableError, match=rf"127.0.0.1:{port} after \d"):
             psworker.init(servers=f"127.0.0.1:{port}", timeout_s=1.0)
-        assert time.monotonic() - started_s < 25.0  # The usual timeout is longer.
 
 
 def test_the_shards_must_be_all_of_one_cluster_in_order(shards: Shards) -> None:
