@@ -2,10 +2,11 @@
 
 hatchling calls it for a wheel and for a source package (`[tool.hatch.metadata.hooks.custom]` in
 pyproject.toml). A clone of a fork names the fork. The addresses are those that GitHub, GitLab and
-Gitea have in common. A checkout without a remote repository on the web gives a package without
-addresses.
+Gitea have in common. Of a clone of a folder, `Source` is that folder; of a repository that was not
+cloned it is the repository itself. Files without a git repository give a package without addresses.
 """
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -18,20 +19,27 @@ WEB = re.compile(r"https?://(?:[^/@]*@)?(?P<host>[^/]+)/(?P<path>.+)")
 SSH = re.compile(r"(?:ssh://)?[^/@]+@(?P<host>[^/:]+)(?::\d+/|[:/])(?P<path>.+)")
 
 
-def urls_of(remote: str) -> dict[str, str]:
-    """Returns addresses by label, without names and tokens; empty for a folder on this machine."""
+def urls_of(remote: str, root: Path) -> dict[str, str]:
+    """Returns the addresses of a repository by label, without names and tokens.
+
+    Args:
+        remote: Address that the checkout was cloned from; empty if it was not cloned.
+        root: Folder of the checkout.
+    """
     found = WEB.fullmatch(remote) or SSH.fullmatch(remote)
     if found is None:
-        return {}
+        folder = os.path.normpath(root.resolve() / remote.removeprefix("file://"))
+        return {"Source": Path(folder).as_uri()}
     base = f"https://{found['host']}/{found['path'].removesuffix('/').removesuffix('.git')}"
     return {"Source": base, "Documentation": f"{base}#readme", "Issues": f"{base}/issues"}
 
 
-def remote_of(root: Path) -> str:
-    """Returns the address that a checkout was cloned from; empty without one, or without git."""
-    command = ["git", "-C", str(root), "config", "--get", "remote.origin.url"]
+def answer_of_git(root: Path, *args: str) -> str:
+    """Returns what git prints; empty if it fails or is not installed."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            ["git", "-C", str(root), *args], capture_output=True, text=True, check=False
+        )
     except OSError:
         return ""
     return answer.stdout.strip()
@@ -42,4 +50,8 @@ class ProjectUrls(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Sets `urls`, which pyproject.toml declares as dynamic."""
-        metadata["urls"] = urls_of(remote_of(Path(self.root)))
+        root = Path(self.root)
+        top = answer_of_git(root, "rev-parse", "--show-toplevel")
+        remote = answer_of_git(root, "config", "--get", "remote.origin.url")
+        is_checkout = bool(top) and Path(top).samefile(root)
+        metadata["urls"] = urls_of(remote, root) if is_checkout else {}

@@ -27,12 +27,30 @@ URLS = {"Source": BASE, "Documentation": f"{BASE}#readme", "Issues": f"{BASE}/is
     ],
 )
 def test_the_addresses_hold_neither_names_nor_tokens(remote: str) -> None:
-    assert urls_of(remote) == URLS
+    assert urls_of(remote, ROOT) == URLS
 
 
-@pytest.mark.parametrize("remote", ["", "/srv/git/paceline", "file:///srv/git/paceline", "../up"])
-def test_a_folder_is_no_address(remote: str) -> None:
-    assert urls_of(remote) == {}
+@pytest.mark.parametrize(
+    ("remote", "folder"),
+    [
+        ("", "/srv/work/paceline"),
+        ("/srv/git/paceline", "/srv/git/paceline"),
+        ("file:///srv/git/paceline.git", "/srv/git/paceline.git"),
+        ("../up", "/srv/work/up"),
+    ],
+)
+def test_the_source_of_a_clone_of_a_folder_is_that_folder(remote: str, folder: str) -> None:
+    assert urls_of(remote, Path("/srv/work/paceline")) == {"Source": f"file://{folder}"}
+
+
+def metadata_of(folder: Path) -> Metadata:
+    """Returns the metadata of a package built of a folder."""
+    code = "import hatchling.build as b; print(b.prepare_metadata_for_build_wheel('out'))"
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, text=True
+    )
+    text = (folder / "out" / made.stdout.strip() / "METADATA").read_text(encoding="utf-8")
+    return Metadata.from_email(text, validate=True)
 
 
 def test_the_metadata_of_a_clone_name_its_origin(tmp_path: Path) -> None:
@@ -41,12 +59,7 @@ def test_the_metadata_of_a_clone_name_its_origin(tmp_path: Path) -> None:
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes((ROOT / name).read_bytes())
     (tmp_path / "out").mkdir()
+    assert not metadata_of(tmp_path).project_urls  # No repository.
     for args in (["init", "--quiet"], ["remote", "add", "origin", f"{BASE}.git"]):
         subprocess.run(["git", *args], cwd=tmp_path, check=True)
-    code = "import hatchling.build as b; print(b.prepare_metadata_for_build_wheel('out'))"
-    made = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    text = (tmp_path / "out" / made.stdout.strip() / "METADATA").read_text(encoding="utf-8")
-    metadata = Metadata.from_email(text, validate=True)
-    assert metadata.project_urls == URLS
+    assert metadata_of(tmp_path).project_urls == URLS
