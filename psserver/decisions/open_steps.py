@@ -123,6 +123,14 @@ class OpenSteps:
             return open_step is not None and open_step.ranks().issuperset(expected)
         return len(open_step.added) >= workers.fan_in(self.rule, len(expected))
 
+    def first_of_newcomers(self) -> int:
+        """Mode by step: returns the first step that a worker pushes or has pushed; 0: not known."""
+        workers = self._workers
+        if not (self.rule.by_step and workers.newcomers.starts):
+            return 0
+        starts = workers.newcomers.steps_to_come(workers.participants.ranks())
+        return min([*starts, *self.steps], default=0)
+
     def _is_full(self, open_step: OpenStep, *others: int) -> bool:
         """Returns whether as many pushes are added as a step takes."""
         workers = self._workers

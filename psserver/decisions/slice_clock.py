@@ -109,8 +109,8 @@ class SliceClock(SliceState):
     def tick(self, now_s: float) -> list[Action]:
         """Hears the time, in seconds: closes a step whose window is over."""
         self.window.tick(now_s)
-        is_open = self.version in self._open.steps or self.version < self.window.elsewhere
-        return self._proceed() if is_open and self._open.rule.window_s is not None else []
+        is_due = self.version in self._open.steps or self.window.is_behind(self.version)
+        return self._proceed() if is_due and self._open.rule.window_s is not None else []
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:
         """Decides on one pull: it is answered now, or by the actions of a later message."""
@@ -118,7 +118,8 @@ class SliceClock(SliceState):
         if not (pull.begins and self._open.rule.by_step):
             return self._answers()
         self._workers.newcomers.start(pull.worker, pull.clock)
-        self.window.elsewhere = max(self.window.elsewhere, pull.clock)
+        if self._open.rule.window_s is not None:
+            self.window.closed_elsewhere(pull.clock)
         return self.recheck()
 
     def forget(self, token: Token) -> bool:
@@ -292,17 +293,12 @@ class SliceClock(SliceState):
         return actions + self._answers()
 
     def _may_close(self) -> bool:
-        """Returns whether all are in the open step, or its quorum is and its window is over.
-
-        A step that has closed in other slices had its quorum there; those who made it may be gone.
-        """
+        """Returns whether all are in the open step, or its quorum is and its window is over."""
         step = self.version
-        if self._open.is_complete(step):
-            return True
-        if self._open.rule.window_s is None:
-            return False
-        is_elsewhere = step < self.window.elsewhere
-        return self._open.has_quorum(step, is_met=is_elsewhere) and self.window.is_over(step)
+        if self._open.is_complete(step) or self._open.rule.window_s is None:
+            return self._open.is_complete(step)
+        is_met = self.window.is_behind(step)
+        return self._open.has_quorum(step, is_met=is_met) and self.window.is_over(step)
 
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that have room now; returns whether there were any."""
@@ -312,32 +308,19 @@ class SliceClock(SliceState):
         return len(self.parking) < was
 
     def _skip(self, actions: list[Action]) -> bool:
-        """Skips the steps that no worker is left to push; returns whether there were any."""
-        step = max(self._step_of_newcomers(), self._step_elsewhere())
+        """Skips the steps that no worker is left to push; returns whether there were any.
+
+        With a window also those without a push that have closed in other slices: one that is late
+        counts in the next step.
+        """
+        step, is_empty = self._open.first_of_newcomers(), self.version not in self._open.steps
+        if is_empty and self.window.is_behind(self.version) and self.window.is_over(self.version):
+            step = min([self.window.elsewhere, *self._open.steps])
         if step <= self.version:
             return False
         actions.append(Skip(former=self.version, version=step))
         self._advance(step)
         return True
-
-    def _step_of_newcomers(self) -> int:
-        """Returns the first step that some worker pushes or has pushed; 0: that is not known."""
-        newcomers = self._workers.newcomers
-        if not (self._open.rule.by_step and newcomers.starts):
-            return 0
-        starts = newcomers.steps_to_come(self._workers.participants.ranks())
-        return min([*starts, *self._open.steps], default=0)
-
-    def _step_elsewhere(self) -> int:
-        """Returns the first step that has pushes, or is open in other slices; 0: the open one.
-
-        With a window, a push of a step that is skipped counts in the next one.
-        """
-        is_behind = self._open.rule.window_s is not None and self.version < self.window.elsewhere
-        if not is_behind or self.version in self._open.steps:
-            return 0
-        is_over = self.window.is_over(self.version)
-        return min([self.window.elsewhere, *self._open.steps]) if is_over else 0
 
     def _close(self, key: int) -> Action:
         """Turns an open step into one update by the weighted mean of its pushes."""

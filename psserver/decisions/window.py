@@ -84,6 +84,17 @@ class Window:
         if self._round_s is None or late_s <= PART * self._round_s:
             self._latest_s = max(self._latest_s, late_s)
 
+    def closed_elsewhere(self, step: int) -> None:
+        """Hears that the rounds before `step` have closed in other slices.
+
+        They had their quorum there, and the workers that made it may be gone.
+        """
+        self.elsewhere = max(self.elsewhere, step)
+
+    def is_behind(self, step: int) -> bool:
+        """Returns whether a round has closed in other slices."""
+        return step < self.elsewhere
+
     def is_over(self, step: int) -> bool:
         """Returns whether the window of a round that has its quorum is over; opens it."""
         if not self._is_timed:
