@@ -102,13 +102,18 @@ class OpenSteps:
         open_step = self.steps.get(step)
         return open_step is not None and bool(open_step.added) and self._is_full(open_step)
 
-    def has_quorum(self, step: int) -> bool:
-        """Mode by step: returns whether the window of `step` may begin."""
+    def has_quorum(self, step: int, *, is_met: bool = False) -> bool:
+        """Mode by step: returns whether the window of `step` may begin.
+
+        Args:
+            step: The step.
+            is_met: Whether any push is enough: the step had its quorum in another slice.
+        """
         open_step = self.steps.get(step)
         if open_step is None or open_step.held or not open_step.added:
             return False
         num_expected = len(open_step.ranks().union(self._workers.expected(step)))
-        return open_step.num_in >= self._workers.least(self.rule, num_expected)
+        return is_met or open_step.num_in >= self._workers.least(self.rule, num_expected)
 
     def has_arrivals(self) -> bool:
         """Asynchronous mode: returns whether as many pushes are added as one update takes."""
@@ -117,6 +122,14 @@ class OpenSteps:
         if open_step is None or open_step.is_last:
             return open_step is not None and open_step.ranks().issuperset(expected)
         return len(open_step.added) >= workers.fan_in(self.rule, len(expected))
+
+    def first_of_newcomers(self) -> int:
+        """Mode by step: returns the first step that a worker pushes or has pushed; 0: not known."""
+        workers = self._workers
+        if not (self.rule.by_step and workers.newcomers.starts):
+            return 0
+        starts = workers.newcomers.steps_to_come(workers.participants.ranks())
+        return min([*starts, *self.steps], default=0)
 
     def _is_full(self, open_step: OpenStep, *others: int) -> bool:
         """Returns whether as many pushes are added as a step takes."""

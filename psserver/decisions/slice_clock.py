@@ -109,8 +109,8 @@ class SliceClock(SliceState):
     def tick(self, now_s: float) -> list[Action]:
         """Hears the time, in seconds: closes a step whose window is over."""
         self.window.tick(now_s)
-        is_due = self._open.rule.window_s is not None and self.version in self._open.steps
-        return self._proceed() if is_due else []
+        is_due = self.version in self._open.steps or self.window.is_behind(self.version)
+        return self._proceed() if is_due and self._open.rule.window_s is not None else []
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:
         """Decides on one pull: it is answered now, or by the actions of a later message."""
@@ -118,6 +118,8 @@ class SliceClock(SliceState):
         if not (pull.begins and self._open.rule.by_step):
             return self._answers()
         self._workers.newcomers.start(pull.worker, pull.clock)
+        if self._open.rule.window_s is not None:
+            self.window.closed_elsewhere(pull.clock)
         return self.recheck()
 
     def forget(self, token: Token) -> bool:
@@ -293,10 +295,10 @@ class SliceClock(SliceState):
     def _may_close(self) -> bool:
         """Returns whether all are in the open step, or its quorum is and its window is over."""
         step = self.version
-        if self._open.is_complete(step):
-            return True
-        is_window = self._open.rule.window_s is not None and self._open.has_quorum(step)
-        return is_window and self.window.is_over(step)
+        if self._open.is_complete(step) or self._open.rule.window_s is None:
+            return self._open.is_complete(step)
+        is_met = self.window.is_behind(step)
+        return self._open.has_quorum(step, is_met=is_met) and self.window.is_over(step)
 
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that have room now; returns whether there were any."""
@@ -306,12 +308,14 @@ class SliceClock(SliceState):
         return len(self.parking) < was
 
     def _skip(self, actions: list[Action]) -> bool:
-        """Skips the steps that no worker is left to push; returns whether there were any."""
-        newcomers = self._workers.newcomers
-        if not (self._open.rule.by_step and newcomers.starts):
-            return False
-        starts = newcomers.steps_to_come(self._workers.participants.ranks())
-        step = min([*starts, *self._open.steps], default=0)
+        """Skips the steps that no worker is left to push; returns whether there were any.
+
+        With a window also those without a push that have closed in other slices: one that is late
+        counts in the next step.
+        """
+        step, is_empty = self._open.first_of_newcomers(), self.version not in self._open.steps
+        if is_empty and self.window.is_behind(self.version) and self.window.is_over(self.version):
+            step = min([self.window.elsewhere, *self._open.steps])
         if step <= self.version:
             return False
         actions.append(Skip(former=self.version, version=step))

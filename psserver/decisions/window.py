@@ -38,6 +38,7 @@ class Window:
     Attributes:
         now_s: The newest time that was heard, in seconds. Invariant: never falls.
         num_late: Moves that came after their round had closed.
+        elsewhere: Rounds below this one have closed in other slices, as a worker has told.
         closed: Times of the newest round that has closed; None: none has.
     """
 
@@ -49,7 +50,7 @@ class Window:
         """
         self.now_s = 0.0
         self._is_timed = False  # Whether a time was heard; after a restart none was.
-        self.num_late = 0
+        self.num_late = self.elsewhere = 0
         self.closed: Times | None = None
         self._fixed_s = length_s
         self._quorum_s: dict[int, float] = {}  # When each round had its quorum, by round.
@@ -82,6 +83,17 @@ class Window:
         late_s = self.now_s - self._quorum_s.get(step, self.now_s)
         if self._round_s is None or late_s <= PART * self._round_s:
             self._latest_s = max(self._latest_s, late_s)
+
+    def closed_elsewhere(self, step: int) -> None:
+        """Hears that the rounds before `step` have closed in other slices.
+
+        They had their quorum there, and the workers that made it may be gone.
+        """
+        self.elsewhere = max(self.elsewhere, step)
+
+    def is_behind(self, step: int) -> bool:
+        """Returns whether a round has closed in other slices."""
+        return step < self.elsewhere
 
     def is_over(self, step: int) -> bool:
         """Returns whether the window of a round that has its quorum is over; opens it."""

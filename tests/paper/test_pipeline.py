@@ -5,10 +5,8 @@ stage's weights, and takes each gradient at the versions that the papers name. T
 action at a time, in a random order, with their own queue of messages.
 """
 
-import copy
 import itertools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ import torch
 from torch import nn
 
 from pscore.errors import ConfigError
+from pssim.pipelines import PipelineWorld
 from psworker.pipeline.ring import WeightRing
 from psworker.pipeline.schedule import Order, Place, Stash, TwoVersions, Vertical
-from psworker.pipeline.stage import Receive, StageReplica, Update
 
 WIDTH, BATCHES = 3, 40
 LR = 0.1
@@ -125,8 +123,8 @@ def oracle(kind: str, replicas: tuple[int, ...], optimizer: str, total: int) -> 
 # ----- the machines
 
 
-class Pipes:
-    """All replicas of all stages, one action at a time; those of a stage take the mean."""
+class Pipes(PipelineWorld):
+    """A pipeline that keeps every version of the weights of its stages."""
 
     def __init__(
         self,
@@ -136,83 +134,16 @@ class Pipes:
         stages: list[nn.Module] | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = loss_of,
     ) -> None:
-        stages = stages or make_stages(len(replicas))
-        self.places = [Place.of_rank(rank, replicas) for rank in range(sum(replicas))]
-        self.messages: dict[tuple[int, int, int, int], torch.Tensor] = {}
-        self.modules = [copy.deepcopy(stages[place.stage]) for place in self.places]
-        self.optimizers = [
-            OPTIMIZERS[optimizer](list(module.parameters()), LR * place.num_replicas / replicas[0])
-            for module, place in zip(self.modules, self.places, strict=True)
-        ]
-        self.replicas = [
-            StageReplica(module, versions(place), loss, self._send_from(rank))
-            for rank, (module, place) in enumerate(zip(self.modules, self.places, strict=True))
-        ]
-        self.history = [[self._weights(place.stage)] for place in self.places if not place.replica]
-        self.most_flying = [0] * len(self.places)
+        def make(place: Place, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return OPTIMIZERS[optimizer](parameters, LR * place.num_replicas / replicas[0])
+
+        super().__init__(stages or make_stages(len(replicas)), versions, replicas, make, loss)
+        self.history = [[self._weights(stage)] for stage in range(len(replicas))]
+        self.after_update = lambda stage, _: self.history[stage].append(self._weights(stage))
 
     def _weights(self, stage: int) -> State:
-        rank = next(r for r, place in enumerate(self.places) if place.stage == stage)
-        return {k: p.detach().clone() for k, p in self.modules[rank].named_parameters()}
-
-    def _send_from(self, rank: int) -> Callable[[int, int, int, torch.Tensor], None]:
-        def send(to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
-            self.messages[to, rank, kind, minibatch] = values.clone()
-
-        return send
-
-    def _script(self, rank: int, batches: list[Any]) -> Iterator[Any]:
-        for m, (x, y) in enumerate(batches):
-            yield from self.replicas[rank].step(m, x, y)
-            self.most_flying[rank] = max(self.most_flying[rank], self.replicas[rank].num_flying)
-        yield from self.replicas[rank].finish()
-
-    def run(self, batches: list[Any], seed: int = 0) -> None:
-        draw = random.Random(seed)
-        scripts = {rank: self._script(rank, batches) for rank in range(len(self.places))}
-        waits = {rank: next(script, None) for rank, script in scripts.items()}
-        while any(wait is not None for wait in waits.values()):
-            ready = [rank for rank in waits if self._is_ready(rank, waits)]
-            assert ready, f"deadlock: {waits}"
-            rank = draw.choice(ready)
-            wait = waits[rank]
-            if isinstance(wait, Receive):
-                key = rank, wait.source, wait.kind, wait.minibatch
-                waits[rank] = self._resume(scripts[rank], self.messages.pop(key))
-            else:
-                self._update(rank, scripts, waits)
-
-    def _resume(self, script: Iterator[Any], value: Any) -> Any:
-        try:
-            return script.send(value)  # type: ignore[attr-defined]
-        except StopIteration:
-            return None
-
-    def _peers(self, rank: int) -> list[int]:
-        stage = self.places[rank].stage
-        return [other for other, place in enumerate(self.places) if place.stage == stage]
-
-    def _is_ready(self, rank: int, waits: dict[int, Any]) -> bool:
-        wait = waits[rank]
-        if isinstance(wait, Receive):
-            return (rank, wait.source, wait.kind, wait.minibatch) in self.messages
-        # A replica that has ended is not waited for.
-        return isinstance(wait, Update) and all(
-            waits[other] is None or waits[other] == wait for other in self._peers(rank)
-        )
-
-    def _update(self, rank: int, scripts: dict[int, Any], waits: dict[int, Any]) -> None:
-        there = [other for other in self._peers(rank) if waits[other] is not None]
-        for together in zip(*(self.modules[r].parameters() for r in there), strict=True):
-            mean = torch.stack([p.grad for p in together if p.grad is not None]).mean(0)
-            for parameter in together:
-                parameter.grad = mean.clone()
-        for other in there:
-            self.optimizers[other].step()
-        if there[0] == self._peers(rank)[0]:
-            self.history[self.places[rank].stage].append(self._weights(self.places[rank].stage))
-        for other in there:
-            waits[other] = self._resume(scripts[other], None)
+        module = self.modules[self.group(stage)[0]]
+        return {k: p.detach().clone() for k, p in module.named_parameters()}
 
 
 def flat(versions: list[State]) -> torch.Tensor:

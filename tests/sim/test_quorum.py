@@ -1,9 +1,11 @@
 """Rounds with a quorum on a faulty network: late learners, kills and crashes of shards."""
 
+from dataclasses import replace
+
 import pytest
 
 from pscore.rules import DiLoCo, LocalSGD
-from pssim.case import SHAPES, Case
+from pssim.case import SHAPES, Case, draw_elastic
 from pssim.faulty import simulate
 from pssim.network import Faults
 
@@ -37,6 +39,13 @@ def test_every_move_counts_once_whoever_is_late_or_dies(window: float) -> None:
         for book in outcome.ledger.books.values():
             late += sum(version > step + 1 for (_, step, _), version in book.entered.items())
     assert late > 0
+
+
+def test_a_newcomer_does_not_wait_for_a_slice_that_is_a_round_behind() -> None:
+    """Moves that come late close a round of their slices alone; then all leave but an idle one."""
+    for seed in (383, *range(SEEDS)):
+        outcome = simulate(replace(draw_elastic("local", 383), seed=seed))
+        assert all(worker.is_over for worker in outcome.workers)
 
 
 def test_a_learner_that_never_returns_stops_nobody() -> None:

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from benchmarks import pipeline, recovery, soak, straggler
+from benchmarks import pipeline, pipeline_learning, recovery, soak, straggler
 from benchmarks.__main__ import find
 from benchmarks.learning import runs, sweeps
 from benchmarks.netlab import bits_per_s
@@ -17,6 +17,7 @@ from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import Compute
 from psworker.pipeline.profile import read_profile
+from psworker.pipeline.schedule import Place
 
 
 def test_the_list_of_benchmarks_says_how_each_is_run() -> None:
@@ -44,6 +45,16 @@ def test_a_slow_worker_stops_the_synchronous_modes_and_not_the_asynchronous_ones
     assert paces["ssgd"] < 0.2
     assert paces["ssgd(backup=1)"] > 0.9
     assert paces["asgd"] > 0.9
+
+
+def test_every_pipeline_that_learns_sees_the_same_images_in_an_update() -> None:
+    for setting in pipeline_learning.SETTINGS:
+        stages = pipeline_learning.cut(pipeline_learning.Small(), len(setting.replicas))
+        assert all(any(True for _ in stage.parameters()) for stage in stages)
+        place = Place(0, 0, setting.replicas)
+        versions = pipeline_learning.FORMS[setting.form](place, setting.parts)
+        assert versions.updates_every * place.num_replicas == setting.parts
+        assert pipeline_learning.BATCH % setting.parts == 0
 
 
 def test_the_scaled_layers_of_a_pipeline_keep_their_share_of_computing_and_sending() -> None:

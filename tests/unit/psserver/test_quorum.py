@@ -180,3 +180,38 @@ def test_a_fixed_window_does_not_change() -> None:
     assert not window.is_over(2)
     window.tick(85.0)
     assert window.left_s(2) == 2.0
+
+
+# ----- rounds that have closed in other slices
+
+
+def test_a_round_that_others_have_closed_waits_a_window_for_moves_and_is_skipped() -> None:
+    """A worker that joins has seen round 2 elsewhere; worker 0 may have left, or be idle."""
+    bench = Timed(FIXED, 3)
+    bench.tick(10.0)
+    bench.clock.welcome(2)
+    bench.pull(2, 0, 0)
+    assert bench.begin(2, 2) == []  # Its pull waits for version 2.
+    assert bench.tick(10.9) == []
+    assert bench.tick(11.0) == ["skip v0 -> v2", "answer begin2 v2"]
+    assert bench.at(11.5, 0, 0) == ["set 0@0 x1 in 2", "ack 0@0 ACCEPTED v2"]  # It is late.
+
+
+def test_a_round_that_others_have_closed_closes_with_the_moves_that_are_in() -> None:
+    bench = Timed(FIXED, 3)
+    bench.at(10.0, 0, 0)
+    bench.clock.welcome(2)
+    bench.pull(2, 0, 0)
+    bench.begin(2, 1)
+    assert bench.tick(10.9) == []
+    assert bench.tick(11.0) == ["update 0 x1 -> v1", "answer begin2 v1"]
+
+
+def test_without_a_window_a_round_waits_for_those_who_have_not_pushed() -> None:
+    bench = Timed(LocalSGD(), 3)
+    bench.at(10.0, 0, 0)
+    bench.clock.welcome(2)
+    bench.pull(2, 0, 0)
+    bench.begin(2, 1)
+    assert bench.tick(1000.0) == []
+    assert bench.at(1000.0, 1, 0)[-2:] == ["update 0 x0.5 -> v1", "answer begin2 v1"]
