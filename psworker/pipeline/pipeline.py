@@ -224,7 +224,7 @@ class Pipeline:
     def _take_place(
         self, plan: Plan | str, model: nn.Module, blocks: Sequence[Block], me: Environment | Session
     ) -> None:
-        """Takes this worker's place in a plan, and the layers of its stage."""
+        """Sets this worker's place in a plan, and the layers of its stage."""
         assert not isinstance(plan, str)
         self.plan = [*plan]
         self.place = _place_of(self.plan, me.rank, me.num_workers)
