@@ -260,7 +260,7 @@ def train_in_parallel(mode: str, scale: Sequence[int], steps: int, plan: object)
         ended.append(time.perf_counter())
     sent = _sent_nbytes() - before
     if mode == DDP:
-        torch.distributed.destroy_process_group()
+        _leave_group()
     else:
         psworker.shutdown()
     return {"ended": ended[WARM_STEPS - 1 :], "sent": sent / steps / NUM_WORKERS}
@@ -273,7 +273,8 @@ def train_torch(
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.distributed.init_process_group("gloo")
-    number, layers = torch.distributed.get_rank(), list(make_model(scale))
+    layers: list[Any]
+    number, layers = torch.distributed.get_rank(), [*make_model(scale)]
     ends = [0, *(int(last) + 1 for last, _ in plan)]
     first, last = ends[number], ends[number + 1]
     part = nn.Sequential(*layers[first:last], Whole())
@@ -300,8 +301,21 @@ def train_torch(
             before = _sent_nbytes()
     sent = _sent_nbytes() - before
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    _leave_group()
     return {"ended": ended, "sent": sent / steps / MICRO_BATCHES}
+
+
+_left: list[Any] = []
+
+
+def _leave_group() -> None:
+    """Leaves torch's process group, and keeps the object.
+
+    Its destructor waits, with the lock of Python's interpreter, for Gloo's thread, which may need
+    that lock to free its last operation (torch 2.13): both would stand still for ever.
+    """
+    _left.append(torch.distributed.group.WORLD)
+    torch.distributed.destroy_process_group()
 
 
 TRAININGS = {PIPELINE: train_pipeline, TORCH: train_torch}
