@@ -227,6 +227,7 @@ def train_in_parallel(mode: str, scale: list[int], steps: int, plan: object) -> 
         ended.append(time.perf_counter())
     sent = _sent_nbytes() - before
     if mode == DDP:
+        del model  # It would end the group's thread while it holds the GIL, which that needs.
         torch.distributed.destroy_process_group()
     else:
         psworker.shutdown()
