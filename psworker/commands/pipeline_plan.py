@@ -21,9 +21,9 @@ from psworker.pipeline.costs import Cost, Ring, Shards
 from psworker.pipeline.measure import measure
 from psworker.pipeline.partition import Level, Memory, Stage
 from psworker.pipeline.profile import Profile, read_profile
+from psworker.pipeline.units import parse_bandwidths, parse_memory
 from psworker.pipeline.verdict import compare, size
 
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SYNCS = ("shards", "ring")
 WORKERS_MAX = 64  # Most workers of a plan: its time grows with their square.
 SAMPLES = 8  # Samples of a minibatch, if none are given.
@@ -83,36 +83,6 @@ def plan_pipeline(
             raise ConfigError(f"the profile cannot be written: {problem}") from problem
     cost = cost_of(wanted.sync or SYNCS[0], num_workers, num_shards, profile, job)
     return pipeline_report(profile, levels, cost, memory)
-
-
-def parse_bandwidths(text: str) -> list[float]:
-    """Returns bytes per second of links such as `1gbit`, or `100gbit,10gbit`: inner ones first.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    found = []
-    for part in text.split(","):
-        matched = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt]?)(?:bit)?(?:/s)?", part.strip().lower())
-        if matched is None or not float(matched[1]):
-            raise ConfigError(f"--bandwidth is {text!r}, must be as 1gbit, or 100gbit,10gbit")
-        found.append(float(matched[1]) * UNITS[matched[2]] / 8)
-    return found
-
-
-def parse_memory(text: str | None) -> float:
-    """Returns the bytes of a text such as `16g`; without one there is no limit.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if text is None:
-        return math.inf
-    matched = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt]?)(i?)b?", text.strip().lower())
-    if matched is None or not float(matched[1]):
-        raise ConfigError(f"--memory is {text!r}, must be as 16g, or 16gib")
-    power = "kmgt".find(matched[2]) + 1 if matched[2] else 0
-    return float(matched[1]) * float(1024 if matched[3] else 1000) ** power
 
 
 def levels_of(workers: int, machines: int, bandwidth: str) -> list[Level]:

@@ -18,6 +18,7 @@ from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.rules import SSGD, parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
+from psworker.connection.session import Session
 from psworker.gossip.base import Meet, Waits, Want
 from psworker.job import context
 from psworker.job.environment import Environment, parse_servers
@@ -31,12 +32,12 @@ from psworker.pipeline.checkpoint import (
     optimizer_state,
     to_numbers,
 )
+from psworker.pipeline.choice import AUTO, Limits, Plan, agreed_plan, require_given
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
 from psworker.pipeline.stage import Loss, Receive, StageReplica, Update
 from psworker.pipeline.stage import Waits as StageWaits
 from psworker.training.optimizer import DistributedOptimizer
 
-Plan = Sequence[tuple[str, int]]
 STASHES: dict[str, type[Stash]] = {"weights": Stash, "vertical": Vertical}
 SCHEDULES = ("1f1b", "2bw")
 log = logging.getLogger("paceline")
@@ -51,6 +52,7 @@ class Pipeline:
     it computes those of its replica, and sends activations and gradients to its neighbours.
 
     Attributes:
+        plan: Each stage's last block and replicas.
         place: Stage and replica of this worker.
         module: The layers of its stage; the parameters hold the newest weights.
         optimizer: Optimizer of its stage, with the learning rate times replicas of the stage over
@@ -65,8 +67,10 @@ class Pipeline:
         example: torch.Tensor,
         loss: Loss,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        plan: Plan,
+        plan: Plan | str = AUTO,
         *,
+        bandwidth: str | None = None,
+        memory: str | None = None,
         schedule: str = "1f1b",
         stash: str = "weights",
         minibatches: int | None = None,
@@ -84,8 +88,11 @@ class Pipeline:
             example: An input of it.
             loss: Returns a scalar for the last stage's output and the targets.
             optimizer: Makes the optimizer of some parameters.
-            plan: For each stage the name of its last block and its replicas; `psworker plan
-                MODEL --pipeline` finds them.
+            plan: For each stage the name of its last block and its replicas. With `auto` rank 0
+                measures the model with the example, one minibatch, and finds the plan; if a
+                pipeline does not pay, it is one stage on all workers: data parallelism.
+            bandwidth: With `auto`: a worker's link, as `1gbit`.
+            memory: With `auto`: limit of a worker's memory, as `16g`; none by default.
             schedule: `1f1b`, or `2bw`: an update of several minibatches, and two weight versions.
             stash: With `1f1b`: `weights`, the newest version of each stage, or `vertical`, the
                 version of the first stage at all stages.
@@ -103,29 +110,24 @@ class Pipeline:
             ConfigError: Plan and model or workers do not fit, or there is no server address.
             PacelineError: The shards do not answer, or refuse this worker.
         """
-        environment = Environment.read()
-        rank = environment.rank if rank is None else rank
-        _require(plan, mode, schedule, stash, minibatches)
-        num_workers = num_workers or environment.num_workers
-        self.place = _place_of(plan, rank, num_workers)
-        blocks = chain_of(model, example)
-        first, last = _ranges(blocks, plan)[self.place.stage]
-        self.module = joined(blocks[first : last + 1])
-        self._names = names_of(model, self.module)
-        found = _read(resume, model)
-        job, addresses = job or environment.job, parse_servers(servers) or environment.servers
-        if not addresses:
-            raise ConfigError("a pipeline needs shards: psserver start, and PACELINE_SERVERS")
-        self._stage_job = {"job": f"{job}.s{self.place.stage}", "servers": list(addresses)}
+        joins = _joins(servers, job, rank, num_workers)
+        _require(mode, schedule, stash, minibatches)
+        limits = _limits(plan, bandwidth, memory)
+        blocks, found = chain_of(model, example), _read(resume, model)
+        session: Session | None = None
+        if limits is not None:
+            session = _open(joins)
+            plan = agreed_plan(session, blocks, example, limits, optimizer)
+        self._take_place(plan, model, blocks, joins if session is None else session)
+        self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
         self.optimizer = self._make_optimizer(optimizer, mode, found)
         self._versions = _versions(self.place, schedule, stash, minibatches)
         self._loss = loss
         self.losses: dict[int, float] = {}
         self.minibatches = found.minibatches if found is not None else 0
         self._begin()
-        joins = replace(environment, job=job, rank=rank, num_workers=num_workers)
-        self._session = context.open_session(addresses, joins)
-        self._peers = Peers(self._session, self._declare(plan, self.minibatches))
+        self._session = session or _open(joins)
+        self._peers = Peers(self._session, self._declare(self.plan, self.minibatches))
         self._peers.run(self._gather())
 
     def step(self, inputs: Any, targets: Any) -> float | None:
@@ -218,6 +220,17 @@ class Pipeline:
         return {whole: found[name] for name, whole in self._names.items()}
 
     # ----- the start
+
+    def _take_place(
+        self, plan: Plan | str, model: nn.Module, blocks: Sequence[Block], me: Environment | Session
+    ) -> None:
+        """Sets this worker's place in a plan, and the layers of its stage."""
+        assert not isinstance(plan, str)
+        self.plan = [*plan]
+        self.place = _place_of(self.plan, me.rank, me.num_workers)
+        first, last = _ranges(blocks, self.plan)[self.place.stage]
+        self.module = joined(blocks[first : last + 1])
+        self._names = names_of(model, self.module)
 
     def _begin(self) -> None:
         """Begins with no minibatch in flight, at the newest weights."""
@@ -328,6 +341,53 @@ class Pipeline:
         return found
 
 
+def _joins(
+    servers: str | list[str] | None, job: str | None, rank: int | None, num_workers: int | None
+) -> Environment:
+    """Returns the environment, with the arguments that are given in its place."""
+    found = Environment.read()
+    return replace(
+        found,
+        servers=parse_servers(servers) or found.servers,
+        job=job or found.job,
+        rank=found.rank if rank is None else rank,
+        num_workers=num_workers or found.num_workers,
+    )
+
+
+def _addresses(joins: Environment) -> list[str]:
+    """Returns the addresses of the shards.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not joins.servers:
+        raise ConfigError("a pipeline needs shards: psserver start, and PACELINE_SERVERS")
+    return list(joins.servers)
+
+
+def _open(joins: Environment) -> Session:
+    """Joins the job of all stages."""
+    return context.open_session(_addresses(joins), joins)
+
+
+def _limits(plan: Plan | str, bandwidth: str | None, memory: str | None) -> Limits | None:
+    """Returns what a plan that is to be found needs; None: the plan is given.
+
+    Raises:
+        ConfigError: The arguments do not fit.
+    """
+    if plan == AUTO:
+        return Limits.parse(bandwidth, memory)
+    if isinstance(plan, str) or not plan or min(number for _, number in plan) < 1:
+        raise ConfigError(
+            f"plan is {plan if isinstance(plan, str) else [*plan]!r}, must name each stage's last "
+            "block and replicas, or be 'auto'"
+        )
+    require_given(bandwidth, memory)
+    return None
+
+
 def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
     """Returns the place of a rank.
 
@@ -343,14 +403,12 @@ def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
     return Place.of_rank(rank, replicas)
 
 
-def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int | None) -> None:
+def _require(mode: str, schedule: str, stash: str, minibatches: int | None) -> None:
     """Refuses arguments that do not fit.
 
     Raises:
         ConfigError: They do not.
     """
-    if not plan or min(number for _, number in plan) < 1:
-        raise ConfigError(f"plan is {list(plan)}, must name each stage's last block and replicas")
     rule = parse_mode(mode)
     if not isinstance(rule, SSGD):
         raise ConfigError(f"mode between replicas is {mode!r}, must be ssgd")

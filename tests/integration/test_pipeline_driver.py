@@ -1,5 +1,6 @@
 """`psworker.Pipeline` on real shards and workers: its weights are those of the formulas."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,61 @@ def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
                 seen |= losses.keys()
                 assert [m for m, loss in enumerate(returned) if loss is not None] == [*losses]
         assert seen == set(range(TOTAL))
+
+
+def make_wide(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+def find_and_train(me: Station, job: str) -> tuple[Any, ...]:
+    """Trains with plans that are found: data parallelism, a pipeline, and none."""
+    found: list[Any] = []
+    # 1 MB in each layer: data parallelism needs 4 MB.
+    for number, memory in enumerate((None, "3300k", "1k")):
+        size = 500 if memory else 5
+        try:
+            run = psworker.Pipeline(
+                make_wide(size, size, size),
+                torch.zeros(4, size),
+                model.loss_of,
+                lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                bandwidth="1mbit",
+                memory=memory,
+                job=f"{job}-{number}",
+            )
+        except psworker.PacelineError as problem:
+            found.append(str(problem))
+            continue
+        generator = torch.Generator().manual_seed(1)
+        for x in torch.randn(4, 2, size, generator=generator):
+            run.step(x, x)
+        run.finish()
+        found.append((run.plan, {name: v.numpy() for name, v in run.state_dict().items()}))
+    return tuple(found)
+
+
+def test_workers_find_their_plan(shards: Shards) -> None:
+    with shards.workers(find_and_train, new_job(), num_workers=2) as workers:
+        results = [worker.result() for worker in workers]
+        written = [worker.written() for worker in workers]
+    assert [result[0][0] for result in results] == [[("1", 2)]] * 2
+    assert [result[1][0] for result in results] == [[("0", 1), ("1", 1)]] * 2
+    assert "there is no plan for 2 workers: nothing fits into 1 kB" in results[0][2]
+    assert "rank 0 has found no plan for the pipeline" in results[1][2]
+    assert "pipeline plan 2: do not pipeline: " in written[0]
+    assert "do not pipeline" not in written[1]
+    # One stage on two workers takes the mean of two minibatches.
+    alone = make_wide(5, 5, 5)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    batches = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(1))
+    for both in batches.reshape(2, 4, 5):
+        optimizer.zero_grad()
+        torch.autograd.backward(model.loss_of(alone(both), both))
+        optimizer.step()
+    for name, value in alone.state_dict().items():
+        for result in results:
+            torch.testing.assert_close(torch.from_numpy(result[0][1][name]), value)
 
 
 AT, END = 6, 12  # Minibatches behind the checkpoint, and of the whole run.
@@ -138,7 +194,7 @@ def test_a_checkpoint_is_the_whole_model_at_one_minibatch(shards: Shards, tmp_pa
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def refuse(me: Station, plan: list[tuple[str, int]], options: dict[str, Any]) -> None:
+def refuse(me: Station, plan: list[tuple[str, int]] | str, options: dict[str, Any]) -> None:
     psworker.Pipeline(
         whole_model(2),
         torch.zeros(1, model.WIDTH),
@@ -192,11 +248,14 @@ def test_a_lost_worker_is_named() -> None:
             "stage 1 (0.1 to 0.1) has no parameters to train: join it with the stage",
         ),
         ([], {}, "must name each stage's last block and replicas"),
+        ("fast", {}, "plan is 'fast', must name each stage's last block and replicas, or be"),
+        ("auto", {}, "plan='auto' needs bandwidth"),
+        ([("0.2", 1), ("1.2", 1)], {"memory": "1g"}, "memory='1g' has no effect but with plan="),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch,
-    plan: list[tuple[str, int]],
+    plan: list[tuple[str, int]] | str,
     options: dict[str, Any],
     message: str,
 ) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from pscore.errors import ConfigError
-from psworker.commands import cli, models, pipeline_plan
+from psworker.commands import cli, models
 from psworker.pipeline.chain import chain_of, joined, names_of
 from psworker.pipeline.measure import measure
+from psworker.pipeline.units import parse_bandwidths, parse_memory
 
 PROFILE = Path(__file__).parent / "profiles" / "vgg16.json"
 torch.manual_seed(0)
@@ -119,24 +120,24 @@ def test_the_first_block_makes_no_gradient_of_its_input() -> None:
     [("1gbit", [125e6]), ("2.5Gbit/s,100m", [312.5e6, 12.5e6]), ("8000", [1000.0])],
 )
 def test_bandwidths_are_bits_per_second(text: str, expected: list[float]) -> None:
-    assert pipeline_plan.parse_bandwidths(text) == expected
+    assert parse_bandwidths(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "0gbit", "fast", "1gbit,", "-1gbit", "1 gbyte"])
 def test_a_wrong_bandwidth_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be as 1gbit"):
-        pipeline_plan.parse_bandwidths(text)
+        parse_bandwidths(text)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("16g", 16e9), ("1.5GiB", 1.5 * 2**30), ("512m", 512e6), ("99", 99)]
 )
 def test_memory_is_in_bytes(text: str, expected: float) -> None:
-    assert pipeline_plan.parse_memory(text) == expected
+    assert parse_memory(text) == expected
 
 
 def test_without_a_limit_memory_is_endless() -> None:
-    assert math.isinf(pipeline_plan.parse_memory(None))
+    assert math.isinf(parse_memory(None))
 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:

@@ -1,0 +1,180 @@
+"""The plan that the workers of a pipeline find by themselves: rank 0 measures, all get the same.
+
+Rank 0 passes the plan on as numbers of a barrier, whose largest value every worker gets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pscore.errors import ConfigError, PacelineError
+from psworker.connection.session import Session
+from psworker.pipeline.chain import Block
+from psworker.pipeline.costs import Shards
+from psworker.pipeline.measure import measure
+from psworker.pipeline.partition import Level, Memory
+from psworker.pipeline.profile import Profile
+from psworker.pipeline.units import parse_bandwidths, parse_memory
+from psworker.pipeline.verdict import compare
+
+AUTO = "auto"
+MEETING = "pipeline plan"  # Name of the barriers that pass a plan on.
+Plan = Sequence[tuple[str, int]]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The arguments of `psworker.Pipeline` that a plan found by itself needs.
+
+    Attributes:
+        bandwidth: Bytes per second of a worker's link, in each direction.
+        memory_nbytes: Memory of a worker; infinite: no limit.
+    """
+
+    bandwidth: float
+    memory_nbytes: float
+
+    @classmethod
+    def parse(cls, bandwidth: str | None, memory: str | None) -> Limits:
+        """Returns the limits of texts such as `1gbit` and `16g`.
+
+        Raises:
+            ConfigError: There is no bandwidth, or one of them is wrong.
+        """
+        if bandwidth is None:
+            raise ConfigError(
+                "plan='auto' needs bandwidth, the link of a worker, as bandwidth='1gbit'; or give "
+                "a plan: each stage's last block and replicas"
+            )
+        links = parse_bandwidths(bandwidth, "bandwidth")
+        if len(links) != 1:
+            raise ConfigError(
+                f"bandwidth is {bandwidth!r}, must be one link; psworker plan --machines finds "
+                "plans for several kinds of links"
+            )
+        return cls(links[0], parse_memory(memory, "memory"))
+
+
+def require_given(bandwidth: str | None, memory: str | None) -> None:
+    """Refuses limits beside a given plan.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, value in (("bandwidth", bandwidth), ("memory", memory)):
+        if value is not None:
+            raise ConfigError(f"{name}={value!r} has no effect but with plan='auto'")
+
+
+def agreed_plan(
+    session: Session,
+    blocks: Sequence[Block],
+    example: torch.Tensor,
+    limits: Limits,
+    optimizer: MakeOptimizer,
+) -> list[tuple[str, int]]:
+    """Returns the plan that rank 0 finds, on every worker.
+
+    Args:
+        session: The job of all stages; a worker that fails here leaves it.
+        blocks: The blocks of the model.
+        example: One minibatch; rank 0 measures the blocks on its device.
+        limits: Link and memory of a worker.
+        optimizer: Makes an optimizer; its state is part of the memory.
+
+    Raises:
+        ConfigError: On rank 0: nothing fits into memory, or the fastest plan leaves workers idle.
+        PacelineError: Rank 0 has found none.
+    """
+    found: list[tuple[int, int]] = []
+    is_done = False
+    try:
+        if session.rank == 0:
+            workers, shards = session.num_processes, len(session.links)
+            profile = measured(blocks, example)
+            found = find_plan(profile, limits, workers, shards, num_state_of(optimizer))
+        agreed = _agree(session, found)
+        is_done = True
+    finally:
+        if not is_done:  # The barrier of the others then ends without a plan.
+            session.leave("it has no plan", failed=True)
+    return [(blocks[last].name, replicas) for last, replicas in agreed]
+
+
+def _agree(session: Session, found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns rank 0's last blocks and replicas; those of others are empty."""
+    stages = int(session.agree(MEETING, len(found)))
+    if not stages:
+        raise PacelineError("rank 0 has found no plan for the pipeline, and says why")
+    pairs = found or [(0, 0)] * stages
+    return [
+        (int(session.agree(MEETING, last)), int(session.agree(MEETING, replicas)))
+        for last, replicas in pairs
+    ]
+
+
+def measured(blocks: Sequence[Block], example: torch.Tensor) -> Profile:
+    """Returns the profile of blocks, whose buffers and random numbers stay as they are."""
+    buffers = [buffer for block in blocks for buffer in block.module.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    devices = [example.device] if example.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        profile = measure("the model", blocks, example)
+    with torch.no_grad():
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+    return profile
+
+
+def find_plan(
+    profile: Profile, limits: Limits, num_workers: int, num_shards: int, num_state: int
+) -> list[tuple[int, int]]:
+    """Returns each stage's last block and replicas: the fastest pipeline, or one stage.
+
+    Logs the plan and the verdict in one line, as a warning if it is against a pipeline: one stage
+    on all workers is then data parallelism.
+
+    Args:
+        profile: The model.
+        limits: Link and memory of a worker.
+        num_workers: Workers, each with a stage.
+        num_shards: Shards, each behind a link as fast as a worker's.
+        num_state: Arrays of the optimizer's state, as long as the parameters.
+
+    Raises:
+        ConfigError: Nothing fits into memory, or the fastest plan leaves workers idle.
+    """
+    cost = Shards(hides=False, num_shards=num_shards)  # Mode ssgd: pushes and pulls everything.
+    memory = Memory(limits.memory_nbytes, num_state)
+    found = compare(profile, [Level(num_workers, limits.bandwidth)], cost, memory)
+    if found.advised is None:
+        raise ConfigError(f"there is no plan for {num_workers} workers: {found.reason}")
+    if not found.is_pipeline or found.pipeline is None:
+        log.warning("pipeline plan %d: do not pipeline: %s", num_workers, found.reason)
+        return [(len(profile.layers) - 1, num_workers)]
+    if found.pipeline.workers != num_workers:
+        raise ConfigError(
+            f"the fastest plan, {found.pipeline.name}, has {found.pipeline.workers} workers, and "
+            f"more would slow it down: start {found.pipeline.workers} in place of {num_workers}"
+        )
+    log.info("pipeline plan %s: pipeline: %s", found.pipeline.name, found.reason)
+    return [(stage.last, stage.replicas) for stage in found.pipeline.stages]
+
+
+def num_state_of(make: MakeOptimizer) -> int:
+    """Returns the arrays of an optimizer's state that are as long as the parameters."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones_like(parameter)
+    made = make([parameter])
+    made.step()
+    return sum(
+        isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        for value in made.state[parameter].values()
+    )
