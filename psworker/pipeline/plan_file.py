@@ -22,7 +22,7 @@ class PlanStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A plan, and what was predicted of it.
+    """A plan, and its prediction.
 
     Attributes:
         model: Name of the model, for people.
