@@ -63,7 +63,7 @@ GOOD: dict[str, Any] = {
         (json.dumps({**GOOD, "more": 1}), "is no plan of a pipeline"),
     ],
 )
-def test_what_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
