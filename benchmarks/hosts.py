@@ -199,6 +199,7 @@ def train(
     if mode != DDP:
         psworker.shutdown()
     if torch.distributed.is_initialized():
+        del model  # It would end the group's thread while it holds the GIL, which that needs.
         torch.distributed.destroy_process_group()
     print("{}", flush=True)
 

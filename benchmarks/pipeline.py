@@ -260,7 +260,8 @@ def train_in_parallel(mode: str, scale: Sequence[int], steps: int, plan: object)
         ended.append(time.perf_counter())
     sent = _sent_nbytes() - before
     if mode == DDP:
-        _leave_group()
+        del model  # It would end the group's thread while it holds the GIL, which that needs.
+        torch.distributed.destroy_process_group()
     else:
         psworker.shutdown()
     return {"ended": ended[WARM_STEPS - 1 :], "sent": sent / steps / NUM_WORKERS}
@@ -301,21 +302,8 @@ def train_torch(
             before = _sent_nbytes()
     sent = _sent_nbytes() - before
     torch.distributed.barrier()
-    _leave_group()
-    return {"ended": ended, "sent": sent / steps / MICRO_BATCHES}
-
-
-_left: list[Any] = []
-
-
-def _leave_group() -> None:
-    """Leaves torch's process group, and keeps the object.
-
-    Its destructor waits, with the lock of Python's interpreter, for Gloo's thread, which may need
-    that lock to free its last operation (torch 2.13): both would stand still for ever.
-    """
-    _left.append(torch.distributed.group.WORLD)
     torch.distributed.destroy_process_group()
+    return {"ended": ended, "sent": sent / steps / MICRO_BATCHES}
 
 
 TRAININGS = {PIPELINE: train_pipeline, TORCH: train_torch}

@@ -115,6 +115,7 @@ def train(line: Connection, form: Form) -> Figures:
     if form.mode:
         psworker.shutdown()
     else:
+        del model  # It would end the group's thread while it holds the GIL, which that needs.
         torch.distributed.destroy_process_group()
     moved = after.sent - before.sent, after.received - before.received
     return Figures(*(each / form.steps for each in (seconds, *moved)))

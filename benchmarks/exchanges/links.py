@@ -123,6 +123,7 @@ def train(line: Connection, mode: str, num_steps: int) -> tuple[float, float, fl
     line.send("done")
     line.recv()
     if mode == "ddp":
+        del model  # It would end the group's thread while it holds the GIL, which that needs.
         torch.distributed.destroy_process_group()
     else:
         psworker.shutdown()

@@ -30,6 +30,7 @@ from psworker.commands.run import (
     worker_command,
 )
 from psworker.exits import MEANINGS, Exit
+from psworker.pipeline.plan_file import read_plan
 
 PROGRAM = "psworker"
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
@@ -91,6 +92,14 @@ def run(
         str | None,
         typer.Option(metavar="MIN:MAX", help="Let workers join and leave: MIN to MAX of them."),
     ] = None,
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A plan that psworker plan --save-plan wrote: start its workers, and give it to "
+            "psworker.Pipeline.",
+        ),
+    ] = None,
     servers: Annotated[
         str | None,
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
@@ -125,10 +134,13 @@ def run(
     bounds = None if elastic is None else parse_elastic(elastic)
     if on_failure is None:
         on_failure = OnFailure.STOP if bounds is None else OnFailure.CONTINUE
+    if pipeline is not None:
+        workers = _pipeline_workers(pipeline, workers, bounds)
     plan = LaunchPlan(
         command=worker_command(command),
         num_workers=(1 if bounds is None else bounds[0]) if workers is None else workers,
         elastic=bounds,
+        pipeline="" if pipeline is None else str(pipeline.absolute()),
         servers=addresses,
         num_shards=1 if shards is None else shards,
         job=job or new_job(),
@@ -218,6 +230,10 @@ Sync = Annotated[
 SaveProfile = Annotated[
     Path | None, typer.Option(help="With --pipeline: file for the measured profile.")
 ]
+SavePlan = Annotated[
+    Path | None,
+    typer.Option(help="With --pipeline: file for the plan, for psworker run --pipeline."),
+]
 
 
 @app.command()
@@ -258,6 +274,7 @@ def plan(
     device: Device = None,
     sync: Sync = None,
     save_profile: SaveProfile = None,
+    save_plan: SavePlan = None,
     as_json: AsJson = False,
 ) -> None:
     """Show slices, shards and bytes of a model, or the stages of a pipeline; needs no server."""
@@ -273,6 +290,7 @@ def plan(
         device=device,
         sync=sync,
         save_profile=save_profile,
+        save_plan=save_plan,
     )
     if pipeline:
         found = pipeline_plan.plan_pipeline(model, wanted, job, workers, shards)
@@ -416,6 +434,23 @@ def exit_code(problem: PacelineError) -> Exit:
     if isinstance(problem, ConfigError):
         return Exit.USAGE
     return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
+
+
+def _pipeline_workers(path: Path, workers: int | None, bounds: tuple[int, int] | None) -> int:
+    """Returns the workers of the plan in a file.
+
+    Raises:
+        ConfigError: It is none, or another number of workers is asked for.
+    """
+    plan = read_plan(path)
+    if bounds is not None:
+        raise ConfigError("--elastic has no effect with --pipeline: its plan has so many workers")
+    if workers not in (None, plan.workers):
+        raise ConfigError(
+            f"--workers is {workers}, but the plan {path}, {plan.name}, has {plan.workers}: leave "
+            f"out --workers, or make a plan for {workers}"
+        )
+    return plan.workers
 
 
 def _show_modes(listed_modes: dict[str, dict[str, object]]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from psworker.pipeline.chain import chain_of
 from psworker.pipeline.costs import Cost, Ring, Shards
 from psworker.pipeline.measure import measure
 from psworker.pipeline.partition import Level, Memory, Stage
+from psworker.pipeline.plan_file import PlanFile, PlanStage
 from psworker.pipeline.profile import Profile, read_profile
 from psworker.pipeline.units import parse_bandwidths, parse_memory
-from psworker.pipeline.verdict import compare, size
+from psworker.pipeline.verdict import Comparison, compare, size
 
 SYNCS = ("shards", "ring")
 WORKERS_MAX = 64  # Most workers of a plan: its time grows with their square.
@@ -40,6 +39,7 @@ class Wanted:
     device: str | None = None
     sync: str | None = None
     save_profile: Path | None = None
+    save_plan: Path | None = None
 
     def require_none(self) -> None:
         """Refuses flags that have no effect without `--pipeline`.
@@ -82,7 +82,10 @@ def plan_pipeline(
         except OSError as problem:
             raise ConfigError(f"the profile cannot be written: {problem}") from problem
     cost = cost_of(wanted.sync or SYNCS[0], num_workers, num_shards, profile, job)
-    return pipeline_report(profile, levels, cost, memory)
+    found = compare(profile, levels, cost, memory)
+    if wanted.save_plan is not None:
+        plan_file_of(profile, found).write(wanted.save_plan)
+    return pipeline_report(profile, num_workers, found)
 
 
 def levels_of(workers: int, machines: int, bandwidth: str) -> list[Level]:
@@ -194,12 +197,28 @@ def cost_of(
     )
 
 
-def pipeline_report(
-    profile: Profile, levels: Sequence[Level], cost: Cost, memory: Memory
-) -> dict[str, Any]:
-    """Returns the plan as JSON: milliseconds and bytes are of one minibatch."""
-    found = compare(profile, levels, cost, memory)
-    workers = math.prod(level.units for level in levels)
+def plan_file_of(profile: Profile, found: Comparison) -> PlanFile:
+    """Returns the advised plan for workers to read.
+
+    Raises:
+        ConfigError: Nothing fits into memory.
+    """
+    if found.advised is None:
+        raise ConfigError(f"there is no plan to save: {found.reason}")
+    return PlanFile(
+        model=profile.model,
+        stages=tuple(
+            PlanStage(last=profile.layers[stage.last].name, replicas=stage.replicas)
+            for stage in found.advised.stages
+        ),
+        predicted_ms=1e3 * found.advised.seconds,
+        verdict=found.verdict,
+        reason=found.reason,
+    )
+
+
+def pipeline_report(profile: Profile, workers: int, found: Comparison) -> dict[str, Any]:
+    """Returns a comparison as JSON: milliseconds and bytes are of one minibatch."""
     shown = found.pipeline or found.advised
     return {
         "model": profile.model,
@@ -220,7 +239,7 @@ def pipeline_report(
         "data_parallel_nbytes": found.data_parallel_nbytes,
         "data_parallel_memory_nbytes": found.data_parallel.memory_nbytes,
         "hidden_ms": 1e3 * found.hidden_s,
-        "verdict": "pipeline" if found.is_pipeline else "do not pipeline",
+        "verdict": found.verdict,
         "reason": found.reason,
     }
 

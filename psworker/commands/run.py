@@ -31,6 +31,7 @@ from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
 from psworker.job.own_shards import OwnShards, start_shards
+from psworker.pipeline.plan_file import read_plan
 
 WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
@@ -83,6 +84,7 @@ class LaunchPlan:
     command: tuple[str, ...]  # The command line of each worker.
     num_workers: int
     elastic: tuple[int, int] | None = None  # Minimum and maximum of the job's workers.
+    pipeline: str = ""  # Path of the plan of a pipeline for the workers; empty: they have none.
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: shards are started for this job.
     num_shards: int = 1  # Shards started for this job.
     token_file: str = ""  # Token file of shared shards; else from the environment.
@@ -198,6 +200,9 @@ class Launch:
             f"job {self.plan.job}: {count(self.plan.num_workers, 'worker')}{bounds}, "
             f"{count(len(servers), 'shard')}{here} ({','.join(servers)})"
         )
+        if self.plan.pipeline:
+            pipeline = read_plan(self.plan.pipeline)
+            self._tell(f"pipeline {pipeline.name}: {pipeline.places()}")
         if "OMP_NUM_THREADS" not in os.environ:
             self._tell(
                 f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
@@ -409,6 +414,8 @@ def worker_environment(
         least, most = plan.elastic
         place = {"PACELINE_MIN_WORKERS": str(least), "PACELINE_MAX_WORKERS": str(most)}
     kept = {name: value for name, value in base.items() if name not in replaced}
+    if plan.pipeline:
+        kept["PACELINE_PIPELINE"] = plan.pipeline
     if plan.token_file:
         kept["PACELINE_TOKEN_FILE"] = plan.token_file
     return {

@@ -15,6 +15,7 @@
 | our certificate and key, if shards require one | PACELINE_TLS_CERT, PACELINE_TLS_KEY | | |
 | file with the token | PACELINE_TOKEN_FILE | | |
 | file for timelines | PACELINE_TIMELINE=trace.json | | |
+| plan of a pipeline | PACELINE_PIPELINE=plan.json | | |
 
 The first column wins. In a step of srun with several tasks, SLURM_PROCID, SLURM_STEP_NUM_TASKS and
 SLURM_LOCALID come last, and the job is `slurm-` and SLURM_JOB_ID: a job that is requeued continues.
@@ -68,6 +69,7 @@ class Environment:
     tls_key: str = ""
     token_file: str = ""
     timeline: str = ""  # A path (pscore/observe/timeline.py); empty: no timeline.
+    pipeline: str = ""  # A path (psworker/pipeline/plan_file.py); empty: no plan is given.
 
     def __post_init__(self) -> None:
         """Checks values that arguments may have replaced.
@@ -149,6 +151,7 @@ class Environment:
             tls_key=variables.get("PACELINE_TLS_KEY", ""),
             token_file=variables.get("PACELINE_TOKEN_FILE", ""),
             timeline=variables.get("PACELINE_TIMELINE", ""),
+            pipeline=variables.get("PACELINE_PIPELINE", ""),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from psworker.pipeline.chain import Block
 from psworker.pipeline.costs import Shards
 from psworker.pipeline.measure import measure
 from psworker.pipeline.partition import Level, Memory
+from psworker.pipeline.plan_file import read_plan
 from psworker.pipeline.profile import Profile
 from psworker.pipeline.units import parse_bandwidths, parse_memory
 from psworker.pipeline.verdict import compare
@@ -62,7 +64,49 @@ class Limits:
         return cls(links[0], parse_memory(memory, "memory"))
 
 
-def require_given(bandwidth: str | None, memory: str | None) -> None:
+def resolved(
+    plan: Plan | str | Path, handed: str, bandwidth: str | None, memory: str | None
+) -> tuple[Plan, Limits | None]:
+    """Returns a plan that is given, or the limits of one that is to be found.
+
+    Args:
+        plan: The argument of `psworker.Pipeline`.
+        handed: File that the launcher has handed to this worker, for `auto`; empty: none.
+        bandwidth: Link of a worker, with `auto`; without effect if the launcher has a plan.
+        memory: Memory of a worker, likewise.
+
+    Raises:
+        ConfigError: The arguments do not fit, or the file is no plan.
+    """
+    if plan == AUTO and not handed:
+        return [], Limits.parse(bandwidth, memory)
+    if plan == AUTO:
+        return _of_file(handed), None
+    _require_no_limits(bandwidth, memory)
+    if isinstance(plan, str | Path):
+        return _of_file(plan), None
+    if not plan or min(number for _, number in plan) < 1:
+        raise ConfigError(
+            f"plan is {[*plan]}, must name each stage's last block and replicas, or a file of "
+            "psworker plan --save-plan, or be 'auto'"
+        )
+    return plan, None
+
+
+def _of_file(path: str | Path) -> Plan:
+    found = read_plan(path)
+    log.info(
+        "pipeline plan %s of %s: %.4g ms a minibatch predicted; %s: %s",
+        found.name,
+        path,
+        found.predicted_ms,
+        found.verdict,
+        found.reason,
+    )
+    return found.cuts
+
+
+def _require_no_limits(bandwidth: str | None, memory: str | None) -> None:
     """Refuses limits beside a given plan.
 
     Raises:

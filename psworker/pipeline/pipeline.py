@@ -32,7 +32,7 @@ from psworker.pipeline.checkpoint import (
     optimizer_state,
     to_numbers,
 )
-from psworker.pipeline.choice import AUTO, Limits, Plan, agreed_plan, require_given
+from psworker.pipeline.choice import AUTO, Plan, agreed_plan, resolved
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
 from psworker.pipeline.stage import Loss, Receive, StageReplica, Update
 from psworker.pipeline.stage import Waits as StageWaits
@@ -67,7 +67,7 @@ class Pipeline:
         example: torch.Tensor,
         loss: Loss,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        plan: Plan | str = AUTO,
+        plan: Plan | str | Path = AUTO,
         *,
         bandwidth: str | None = None,
         memory: str | None = None,
@@ -88,9 +88,10 @@ class Pipeline:
             example: An input of it.
             loss: Returns a scalar for the last stage's output and the targets.
             optimizer: Makes the optimizer of some parameters.
-            plan: For each stage the name of its last block and its replicas. With `auto` rank 0
-                measures the model with the example, one minibatch, and finds the plan; if a
-                pipeline does not pay, it is one stage on all workers: data parallelism.
+            plan: For each stage the name of its last block and its replicas, or a file that
+                `psworker plan --save-plan` wrote. `auto`: the file of PACELINE_PIPELINE, else
+                rank 0 measures the model with the example, one minibatch, and finds the plan; if
+                a pipeline does not pay, one stage on all workers: data parallelism.
             bandwidth: With `auto`: a worker's link, as `1gbit`.
             memory: With `auto`: limit of a worker's memory, as `16g`; none by default.
             schedule: `1f1b`, or `2bw`: an update of several minibatches, and two weight versions.
@@ -112,7 +113,7 @@ class Pipeline:
         """
         joins = _joins(servers, job, rank, num_workers)
         _require(mode, schedule, stash, minibatches)
-        limits = _limits(plan, bandwidth, memory)
+        plan, limits = resolved(plan, joins.pipeline, bandwidth, memory)
         blocks, found = chain_of(model, example), _read(resume, model)
         session: Session | None = None
         if limits is not None:
@@ -222,10 +223,9 @@ class Pipeline:
     # ----- the start
 
     def _take_place(
-        self, plan: Plan | str, model: nn.Module, blocks: Sequence[Block], me: Environment | Session
+        self, plan: Plan, model: nn.Module, blocks: Sequence[Block], me: Environment | Session
     ) -> None:
         """Sets this worker's place in a plan, and the layers of its stage."""
-        assert not isinstance(plan, str)
         self.plan = [*plan]
         self.place = _place_of(self.plan, me.rank, me.num_workers)
         first, last = _ranges(blocks, self.plan)[self.place.stage]
@@ -369,23 +369,6 @@ def _addresses(joins: Environment) -> list[str]:
 def _open(joins: Environment) -> Session:
     """Joins the job of all stages."""
     return context.open_session(_addresses(joins), joins)
-
-
-def _limits(plan: Plan | str, bandwidth: str | None, memory: str | None) -> Limits | None:
-    """Returns what a plan that is to be found needs; None: the plan is given.
-
-    Raises:
-        ConfigError: The arguments do not fit.
-    """
-    if plan == AUTO:
-        return Limits.parse(bandwidth, memory)
-    if isinstance(plan, str) or not plan or min(number for _, number in plan) < 1:
-        raise ConfigError(
-            f"plan is {plan if isinstance(plan, str) else [*plan]!r}, must name each stage's last "
-            "block and replicas, or be 'auto'"
-        )
-    require_given(bandwidth, memory)
-    return None
 
 
 def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:

@@ -49,6 +49,11 @@ class Comparison:
     reason: str
 
     @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        return "pipeline" if self.is_pipeline else "do not pipeline"
+
+    @property
     def moved_nbytes(self) -> int:
         """The bytes of a minibatch in the pipeline."""
         return self.activation_nbytes + self.sync_nbytes

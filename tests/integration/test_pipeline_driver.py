@@ -11,6 +11,7 @@ from torch import nn
 
 import psworker
 from psworker.pipeline.checkpoint import Checkpoint
+from psworker.pipeline.plan_file import PlanFile, PlanStage
 from tests.integration.cluster import Shards, Station, WorkerError, new_job
 from tests.paper import test_pipeline as model
 
@@ -121,6 +122,27 @@ def test_workers_find_their_plan(shards: Shards) -> None:
     for name, value in alone.state_dict().items():
         for result in results:
             torch.testing.assert_close(torch.from_numpy(result[0][1][name]), value)
+
+
+def take_the_plan_of_the_launcher(me: Station) -> Any:
+    run = psworker.Pipeline(
+        whole_model(2),
+        torch.zeros(1, model.WIDTH),
+        model.loss_of,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    run.finish()
+    return run.plan, run.place.stage
+
+
+def test_workers_take_the_plan_that_they_are_handed(shards: Shards, tmp_path: Path) -> None:
+    stages = (PlanStage(last="0.2", replicas=1), PlanStage(last="1.2", replicas=1))
+    path = tmp_path / "plan.json"
+    PlanFile(model="m", stages=stages, predicted_ms=1, verdict="pipeline", reason="").write(path)
+    env = {"PACELINE_PIPELINE": str(path)}
+    with shards.workers(take_the_plan_of_the_launcher, num_workers=2, env=env) as workers:
+        found = [worker.result() for worker in workers]
+    assert found == [([("0.2", 1), ("1.2", 1)], stage) for stage in (0, 1)]
 
 
 AT, END = 6, 12  # Minibatches behind the checkpoint, and of the whole run.
@@ -248,7 +270,7 @@ def test_a_lost_worker_is_named() -> None:
             "stage 1 (0.1 to 0.1) has no parameters to train: join it with the stage",
         ),
         ([], {}, "must name each stage's last block and replicas"),
-        ("fast", {}, "plan is 'fast', must name each stage's last block and replicas, or be"),
+        ("fast.json", {}, "the plan cannot be read: [Errno 2] No such file or directory: 'fast"),
         ("auto", {}, "plan='auto' needs bandwidth"),
         ([("0.2", 1), ("1.2", 1)], {"memory": "1g"}, "memory='1g' has no effect but with plan="),
     ],
