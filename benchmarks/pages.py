@@ -497,7 +497,7 @@ def _near_blocking(forms: dict[str, dict[str, Any]]) -> str:
 # ----- pipelines on slow links: docs/pipelines.md
 
 PIPELINE = ROOT / "docs" / "results" / "pipeline.json"
-PIPELINE_COLUMNS = ("ssgd", "ddp", "ssd", "pipeline", "predicted")
+PIPELINE_COLUMNS = ("ssgd", "ddp", "ssd", "torch", "pipeline", "predicted")
 
 
 def pipeline() -> str:
@@ -518,7 +518,7 @@ def pipeline() -> str:
     ]
     head = ["link", "plan", *PIPELINE_COLUMNS, "bytes saved"]
     about = f"`{run['command']}`, {run['date']}, {run['machine']}. Minibatches a second:"
-    return f"{about}\n\n" + table(head, rows, "llrrrrrr")
+    return f"{about}\n\n" + table(head, rows, "llrrrrrrr")
 
 
 # ----- the blocks, and their pages

@@ -10,11 +10,15 @@ the figures here, in minibatches a second of all workers together:
     ssgd        `DistributedOptimizer`, synchronous, on shards
     ddp         torch's DistributedDataParallel over Gloo
     ssd         `DistributedOptimizer(mode="ssd(steps=5)")`, on shards
+    torch       torch's `Schedule1F1B` over Gloo, with the cuts that suit it best; at 1 Gbit/s only
     pipeline    `psworker.Pipeline` with the plan that the partitioner finds for the link
     predicted   the partitioner's figure for that plan
 
     python -m benchmarks.pipeline --quick --json                                # under five minutes
     python -m benchmarks.pipeline --json --results docs/results/pipeline.json
+
+Torch's pipeline has one worker for each of up to four stages, and empties itself after each update,
+of `MICRO_BATCHES` minibatches. A run that stands still ends with the stacks of all workers.
 
 `bytes_saved` is the part of `ssgd`'s bytes a minibatch that the pipeline does not send, as counted
 by the kernel at all hosts.
@@ -25,19 +29,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import faulthandler
+import importlib
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from benchmarks import kit, measured
+from benchmarks import forked, kit
 from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
@@ -53,8 +61,12 @@ FLOAT_NBYTES = 4
 SLEEP_S_MIN = 1e-3  # Shorter ones are added to the next.
 MASTER_PORT = 29700  # Of the first run of DDP.
 WARM_STEPS = 3  # Of data parallelism; more than the warm-up of ssd.
-PIPELINE, DDP = "pipeline", "ddp"
-MODES = {"ssgd": "ssgd", DDP: DDP, "ssd": "ssd(steps=5, warmup=1)"}
+MINIBATCHES = 8  # Of a pipeline, for a step of data parallelism.
+MICRO_BATCHES = 8  # Minibatches between two flushes of torch's pipeline: one update.
+RUN_S_MAX = 150.0  # A run that takes longer stands still.
+PIPELINE, DDP, TORCH = "pipeline", "ddp", "torch"
+TORCH_LINKS = ("1gbit",)
+MODES = {"ssgd": "ssgd", DDP: DDP, "ssd": "ssd(steps=5, warmup=1)", TORCH: TORCH}
 
 
 class Scale(NamedTuple):
@@ -82,12 +94,12 @@ class Link(NamedTuple):
 
     def scale(self, mode: str) -> Scale:
         """Returns the scales of a mode."""
-        return self.pipeline if mode == PIPELINE else self.parallel
+        return self.pipeline if mode in (PIPELINE, TORCH) else self.parallel
 
 
 LINKS = (
-    Link("100mbit", Scale(30, 80), Scale(1, 10)),
-    Link("1gbit", Scale(4, 80), Scale(1, 10)),
+    Link("100mbit", Scale(60, 160), Scale(1, 10)),
+    Link("1gbit", Scale(8, 160), Scale(1, 10)),
     Link("10gbit", Scale(2, 80), Scale(1, 40)),
 )
 
@@ -154,6 +166,27 @@ class _Sleep(torch.autograd.Function):
         return torch.zeros(1).expand(ctx.inputs), weight, None, None, None
 
 
+class Whole(nn.Module):
+    """Passes activations and gradients on as arrays with memory of their own: Gloo sends those."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the input."""
+        found: torch.Tensor = _Whole.apply(inputs)
+        return found
+
+
+class _Whole(torch.autograd.Function):
+    """Copies forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Any) -> Any:
+        return inputs.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:
+        return upstream.clone(memory_format=torch.contiguous_format)
+
+
 def make_model(scale: Sequence[int]) -> nn.Sequential:
     """Returns the sleeping model; a child has the index of its layer as name."""
     layers = read_profile(PROFILE.read_text("utf-8"), str(PROFILE)).layers
@@ -163,19 +196,19 @@ def make_model(scale: Sequence[int]) -> nn.Sequential:
 # ----- a worker
 
 
-def work() -> None:
-    """Runs one worker: trains once for each line of standard input, which is a run's JSON."""
-    torch.set_num_threads(1)
-    print("{}", flush=True)
-    for line in sys.stdin:
-        run = json.loads(line)
+def work(line: Connection) -> None:
+    """Runs one worker: trains once for each run that it gets, until the line is closed."""
+    while True:
+        run = line.recv()
         os.environ.update(run.pop("environment"))
-        train = train_pipeline if run["mode"] == PIPELINE else train_in_parallel
-        print(json.dumps(train(**run)), flush=True)
+        train = TRAININGS.get(run["mode"], train_in_parallel)
+        faulthandler.dump_traceback_later(RUN_S_MAX)
+        line.send(train(**run))
+        faulthandler.cancel_dump_traceback_later()
 
 
 def train_pipeline(
-    mode: str, scale: list[int], steps: int, plan: list[tuple[str, int]]
+    mode: str, scale: Sequence[int], steps: int, plan: list[tuple[str, int]]
 ) -> dict[str, Any]:
     """Trains this worker's stage; returns when each of its minibatches ended, and bytes sent."""
     import psworker
@@ -204,7 +237,7 @@ def train_pipeline(
     }
 
 
-def train_in_parallel(mode: str, scale: list[int], steps: int, plan: object) -> dict[str, Any]:
+def train_in_parallel(mode: str, scale: Sequence[int], steps: int, plan: object) -> dict[str, Any]:
     """Trains the whole model; returns when each step ended, and bytes sent for a minibatch."""
     import psworker
 
@@ -234,6 +267,48 @@ def train_in_parallel(mode: str, scale: list[int], steps: int, plan: object) -> 
     return {"ended": ended[WARM_STEPS - 1 :], "sent": sent / steps / NUM_WORKERS}
 
 
+def train_torch(
+    mode: str, scale: Sequence[int], steps: int, plan: list[tuple[str, int]]
+) -> dict[str, Any]:
+    """Trains this worker's stage in torch's pipeline; returns when each flush ended."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.distributed.init_process_group("gloo")
+    layers: list[Any]
+    number, layers = torch.distributed.get_rank(), [*make_model(scale)]
+    ends = [0, *(int(last) + 1 for last, _ in plan)]
+    first, last = ends[number], ends[number + 1]
+    part = nn.Sequential(*layers[first:last], Whole())
+    entry = torch.zeros(layers[first - 1].numel if first else 1)
+    stage = PipelineStage(
+        nn.Sequential(Whole(), part) if first else part,
+        number,
+        len(plan),
+        torch.device("cpu"),
+        input_args=entry.requires_grad_(first > 0),
+        output_args=torch.zeros(layers[last - 1].numel, requires_grad=True),
+    )
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=lambda outputs, _: outputs.sum())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
+    inputs = [] if first else [torch.zeros(MICRO_BATCHES)]
+    target = torch.zeros(MICRO_BATCHES) if number + 1 == len(plan) else None
+    ended, before = [], 0
+    for flush in range(1 + steps):
+        schedule.step(*inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+        ended.append(time.perf_counter())
+        if not flush:
+            before = _sent_nbytes()
+    sent = _sent_nbytes() - before
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return {"ended": ended, "sent": sent / steps / MICRO_BATCHES}
+
+
+TRAININGS = {PIPELINE: train_pipeline, TORCH: train_torch}
+
+
 def _sent_nbytes() -> int:
     """Returns the bytes that this host has sent so far."""
     return link_use.counters()["net"].sent
@@ -250,7 +325,7 @@ class Hosts:
         self._lab = lab
         self._num_runs = 0
         self._servers = [f"{lab.address(host)}:{PORT}" for host in range(NUM_WORKERS)]
-        self._workers: list[kit.Role] = []
+        self._workers: Sequence[forked.Forked] = []
 
     @contextlib.contextmanager
     def started(self) -> Iterator[Hosts]:
@@ -270,18 +345,20 @@ class Hosts:
                 )
                 for host in range(NUM_WORKERS)
             ]
-            self._workers = [
-                kit.Role(MODULE, "work", {}, prefix=self._lab.inside(host))
-                for host in range(NUM_WORKERS)
-            ]
-            with kit.roles(*shards, *self._workers):
+            with kit.roles(*shards), forked.ending(self._forked()) as self._workers:
                 for shard in shards:
                     assert shard.popen.stdout is not None
                     if not shard.popen.stdout.readline():
                         raise RuntimeError(f"{shard.what} ended\n{shard.written()}")
-                for worker in self._workers:
-                    worker.line()
                 yield self
+
+    def _forked(self) -> list[forked.Forked]:
+        """Starts a worker on each host: forked, because all of them need the same imports."""
+        forked.prepare()
+        for name in ("torch.nn.parallel", "torch.distributed.pipelining", "psworker.pipeline"):
+            importlib.import_module(name)
+        hosts = range(NUM_WORKERS)
+        return [forked.Forked(work, namespace=self._lab.name(host)) for host in hosts]
 
     def measure(
         self, mode: str, link: Link, steps: int, plan: Sequence[tuple[str, int]] = ()
@@ -295,15 +372,17 @@ class Hosts:
         num_workers = sum(replicas for _, replicas in plan) or NUM_WORKERS
         workers = self._workers[:num_workers]
         for rank, worker in enumerate(workers):
-            worker.tell(json.dumps(run | {"environment": self._environment(rank, num_workers)}))
-        results = [worker.line() for worker in workers]
+            worker.tell(run | {"environment": self._environment(rank, num_workers)})
+        # A little longer than a run may take, so that the workers have written their stacks.
+        results = [worker.hear(RUN_S_MAX + 10) for worker in workers]
         if mode == PIPELINE:
             # Replicas of a stage end theirs at the same time: the first of each begins the count.
             last = [result["ended"] for result in results if result["ended"]]
             rate = sum((len(ended) - 1) / (ended[-1] - ended[0]) for ended in last)
         else:
             ended = results[0]["ended"]
-            rate = NUM_WORKERS * (len(ended) - 1) / (ended[-1] - ended[0])
+            at_once = MICRO_BATCHES if mode == TORCH else NUM_WORKERS
+            rate = at_once * (len(ended) - 1) / (ended[-1] - ended[0])
         return rate / scale.time, scale.nbytes * sum(result["sent"] for result in results)
 
     def _environment(self, rank: int, num_workers: int) -> Mapping[str, str]:
@@ -332,6 +411,33 @@ def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     return found.pipeline, verdict + found.reason
 
 
+def torch_stages(profile: Profile, link: Link) -> list[tuple[str, int]]:
+    """Returns the stages, of a worker each, that suit a pipeline with a flush best.
+
+    A minibatch takes `(M + S - 1) / M` times the slowest of S stages: its computing, or its
+    activations and their gradients on its link in one direction.
+    """
+    layers = profile.layers
+    weighted = [n for n, layer in enumerate(layers) if layer.parameter_nbytes]
+
+    def seconds(ends: Sequence[int]) -> float:
+        slowest, first = 0.0, 0
+        for end in ends:
+            nbytes = layers[first - 1].output_nbytes if first else 0
+            nbytes += layers[end].output_nbytes if end + 1 < len(layers) else 0
+            computing = sum(layer.compute_s for layer in layers[first : end + 1])
+            slowest = max(slowest, computing, nbytes / link.bytes_per_s)
+            first = end + 1
+        return slowest * (MICRO_BATCHES + len(ends) - 1) / MICRO_BATCHES
+
+    cuts = range(weighted[0], weighted[-1])
+    choices = itertools.chain.from_iterable(
+        itertools.combinations(cuts, number) for number in range(1, NUM_WORKERS)
+    )
+    best = min(([*chosen, len(layers) - 1] for chosen in choices), key=seconds)
+    return [(str(end), 1) for end in best]
+
+
 def measure_link(
     hosts: Hosts, profile: Profile, link: Link, steps: int, modes: Sequence[str]
 ) -> dict[str, Any]:
@@ -341,9 +447,14 @@ def measure_link(
     plan = stages_of(partition)
     figures: dict[str, Any] = {}
     sent: dict[str, float] = {}
-    for name in (*modes, PIPELINE):
+    fitting = [name for name in modes if name != TORCH or link.rate in TORCH_LINKS]
+    for name in (*fitting, PIPELINE):
         if name == PIPELINE:
-            rate, sent[name] = hosts.measure(PIPELINE, link, 12 * steps, plan)
+            rate, sent[name] = hosts.measure(PIPELINE, link, MINIBATCHES * steps, plan)
+        elif name == TORCH:
+            stages = torch_stages(profile, link)
+            rate, sent[name] = hosts.measure(TORCH, link, 1 + steps // 5, stages)
+            figures["torch_stages"] = [profile.layers[int(last)].name for last, _ in stages]
         else:
             rate, sent[name] = hosts.measure(MODES[name], link, steps)
         figures[name] = float(f"{rate:.4g}")
@@ -389,7 +500,5 @@ def main() -> None:
         print(json.dumps(figures))
 
 
-ROLES = {"work": work}
-
-if __name__ == "__main__" and not measured.serve(sys.argv[1:], ROLES):
+if __name__ == "__main__":
     main()

@@ -17,6 +17,7 @@ layers without parameters are no stage of their own.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ class _Cell:
 
 
 # Cells by last layer and units, where the last stage sends its output on this level, and not.
-_Table = tuple[dict[tuple[int, int], _Cell], dict[tuple[int, int], _Cell]]
+_Cells = list[list[_Cell]]
+_Table = tuple[_Cells, _Cells]
 _NEVER = _Cell(math.inf)
 
 
@@ -144,10 +146,26 @@ class Partitioner:
         # Seconds of stages: each is compared behind every number of units before it.
         self._known_s: dict[tuple[int, tuple[int, int], int, bool, bool], float] = {}
 
+    def on(self, units: int) -> Partitioner:
+        """Returns the partitioner of fewer units of the outer level.
+
+        Without a memory limit it has the tables of this one: the best pipelines on few units do
+        not depend on how many there are.
+        """
+        outer = Level(units, self._levels[-1].bandwidth)
+        levels = [*self._levels[:-1], outer]
+        if self._memory.limit_nbytes < math.inf:
+            return Partitioner(self._layers, levels, self._cost, self._memory)
+        self._table(len(levels) - 1, 0, 1, 0)
+        found = copy.copy(self)
+        found._levels = levels
+        found._workers = math.prod(level.units for level in levels)
+        return found
+
     def best(self) -> Partition | None:
         """Returns the fastest partition, of fewest stages among equals; None: nothing fits."""
         top, last = len(self._levels) - 1, len(self._layers) - 1
-        cell = self._table(top, 0, 1, 0)[1].get((last, self._levels[top].units), _NEVER)
+        cell = self._table(top, 0, 1, 0)[1][last][self._levels[top].units]
         return self._partition(cell)
 
     def best_pipeline(self) -> Partition | None:
@@ -199,25 +217,23 @@ class Partitioner:
 
     def _fill(self, place: tuple[int, int, int, int]) -> _Table:
         level, first, outer, before = place
-        sends: dict[tuple[int, int], _Cell] = {}
-        ends: dict[tuple[int, int], _Cell] = {}
+        most = self._levels[level].units
+        sends, ends = ([[_NEVER] * (most + 1) for _ in self._layers] for _ in range(2))
         for last in range(first, len(self._layers)):
-            for units in range(1, self._levels[level].units + 1):
+            for units in range(1, most + 1):
                 for cells, is_last in ((sends, False), (ends, True)):
                     seconds = self._stage_s(
                         level, (first, last), units, outer, before, is_first=True, is_last=is_last
                     )
-                    cell = self._split(
+                    cells[last][units] = self._split(
                         place, sends, last, units, _Cell(seconds, -1, units), is_last=is_last
                     )
-                    if cell.seconds < math.inf:
-                        cells[last, units] = cell
         return sends, ends
 
     def _split(
         self,
         place: tuple[int, int, int, int],
-        sends: dict[tuple[int, int], _Cell],
+        sends: _Cells,
         last: int,
         units: int,
         cell: _Cell,
@@ -227,13 +243,15 @@ class Partitioner:
         """Returns the best pipeline that ends with a stage of its own, if it is beyond `cell`."""
         level, first, outer, before = place
         for cut in range(first, last):
+            row = sends[cut]
+            limit_s = cell.seconds * LESS
             for own in range(1, units):
-                former = sends.get((cut, units - own), _NEVER)
-                if former.seconds >= cell.seconds * LESS:
+                former_s = row[units - own].seconds
+                if former_s >= limit_s:
                     continue
                 ahead = before + outer * (units - own) * self._inside[level]
                 seconds = max(
-                    former.seconds,
+                    former_s,
                     self._stage_s(
                         level,
                         (cut + 1, last),
@@ -244,8 +262,9 @@ class Partitioner:
                         is_last=is_last,
                     ),
                 )
-                if seconds < cell.seconds * LESS:
+                if seconds < limit_s:
                     cell = _Cell(seconds, cut, own)
+                    limit_s = cell.seconds * LESS
         return cell
 
     def _stage_s(
@@ -287,7 +306,7 @@ class Partitioner:
         first, last = layers
         if level:
             inner = self._table(level - 1, first, outer * units, before)[1]
-            inner_s = inner.get((last, self._levels[level - 1].units), _NEVER).seconds
+            inner_s = inner[last][self._levels[level - 1].units].seconds
         else:
             inner_s = self._compute[last + 1] - self._compute[first]
             if not self._trains(first, last) or not self._fits(first, last, outer * units, before):
@@ -371,7 +390,7 @@ class Partitioner:
             if cell.cut < 0:
                 return found
             last, units = cell.cut, units - cell.units
-            cell = self._table(*place)[0][last, units]
+            cell = self._table(*place)[0][last][units]
 
     def _inner_stages(
         self, level: int, first: int, last: int, replicas: int, before: int
@@ -381,7 +400,7 @@ class Partitioner:
         units = self._levels[level - 1].units
         table = self._table(level - 1, first, replicas, before)
         place = level - 1, first, replicas, before
-        return self._stages(place, table[1][last, units], last, units)
+        return self._stages(place, table[1][last][units], last, units)
 
 
 def with_idle(
@@ -404,9 +423,9 @@ def with_idle(
         is_cut: Whether there must be two stages or more.
     """
     fastest: Partition | None = None
+    whole = Partitioner(layers, levels, cost, memory)
     for units in range(1, levels[-1].units + 1):
-        outer = Level(units, levels[-1].bandwidth)
-        partitioner = Partitioner(layers, [*levels[:-1], outer], cost, memory)
+        partitioner = whole.on(units)
         found = partitioner.best_pipeline() if is_cut else partitioner.best()
         if found and (fastest is None or found.seconds < fastest.seconds * LESS):
             fastest = found

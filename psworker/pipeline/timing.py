@@ -83,16 +83,26 @@ class Links:
             bandwidth: Bytes per second of each direction, headers included.
         """
         self._capacity = np.full(2 * number, bandwidth * PAYLOAD)
+        self._columns: list[HyperArray] = []  # Use of the links by each flow.
+        self._is_shared = True  # Whether the rates are those of the flows that there are.
         self.flows: list[Flow] = []
+
+    def add(self, flow: Flow) -> None:
+        """Begins to carry a flow."""
+        column = np.zeros(len(self._capacity))
+        column[list(flow.links)] = [part * flow.shares for part in flow.links.values()]
+        self.flows.append(flow)
+        self._columns.append(column)
+        self._is_shared = False
 
     def share(self) -> None:
         """Sets the rate of each flow: all grow alike until one of their links is full."""
+        if self._is_shared:
+            return
+        self._is_shared = True
         if not self.flows:
             return
-        use = np.zeros((len(self._capacity), len(self.flows)))
-        for column, flow in enumerate(self.flows):
-            for link, part in flow.links.items():
-                use[link, column] = part * flow.shares
+        use = np.stack(self._columns, axis=1)
         for flow, rate in zip(self.flows, _fair(use, self._capacity), strict=True):
             flow.rate = rate * flow.shares
 
@@ -102,13 +112,18 @@ class Links:
 
     def advance(self, seconds: float) -> list[Flow]:
         """Carries bytes for some seconds; returns the flows that have ended."""
-        over = []
-        for flow in self.flows:
+        over, stay = [], []
+        for index, flow in enumerate(self.flows):
             # A nanosecond's bytes are lost in rounding.
             flow.left -= flow.rate * seconds
             if flow.left <= flow.rate * 1e-9:
                 over.append(flow)
-        self.flows = [flow for flow in self.flows if flow not in over]
+            else:
+                stay.append(index)
+        if over:
+            self.flows = [self.flows[index] for index in stay]
+            self._columns = [self._columns[index] for index in stay]
+            self._is_shared = False
         return over
 
 
@@ -279,7 +294,7 @@ class Run:
             if queue:
                 self._send_next(source, to)
 
-        self._links.flows.append(Flow(nbytes, {2 * source: 1.0, 2 * to + 1: 1.0}, 1, ended))
+        self._links.add(Flow(nbytes, {2 * source: 1.0, 2 * to + 1: 1.0}, 1, ended))
 
     # ----- the shards
 
@@ -322,7 +337,7 @@ class Run:
             return
         links = {2 * shard + out: 1 / len(others) for shard in others}
         links[2 * place.rank + (not out)] = 1.0
-        self._links.flows.append(Flow(nbytes, links, len(others), ended))
+        self._links.add(Flow(nbytes, links, len(others), ended))
 
 
 def fastest(
@@ -344,10 +359,16 @@ def fastest(
         memory: Memory of a worker.
     """
     found: set[tuple[Stage, ...]] = set()
+    programmes = {
+        part: [
+            Partitioner(layers, [Level(level.units, level.bandwidth * part)], way, memory)
+            for way in (cost, cost.hidden())
+        ]
+        for part in SLOWER
+    }
     for units, part in itertools.product(_counts(level.units), SLOWER):
-        for way in (cost, cost.hidden()):
-            slow = Level(units, level.bandwidth * part)
-            partition = Partitioner(layers, [slow], way, memory).best_pipeline()
+        for programme in programmes[part]:
+            partition = programme.on(units).best_pipeline()
             if partition is not None:
                 found.add(partition.stages)
     timed = []

@@ -16,7 +16,7 @@ from benchmarks.survival import faults
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import Compute
-from psworker.pipeline.profile import read_profile
+from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.schedule import Place
 
 
@@ -84,6 +84,25 @@ def test_the_plans_of_that_benchmark_are_pipelines_and_say_where_they_do_not_pay
         # At 100 Mbit/s one worker is as fast, at 10 Gbit/s traffic behind computing.
         pays = link.rate == "1gbit"
         assert verdict.startswith("pipeline: " if pays else "do not pipeline: ")
+
+
+def test_torchs_pipeline_is_cut_where_its_slowest_stage_and_the_flush_cost_least() -> None:
+    def layer(seconds: float, nbytes: int) -> Layer:
+        return Layer(
+            name="",
+            forward_s=seconds,
+            backward_s=0,
+            output_nbytes=nbytes,
+            held_nbytes=nbytes,
+            parameter_nbytes=4,
+        )
+
+    link = pipeline.LINKS[1]
+    narrow, wide = 1, int(link.bytes_per_s * 100)
+    layers = [layer(1, narrow), layer(1, wide), layer(1, narrow), layer(1, narrow)]
+    # A cut behind the second layer takes 100 s; two stages 3 s * 9/8, three stages 2 s * 10/8.
+    profile = Profile(model="", layers=tuple(layers), samples=1, device="cpu")
+    assert pipeline.torch_stages(profile, link) == [("0", 1), ("2", 1), ("3", 1)]
 
 
 def make_run(name: str, seed: int, accuracy: float) -> runs.Run:

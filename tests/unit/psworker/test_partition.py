@@ -303,6 +303,19 @@ def test_the_versions_of_each_stage_are_those_of_the_schedule() -> None:
     assert [in_flight(0, 15, 16), in_flight(15, 1, 16)] == [2, 1]
 
 
+@pytest.mark.parametrize("limit", [math.inf, 8e9])
+@pytest.mark.parametrize("inner", [(), (Level(2, 10 * GBIT),)])
+def test_tables_of_many_workers_give_the_plans_of_few(
+    limit: float, inner: tuple[Level, ...]
+) -> None:
+    layers, cost, memory = profile("vgg16").layers, cost_of("shards", 6), Memory(limit)
+    many = Partitioner(layers, [*inner, Level(6, GBIT)], cost, memory)
+    for units in (2, 5, 3, 6):
+        few = Partitioner(layers, [*inner, Level(units, GBIT)], cost, memory)
+        assert many.on(units).best() == few.best()
+        assert many.on(units).best_pipeline() == few.best_pipeline()
+
+
 def test_few_shards_are_a_limit_of_replicas() -> None:
     load = Load(
         inner_s=1,

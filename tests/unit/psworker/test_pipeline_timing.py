@@ -71,7 +71,8 @@ def test_a_shard_beside_its_worker_needs_no_link() -> None:
 def test_flows_on_one_link_share_it_and_the_other_half_is_free_at_the_end_of_one() -> None:
     links = Links(2, LINK)
     short, long = (Flow(left, {0: 1.0, 3: 1.0}, 1, lambda: None) for left in (10.0, 20.0))
-    links.flows += [short, long]
+    for flow in (short, long):
+        links.add(flow)
     links.share()
     assert (short.rate, long.rate) == pytest.approx((0.5, 0.5))
     assert links.next_s() == pytest.approx(20)
@@ -86,7 +87,8 @@ def test_rates_are_max_min_fair() -> None:
     first = Flow(1, {0: 1.0, 3: 1.0}, 1, lambda: None)
     second = Flow(1, {0: 1.0, 5: 1.0}, 1, lambda: None)
     third = Flow(1, {2: 1.0, 5: 1.0}, 3, lambda: None)
-    links.flows += [first, second, third]
+    for flow in (first, second, third):
+        links.add(flow)
     links.share()
     assert (first.rate, second.rate, third.rate) == pytest.approx((0.75, 0.25, 0.75))
 
