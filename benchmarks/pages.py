@@ -511,14 +511,15 @@ def pipeline() -> str:
             rate,
             found["plan"],
             *(f"{found[name]:.3g}" if name in found else "" for name in PIPELINE_COLUMNS),
-            f"{100 * found['bytes_saved']:.0f} %" if "bytes_saved" in found else "",
+            f"{100 * (found['predicted'] / found['pipeline'] - 1):+.0f} %",
+            f"{100 * found['bytes_saved']:.1f} %" if "bytes_saved" in found else "",
         ]
         for rate, found in run.items()
         if isinstance(found, dict)
     ]
-    head = ["link", "plan", *PIPELINE_COLUMNS, "bytes saved"]
+    head = ["link", "plan", *PIPELINE_COLUMNS, "beside measured", "bytes saved"]
     about = f"`{run['command']}`, {run['date']}, {run['machine']}. Minibatches a second:"
-    return f"{about}\n\n" + table(head, rows, "llrrrrrrr")
+    return f"{about}\n\n" + table(head, rows, "llrrrrrrrr")
 
 
 # ----- the blocks, and their pages

@@ -480,9 +480,26 @@ MUTANTS = (
         "pipeline",
         "learning rate by stage",
         PIPELINE + "pipeline.py",
-        'group["lr"] *= self.place.num_replicas / self.place.replicas[0]',
+        'group["lr"] *= self._versions.rate',
         "pass",
         "tests/integration/test_pipeline_driver.py",
+    ),
+    Mutant(
+        "pipeline",
+        "fewer updates of a stage with more replicas",
+        PIPELINE + "schedule.py",
+        "return self.place.num_replicas / self.place.replicas[0]",
+        "return 1.0",
+    ),
+    Mutant(
+        "pipeline_flush",
+        "mean over all replicas",
+        PIPELINE + "flush.py",
+        "min(self._place.num_replicas, self._seen) / self._seen",
+        "1 / self._seen",
+    ),
+    Mutant(
+        "pipeline_flush", "the rest at the end", PIPELINE + "flush.py", "if self._held:", "if 0:"
     ),
 )
 

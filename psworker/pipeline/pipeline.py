@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,9 +34,12 @@ from psworker.pipeline.checkpoint import (
 )
 from psworker.pipeline.choice import AUTO, Plan, agreed_plan, resolved
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
-from psworker.pipeline.stage import Loss, Receive, StageReplica, Update
+from psworker.pipeline.stage import Loss, Receive, Send, StageReplica, Update
 from psworker.pipeline.stage import Waits as StageWaits
 from psworker.training.optimizer import DistributedOptimizer
+
+if TYPE_CHECKING:
+    from psworker.pipeline.flush import FlushReplica
 
 STASHES: dict[str, type[Stash]] = {"weights": Stash, "vertical": Vertical}
 SCHEDULES = ("1f1b", "2bw")
@@ -55,8 +58,7 @@ class Pipeline:
         plan: Each stage's last block and replicas.
         place: Stage and replica of this worker.
         module: The layers of its stage; the parameters hold the newest weights.
-        optimizer: Optimizer of its stage, with the learning rate times replicas of the stage over
-            replicas of the first one: stages with more replicas make fewer updates.
+        optimizer: Optimizer of its stage, with the learning rate times `Stash.rate`.
         losses: Losses of the minibatches whose loss this worker has computed, by number.
         minibatches: Minibatches behind it, those before the checkpoint that it resumed from too.
     """
@@ -94,10 +96,11 @@ class Pipeline:
                 a pipeline does not pay, one stage on all workers: data parallelism.
             bandwidth: With `auto`: a worker's link, as `1gbit`.
             memory: With `auto`: limit of a worker's memory, as `16g`; none by default.
-            schedule: `1f1b`, or `2bw`: an update of several minibatches, and two weight versions.
+            schedule: `1f1b`; `2bw`: an update of several minibatches, and two weight versions; or
+                one of torch's schedules by its class name, as `Schedule1F1B`: with a flush.
             stash: With `1f1b`: `weights`, the newest version of each stage, or `vertical`, the
                 version of the first stage at all stages.
-            minibatches: With `2bw`: minibatches of an update; all workers by default.
+            minibatches: Minibatches of an update, but with `1f1b`; `2bw`: all workers by default.
             mode: Between replicas of a stage: `ssgd`, without backup workers.
             resume: Folder of checkpoints that `save` wrote, also with another plan. The newest
                 good one is loaded, if there is one; every worker reads the same.
@@ -121,14 +124,14 @@ class Pipeline:
             plan = agreed_plan(session, blocks, example, limits, optimizer)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
-        self.optimizer = self._make_optimizer(optimizer, mode, found)
         self._versions = _versions(self.place, schedule, stash, minibatches)
+        self.optimizer = self._make_optimizer(optimizer, mode, found)
         self._loss = loss
         self.losses: dict[int, float] = {}
         self.minibatches = found.minibatches if found is not None else 0
         self._begin()
         self._session = session or _open(joins)
-        self._peers = Peers(self._session, self._declare(self.plan, self.minibatches))
+        self._peers = Peers(self._session, _directory(self._session, self.plan, self.minibatches))
         self._peers.run(self._gather())
 
     def step(self, inputs: Any, targets: Any) -> float | None:
@@ -147,10 +150,8 @@ class Pipeline:
         number = self.minibatches
         self.minibatches += 1
         self._drive(self._stage.step(number - self._first, inputs, targets))
-        loss = self._stage.losses.pop(number - self._first, None)
-        if loss is not None:
-            self.losses[number] = loss
-        return loss
+        self._note_losses()
+        return self.losses.get(number)
 
     def save(self, folder: str | Path, *, keep: int = 3) -> Path:
         """Ends the minibatches in flight, and writes the whole model at this minibatch.
@@ -180,7 +181,7 @@ class Pipeline:
                 f"update: save behind a multiple of {every}"
             )
         number = self.minibatches
-        self._drive(self._stage.finish())
+        self._end_all()
         self._begin()
         weights = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
         state = optimizer_state(self.optimizer, self._parameter_names()) if self._leads else {}
@@ -208,7 +209,7 @@ class Pipeline:
         Raises:
             TransportError: A worker of another stage is gone.
         """
-        self._drive(self._stage.finish())
+        self._end_all()
         if self.place.num_replicas > 1:
             context.shutdown()  # The others' last round waits no longer for this replica.
         self._session.barrier("pipeline")
@@ -235,7 +236,7 @@ class Pipeline:
     def _begin(self) -> None:
         """Begins with no minibatch in flight, at the newest weights."""
         self._first = self.minibatches
-        self._stage = StageReplica(self.module, self._versions, self._loss, self._send)
+        self._stage = _replica(self.module, self._versions, self._loss, self._send, self._take)
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(p): self._names[name] for name, p in self.module.named_parameters()}
@@ -254,7 +255,7 @@ class Pipeline:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
         made = make([parameter for _, parameter in named])
         for group in made.param_groups:
-            group["lr"] *= self.place.num_replicas / self.place.replicas[0]
+            group["lr"] *= self._versions.rate
         if self.place.num_replicas > 1:
             context.join(
                 **self._stage_job,  # type: ignore[arg-type]
@@ -267,24 +268,6 @@ class Pipeline:
             saved.load_optimizer(made, self._parameter_names())
         return made
 
-    def _declare(self, plan: Plan, first: int) -> int:
-        """Returns the table whose directory lists the workers; another plan or begin is refused."""
-        names = [f"stage {s} to {name} on {number}" for s, (name, number) in enumerate(plan)]
-        stages = [
-            TensorSpec(name=name, shape=(1,), dtype="float32")
-            for name in [*names, f"from minibatch {first}"]
-        ]
-        spec = TableSpec(
-            name="pipeline",
-            tensors=tuple(stages),
-            num_shards=len(self._session.links),
-            rule=parse_mode("asgd"),
-            compressor=NoCompression(),
-            optimizer="sgd",
-            num_groups=1,
-        )
-        return self._session.define(spec)[0]
-
     def _gather(self) -> Waits:
         """Waits until the workers of all stages are there."""
         yield Meet(-1)
@@ -293,6 +276,26 @@ class Pipeline:
             yield Meet(-1)
 
     # ----- the run
+
+    def _end_all(self) -> None:
+        """Ends the minibatches in flight."""
+        self._drive(self._stage.finish())
+        self._note_losses()
+
+    def _note_losses(self) -> None:
+        for number, loss in self._stage.losses.items():
+            self.losses[self._first + number] = loss
+        self._stage.losses.clear()
+
+    def _take(self, wait: Receive) -> torch.Tensor:
+        """Waits for a tensor inside a schedule of torch, which does not yield."""
+        found: list[torch.Tensor] = []
+
+        def script() -> Waits:
+            found.append((yield from self._receive(wait)))
+
+        self._peers.run(script())
+        return found[0]
 
     def _send(self, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
         wire.send(self._peers, to, kind, self._first + minibatch, values)
@@ -371,6 +374,25 @@ def _open(joins: Environment) -> Session:
     return context.open_session(_addresses(joins), joins)
 
 
+def _directory(session: Session, plan: Plan, first: int) -> int:
+    """Returns the table whose directory lists the workers; another plan or begin is refused."""
+    names = [f"stage {s} to {name} on {number}" for s, (name, number) in enumerate(plan)]
+    stages = [
+        TensorSpec(name=name, shape=(1,), dtype="float32")
+        for name in [*names, f"from minibatch {first}"]
+    ]
+    spec = TableSpec(
+        name="pipeline",
+        tensors=tuple(stages),
+        num_shards=len(session.links),
+        rule=parse_mode("asgd"),
+        compressor=NoCompression(),
+        optimizer="sgd",
+        num_groups=1,
+    )
+    return session.define(spec)[0]
+
+
 def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
     """Returns the place of a rank.
 
@@ -401,11 +423,17 @@ def _require(mode: str, schedule: str, stash: str, minibatches: int | None) -> N
             "one replica, and one that is left out would be lost"
         )
     if schedule not in SCHEDULES:
-        raise ConfigError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
+        from psworker.pipeline.flush import schedule_named, torch_schedules
+
+        if schedule_named(schedule) is None:
+            known = ", ".join([*SCHEDULES, *torch_schedules()])
+            raise ConfigError(f"schedule is {schedule!r}, must be one of {known}")
     if stash not in STASHES:
         raise ConfigError(f"stash is {stash!r}, must be one of {', '.join(STASHES)}")
-    if minibatches is not None and schedule != "2bw":
-        raise ConfigError("minibatches has no effect but with schedule='2bw'")
+    if minibatches is not None and schedule == "1f1b":
+        raise ConfigError("minibatches has no effect with schedule='1f1b': each one is an update")
+    if stash != "weights" and schedule != "1f1b":
+        raise ConfigError(f"stash={stash!r} has no effect but with schedule='1f1b'")
 
 
 def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
@@ -429,7 +457,25 @@ def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
 def _versions(place: Place, schedule: str, stash: str, minibatches: int | None) -> Stash:
     if schedule == "2bw":
         return TwoVersions(place, minibatches or sum(place.replicas))
-    return STASHES[stash](place)
+    if schedule == "1f1b":
+        return STASHES[stash](place)
+    from psworker.pipeline.flush import Flush, schedule_named  # Torch's need a second to import.
+
+    found = schedule_named(schedule)
+    assert found is not None
+    return Flush(place, found, minibatches)
+
+
+def _replica(
+    module: nn.Module, versions: Stash, loss: Loss, send: Send, take: Callable[..., torch.Tensor]
+) -> StageReplica | FlushReplica:
+    """Returns a replica at minibatch 0."""
+    if not versions.flushes:
+        return StageReplica(module, versions, loss, send)
+    from psworker.pipeline.flush import Flush, FlushReplica
+
+    assert isinstance(versions, Flush)
+    return FlushReplica(module, versions, loss, send, take)
 
 
 def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:

@@ -93,10 +93,16 @@ class Stash:
     """The newest version at the forward, for the backward too."""
 
     in_place = False  # Whether an update overwrites the weights of minibatches in flight.
+    flushes = False  # Whether no minibatch is in flight between updates.
 
     def __init__(self, place: Place) -> None:
         """Counts for one replica."""
         self.place = place
+
+    @property
+    def rate(self) -> float:
+        """Factor of the learning rate: a stage with more replicas makes fewer, larger updates."""
+        return self.place.num_replicas / self.place.replicas[0]
 
     @property
     def updates_every(self) -> int:
@@ -145,6 +151,11 @@ class TwoVersions(Stash):
                     f"replicas of stage {stage}, and at least {place.depth(stage)} of each"
                 )
         self._own = minibatches // place.num_replicas
+
+    @property
+    def rate(self) -> float:
+        """Factor of the learning rate: all stages make as many updates."""
+        return 1.0
 
     @property
     def updates_every(self) -> int:

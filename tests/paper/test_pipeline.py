@@ -113,7 +113,7 @@ def oracle(kind: str, replicas: tuple[int, ...], optimizer: str, total: int) -> 
             if len(sums[s]) < every and m + 1 < total:
                 continue
             mean = {k: torch.stack([g[k] for g in sums[s]]).mean(0) for k in weights}
-            lr = LR * replicas[s] / replicas[0]
+            lr = LR if kind == "2bw" else LR * replicas[s] / replicas[0]
             new = optimizer_step(optimizer, lr, len(history[s]), history[s][-1], mean, memories[s])
             history[s].append(new)
             sums[s] = []
@@ -135,7 +135,7 @@ class Pipes(PipelineWorld):
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = loss_of,
     ) -> None:
         def make(place: Place, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return OPTIMIZERS[optimizer](parameters, LR * place.num_replicas / replicas[0])
+            return OPTIMIZERS[optimizer](parameters, LR * versions(place).rate)
 
         super().__init__(stages or make_stages(len(replicas)), versions, replicas, make, loss)
         self.history = [[self._weights(stage)] for stage in range(len(replicas))]
