@@ -267,7 +267,7 @@ def keep(path: Path, found: Sequence[Learned]) -> None:
 def results() -> str:
     """Returns the table of docs/pipelines.md."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    runs, rows, far = found["runs"], [], []
+    runs, rows, near = found["runs"], [], []
     for name in dict.fromkeys(one["name"] for one in runs):
         form, plan, optimizer = name.split(", ")
         accuracy = statistics.fmean(one["accuracy"] for one in runs if one["name"] == name)
@@ -283,16 +283,15 @@ def results() -> str:
                 "" if name == base_of(name) else gap,
             ]
         )
-        if abs(mean) > NEAR_POINTS:
-            far.append(f"{form} {plan} with {optimizer} ({mean:+.2f})")
+        if abs(mean) <= NEAR_POINTS and name != base_of(name):
+            near.append(f"{form} {rows[-1][1]} with {optimizer}")
     head = ["weights", "replicas", "optimizer", "test accuracy, %", "from one process, points"]
     seeds = len({one["seed"] for one in runs})
     about = (
         f"{seeds} seeds, {runs[0]['updates']} updates of {BATCH} images. `{found['command']}`, "
         f"{found['date']}, commit {found['commit']}, {found['machine']}."
     )
-    others = ", ".join(far) or "none"
-    said = f"On average further than {NEAR_POINTS} points from one process: {others}."
+    said = f"On average within {NEAR_POINTS} points of one process: {', '.join(near) or 'none'}."
     return "\n".join([about, "", table(head, rows, "lllrr"), "", said])
 
 

@@ -317,9 +317,7 @@ class Peers:
             self._met_beats = self._session.links[0].num_beats
             self._links.update(reply.peers)
             for meeting in reply.meetings:
-                positions = {one.rank: one.position for one in meeting.peers}
-                leaving = frozenset(one.rank for one in meeting.peers if one.parts)
-                gatherings.append(Gathering(meeting.epoch, positions, leaving))
+                gatherings.append(_gathering(meeting))
                 self._since = meeting.epoch
             if wanted.parts and any(self._session.rank in found.leaving for found in gatherings):
                 return True  # If the others die now, no worker meets again.
@@ -334,6 +332,13 @@ class Peers:
         self._watched(lambda: f"{awaited} to know who takes part", ask)
         self._mailbox.keep(self._links.incarnations.values(), self.epoch)
         return gatherings
+
+
+def _gathering(meeting: control_pb2.Meeting) -> Gathering:
+    """Returns a meeting of workers as the gossips read it."""
+    positions = {one.rank: one.position for one in meeting.peers}
+    leaving = frozenset(one.rank for one in meeting.peers if one.parts)
+    return Gathering(meeting.epoch, positions, leaving)
 
 
 def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:

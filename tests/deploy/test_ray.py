@@ -23,7 +23,7 @@ PORT = 24870  # Ray's workers have the ports from 10002 to 19999.
 
 pytestmark = [
     pytest.mark.skipif(not (BIN / "ray").exists(), reason="no Ray: make test-ray installs it"),
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(1800),
 ]
 
 
@@ -90,7 +90,7 @@ class Cluster:
         return next(it.pid for it in psutil.process_iter() if line(it).startswith(f"ray::{title}"))
 
     def wait(self, what: str, is_so: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 150
+        end_s = time.monotonic() + 600  # Against a hang.
         while not is_so():
             assert time.monotonic() < end_s, f"{what}: {self.log.read_text()[-3000:]}"
             assert self.driver.poll() is None, self.log.read_text()[-3000:]
@@ -131,7 +131,7 @@ def test_a_job_ends_like_a_plain_run_although_an_actor_of_each_kind_is_killed(
     psutil.Process(victim).kill()
     at = cluster.job()["step"]
     cluster.wait("steps after the kill of a worker", lambda: cluster.job()["step"] > at + 20)
-    assert cluster.driver.wait(200) == 0, cluster.log.read_text()[-3000:]
+    assert cluster.driver.wait(600) == 0, cluster.log.read_text()[-3000:]
     text = cluster.log.read_text()
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", text)]
     assert len(begun) >= 2 * WORKERS
