@@ -355,7 +355,11 @@ class Hosts:
     def _forked(self) -> list[forked.Forked]:
         """Starts a worker on each host: forked, because all of them need the same imports."""
         forked.prepare()
-        for name in ("torch.nn.parallel", "torch.distributed.pipelining", "psworker.pipeline"):
+        for name in (
+            "torch.nn.parallel",
+            "torch.distributed.pipelining",
+            "psworker.pipeline.pipeline",
+        ):
             importlib.import_module(name)
         hosts = range(NUM_WORKERS)
         return [forked.Forked(work, namespace=self._lab.name(host)) for host in hosts]
