@@ -245,7 +245,7 @@ class SliceClock(SliceState):
         if not self._open.rule.by_step:
             return self._arrive(push, token)
         if self._open.rule.window_s is not None:
-            self.window.arrived(push.step, self.version)
+            self.window.arrived(push.worker, push.step, self.version)
             if push.step < self.version:
                 joined = self._open.join(push, token, self.version)
                 return [joined, self._acknowledge(token, Verdict.ACCEPTED)]
@@ -340,7 +340,7 @@ class SliceClock(SliceState):
         """Answers the pulls that have become readable, in the order of their arrival."""
         if self.version < 0 or not self._pulls:
             return []
-        ready = self._pulls.take_readable(self._open.rule, self)
+        ready = self._pulls.take_readable(self._open.rule, self, self.window.holds)
         if not ready:
             return []
         workers, by_step = self._workers, self._open.rule.by_step

@@ -54,6 +54,7 @@ class Window:
         self.closed: Times | None = None
         self._fixed_s = length_s
         self._quorum_s: dict[int, float] = {}  # When each round had its quorum, by round.
+        self._late_s: dict[int, float] = {}  # Arrivals of late moves in the open round, by worker.
         self._closed_s: float | None = None
         self._round_s: float | None = None  # Smoothed time from close to close.
         self._spread_s = self._latest_s = 0.0
@@ -77,12 +78,24 @@ class Window:
         """Hears the time, in seconds."""
         self.now_s, self._is_timed = max(self.now_s, now_s), True
 
-    def arrived(self, step: int, version: int) -> None:
+    def arrived(self, worker: int, step: int, version: int) -> None:
         """Notes that a move of round `step` has come while round `version` was open."""
-        self.num_late += step < version
+        if step < version:
+            self.num_late += 1
+            self._late_s[worker] = self.now_s
         late_s = self.now_s - self._quorum_s.get(step, self.now_s)
         if self._round_s is None or late_s <= PART * self._round_s:
             self._latest_s = max(self._latest_s, late_s)
+
+    def holds(self, worker: int) -> bool:
+        """Returns whether a worker's pull waits for the round that its late move has entered.
+
+        The weights before do not have the move. The pull waits no longer than a round takes: if the
+        others have ended, nobody may close it.
+        """
+        if worker not in self._late_s or self._round_s is None:
+            return False
+        return self.now_s - self._late_s[worker] < self._round_s
 
     def closed_elsewhere(self, step: int) -> None:
         """Hears that the rounds before `step` have closed in other slices.
@@ -115,3 +128,4 @@ class Window:
             former_s = took_s if self._round_s is None else self._round_s
             self._round_s = former_s + FALL * (took_s - former_s)
         self._closed_s, self._latest_s = self.now_s, 0.0
+        self._late_s.clear()

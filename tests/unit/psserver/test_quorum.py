@@ -133,7 +133,7 @@ def closed(window: Window, step: int, at_s: float, *lates: float) -> None:
     window.is_over(step)
     for late_s in lates:
         window.tick(at_s + late_s)
-        window.arrived(step, step)
+        window.arrived(0, step, step)
     window.close(step)
 
 
@@ -161,12 +161,12 @@ def test_a_worker_that_is_very_late_is_not_waited_for() -> None:
     closed(window, 0, 0.0)
     closed(window, 1, 40.0)
     window.tick(60.0)
-    window.arrived(1, 2)  # 20 s behind the quorum of its round: half a round.
+    window.arrived(0, 1, 2)  # 20 s behind the quorum of its round: half a round.
     closed(window, 2, 80.0)
     assert window.length_s == 0.0
     assert window.num_late == 1
     window.tick(84.0)
-    window.arrived(2, 3)  # 4 s: late, and soon enough for the next window.
+    window.arrived(0, 2, 3)  # 4 s: late, and soon enough for the next window.
     closed(window, 3, 120.0)
     assert window.length_s == 6.0
 
