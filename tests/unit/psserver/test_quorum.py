@@ -3,7 +3,7 @@
 import numpy as np
 
 from pscore.rules import DiLoCo, LocalSGD
-from pscore.types import Push
+from pscore.types import Pull, Push
 from psserver.decisions.window import FIRST_S, Window
 from tests.unit.psserver.bench import Bench, words
 
@@ -215,3 +215,38 @@ def test_without_a_window_a_round_waits_for_those_who_have_not_pushed() -> None:
     bench.begin(2, 1)
     assert bench.tick(1000.0) == []
     assert bench.at(1000.0, 1, 0)[-2:] == ["update 0 x0.5 -> v1", "answer begin2 v1"]
+
+
+# ----- the answer to a late move
+
+
+def late_of_two_rounds() -> Timed:
+    """Rounds of 10 s with a quorum of 2; worker 2's move of round 0 comes 4 s into round 2."""
+    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    for step, now_s in ((0, 10.0), (1, 20.0)):
+        for worker in (0, 1):
+            bench.at(now_s, worker, step)
+    assert bench.at(24.0, 2, 0)[-1] == "ack 2@0 ACCEPTED v2"
+    return bench
+
+
+def test_a_late_worker_gets_the_weights_that_have_its_move() -> None:
+    bench = late_of_two_rounds()
+    assert bench.pull(2, 1, 1) == []  # Version 2 is there, and does not have it.
+    assert bench.pull(0, 2, 2) == ["answer pull0 v2"]
+    assert bench.at(29.0, 0, 2)[-1] == "answer pull2 v3"
+
+
+def test_a_late_worker_waits_no_longer_than_a_round_takes() -> None:
+    """The others have ended, and stay for an evaluation: nobody closes the round."""
+    bench = late_of_two_rounds()
+    assert bench.pull(2, 1, 1) == []
+    assert bench.tick(33.9) == []
+    assert bench.tick(34.0) == ["answer pull2 v2"]
+
+
+def test_a_look_does_not_wait_for_the_open_round() -> None:
+    bench = late_of_two_rounds()
+    look = Pull(worker=2, clock=1, min_version=1, is_look=True)
+    assert words(bench.clock.pull(look, "look")) == ["answer look v2"]
+    assert bench.begin(2, 2) == ["answer begin2 v2"]
