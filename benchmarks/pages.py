@@ -20,7 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import fragments, pipeline_learning, round_links
+from benchmarks import fragments, pipeline_kills, pipeline_learning, round_links
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
@@ -538,6 +538,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step hosts": step_hosts,
     "overlap": overlap,
     "pipeline": pipeline,
+    "pipeline kills": pipeline_kills.results,
     "pipeline learning": pipeline_learning.results,
     "rounds": rounds,
     "fragments": fragment_bytes,

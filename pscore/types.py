@@ -127,6 +127,7 @@ class Push:
     present: int = -1  # Bit i: segment i has a gradient; -1 is all of them.
     hyper: HyperArray | None = None  # (num_groups, num_hyper) float64: lr and the rest.
     may_wait: bool = False  # The worker needs its memory only after the step's weights arrive.
+    minibatch: int = -1  # Each slice counts it once, from any worker; -1: it has no number.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ python -m pssim run ssd 1234       # one seed, with every message
 python -m pssim elastic ssd 1234   # the same with workers that join late, die and return
 python -m pssim sweep 500          # 500 seeds of each kind for every rule, on all cores
 python -m pssim peers 0 10000      # these seeds of modes whose workers exchange models
+python -m pssim pipelines 0 1000   # these seeds of pipelines whose workers die and return
 python -m pssim events "ssd(steps=2, warmup=1)"  # two workers and a shard, event by event
 """
 
@@ -13,10 +14,11 @@ import tempfile
 from pathlib import Path
 
 from pscore.rules import RULES
-from pssim import peer_case
+from pssim import continued, peer_case
 from pssim.case import Case, draw, draw_elastic
 from pssim.faulty import FaultyCluster, simulate
 from pssim.transcript import text, transcript
+from psworker.pipeline import members
 
 
 def run(case: Case) -> None:
@@ -66,6 +68,16 @@ def sweep_peers(first: int, end: int) -> int:
     return len(failures)
 
 
+def sweep_pipelines(first: int, end: int) -> int:
+    """Runs seeds of pipelines whose workers die, on all cores; returns how many failed."""
+    members.LOOK_S = 0.0  # Time does not pass there.
+    with multiprocessing.Pool() as pool:
+        failures = list(filter(None, pool.imap(continued.find_failure, range(first, end), 16)))
+    sys.stdout.write("".join(f"{failure}\n" for failure in failures))
+    sys.stdout.write(f"{end - first} seeds, {len(failures)} failed\n")
+    return len(failures)
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", rule, number]:
@@ -76,6 +88,8 @@ if __name__ == "__main__":
             sys.exit(min(1, sweep(int(number))))
         case ["peers", first, end]:
             sys.exit(min(1, sweep_peers(int(first), int(end))))
+        case ["pipelines", first, end]:
+            sys.exit(min(1, sweep_pipelines(int(first), int(end))))
         case ["events", mode]:
             sys.stdout.write(text(transcript(mode)))
         case _:

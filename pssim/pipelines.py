@@ -125,10 +125,14 @@ class PipelineWorld:
         wait = self._waits[rank]
         if isinstance(wait, Receive):
             return (rank, wait.source, wait.kind, wait.minibatch) in self.messages
-        # A replica that has ended is not waited for.
         return wait is not None and all(
-            self._waits[other] in (None, wait) for other in self.group(self.places[rank].stage)
+            self._is_at(other, wait) for other in self.group(self.places[rank].stage)
         )
+
+    def _is_at(self, rank: int, update: Update) -> bool:
+        """Returns whether a replica waits for an update too; one that has ended does not count."""
+        wait = self._waits[rank]
+        return wait is None or (isinstance(wait, Update) and wait.number == update.number)
 
     def _update(self, rank: int, number: int) -> None:
         stage = self.places[rank].stage

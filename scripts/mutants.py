@@ -480,9 +480,57 @@ MUTANTS = (
         "pipeline",
         "learning rate by stage",
         PIPELINE + "pipeline.py",
-        'group["lr"] *= self._versions.rate',
+        'group["lr"] *= self._versions(self.place).rate',
         "pass",
         "tests/integration/test_pipeline_driver.py",
+    ),
+    *(
+        Mutant("pipeline", what, path, term, without, "tests/sim/test_continued.py")
+        for what, path, term, without in (
+            (
+                "a minibatch counted once",
+                "psserver/decisions/minibatches.py",
+                "if self.is_repeated(push) else push",
+                "if False else push",
+            ),
+            (
+                "the first minibatch of any stage",
+                PIPELINE + "members.py",
+                "self.first, self.ranks, self._num_agreed = min(positions",
+                "self.first, self.ranks, self._num_agreed = max(positions",
+            ),
+            (
+                "the stage that is behind",
+                PIPELINE + "members.py",
+                "min(min(found, default=0) for found in counts)",
+                "max(min(found, default=0) for found in counts)",
+            ),
+            (
+                "the slice that is behind",
+                PIPELINE + "members.py",
+                "min(min(found, default=0) for found in counts)",
+                "min(max(found, default=0) for found in counts)",
+            ),
+            (
+                "steps that do not wait for who meets",
+                PIPELINE + "continuing.py",
+                """what is in flight, meets the others, and begins with them.\"\"\"
+        self._steps.step_aside()""",
+                'what is in flight"""',
+            ),
+            (
+                "the last round without those that are done",
+                PIPELINE + "continuing.py",
+                "self._steps.step_aside()  # The last round",
+                "pass  # The last round",
+            ),
+            (
+                "messages of this epoch only",
+                PIPELINE + "members.py",
+                "kind, number, values, self._gathering.epoch)",
+                "kind, number, values, 0)",
+            ),
+        )
     ),
     Mutant(
         "pipeline",

@@ -28,6 +28,27 @@ def set_aside(table: Table, rank: int, change: ChangeId) -> bool:
     return True
 
 
+def come_back(table: Table, rank: int, change: ChangeId, minibatch: int) -> None:
+    """Records that a worker which had stepped aside takes part again, in the same mode.
+
+    Args:
+        table: The table.
+        rank: Rank of the worker.
+        change: Its incarnation, and the number under which it has stepped aside.
+        minibatch: All minibatches before it are in the weights.
+
+    Raises:
+        RemoteProtocolError: The number of the minibatch is out of range.
+    """
+    if minibatch > COUNT_MAX:
+        raise RemoteProtocolError(f"worker {rank} is at minibatch {minibatch}, beyond {COUNT_MAX}")
+    if table.participants.aside.get(rank, ())[: len(change)] == change:
+        table.changed[rank] = table.participants.aside.pop(rank)
+        for clock in table.clocks.values():
+            clock.welcome(rank)  # No step waits for it until it pulls.
+            clock.minibatches.add_before(minibatch)
+
+
 def is_done(job: Job, table: Table, rank: int, rule: Rule) -> bool:
     """Returns whether an earlier worker has made the change that this worker asks for.
 

@@ -69,7 +69,8 @@ class OpenStep:
         for rank in ranks if in_order else list(self.held):
             if rank in self.held and self.num_in < fan_in:
                 push, token = self.held.pop(rank)
-                actions.append(self.add(push, token, push.samples if is_weighted else 1.0))
+                weight = push.samples if is_weighted or push.samples == 0 else 1.0
+                actions.append(self.add(push, token, weight))
             elif in_order and rank not in added:
                 break
         return actions

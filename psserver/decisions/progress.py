@@ -27,14 +27,24 @@ class Progress:
         if self.clock < step - LATE_KEPT:
             self.clock = step - LATE_KEPT
             self.ahead = {other for other in self.ahead if other >= self.clock}
-        while self.clock in self.ahead:
-            self.ahead.remove(self.clock)
-            self.clock += 1
+        self._close_gap()
+
+    def add_before(self, step: int) -> None:
+        """Counts all steps before `step`."""
+        if self.clock < step:
+            self.clock = step
+            self.ahead = {other for other in self.ahead if other >= step}
+            self._close_gap()
 
     def add_late(self, step: int) -> None:
         """Records that `step`, which is counted, came too late for its update."""
         self.late.add(step)
         self.late -= {other for other in self.late if other < step - LATE_KEPT}
+
+    def _close_gap(self) -> None:
+        while self.clock in self.ahead:
+            self.ahead.remove(self.clock)
+            self.clock += 1
 
     def check_invariants(self) -> None:
         """Asserts what the comments at the fields say."""

@@ -15,6 +15,9 @@ version t+1. With a quorum a step may close when its window is over (window.py),
 tells the time; a push that comes later enters the step that is open. In an asynchronous mode there
 is one collection, and it closes after `fan_in` arrivals.
 
+A push may name its minibatch: where that is counted already, because another worker has pushed it
+before it was lost, the push takes part in its step and adds nothing.
+
 A push is parked (parking.py), neither counted nor acknowledged, if it is too far ahead, if an
 elastic job has too few workers, or if it may wait for the others of its step. No step waits for a
 worker that joins a job under way until it has pulled (newcomers.py). A step that no worker is left
@@ -233,10 +236,6 @@ class SliceClock(SliceState):
             *self._proceed(),
         ]
 
-    def _has_room(self, push: Push) -> bool:
-        """Returns whether a push can be counted: not too far ahead, and no longer to wait."""
-        return self._open.admits(push, self.version, self.parking)
-
     def _count(self, push: Push, token: Token) -> list[Action]:
         """Counts a push; its gradient enters an open step, or is too late."""
         counted = self._workers.counted[push.worker]
@@ -249,11 +248,12 @@ class SliceClock(SliceState):
             if push.step < self.version:
                 joined = self._open.join(push, token, self.version)
                 return [joined, self._acknowledge(token, Verdict.ACCEPTED)]
-        actions = None if push.step < self.version else self._open.collect(push, token)
+        own = self.minibatches.once(push)
+        actions = None if push.step < self.version else self._open.collect(own, token)
         if actions is None:
             counted.add_late(push.step)
-            late = Verdict.TOO_LATE
-            return [Acknowledge(token=token, verdict=late, version=self.version, push=push)]
+            return [self._acknowledge(token, Verdict.TOO_LATE, push)]
+        self.minibatches.note(push)
         return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
 
     def _arrive(self, push: Push, token: Token) -> list[Action]:
@@ -266,11 +266,13 @@ class SliceClock(SliceState):
         actions: list[Action] = []
         open_step = self._open.steps.get(0)
         is_last = push.role is Role.LAST_MODEL
+        if self.minibatches.is_repeated(push):
+            return [self._acknowledge(token, Verdict.ACCEPTED, push)]
+        self.minibatches.note(push)
         if open_step is not None and open_step.is_last != is_last:
             if not (is_last or push.worker in open_step.passed):
                 open_step.passed.add(push.worker)
-                accepted = Verdict.ACCEPTED
-                return [Acknowledge(token=token, verdict=accepted, version=self.version, push=push)]
+                return [self._acknowledge(token, Verdict.ACCEPTED, push)]
             actions.append(self._close(0))
         actions.append(self._open.arrive(push, token, self.version))
         return [*actions, *self._close_if_full(), self._acknowledge(token, Verdict.ACCEPTED)]
@@ -303,7 +305,8 @@ class SliceClock(SliceState):
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that have room now; returns whether there were any."""
         was = len(self.parking)
-        for push, token in self.parking.take(self._has_room):
+        admits = self._open.admits
+        for push, token in self.parking.take(lambda it: admits(it, self.version, self.parking)):
             actions += self._count(push, token)
         return len(self.parking) < was
 
@@ -359,5 +362,5 @@ class SliceClock(SliceState):
             for token, pull in ready
         ]
 
-    def _acknowledge(self, token: Token, verdict: Verdict) -> Acknowledge:
-        return Acknowledge(token=token, verdict=verdict, version=self.version)
+    def _acknowledge(self, token: Token, verdict: Verdict, push: Push | None = None) -> Acknowledge:
+        return Acknowledge(token=token, verdict=verdict, version=self.version, push=push)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pscore.rules.base import Rule
+from psserver.decisions.minibatches import Minibatches
 from psserver.decisions.open_step import OpenStep
 from psserver.decisions.open_steps import OpenSteps
 from psserver.decisions.parking import Parking
@@ -31,6 +32,8 @@ class SliceState:
         self.version = -1
         # Staleness of each worker's newest push, in updates. Invariant: not negative.
         self.staleness: dict[int, int] = {}
+        # Minibatches of the pushes that are counted, of those that name theirs.
+        self.minibatches = Minibatches()
         # Pushes not counted. Invariant: empty without weights.
         self.parking = Parking()
         self._workers = SliceWorkers(participants)

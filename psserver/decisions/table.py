@@ -77,6 +77,11 @@ class Table:
         return tuple(ended.get(fragment, -1) for fragment in range(schedule.number))
 
     @property
+    def minibatches(self) -> int:
+        """The first minibatch that some slice has not counted, of pushes that name theirs."""
+        return min((clock.minibatches.clock for clock in self.clocks.values()), default=0)
+
+    @property
     def has_weights(self) -> bool:
         """Whether all slices have weights."""
         return all(clock.version >= 0 for clock in self.clocks.values())

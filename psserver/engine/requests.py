@@ -385,6 +385,8 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
         raise DecodeError(f"a state of step {header.step}, beyond {COUNT_MAX}")
     if not 0 <= header.samples <= SAMPLES_MAX:
         raise DecodeError(f"weight of a push is {header.samples}, must be 0..{SAMPLES_MAX:g}")
+    if header.minibatch > COUNT_MAX:
+        raise DecodeError(f"minibatch {header.minibatch} of a push is beyond {COUNT_MAX}")
     num_hyper = len(table.optimizer.hyper_names)
     hyper = None
     if role not in LOADS:
@@ -398,6 +400,7 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
         present=wire.unpack_bits(header.present, num_segments),
         hyper=hyper,
         may_wait=header.may_wait and header.shared,
+        minibatch=header.minibatch - 1,
     )
 
 

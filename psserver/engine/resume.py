@@ -49,11 +49,12 @@ def _resume_slice(engine: Engine, job: RunningJob, running: RunningTable, index:
 def resume(running: RunningJob, table: Table, index: int, store: Store) -> Actions:
     """Resumes the clock of a slice from its journal; returns the actions that were still due."""
     journal = store.journal
-    if journal is None or journal.is_new:
+    if journal is None or journal.is_new or store.progress is None:
         return []
     job, clock = running.job, table.clocks[index]
     address = Address(job.name, table.index, index)
-    record, counted = journal.record, store.counted
+    record, counted = journal.record, store.progress.copy()
+    clock.minibatches = store.progress.copy_minibatches()
 
     def token_of(push: Push, payload: Payload) -> Request:
         return Request(running, address, clock, push.worker, NullReply(), payload)

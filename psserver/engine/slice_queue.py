@@ -44,11 +44,18 @@ class SwitchRule:
 
 
 @dataclass(frozen=True, slots=True)
+class CountBefore:
+    """Count all minibatches before one."""
+
+    minibatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Seal:
     """Hash the weights and the optimizer's state, so that the journal's next reader can check."""
 
 
-Work = Action | CopyOut | SwitchRule | Seal
+Work = Action | CopyOut | SwitchRule | CountBefore | Seal
 
 
 class Completion(Protocol):
@@ -226,6 +233,11 @@ def _switch_rule(action: SwitchRule, store: Store, completion: Completion) -> No
     store.change(action.rule, action.epoch, action.clocks)
 
 
+def _count_before(action: CountBefore, store: Store, completion: Completion) -> None:
+    if store.progress is not None:
+        store.progress.count_before(action.minibatch)
+
+
 def _seal(action: Seal, store: Store, completion: Completion) -> None:
     store.seal()
 
@@ -233,6 +245,7 @@ def _seal(action: Seal, store: Store, completion: Completion) -> None:
 HANDLERS: dict[type[Work], Callable[..., None]] = {
     CopyOut: _copy_out,
     SwitchRule: _switch_rule,
+    CountBefore: _count_before,
     Seal: _seal,
     Add: _add,
     Load: _load,

@@ -114,6 +114,7 @@ class TableView:
     waiting_for: str
     fingerprint: str
     rounds: tuple[int, ...] = ()  # One a fragment, if there are several; -1: none of it is here.
+    minibatches: int = 0  # All before this one are counted, in each slice.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,4 +265,5 @@ def _table(job: Job, table: Table, waits: Waits) -> TableView:
         waiting_for=waits.of_table(table),
         fingerprint=table.layout.fingerprint,
         rounds=table.rounds,
+        minibatches=table.minibatches,
     )

@@ -34,6 +34,7 @@ from psserver.decisions.shard import require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
+from psserver.engine.taking_part import come_back
 from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.pace import pace_of, pace_to_proto
@@ -246,11 +247,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
-        """Excludes a worker that waits for a mode change from open steps, or changes the mode."""
+        """Excludes a worker from open steps, records its return, or changes the mode."""
         job = self._heard(request)
         if request.HasField("rule"):
             rule = make_rule(*plugin_from_proto(request.rule))
             self._engine.change(job, request.table, request.worker, rule)
+        elif request.returns:
+            own = (request.incarnation, request.number)
+            come_back(self._engine, job, request.table, request.worker, own, request.minibatch)
         else:
             change = (request.incarnation, request.number, request.step)
             self._engine.step_aside(job, request.table, request.worker, change)
@@ -442,4 +446,5 @@ def _table_status(table: TableView) -> pb.TableStatus:
         waiting_for=table.waiting_for,
         fingerprint=table.fingerprint,
         rounds=table.rounds,
+        minibatches=table.minibatches,
     )

@@ -13,8 +13,8 @@ from pscore.compressors.base import Compressor
 from pscore.rules.base import Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Role
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
-from psserver.decisions.progress import Progress
 from psserver.slices.journal import SliceJournal
+from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Cell
 from psserver.slices.pull_estimate import Estimate
 from psserver.slices.weights import Weights
@@ -69,14 +69,11 @@ class Store(Protocol):
     numel: int
     counts: IntArray  # (num_segments,): optimizer steps of each segment.
     copies: Weights  # The copies of the weights; readers lease the newest.
+    progress: JournaledProgress | None  # The pushes counted, as the journal has them.
 
     @property
     def journal(self) -> SliceJournal | None:
         """The journal that every change is written to; None: nothing outlives the process."""
-
-    @property
-    def counted(self) -> dict[int, Progress]:
-        """A copy of each worker's progress, by rank, as the journal has it."""
 
     @property
     def weights(self) -> FloatArray:

@@ -148,6 +148,11 @@ class SliceJournal:
         entry.ahead[:] = sorted(steps.ahead)
         entry.late[:] = sorted(steps.late)
 
+    def count_minibatches(self, counted: Progress) -> None:
+        """Records the minibatches of the pushes that are counted."""
+        self.record.minibatches.clock = counted.clock
+        self.record.minibatches.ahead[:] = sorted(counted.ahead)
+
     def hold(self, push: Push, cell: Cell, nbytes: int, *, is_compressed: bool) -> None:
         """Records a payload that is added later."""
         entry = self.record.held.add()

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 from pscore.types import Push
+from psserver.decisions.minibatches import Minibatches
 from psserver.decisions.progress import Progress
 from psserver.slices.journal import SliceJournal
 
 
 class JournaledProgress:
-    """The progress of each worker in the record of a journal; the caller commits."""
+    """The progress of each worker in the record of a journal; the caller commits what it adds."""
 
     def __init__(self, journal: SliceJournal) -> None:
         """Starts with the progress in the journal's record."""
@@ -24,13 +25,25 @@ class JournaledProgress:
             rank: Progress(steps.clock, set(steps.ahead), set(steps.late))
             for rank, steps in journal.record.counted.items()
         }
+        known = journal.record.minibatches
+        self._minibatches = Minibatches(known.clock, set(known.ahead))
 
     def copy(self) -> dict[int, Progress]:
         """Returns a copy of each worker's progress, by rank."""
         return deepcopy(self._workers)
 
+    def copy_minibatches(self) -> Minibatches:
+        """Returns a copy of the minibatches that are counted."""
+        return deepcopy(self._minibatches)
+
     def add(self, push: Push) -> None:
-        """Counts a push; one that was held is counted already."""
+        """Counts a push and its minibatch; one that was held is counted already."""
+        if push.minibatch >= 0 and push.minibatch not in self._minibatches:
+            self._minibatches.note(push)
+            self._journal.count_minibatches(self._minibatches)
+        self._add_step(push)
+
+    def _add_step(self, push: Push) -> None:
         counted = self._workers.setdefault(push.worker, Progress())
         if push.step not in counted:
             counted.add(push.step)
@@ -38,9 +51,15 @@ class JournaledProgress:
 
     def add_late(self, push: Push) -> None:
         """Counts a push that came too late for its update."""
-        self.add(push)
+        self._add_step(push)
         self._workers[push.worker].add_late(push.step)
         self._journal.count(push.worker, self._workers[push.worker])
+
+    def count_before(self, minibatch: int) -> None:
+        """Counts all minibatches before one, and commits."""
+        self._minibatches.add_before(minibatch)
+        self._journal.count_minibatches(self._minibatches)
+        self._journal.commit()
 
     def advance(self, worker: int, clock: int) -> bool:
         """Raises a worker's clock; returns whether it was lower."""

@@ -20,7 +20,6 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, IntArray, Role, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
-from psserver.decisions.progress import Progress
 from psserver.slices.base import NO_CLOCKS, NO_OBSERVER, Observer, Payload, WeightedGrad
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
@@ -39,6 +38,7 @@ class SliceStore:
         numel: Elements of the slice.
         counts: `(num_segments,) int64`, optimizer steps of each segment.
         copies: The copies of the weights; readers lease the newest.
+        progress: The pushes counted, as the journal has them; None: there is no journal.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class SliceStore:
         self._journal = journal
         self._observer = observer
         self._pool = Pool(spec.numel, 0) if journal is None else journal
-        self._progress = None if journal is None else JournaledProgress(journal)
+        self.progress = None if journal is None else JournaledProgress(journal)
         self._memory = RuleMemory(self._pool)
         self._estimate: Estimate | None = None
         self.copies = Weights(self._pool, buffers, versions, stamps)
         self._state = OptimizerState(spec, optimizer, self._pool)
         self.counts = self._state.counts
         self._sums = Sums(
-            *(spec.numel, rule, self._pool, self._memory, self.copies, observer, self._progress)
+            *(spec.numel, rule, self._pool, self._memory, self.copies, observer, self.progress)
         )
         if journal is not None and not journal.is_new:
             self._recover(journal)
@@ -85,11 +85,6 @@ class SliceStore:
     def journal(self) -> SliceJournal | None:
         """The journal that every change is written to; None: nothing outlives the process."""
         return self._journal
-
-    @property
-    def counted(self) -> dict[int, Progress]:
-        """A copy of each worker's progress, by rank, as the journal has it."""
-        return {} if self._progress is None else self._progress.copy()
 
     @property
     def weights(self) -> FloatArray:
@@ -157,9 +152,9 @@ class SliceStore:
             memory = self._memory.at(self.weights)
             memory.state[name.removeprefix(prefix)] = arrays[name]
         self._memory.write()
-        if self._progress is not None:
+        if self.progress is not None:
             for rank, clock in clocks.items():
-                self._progress.advance(rank, clock)
+                self.progress.advance(rank, clock)
         self._publish(spare, version, self._state.cells)
 
     # ----- reading
@@ -215,8 +210,8 @@ class SliceStore:
         data = cell.data[: payload.data.nbytes]
         np.copyto(data, payload.data)
         kept = replace(payload, data=data, cell=cell, is_borrowed=False)
-        if self._journal is not None and self._progress is not None:
-            self._progress.add(action.push)
+        if self._journal is not None and self.progress is not None:
+            self.progress.add(action.push)
             is_compressed = not payload.compressor.is_raw
             self._journal.hold(action.push, cell, data.nbytes, is_compressed=is_compressed)
             self._journal.commit()
@@ -246,8 +241,8 @@ class SliceStore:
 
     def note_late(self, action: Acknowledge) -> None:
         """Records in the journal a push that is counted without being added."""
-        if self._journal is not None and self._progress is not None and action.push is not None:
-            self._progress.add_late(action.push)
+        if self._journal is not None and self.progress is not None and action.push is not None:
+            self.progress.add_late(action.push)
             self._journal.commit()
 
     def seal(self) -> None:
@@ -266,8 +261,8 @@ class SliceStore:
         self._rule = rule
         self._sums.change(rule)
         self._memory.clear()
-        if self._journal is not None and self._progress is not None:
-            self._progress.begin(epoch, clocks)
+        if self._journal is not None and self.progress is not None:
+            self.progress.begin(epoch, clocks)
             self._journal.commit()
 
     # ----- optimizer steps
@@ -314,9 +309,9 @@ class SliceStore:
             memory.weights = weights
             self._rule.on_pull(answer.worker, memory)
             self._memory.write()
-        if self._journal is not None and self._progress is not None:
+        if self._journal is not None and self.progress is not None:
             # In a mode by step the clock of an answer counts nothing.
-            begins = not self._rule.by_step and self._progress.advance(answer.worker, answer.clock)
+            begins = not self._rule.by_step and self.progress.advance(answer.worker, answer.clock)
             if begins or remembers:
                 self._journal.commit()
 

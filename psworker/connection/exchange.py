@@ -23,6 +23,7 @@ from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role
 from psworker.compression.pull_estimate import PulledEstimate
+from psworker.connection import taking_part
 from psworker.connection.answer_wait import AnswerWait
 from psworker.connection.headers import pull_header, upload_header
 from psworker.connection.missed import Missed
@@ -53,6 +54,7 @@ class Exchange:
         payloads: Payloads of pushes, and residuals.
         traffic: Bytes sent and received.
         answers: Waits for the shards' answers.
+        minibatch: Number of the minibatch of the next pushes; -1: they name none.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Exchange:
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
         self.traffic, self.missed = Traffic(), Missed(len(own))
         self._timeline = session.timeline
-        self._num_changes = 0  # Changes of the mode so far.
+        self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
+        self.minibatch = -1
         self.table, self.origin = session.define(spec)
         self._shared = SharedGrads(session, memory, self._sender) if share else None
         self.grads = None if self._shared is None else self._shared.array
@@ -115,10 +118,11 @@ class Exchange:
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
         compressor = self.spec.compressor.name if feedback is not None and not flush else ""
         sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
+        named = replace(push, minibatch=self.minibatch)
 
         def make() -> Made:
             spec = self.layout.slices[index]
-            return self._maker.make(spec, push, sender, payload, compressor, shared=shared)
+            return self._maker.make(spec, named, sender, payload, compressor, shared=shared)
 
         call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
         if self._timeline is not None:
@@ -258,11 +262,30 @@ class Exchange:
         """
         self.flush()
         self._num_changes += 1
-        self.session.step_aside(self.table, self._num_changes, step)
+        taking_part.step_aside(self.session, self.table, self._num_changes, step)
         self.session.barrier("mode")
-        self.session.change(self.table, self._num_changes, rule)
+        taking_part.change(self.session, self.table, self._num_changes, rule)
         self.spec = replace(self.spec, rule=rule)
         self.ask_origin()
+
+    def step_aside(self, step: int) -> None:
+        """Asks the shards not to wait for this worker's pushes until `come_back`.
+
+        Args:
+            step: The step of training at which this worker is.
+        """
+        self.flush()
+        self._num_changes += 1
+        taking_part.step_aside(self.session, self.table, self._num_changes, step)
+
+    def come_back(self, minibatch: int) -> None:
+        """Returns to the steps; forgets all pushes and pulls, so the weights have to be pulled.
+
+        Args:
+            minibatch: All minibatches before it are in the weights that the job had to begin with.
+        """
+        taking_part.come_back(self.session, self.table, self._num_changes, minibatch)
+        self.restart()
 
     # ----- loading
 

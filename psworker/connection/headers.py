@@ -35,6 +35,7 @@ def push_header(
         hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
         shared=shared,
         may_wait=shared and push.may_wait,
+        minibatch=push.minibatch + 1,
         compressor=compressor,
     )
 

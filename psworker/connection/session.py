@@ -11,8 +11,7 @@ from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.rules.base import Rule
-from pscore.table_spec import TableSpec, plugin_to_proto
+from pscore.table_spec import TableSpec
 from pscore.types import Origin
 from psworker.connection.barrier_wait import wait_at_barrier
 from psworker.connection.declare import declare
@@ -164,31 +163,6 @@ class Session:
         found = declare(self.links, request, self._joining.known.progress, again=again)
         self._has_tables = True
         return found
-
-    def step_aside(self, table: int, number: int, step: int) -> None:
-        """Asks the shards not to wait for this worker's pushes until mode change `number` is done.
-
-        Args:
-            table: Index of the table.
-            number: Number of the change, counted by this worker.
-            step: The step of training at which this worker is.
-        """
-        self._change(pb.ChangeRequest(table=table, number=number, step=step))
-
-    def change(self, table: int, number: int, rule: Rule) -> None:
-        """Changes the mode of a table; every worker calls it, after all have stepped aside.
-
-        Raises:
-            JobMismatchError: Another worker has named another mode.
-            ConfigError: The mode does not fit the job.
-        """
-        self._change(pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule)))
-
-    def _change(self, request: pb.ChangeRequest) -> None:
-        request.job, request.worker = self.job, self.rank
-        request.incarnation = self.incarnation
-        for link in self.links:
-            link.call(link.control.Change, request)
 
     def rejoin(self) -> None:
         """Joins the job again as a new incarnation, after having been declared lost.

@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from pscore.compressors.none import NoCompression
-from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.errors import ConfigError
 from pscore.rules import SSGD, parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psworker.connection.session import Session
-from psworker.gossip.base import Meet, Waits, Want
 from psworker.job import context
 from psworker.job.environment import Environment, parse_servers
 from psworker.peers.peers import Peers
-from psworker.pipeline import wire
 from psworker.pipeline.chain import Block, chain_of, joined, names_of
-from psworker.pipeline.checkpoint import (
-    Checkpoint,
-    Tensors,
-    from_numbers,
-    optimizer_state,
-    to_numbers,
-)
+from psworker.pipeline.checkpoint import Checkpoint, Tensors, optimizer_state
 from psworker.pipeline.choice import AUTO, Plan, agreed_plan, resolved
+from psworker.pipeline.driver import Driver, Work
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
-from psworker.pipeline.stage import Loss, Receive, Send, StageReplica, Update
-from psworker.pipeline.stage import Waits as StageWaits
+from psworker.pipeline.stage import Loss
+from psworker.training.absence import Absences
 from psworker.training.optimizer import DistributedOptimizer
-
-if TYPE_CHECKING:
-    from psworker.pipeline.flush import FlushReplica
 
 STASHES: dict[str, type[Stash]] = {"weights": Stash, "vertical": Vertical}
 SCHEDULES = ("1f1b", "2bw")
+STOP, CONTINUE = "stop", "continue"  # Values of `on_lost`.
 log = logging.getLogger("paceline")
-
-MEET_S = 0.05  # From one question for workers that have yet to come to the next.
 
 
 class Pipeline:
@@ -56,10 +43,9 @@ class Pipeline:
 
     Attributes:
         plan: Each stage's last block and replicas.
-        place: Stage and replica of this worker.
+        place: Stage and replica of this worker in the plan.
         module: The layers of its stage; the parameters hold the newest weights.
         optimizer: Optimizer of its stage, with the learning rate times `Stash.rate`.
-        losses: Losses of the minibatches whose loss this worker has computed, by number.
         minibatches: Minibatches behind it, those before the checkpoint that it resumed from too.
     """
 
@@ -78,6 +64,7 @@ class Pipeline:
         minibatches: int | None = None,
         mode: str = "ssgd",
         resume: str | Path | None = None,
+        on_lost: str = STOP,
         servers: str | list[str] | None = None,
         job: str | None = None,
         rank: int | None = None,
@@ -104,6 +91,9 @@ class Pipeline:
             mode: Between replicas of a stage: `ssgd`, without backup workers.
             resume: Folder of checkpoints that `save` wrote, also with another plan. The newest
                 good one is loaded, if there is one; every worker reads the same.
+            on_lost: `stop`: when a worker is lost, the others end with an error. `continue`: they
+                go on, a worker that is started again takes its place, and every minibatch counts
+                once at each stage; then all stages are on the shards.
             servers: Addresses of the shards; else PACELINE_SERVERS.
             job: Name of the job; else that of the launcher. A stage with replicas is the job
                 `job.s0`, `job.s1`, ...
@@ -115,24 +105,19 @@ class Pipeline:
             PacelineError: The shards do not answer, or refuse this worker.
         """
         joins = _joins(servers, job, rank, num_workers)
-        _require(mode, schedule, stash, minibatches)
+        _require(mode, schedule, stash, minibatches, on_lost)
         plan, limits = resolved(plan, joins.pipeline, bandwidth, memory)
-        blocks, found = chain_of(model, example), _read(resume, model)
-        session: Session | None = None
+        blocks, found, session = chain_of(model, example), _read(resume, model), None
         if limits is not None:
             session = _open(joins)
             plan = agreed_plan(session, blocks, example, limits, optimizer)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
-        self._versions = _versions(self.place, schedule, stash, minibatches)
+        self._versions = _versions_of(schedule, stash, minibatches)
+        self._continues = on_lost == CONTINUE
         self.optimizer = self._make_optimizer(optimizer, mode, found)
-        self._loss = loss
-        self.losses: dict[int, float] = {}
-        self.minibatches = found.minibatches if found is not None else 0
-        self._begin()
-        self._session = session or _open(joins)
-        self._peers = Peers(self._session, _directory(self._session, self.plan, self.minibatches))
-        self._peers.run(self._gather())
+        self._driver = self._make_driver(loss, session or _open(joins), found)
+        self.minibatches = self._driver.first
 
     def step(self, inputs: Any, targets: Any) -> float | None:
         """Trains on a minibatch; every worker calls it with the same ones, in the same order.
@@ -149,8 +134,7 @@ class Pipeline:
         """
         number = self.minibatches
         self.minibatches += 1
-        self._drive(self._stage.step(number - self._first, inputs, targets))
-        self._note_losses()
+        self._driver.step(number, inputs, targets)
         return self.losses.get(number)
 
     def save(self, folder: str | Path, *, keep: int = 3) -> Path:
@@ -174,33 +158,14 @@ class Pipeline:
             PacelineError: Rank 0 could not write it; training may go on.
             TransportError: A worker of another stage is gone.
         """
-        every = self._versions.whole
-        if (self.minibatches - self._first) % every:
-            raise ConfigError(
-                f"a checkpoint behind {self.minibatches - self._first} minibatches would cut an "
-                f"update: save behind a multiple of {every}"
-            )
-        number = self.minibatches
-        self._end_all()
-        self._begin()
-        weights = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
-        state = optimizer_state(self.optimizer, self._parameter_names()) if self._leads else {}
-        problem: Exception | None = None
-        path = Path(folder)
-        if self.place.rank:
-            if self._leads:
-                wire.send(self._peers, 0, wire.STATE, number, to_numbers(weights, state))
-        else:
-            self._drive(self._collect(number, weights, state))
-            try:
-                path = Checkpoint(number, weights, state).write(path, keep)
-            except OSError as found:
-                problem = found
-        if self._session.agree("checkpoint", float(problem is not None)):
-            raise PacelineError(
-                f"the checkpoint of minibatch {number} was not written: "
-                f"{problem or 'rank 0 says why'}"
-            ) from problem
+        self._driver.require_whole(self.minibatches)
+        number, path = self.minibatches, Path(folder)
+
+        def write(weights: Tensors, state: Tensors) -> None:
+            nonlocal path
+            path = Checkpoint(number, weights, state).write(path, keep)
+
+        self._driver.save(number, self._parts, write)
         return path
 
     def finish(self) -> None:
@@ -209,12 +174,12 @@ class Pipeline:
         Raises:
             TransportError: A worker of another stage is gone.
         """
-        self._end_all()
-        if self.place.num_replicas > 1:
-            context.shutdown()  # The others' last round waits no longer for this replica.
-        self._session.barrier("pipeline")
-        self._peers.close()
-        self._session.leave()
+        self._driver.finish(self.minibatches)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Losses of the minibatches whose loss this worker has computed, by number."""
+        return self._driver.losses
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers of this stage under the names of the whole model."""
@@ -233,18 +198,29 @@ class Pipeline:
         self.module = joined(blocks[first : last + 1])
         self._names = names_of(model, self.module)
 
-    def _begin(self) -> None:
-        """Begins with no minibatch in flight, at the newest weights."""
-        self._first = self.minibatches
-        self._stage = _replica(self.module, self._versions, self._loss, self._send, self._take)
+    def _parts(self) -> tuple[Tensors, Tensors]:
+        """Returns weights and optimizer state of this stage, as a checkpoint has them."""
+        weights = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        return weights, optimizer_state(self.optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(p): self._names[name] for name, p in self.module.named_parameters()}
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this worker's part of a checkpoint is its stage's."""
-        return self.place.replica == 0
+    def _make_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
+        """Returns what runs this worker's replica; it waits for the workers of all stages."""
+        first = 0 if saved is None else saved.minibatches
+        work = Work(
+            module=self.module, optimizer=self.optimizer, loss=loss, versions=self._versions
+        )
+        if not self._continues:
+            peers = Peers(session, _directory(session, self.plan, f"from minibatch {first}"))
+            return Driver(work, self.place, session, peers, first)
+        from psworker.pipeline.continuing import ContinuingDriver
+
+        peers = Peers(session, _directory(session, self.plan, "continues"))
+        assert isinstance(self.optimizer, DistributedOptimizer)
+        steps = Absences(self.optimizer)
+        return ContinuingDriver(work, self.place, session, peers, first, steps)
 
     def _make_optimizer(
         self,
@@ -255,93 +231,20 @@ class Pipeline:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
         made = make([parameter for _, parameter in named])
         for group in made.param_groups:
-            group["lr"] *= self._versions.rate
-        if self.place.num_replicas > 1:
-            context.join(
+            group["lr"] *= self._versions(self.place).rate
+        is_new = True
+        if self.place.num_replicas > 1 or self._continues:
+            joined_context = context.join(
                 **self._stage_job,  # type: ignore[arg-type]
                 rank=self.place.replica,
                 num_workers=self.place.num_replicas,
                 local_group=None,
             )
+            is_new = not joined_context.session.known_tables
             made = DistributedOptimizer(made, named, mode=mode)
-        if saved is not None:
+        if saved is not None and (is_new or not self._continues):  # Else the shards are further.
             saved.load_optimizer(made, self._parameter_names())
         return made
-
-    def _gather(self) -> Waits:
-        """Waits until the workers of all stages are there."""
-        yield Meet(-1)
-        while len(self._peers.members()) < sum(self.place.replicas):
-            time.sleep(MEET_S)
-            yield Meet(-1)
-
-    # ----- the run
-
-    def _end_all(self) -> None:
-        """Ends the minibatches in flight."""
-        self._drive(self._stage.finish())
-        self._note_losses()
-
-    def _note_losses(self) -> None:
-        for number, loss in self._stage.losses.items():
-            self.losses[self._first + number] = loss
-        self._stage.losses.clear()
-
-    def _take(self, wait: Receive) -> torch.Tensor:
-        """Waits for a tensor inside a schedule of torch, which does not yield."""
-        found: list[torch.Tensor] = []
-
-        def script() -> Waits:
-            found.append((yield from self._receive(wait)))
-
-        self._peers.run(script())
-        return found[0]
-
-    def _send(self, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
-        wire.send(self._peers, to, kind, self._first + minibatch, values)
-
-    def _drive(self, script: StageWaits) -> None:
-        """Runs what the stage has to do; on an error it leaves the job, so the others learn it."""
-        is_done = False
-        try:
-            self._peers.run(self._waits(script))
-            is_done = True
-        finally:
-            if not is_done:
-                self._peers.close()
-                self._session.leave("its pipeline failed", failed=True)
-
-    def _waits(self, script: StageWaits) -> Waits:
-        """Answers what the stage waits for, from its neighbours and its optimizer."""
-        answer: torch.Tensor | None = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                wait = script.send(answer)
-                answer = None
-                if isinstance(wait, Update):
-                    self.optimizer.step()
-                else:
-                    answer = yield from self._receive(wait)
-
-    def _collect(self, number: int, weights: Tensors, state: Tensors) -> StageWaits:
-        """Adds the parts of the other stages' first replicas to a checkpoint."""
-        for stage in range(1, len(self.place.replicas)):
-            source = sum(self.place.replicas[:stage])
-            numbers = yield Receive(source, wire.STATE, number - self._first)
-            for whole, part in zip((weights, state), from_numbers(numbers), strict=True):
-                whole.update(part)
-
-    def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
-        minibatch = self._first + wait.minibatch
-        found = yield from wire.receive(wait.source, wait.kind, minibatch)
-        if found is None:
-            yield Meet(self.minibatches, waits=False)
-            place = Place.of_rank(wait.source, self.place.replicas)
-            raise TransportError(
-                f"the workers of the pipeline have changed while minibatch {minibatch} was "
-                f"awaited from replica {place.replica} of stage {place.stage}; start all again"
-            )
-        return found
 
 
 def _joins(
@@ -374,13 +277,10 @@ def _open(joins: Environment) -> Session:
     return context.open_session(_addresses(joins), joins)
 
 
-def _directory(session: Session, plan: Plan, first: int) -> int:
+def _directory(session: Session, plan: Plan, begin: str) -> int:
     """Returns the table whose directory lists the workers; another plan or begin is refused."""
     names = [f"stage {s} to {name} on {number}" for s, (name, number) in enumerate(plan)]
-    stages = [
-        TensorSpec(name=name, shape=(1,), dtype="float32")
-        for name in [*names, f"from minibatch {first}"]
-    ]
+    stages = [TensorSpec(name=name, shape=(1,), dtype="float32") for name in [*names, begin]]
     spec = TableSpec(
         name="pipeline",
         tensors=tuple(stages),
@@ -408,12 +308,19 @@ def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
     return Place.of_rank(rank, replicas)
 
 
-def _require(mode: str, schedule: str, stash: str, minibatches: int | None) -> None:
+def _require(mode: str, schedule: str, stash: str, minibatches: int | None, on_lost: str) -> None:
     """Refuses arguments that do not fit.
 
     Raises:
         ConfigError: They do not.
     """
+    if on_lost not in (STOP, CONTINUE):
+        raise ConfigError(f"on_lost is {on_lost!r}, must be {STOP} or {CONTINUE}")
+    if on_lost == CONTINUE and schedule != "1f1b":
+        raise ConfigError(
+            f"on_lost={CONTINUE!r} with schedule={schedule!r}: an update of several minibatches "
+            "would be lost with its worker; take schedule='1f1b', or on_lost='stop' and resume="
+        )
     rule = parse_mode(mode)
     if not isinstance(rule, SSGD):
         raise ConfigError(f"mode between replicas is {mode!r}, must be ssgd")
@@ -454,6 +361,10 @@ def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
     return found
 
 
+def _versions_of(schedule: str, stash: str, minibatches: int | None) -> Callable[[Place], Stash]:
+    return lambda place: _versions(place, schedule, stash, minibatches)
+
+
 def _versions(place: Place, schedule: str, stash: str, minibatches: int | None) -> Stash:
     if schedule == "2bw":
         return TwoVersions(place, minibatches or sum(place.replicas))
@@ -464,18 +375,6 @@ def _versions(place: Place, schedule: str, stash: str, minibatches: int | None) 
     found = schedule_named(schedule)
     assert found is not None
     return Flush(place, found, minibatches)
-
-
-def _replica(
-    module: nn.Module, versions: Stash, loss: Loss, send: Send, take: Callable[..., torch.Tensor]
-) -> StageReplica | FlushReplica:
-    """Returns a replica at minibatch 0."""
-    if not versions.flushes:
-        return StageReplica(module, versions, loss, send)
-    from psworker.pipeline.flush import Flush, FlushReplica
-
-    assert isinstance(versions, Flush)
-    return FlushReplica(module, versions, loss, send, take)
 
 
 def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:

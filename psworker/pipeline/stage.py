@@ -31,6 +31,7 @@ class Update(NamedTuple):
     """Waits for the optimizer's step; resumed when the parameters hold the new weights."""
 
     number: int
+    minibatch: int = -1  # The last one in it.
 
 
 Waits = Generator[Receive | Update, Any, None]
@@ -63,6 +64,7 @@ class StageReplica:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = {}
         self.ring = WeightRing(self._parameters, in_place=versions.in_place)
         self.losses: dict[int, float] = {}
+        self._last = -1  # Minibatch of the last backward.
 
     @property
     def num_flying(self) -> int:
@@ -118,6 +120,7 @@ class StageReplica:
         if not self._place.is_first:
             self._send(self._place.rank_at(-1, minibatch), GRADIENT, minibatch, grads[-1])
         self._gather(grads[: len(weights)])
+        self._last = minibatch
         if self._order.end():
             yield from self._update()
 
@@ -131,7 +134,7 @@ class StageReplica:
         for parameter in self._parameters:
             if held > 1 and parameter.grad is not None:
                 parameter.grad /= held
-        yield Update(self._order.newest)
+        yield Update(self._order.newest, self._last)
         for parameter in self._parameters:
             parameter.grad = None
         self.ring.add(self._order.newest, self._order.oldest())

@@ -12,12 +12,24 @@ from pscore.errors import ConfigError
 from pscore.types import FloatArray
 from psworker.gossip.base import PART_NUMEL, Post, Tag, Want, to_host
 
-STATE = 3  # Kind of a stage's part of a checkpoint; activations and gradients are 1 and 2.
+# Kinds besides activations and gradients, which are 1 and 2: a stage's part of a checkpoint, and
+# the words of workers that have ended their minibatches (continuing.py).
+STATE, DONE, END = 3, 4, 5
 SHAPE_NUMEL = 16  # Numbers in front of the first part: number of dimensions, and the dimensions.
 
 
-def send(post: Post, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
+def send(
+    post: Post, to: int, kind: int, minibatch: int, values: torch.Tensor, epoch: int = 0
+) -> None:
     """Sends a tensor to a rank; it may change afterwards.
+
+    Args:
+        post: Sends it.
+        to: The rank.
+        kind: Its use.
+        minibatch: Its minibatch.
+        values: The tensor.
+        epoch: Epoch of the members under which it holds; 0: under any.
 
     Raises:
         ConfigError: It is not float32, or has too many dimensions.
@@ -31,24 +43,24 @@ def send(post: Post, to: int, kind: int, minibatch: int, values: torch.Tensor) -
     shape[: values.ndim + 1] = [values.ndim, *values.shape]
     numbers = np.concatenate([shape, to_host(values.contiguous().flatten())])
     for part, begin in enumerate(range(0, len(numbers), PART_NUMEL)):
-        post.give(to, Tag(kind, minibatch, part), numbers[begin : begin + PART_NUMEL])
+        post.give(to, Tag(kind, minibatch, part, epoch), numbers[begin : begin + PART_NUMEL])
 
 
 def receive(
-    source: int, kind: int, minibatch: int
+    source: int, kind: int, minibatch: int, epoch: int = 0
 ) -> Generator[Want, FloatArray | None, torch.Tensor | None]:
     """Returns a tensor of a rank when it is here; None if the members have changed meanwhile.
 
     Parts that came are kept by nobody then, so the caller gives up the run.
     """
-    first: Any = yield Want(source, Tag(kind, minibatch, 0))
+    first: Any = yield Want(source, Tag(kind, minibatch, 0, epoch))
     if first is None:
         return None
     shape = tuple(int(number) for number in first[1 : int(first[0]) + 1])
     parts = [first[SHAPE_NUMEL:]]
     numel = int(np.prod(shape, dtype=np.int64))
     while sum(map(len, parts)) < numel:
-        part = yield Want(source, Tag(kind, minibatch, len(parts)))
+        part = yield Want(source, Tag(kind, minibatch, len(parts), epoch))
         if part is None:
             return None
         parts.append(part)

@@ -20,6 +20,7 @@ import torch
 from pscore.errors import ConfigError, GradientError, JobMismatchError
 from pscore.table_spec import GROWN
 from pscore.types import FloatArray, Role
+from psworker.connection import taking_part
 from psworker.model.sharded import refuse_sharded
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
@@ -111,7 +112,7 @@ def leave(table: TrainingTable, recovery: Recovery) -> Kept:
         table.end_round()
         table.settle()
         step = int(session.agree(BARRIER, float(replica.step)))
-        session.step_aside(table.exchange.table, 1 << 30, replica.step)
+        taking_part.step_aside(session, table.exchange.table, 1 << 30, replica.step)
         session.barrier(BARRIER)
         table.fetch(None)
     table.flat.scatter_weights()

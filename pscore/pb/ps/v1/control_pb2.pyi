@@ -167,7 +167,7 @@ class DefineReply(_message.Message):
     def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., has_weights: bool = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step")
+    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step", "returns", "minibatch")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,8 @@ class ChangeRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_FIELD_NUMBER: _ClassVar[int]
+    MINIBATCH_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -182,7 +184,9 @@ class ChangeRequest(_message.Message):
     number: int
     rule: Plugin
     step: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+    returns: bool
+    minibatch: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ..., returns: bool = ..., minibatch: _Optional[int] = ...) -> None: ...
 
 class ChangeReply(_message.Message):
     __slots__ = ()
@@ -502,7 +506,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds")
+    __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -514,6 +518,7 @@ class TableStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    MINIBATCHES_FIELD_NUMBER: _ClassVar[int]
     name: str
     mode: str
     compressor: str
@@ -525,7 +530,8 @@ class TableStatus(_message.Message):
     waiting_for: str
     fingerprint: str
     rounds: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ...) -> None: ...
+    minibatches: int
+    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., minibatches: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s", "raw_pushed_nbytes", "raw_pulled_nbytes", "open_steps", "num_lost", "has_checkpoint", "checkpoint_age_s")

@@ -44,7 +44,7 @@ class Sender(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared", "may_wait")
+    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared", "may_wait", "minibatch")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class PushHeader(_message.Message):
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
+    MINIBATCH_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     step: int
@@ -69,7 +70,8 @@ class PushHeader(_message.Message):
     counts: _containers.RepeatedScalarFieldContainer[int]
     shared: bool
     may_wait: bool
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ..., may_wait: bool = ...) -> None: ...
+    minibatch: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ..., may_wait: bool = ..., minibatch: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("verdict", "version", "send_residual")

@@ -1,0 +1,32 @@
+"""A worker takes part again in the steps of a table, behind an absence that it had announced."""
+
+from __future__ import annotations
+
+from psserver.decisions import mode_switch
+from psserver.decisions.participants import ChangeId
+from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob
+from psserver.engine.slice_queue import CountBefore
+
+
+def come_back(
+    engine: Engine, job: RunningJob, index: int, rank: int, change: ChangeId, minibatch: int
+) -> None:
+    """Records that a worker takes part again, and counts all minibatches before one.
+
+    Args:
+        engine: The shard's engine.
+        job: The job.
+        index: Index of the table.
+        rank: Rank of the worker.
+        change: Its incarnation, and the number under which it has stepped aside.
+        minibatch: The first minibatch that is not in the weights.
+
+    Raises:
+        RemoteProtocolError: The number of the minibatch is out of range.
+    """
+    with engine.lock:
+        mode_switch.come_back(job.job.table(index), rank, change, minibatch)
+        job.recorder.note_table(job.job.table(index))
+        for queue in job.tables[index].queues.values():
+            queue.submit([CountBefore(minibatch)])

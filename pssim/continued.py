@@ -1,0 +1,512 @@
+"""A pipeline whose workers are killed and start again: the drivers' own code, one thread at a time.
+
+Each worker is a `ContinuingDriver` (psworker/pipeline/continuing.py) in a thread that stops at
+every message and every answer; the world draws the thread that goes on. So a seed gives the same
+run each time, and a worker can be killed at every point. The stages are slices of the product
+(`SliceClock`), and the workers meet through its `Directory`. Time does not pass: a lost worker is
+declared so to each job some drawn number of actions after its death.
+
+`run` raises an AssertionError if a slice counts a minibatch not at all or twice, or if all wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from concurrent import futures
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from pscore.pb.ps.v1 import control_pb2
+from pscore.rules import SSGD
+from pscore.types import FloatArray, Pull, Push, Role
+from psserver.decisions.directory import Directory, Peer
+from psserver.decisions.orders import Acknowledge, Action, Add, Answer
+from psserver.decisions.slice_clock import SliceClock
+from psworker.connection.session import Session
+from psworker.gossip.base import Gathering, Meet, Tag, Want
+from psworker.peers.peers import Peers
+from psworker.pipeline.continuing import ContinuingDriver
+from psworker.pipeline.driver import Work
+from psworker.pipeline.schedule import Place, Stash
+
+JOB, NUM_SLICES, ACTIONS_MAX = "sim", 2, 200_000
+THREADS_MAX = 64  # Workers of a run, those that start again included.
+DELAY_MAX = 60  # Actions from a death until a job knows of it, and until the next start.
+HYPER = np.array([[0.1]])
+
+
+class KilledError(Exception):
+    """The worker is killed where it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A death.
+
+    Attributes:
+        at: Number of the action before which it happens.
+        rank: The worker.
+        returns: Whether it starts again.
+    """
+
+    at: int
+    rank: int
+    returns: bool = True
+
+
+@dataclass
+class Actor:
+    """A thread of which the world decides when it goes on."""
+
+    rank: int
+    incarnation: int
+    ready: Callable[[], bool] = field(default=lambda: True)
+    has_begun: bool = False  # Whether it has met the others.
+    is_killed: bool = False
+    is_over: bool = False
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+@dataclass
+class Participants:
+    """The workers of a stage's job."""
+
+    num_workers: int
+    live: set[int]
+    aside: set[int] = field(default_factory=set)
+    is_elastic: bool = False
+
+    def ranks(self) -> list[int]:
+        """Returns the replicas that a step waits for."""
+        return sorted(self.live - self.aside)
+
+    def least(self) -> int:
+        """Returns 0: any number counts."""
+        return 0
+
+
+class StageShards:
+    """The slices of a stage.
+
+    Attributes:
+        counted: Additions with a weight, by slice and minibatch.
+        acknowledged: Tokens of pushes.
+        answers: By token of the pull.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.members = Participants(num_replicas, set(range(num_replicas)))
+        self.clocks = [SliceClock(SSGD(), self.members) for _ in range(NUM_SLICES)]
+        self.counted: Counter[tuple[int, int]] = Counter()
+        self.acknowledged: set[Any] = set()
+        self.answers: dict[Any, Answer] = {}
+        weights = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
+        for index, clock in enumerate(self.clocks):
+            self.note(index, clock.push(weights, "weights"))
+
+    def note(self, index: int, actions: list[Action]) -> None:
+        """Carries out the actions of a slice."""
+        for action in actions:
+            if isinstance(action, Add) and action.weight > 0:
+                self.counted[index, action.push.minibatch] += 1
+            elif isinstance(action, Acknowledge):
+                self.acknowledged.add(action.token)
+            elif isinstance(action, Answer):
+                self.answers[action.token] = action
+
+    def recheck(self) -> None:
+        """Decides again, after the workers have changed."""
+        for index, clock in enumerate(self.clocks):
+            self.note(index, clock.recheck())
+
+
+class StageSteps:
+    """The steps of a stage, as one replica makes them."""
+
+    def __init__(self, world: ContinuedWorld, actor: Actor, shards: StageShards, own: int) -> None:
+        self._world, self._actor, self._shards, self._own = world, actor, shards, own
+        self._next, self._numbers = 0, itertools.count()
+        self._versions = [0] * NUM_SLICES
+
+    def join(self) -> None:
+        """Joins, and pulls the weights."""
+        self._shards.members.live.add(self._own)
+        for clock in self._shards.clocks:
+            clock.welcome(self._own)
+        self._begin()
+
+    def step_aside(self) -> None:
+        """Asks the slices not to wait for this worker's gradients."""
+        self._world.pause(self._actor)
+        self._shards.members.aside.add(self._own)
+        self._shards.recheck()
+
+    def come_back(self, minibatch: int) -> None:
+        """Returns to the steps, with the newest weights."""
+        self._world.pause(self._actor)
+        self._shards.members.aside.discard(self._own)
+        for clock in self._shards.clocks:
+            clock.welcome(self._own)
+            clock.minibatches.add_before(minibatch)
+        self._begin()
+
+    def step(self, minibatch: int, share: float) -> None:
+        """Pushes to each slice, and pulls what follows on all replicas' pushes."""
+        sent = []
+        for index, clock in enumerate(self._shards.clocks):
+            self._world.pause(self._actor)
+            token = ("push", self._actor.incarnation, index, next(self._numbers))
+            push = Push(
+                worker=self._own,
+                step=self._next,
+                base_version=self._versions[index],
+                hyper=HYPER,
+                minibatch=minibatch,
+            )
+            self._shards.note(index, clock.push(push, token))
+            sent.append(token)
+        self._next += 1
+        for index in range(NUM_SLICES):
+            self._pull(index, self._next)
+        done = self._shards.acknowledged
+        self._world.pause(self._actor, lambda: done.issuperset(sent))
+
+    def end(self) -> None:
+        """Leaves the stage's job."""
+        self._world.pause(self._actor)
+        self._shards.members.live.discard(self._own)
+        self._shards.recheck()
+
+    def _begin(self) -> None:
+        clocks = [self._pull(index, 0).clock for index in range(NUM_SLICES)]
+        self._next = max(clocks)
+        for index, clock in enumerate(clocks):
+            if (clock, self._versions[index]) != (self._next, self._next):
+                self._pull(index, self._next, begins=True)
+
+    def _pull(self, index: int, step: int, *, begins: bool = False) -> Answer:
+        self._world.pause(self._actor)
+        token = ("pull", self._actor.incarnation, index, next(self._numbers))
+        pull = Pull(worker=self._own, clock=step, min_version=step, begins=begins)
+        clock, answers = self._shards.clocks[index], self._shards.answers
+        self._shards.note(index, clock.pull(pull, token))
+        self._world.pause(self._actor, lambda: token in answers)
+        self._versions[index] = answers[token].version
+        return answers[token]
+
+
+class Line:
+    """A worker's connections to the others, and its session."""
+
+    def __init__(self, world: ContinuedWorld, actor: Actor) -> None:
+        self._world, self._actor = world, actor
+        self.job, self.rank, self.waits = JOB, actor.rank, ""
+        self.epoch = self.since = 0
+        self.control = SimpleNamespace(Status=None)
+        self.links = [self]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the members have changed."""
+        return self._world.directory.epoch > self.epoch
+
+    def run(self, script: Generator[Any, Any, None]) -> None:
+        """Drives a script to its end."""
+        answer = None
+        try:
+            while True:
+                wait = script.send(answer)
+                answer = self._want(wait) if isinstance(wait, Want) else self._meet(wait)
+        except StopIteration:
+            return
+
+    def give(self, to: int, tag: Tag, values: FloatArray) -> None:
+        """Sends an array."""
+        self._world.pause(self._actor)
+        self._world.mail[to, self.rank, tag] = values.copy()
+
+    def call(self, method: None, request: control_pb2.StatusRequest) -> control_pb2.StatusReply:
+        """Returns the state of the stages."""
+        self._world.pause(self._actor)
+        reply = control_pb2.StatusReply()
+        for stage, shards in enumerate(self._world.stages):
+            job = reply.jobs.add(job=f"{JOB}.s{stage}")
+            least = min(clock.minibatches.clock for clock in shards.clocks)
+            job.tables.add(num_slices=NUM_SLICES, minibatches=least)
+        return reply
+
+    def check(self) -> None:
+        """Waits until the members change; a real worker looks now and then."""
+        state = self._world.state()
+        self._world.pause(self._actor, lambda: self.has_moved or self._world.state() != state)
+
+    def close(self) -> None:
+        """Closes nothing."""
+
+    def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
+        """Leaves the job of all stages."""
+        if not self._actor.is_killed:
+            self._world.pause(self._actor)
+            self._world.live.pop(self.rank, None)
+            self._world.directory.keep(self._world.live)
+
+    def _want(self, wait: Want) -> FloatArray | None:
+        key, mail = (self.rank, wait.source, wait.tag), self._world.mail
+        self._world.pause(self._actor, lambda: key in mail or self.has_moved)
+        return mail.pop(key, None)
+
+    def _meet(self, wait: Meet) -> list[Gathering]:
+        found, first, directory = [], self.epoch, self._world.directory
+        while True:
+            self._world.pause(self._actor)
+            asked = self.epoch
+            peer = Peer(
+                rank=self.rank,
+                incarnation=self._actor.incarnation,
+                host="",
+                port=1,
+                position=wait.position,
+            )
+            again = wait.again and asked == first
+            directory.arrive(peer, asked, self._world.expected(), self.since, again=again)
+            self.epoch = directory.epoch
+            for meeting in directory.since(self.since):
+                positions = {one.rank: one.position for one in meeting.peers}
+                found.append(Gathering(meeting.epoch, positions))
+                self.since = meeting.epoch
+            if self.since == self.epoch or not (wait.waits or asked != self.epoch):
+                return found
+            known = self._world.known()
+            if asked == self.epoch:
+                self._world.pause(self._actor, functools.partial(self._world.differs, known))
+
+
+class ContinuedWorld:
+    """A pipeline, its shards and its deaths.
+
+    Attributes:
+        stages: Shards of each stage.
+        directory: The workers that take part.
+        live: Incarnation of each worker of the job of all stages, by rank.
+        mail: Arrays under way, by receiver, sender and use.
+        num_actions: Actions so far.
+    """
+
+    def __init__(
+        self, replicas: tuple[int, ...], minibatches: int, seed: int, kills: list[Kill]
+    ) -> None:
+        """Prepares the workers.
+
+        Args:
+            replicas: Replicas of each stage.
+            minibatches: Minibatches of the training.
+            seed: Seed of the order of all actions.
+            kills: The deaths; one of a worker that is dead already does nothing.
+        """
+        self._replicas, self._minibatches, self._rng = replicas, minibatches, random.Random(seed)
+        self._kills = sorted(kills, key=lambda kill: kill.at)
+        self._events: list[tuple[int, Callable[[], None]]] = []  # By action: later ones.
+        self._turn = threading.Semaphore(0)
+        self._actors: dict[int, Actor] = {}
+        self._incarnations = itertools.count(1)
+        self._pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="simulated")
+        self._works: dict[int, futures.Future[None]] = {}  # By incarnation.
+        self._yet_to_come = set(range(sum(replicas)))
+        self.stages = [StageShards(number) for number in replicas]
+        self.directory = Directory()
+        self.live: dict[int, int] = {}
+        self.mail: dict[tuple[int, int, Tag], FloatArray] = {}
+        self.num_actions = 0
+
+    def run(self) -> None:
+        """Runs to the end.
+
+        Raises:
+            AssertionError: All wait, a worker has failed, or a minibatch is lost or counted twice.
+        """
+        try:
+            for rank in range(sum(self._replicas)):
+                self._start(rank)
+            while self._events or not all(actor.is_over for actor in self._actors.values()):
+                if not self._act():
+                    break
+        finally:
+            for actor in self._actors.values():
+                self._kill(actor)
+            self._pool.shutdown()
+        self._check()
+
+    def state(self) -> tuple[int, ...]:
+        """Returns the minibatches that the slices have counted."""
+        return tuple(clock.minibatches.clock for one in self.stages for clock in one.clocks)
+
+    def known(self) -> tuple[int, int, list[int]]:
+        """Returns what a worker that meets others waits for: an epoch, a meeting, the expected."""
+        return self.directory.epoch, self.directory.newest, self.expected()
+
+    def differs(self, known: tuple[int, int, list[int]]) -> bool:
+        """Returns whether it has changed."""
+        return self.known() != known
+
+    def expected(self) -> list[int]:
+        """Returns the workers that take part or have yet to come."""
+        return sorted(self._yet_to_come | self.live.keys())
+
+    def pause(self, actor: Actor, ready: Callable[[], bool] = lambda: True) -> None:
+        """Gives the turn away; returns when the actor is ready and drawn.
+
+        Raises:
+            KilledError: It was killed meanwhile.
+        """
+        if actor.is_killed:
+            raise KilledError
+        actor.ready = ready
+        self._turn.release()
+        actor.turn.acquire()
+        if actor.is_killed:
+            raise KilledError
+
+    # ----- inside
+
+    def _act(self) -> bool:
+        """Resumes one actor, or makes one event happen; returns whether there was one.
+
+        A worker that starts again when all others have ended finds no one, and waits.
+        """
+        self.num_actions += 1
+        assert self.num_actions < ACTIONS_MAX, "the pipeline comes to no end"
+        while self._kills and self._kills[0].at <= self.num_actions:
+            self._die(self._kills.pop(0))
+        due = [event for event in self._events if event[0] <= self.num_actions]
+        ready = [one for one in self._actors.values() if not one.is_over and one.ready()]
+        if not ready and not due and self._events:
+            due = [min(self._events, key=lambda event: event[0])]
+        if due:
+            self._events.remove(due[0])
+            due[0][1]()
+        elif ready:
+            self._resume(self._rng.choice(ready))
+        else:
+            waiting = [actor.rank for actor in self._actors.values() if actor.has_begun]
+            waiting = [rank for rank in waiting if not self._actors[rank].is_over]
+            assert not waiting, f"workers {waiting} wait for each other"
+        return bool(due or ready)
+
+    def _resume(self, actor: Actor) -> None:
+        actor.turn.release()
+        self._turn.acquire()
+        if actor.is_over and (problem := self._works[actor.incarnation].exception()) is not None:
+            raise AssertionError(f"worker {actor.rank} failed: {problem!r}") from problem
+
+    def _start(self, rank: int) -> None:
+        actor = Actor(rank, next(self._incarnations))
+        self._actors[rank] = actor
+        self._works[actor.incarnation] = self._pool.submit(self._work, actor)
+
+    def _work(self, actor: Actor) -> None:
+        """Trains as one worker, in a thread of its own."""
+        actor.turn.acquire()
+        try:
+            if not actor.is_killed:
+                self._train(actor)
+        except KilledError:
+            return
+        finally:
+            actor.is_over = True
+            self._turn.release()
+
+    def _train(self, actor: Actor) -> None:
+        place = Place.of_rank(actor.rank, self._replicas)
+        line = Line(self, actor)
+        steps = StageSteps(self, actor, self.stages[place.stage], place.replica)
+        steps.join()
+        self.live[actor.rank] = actor.incarnation
+        self._yet_to_come.discard(actor.rank)
+        module = nn.Linear(1, 1)
+        work = Work(
+            module=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.0),
+            loss=lambda output, target: output.sum(),
+            versions=Stash,
+        )
+        session, peers = cast(Session, line), cast(Peers, line)
+        driver = ContinuingDriver(work, place, session, peers, 0, steps)
+        actor.has_begun = True
+        for number in range(driver.first, self._minibatches):
+            driver.step(number, torch.ones(1, 1), None)
+        driver.finish(self._minibatches)
+
+    def _kill(self, actor: Actor) -> None:
+        """Ends an actor's thread where it is."""
+        if not actor.is_over:
+            actor.is_killed = True
+            actor.turn.release()
+            self._turn.acquire()
+
+    def _die(self, kill: Kill) -> None:
+        actor = self._actors[kill.rank]
+        if actor.is_over or actor.is_killed:
+            return
+        self._kill(actor)
+        actor.is_over = True
+        place = Place.of_rank(kill.rank, self._replicas)
+        shards = self.stages[place.stage]
+
+        def lose_replica() -> None:
+            shards.members.live.discard(place.replica)
+            shards.members.aside.discard(place.replica)
+            shards.recheck()
+
+        def lose_worker() -> None:
+            self._yet_to_come.discard(kill.rank)
+            self.live.pop(kill.rank, None)
+            self.directory.keep(self.live)
+
+        delays = [self._rng.randrange(DELAY_MAX) for _ in range(3)]
+        self._events.append((self.num_actions + delays[0], lose_replica))
+        self._events.append((self.num_actions + delays[1], lose_worker))
+        if kill.returns:
+            at = self.num_actions + max(delays[:2]) + 1 + delays[2]
+            self._events.append((at, lambda: self._start(kill.rank)))
+
+    def _check(self) -> None:
+        """Asserts that every slice has counted every minibatch once."""
+        for stage, shards in enumerate(self.stages):
+            for index in range(NUM_SLICES):
+                counts = [shards.counted[index, number] for number in range(self._minibatches)]
+                where = f"slice {index} of stage {stage}"
+                assert counts == [1] * self._minibatches, f"{where} has counted {counts}"
+                assert shards.clocks[index].minibatches.clock == self._minibatches, where
+                assert not shards.clocks[index].open_steps, where
+
+
+def draw(seed: int) -> ContinuedWorld:
+    """Returns a world drawn from a seed, with some deaths."""
+    rng = random.Random(seed)
+    replicas = rng.choice([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1), (1, 1, 1)])
+    minibatches = rng.randrange(3, 13)
+    span = 40 * minibatches * len(replicas)
+    kills = []
+    for _ in range(rng.randrange(1, 5)):
+        rank = rng.randrange(sum(replicas))
+        kills.append(Kill(at=rng.randrange(1, span), rank=rank))
+    return ContinuedWorld(replicas, minibatches, seed, kills)
+
+
+def find_failure(seed: int) -> str:
+    """Runs one seed; returns what it breaks, or nothing."""
+    try:
+        draw(seed).run()
+    except AssertionError as problem:
+        return f"python -m pssim pipelines {seed} {seed + 1}: {problem}"
+    return ""

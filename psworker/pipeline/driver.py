@@ -1,0 +1,261 @@
+"""Runs one replica of a stage among the workers of all stages: sends, receives, and updates."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pscore.errors import ConfigError, PacelineError, TransportError
+from psworker.connection.session import Session
+from psworker.gossip.base import Meet, Waits, Want
+from psworker.job import context
+from psworker.peers.peers import Peers
+from psworker.pipeline import wire
+from psworker.pipeline.checkpoint import Tensors, from_numbers, to_numbers
+from psworker.pipeline.schedule import Place, Stash
+from psworker.pipeline.stage import Loss, Receive, Send, StageReplica, Update
+from psworker.pipeline.stage import Waits as StageWaits
+
+if TYPE_CHECKING:
+    from psworker.pipeline.flush import FlushReplica
+
+MEET_S = 0.05  # From one question for workers that have yet to come to the next.
+Parts = Callable[[], tuple[Tensors, Tensors]]  # Returns a stage's weights and optimizer state.
+Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or raises an OSError.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The part of the training that is this worker's.
+
+    Attributes:
+        module: The layers of its stage.
+        optimizer: Their optimizer.
+        loss: Loss of the last stage's output and the targets.
+        versions: Returns the versions of the weights for a place.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    versions: Callable[[Place], Stash]
+
+
+class Driver:
+    """A replica of a stage whose neighbours stay: when one is lost, this one ends with an error.
+
+    Attributes:
+        place: Stage and replica.
+        losses: Losses of the minibatches that this replica has ended, by number.
+        first: The minibatch at which the stage has begun with the newest weights.
+    """
+
+    def __init__(
+        self, work: Work, place: Place, session: Session, peers: Peers, first: int
+    ) -> None:
+        """Waits until the workers of all stages are there, and begins.
+
+        Args:
+            work: The layers, and how they are trained.
+            place: Stage and replica of this worker.
+            session: Its part in the job of all stages.
+            peers: Its connections to the workers of that job.
+            first: Minibatches that the weights have behind them.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        self._work, self.place = work, place
+        self._session, self._peers = session, peers
+        self.losses: dict[int, float] = {}
+        self.begin(first)
+        self._meet()
+
+    def begin(self, first: int) -> None:
+        """Begins with no minibatch in flight, at the newest weights."""
+        self.first = first
+        self._stage = _replica(self._work, self.place, self._send, self._take)
+
+    def step(self, number: int, inputs: Any, targets: Any) -> None:
+        """Trains on a minibatch.
+
+        Raises:
+            TransportError: A worker of another stage is gone.
+        """
+        self._drive(self._stage.step(number - self.first, inputs, targets))
+        self._note_losses()
+
+    def end_all(self, number: int) -> None:
+        """Ends the minibatches in flight; `number` of them have been given to `step`.
+
+        Raises:
+            TransportError: A worker of another stage is gone.
+        """
+        self._drive(self._stage.finish())
+        self._note_losses()
+
+    def finish(self, number: int) -> None:
+        """Ends the minibatches in flight, and leaves the job."""
+        self.end_all(number)
+        if self.place.num_replicas > 1:
+            context.shutdown()  # The others' last round waits no longer for this replica.
+        self._session.barrier("pipeline")
+        self._leave()
+
+    def require_whole(self, number: int) -> None:
+        """Refuses a checkpoint behind minibatches whose last update is not full.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        every = self._work.versions(self.place).whole
+        if (number - self.first) % every:
+            raise ConfigError(
+                f"a checkpoint behind {number - self.first} minibatches would cut an update: save "
+                f"behind a multiple of {every}"
+            )
+
+    def save(self, number: int, parts: Parts, write: Write) -> None:
+        """Brings the parts of all stages to the first worker, which writes them.
+
+        Args:
+            number: Minibatches behind the weights.
+            parts: Returns those of this worker's stage.
+            write: Writes those of all stages.
+
+        Raises:
+            PacelineError: The first worker could not write; training may go on.
+            TransportError: A worker of another stage is gone.
+        """
+        self.end_all(number)
+        self.begin(number)
+        problem: Exception | None = None
+        if self.place.rank:
+            if self.place.replica == 0:
+                wire.send(self._peers, 0, wire.STATE, number, to_numbers(*parts()))
+        else:
+            whole = parts()
+            self._drive(self._collect(number, *whole))
+            try:
+                write(*whole)
+            except OSError as found:
+                problem = found
+        if self._session.agree("checkpoint", float(problem is not None)):
+            raise unwritten(number, problem)
+
+    # ----- inside
+
+    def _meet(self) -> None:
+        """Waits for the workers of all stages."""
+        self._peers.run(self._gather())
+
+    def _gather(self) -> Waits:
+        yield Meet(-1)
+        while len(self._peers.members()) < sum(self.place.replicas):
+            time.sleep(MEET_S)
+            yield Meet(-1)
+
+    def _leave(self) -> None:
+        self._peers.close()
+        self._session.leave()
+
+    def _note_losses(self) -> None:
+        for number, loss in self._stage.losses.items():
+            self.losses[self.first + number] = loss
+        self._stage.losses.clear()
+
+    def _take(self, wait: Receive) -> torch.Tensor:
+        """Waits for a tensor inside a schedule of torch, which does not yield."""
+        found: list[torch.Tensor] = []
+
+        def script() -> Waits:
+            found.append((yield from self._receive(wait)))
+
+        self._peers.run(script())
+        return found[0]
+
+    def _send(self, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
+        wire.send(self._peers, to, kind, self.first + minibatch, values)
+
+    def _drive(self, script: StageWaits) -> None:
+        """Runs what the stage has to do; on an error it leaves the job, so the others learn it."""
+        is_done = False
+        try:
+            self._peers.run(self._waits(script))
+            is_done = True
+        finally:
+            if not is_done:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Leaves the job after an error."""
+        self._peers.close()
+        self._session.leave("its pipeline failed", failed=True)
+
+    def _waits(self, script: StageWaits) -> Waits:
+        """Answers what the stage waits for, from its neighbours and its optimizer."""
+        answer: torch.Tensor | None = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                wait = script.send(answer)
+                answer = None
+                if isinstance(wait, Update):
+                    self._update(wait)
+                else:
+                    answer = yield from self._receive(wait)
+
+    def _update(self, wait: Update) -> None:
+        self._work.optimizer.step()
+
+    def _collect(self, number: int, weights: Tensors, state: Tensors) -> StageWaits:
+        """Adds the parts of the other stages' first replicas to a checkpoint."""
+        for stage in range(1, len(self.place.replicas)):
+            source = sum(self.place.replicas[:stage])
+            numbers = yield Receive(source, wire.STATE, number - self.first)
+            for whole, part in zip((weights, state), from_numbers(numbers), strict=True):
+                whole.update(part)
+
+    def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
+        minibatch = self.first + wait.minibatch
+        found = yield from wire.receive(wait.source, wait.kind, minibatch)
+        if found is None:
+            yield Meet(minibatch, waits=False)
+            place = Place.of_rank(wait.source, self.place.replicas)
+            raise TransportError(
+                f"the workers of the pipeline have changed while minibatch {minibatch} was "
+                f"awaited from replica {place.replica} of stage {place.stage}; start all again"
+            )
+        return found
+
+
+def unwritten(number: int, problem: Exception | None) -> PacelineError:
+    """Returns the error for a checkpoint that the first worker could not write.
+
+    Args:
+        number: Its minibatches.
+        problem: The cause, on the first worker.
+    """
+    error = PacelineError(
+        f"the checkpoint of minibatch {number} was not written: {problem or 'rank 0 says why'}"
+    )
+    error.__cause__ = problem
+    return error
+
+
+def _replica(
+    work: Work, place: Place, send: Send, take: Callable[..., torch.Tensor]
+) -> StageReplica | FlushReplica:
+    """Returns a replica at minibatch 0."""
+    versions = work.versions(place)
+    if not versions.flushes:
+        return StageReplica(work.module, versions, work.loss, send)
+    from psworker.pipeline.flush import Flush, FlushReplica
+
+    assert isinstance(versions, Flush)
+    return FlushReplica(work.module, versions, work.loss, send, take)

@@ -1,0 +1,45 @@
+"""Pipelines whose workers die at every point: each slice of each stage counts a minibatch once."""
+
+import pytest
+
+from pssim.continued import ContinuedWorld, Kill, draw, find_failure
+from psworker.pipeline import members
+
+pytestmark = pytest.mark.usefixtures("no_sleep")
+REPLICAS, MINIBATCHES = (2, 1), 3
+
+
+@pytest.fixture
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time does not pass in this world."""
+    monkeypatch.setattr(members, "LOOK_S", 0.0)
+
+
+def test_an_undisturbed_run_counts_each_once() -> None:
+    ContinuedWorld(REPLICAS, MINIBATCHES, 0, []).run()
+
+
+@pytest.mark.parametrize("rank", range(sum(REPLICAS)))
+def test_a_worker_may_be_killed_at_every_point(rank: int) -> None:
+    calm = ContinuedWorld(REPLICAS, MINIBATCHES, rank, [])
+    calm.run()
+    for at in range(1, calm.num_actions):
+        ContinuedWorld(REPLICAS, MINIBATCHES, rank, [Kill(at=at, rank=rank)]).run()
+
+
+def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
+    calm = ContinuedWorld((2, 1), 4, 5, [])
+    calm.run()
+    for at in range(1, calm.num_actions, 3):
+        ContinuedWorld((2, 1), 4, 5, [Kill(at=at, rank=0, returns=False)]).run()
+
+
+def test_several_deaths_at_drawn_points() -> None:
+    assert [found for found in map(find_failure, range(100)) if found] == []
+
+
+def test_a_seed_gives_the_same_run() -> None:
+    first, second = draw(7), draw(7)
+    first.run()
+    second.run()
+    assert first.num_actions == second.num_actions
