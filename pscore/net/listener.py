@@ -150,8 +150,12 @@ class Listener:
         is_late = time.monotonic() - self._refused_s >= RECOVERED_S
         return is_late and all(thread.is_alive() for thread in self._threads)
 
-    def stop(self) -> None:
-        """Closes the listeners and all connections, and waits a moment for their handlers."""
+    def stop(self) -> bool:
+        """Closes the listeners and all connections, and waits a moment for their handlers.
+
+        Returns:
+            Whether all handlers have ended.
+        """
         self._is_closing = True
         for listener, _ in self._listeners:
             with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
@@ -164,6 +168,7 @@ class Listener:
         for _, thread in served:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for _, thread in served)
 
     def _accept(self, listener: socket.socket, poll: select.poll, serve: Serve) -> None:
         spare = descriptors.SpareDescriptor()

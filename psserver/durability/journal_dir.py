@@ -2,6 +2,7 @@
 
     stamp.json          the boot of the machine, and the number that this shard has for its workers
     lock                held by the process that uses the folder
+    closed.json         there only between an orderly end and the next start: all is on the disk
     JOB/job.json        members, waits at barriers, number of tables
     JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
@@ -11,9 +12,10 @@
 
 JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file has a
 check that it is whole and of this journal (sealed.py). Memory-mapped files are complete after the
-death of a process at any moment, but not after a crash of the machine. So after another boot only
-the name of a job is kept, and it does not start from zero unnoticed. A journal that cannot be used
-stays where it is, until the job is restored or forgotten.
+death of a process at any moment, but not after a crash of the machine. So another boot, or another
+machine that gets the folder, uses them only after an orderly end (`seal`). Otherwise only the name
+of a job is kept, and it does not start from zero unnoticed. A journal that cannot be used stays
+where it is, until the job is restored or forgotten.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from psserver.durability.sealed import (
     WeightsFile,
     read_bytes,
     read_json,
+    sync,
     write_bytes,
     write_json,
 )
@@ -49,8 +52,8 @@ from psserver.slices.arena import Arena
 
 log = structlog.get_logger()
 FORMAT = 3
-STAMP, LOCK, JOB, ARENA, RESIDUALS, LOST = (
-    "stamp.json", "lock", "job.json", "arena", "residuals", "lost.json",
+STAMP, LOCK, CLOSED, JOB, ARENA, RESIDUALS, LOST = (
+    "stamp.json", "lock", "closed.json", "job.json", "arena", "residuals", "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
 BLOCK_NBYTES = 512  # Unit of `st_blocks`, on every file system.
@@ -216,13 +219,21 @@ class JournalDir:
         known = stamp.get("instance")
         if (found := _format_of(folder / STAMP)) is not None and found != FORMAT:
             log.error("journals of another format are left untouched", folder=str(folder))
-        elif stamp.get("boot") == boot_id() and isinstance(known, int):
+        elif isinstance(known, int) and stamp.get("boot") == boot_id():
             self.instance = known
             recoveries = stamp.get("recoveries")
             self.num_recoveries = recoveries if isinstance(recoveries, int) else 0
+            self._unseal()
+            return
+        elif isinstance(known, int) and self._sealed() == known:
+            self.instance = known
+            log.info("journals of another boot, which ended in order", folder=str(folder))
+            self._try_stamp()
+            self._unseal()  # Last: until then the next start finds the same.
             return
         else:
             self._empty()
+            self._unseal()
         self._try_stamp()
 
     def make(self, name: str) -> JobJournal:
@@ -295,6 +306,39 @@ class JournalDir:
     def remove_folder(folder: Path) -> None:
         """Deletes the journal in one folder."""
         shutil.rmtree(folder, ignore_errors=True)
+
+    def seal(self) -> None:
+        """Writes everything to the disk, and marks it as whole: another boot may use it too.
+
+        Nothing may change the journals from the call on.
+
+        Raises:
+            OSError: The disk is full or fails; the journals are those of this boot only.
+        """
+        for folder, _, names in os.walk(self.folder, topdown=False):
+            for name in names:
+                sync(Path(folder, name))
+            sync(Path(folder))
+        write_json(self.folder / CLOSED, {"instance": self.instance})
+        sync(self.folder / CLOSED)
+        sync(self.folder)
+
+    def _sealed(self) -> int | None:
+        """Returns the instance that has sealed the journals; None: they are not sealed."""
+        with contextlib.suppress(OSError, ValueError):
+            instance = read_json(self.folder / CLOSED).get("instance")
+            return instance if isinstance(instance, int) else None
+        return None
+
+    def _unseal(self) -> None:
+        """Removes the mark, on the disk too, before the journals change.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        if (self.folder / CLOSED).exists():
+            (self.folder / CLOSED).unlink()
+            sync(self.folder)
 
     def close(self) -> None:
         """Releases the folder for another process."""

@@ -213,13 +213,15 @@ class Daemon:
         log.info("shard draining", grace_s=self.grace_s)
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)
-        await self._finish()
+        is_over = await self._finish()
         await self._page.stop()
         if self._timeline is not None:
             self._timeline.write()
         spans.flush("psserver")
         if self.plan.state_dir is None:
             self.engine.recovery.remove()
+        elif is_over and self._journals is not None:
+            seal(self._journals)
         log.info("shard ended")
 
     @property
@@ -340,8 +342,12 @@ class Daemon:
         if not task.cancelled() and (problem := task.exception()) is not None:
             self.broke(problem)
 
-    async def _finish(self) -> None:
-        """Stops the servers when nothing moves any more, or when the grace period is over."""
+    async def _finish(self) -> bool:
+        """Stops the servers when nothing moves any more, or when the grace period is over.
+
+        Returns:
+            Whether nothing can change the weights from now on.
+        """
         deadline_s = self._loop.time() + self.grace_s
         stopping = asyncio.create_task(self._server.stop(self.grace_s))
         quiet_s = 0.0
@@ -352,17 +358,29 @@ class Daemon:
         await stopping
         while self.engine.is_busy and self._loop.time() < deadline_s:
             await asyncio.sleep(MOMENT_S)
-        self.close()
+        have_ended = self.close()
+        return have_ended and not self.engine.is_busy
 
-    def close(self) -> None:
-        """Ends the data connections."""
-        if self._data is not None:
-            self._data.stop()
+    def close(self) -> bool:
+        """Ends the data connections; returns whether no thread handles one any more."""
+        return self._data is None or self._data.stop()
 
 
 def folder_name(plan: ShardPlan) -> str:
     """Returns the name of a shard's folder, so that no other shard takes up what is in it."""
     return f"shard-{plan.index}-of-{plan.num_shards}"
+
+
+def seal(journals: JournalDir) -> None:
+    """Makes journals survive the machine, as far as the disk allows it."""
+    try:
+        journals.seal()
+    except OSError as problem:
+        log.error(
+            "the journals are not on the disk: after a restart of the machine the newest "
+            "checkpoint counts",
+            reason=str(problem),
+        )
 
 
 def _claim(plan: ShardPlan) -> Lock | None:

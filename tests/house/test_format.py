@@ -89,7 +89,7 @@ def test_the_folder_of_a_journal() -> None:
     }
     own = {
         getattr(journal_dir, name)
-        for name in ("STAMP", "LOCK", "JOB", "ARENA", "RESIDUALS", "LOST")
+        for name in ("STAMP", "LOCK", "CLOSED", "JOB", "ARENA", "RESIDUALS", "LOST")
     }
     assert files == own | {"T.json", "T.weights"}
     assert f"format ({journal_dir.FORMAT})" in PAGE

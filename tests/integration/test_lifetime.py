@@ -160,6 +160,22 @@ def test_after_a_power_cut_the_same_commands_continue_from_what_is_on_the_disk(
         finish(workers)
 
 
+def test_after_an_orderly_end_another_boot_continues_without_a_checkpoint(tmp_path: Path) -> None:
+    """As when a machine is restarted, or a shard's volume moves to another one."""
+    state = tmp_path / "state"
+    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--checkpoint-s", 0)
+    with cluster.start(), cluster.workers(1) as workers:
+        assert hear(workers) == [(0, STEPS)]
+        for worker in workers:
+            worker.kill()
+    boot_anew(state)
+    with cluster.start():
+        assert cluster.log().count("job continues where it was") == cluster.num_shards
+        with cluster.workers(1) as workers:
+            assert hear(workers) == [(STEPS, 2 * STEPS)]
+            finish(workers)
+
+
 def saved(state: Path) -> int:
     """Returns the step of the newest checkpoint; -1 if there is none."""
     found = newest(state / "checkpoints").get("night")

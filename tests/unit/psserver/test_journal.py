@@ -81,7 +81,10 @@ class Process:
             return token
 
         open_steps = open_steps_of(journal, RAW, token_of)
-        self.carry_out(self.clock.resume(journal.record.version, self.store.counted, open_steps))
+        assert self.store.progress is not None
+        self.clock.minibatches = self.store.progress.copy_minibatches()
+        counted = self.store.progress.copy()
+        self.carry_out(self.clock.resume(journal.record.version, counted, open_steps))
 
     def send(self, token: Token, push: Push, values: FloatArray) -> None:
         data = values.copy().view(np.uint8)

@@ -91,6 +91,67 @@ def test_the_number_of_recoveries_outlives_the_process_and_not_the_boot(tmp_path
     assert JournalDir(tmp_path / "v").num_recoveries == 0
 
 
+def other_boot(folder: Path) -> None:
+    """Makes the journals those of another boot, or of another machine."""
+    write_json(folder / "stamp.json", {**read_json(folder / "stamp.json"), "boot": "another"})
+
+
+def test_after_an_orderly_end_another_boot_finds_everything(tmp_path: Path) -> None:
+    first = JournalDir(tmp_path / "v")
+    job = first.make("a")
+    job.write_job({"name": "a", "num_tables": 1, "ended": False})
+    first.note_recovered()
+    first.seal()
+    first.close()
+    other_boot(tmp_path / "v")
+    second = JournalDir(tmp_path / "v")
+    assert (second.instance, second.num_recoveries) == (first.instance, 0)
+    assert second.found() == [job.folder]
+    assert JobJournal(job.folder).read_job()["name"] == "a"
+    second.close()
+    other_boot(tmp_path / "v")  # The mark is for one start: this one did not end in order.
+    assert JournalDir(tmp_path / "v").instance != first.instance
+    assert (job.folder / "lost.json").exists()
+
+
+def test_the_mark_of_an_orderly_end_is_gone_after_a_start_in_the_same_boot(tmp_path: Path) -> None:
+    first = JournalDir(tmp_path / "v")
+    first.seal()
+    first.close()
+    second = JournalDir(tmp_path / "v")
+    assert second.instance == first.instance
+    assert not (tmp_path / "v" / "closed.json").exists()
+
+
+@pytest.mark.parametrize("mark", ["", "{", '{"meta": 1, "sha256": 2}', "of another shard"])
+def test_a_mark_that_is_damaged_or_of_other_journals_is_not_believed(
+    tmp_path: Path, mark: str
+) -> None:
+    first = JournalDir(tmp_path / "v")
+    first.seal()
+    first.close()
+    closed = tmp_path / "v" / "closed.json"
+    if mark == "of another shard":
+        write_json(closed, {"instance": first.instance + 1})
+    else:
+        closed.write_text(mark)
+    other_boot(tmp_path / "v")
+    assert JournalDir(tmp_path / "v").instance != first.instance
+    assert not closed.exists()
+
+
+def test_a_disk_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = JournalDir(tmp_path / "v")
+
+    def fail(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_dir, "sync", fail)
+    with pytest.raises(OSError, match="No space"):
+        first.seal()
+    assert not (tmp_path / "v" / "closed.json").exists()
+
+
 def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path: Path) -> None:
     first = JournalDir(tmp_path / "v")
     job = first.make("a")
