@@ -54,7 +54,7 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/python scripts/gen_proto.py --check
 
 check-deploy: $(STAMP) .venv-ray/ready ## deploy/ on Kubernetes and Slurm, Ray, Prometheus, the dashboard in Chromium, the wheel; as root
-	$(BIN)/python scripts/check_deploy.py
+	$(BIN)/python -m scripts.check_deploy
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
 
 docs: $(STAMP) ## the documentation as a site, in build/site

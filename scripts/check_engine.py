@@ -123,8 +123,9 @@ def train(log: Log) -> None:
     """Trains the example on two workers, with Prometheus beside them."""
     prometheus = prometheus_image(log)
     with Project(
-        "pacecheck", BASE, SERVERS, PROMETHEUS_IMAGE=prometheus, PROMETHEUS_PORT="19490"
-    ) as project:
+        "pacecheck", BASE, SERVERS, PROMETHEUS_IMAGE=prometheus, PROMETHEUS_PORT="19490",
+        DASHBOARD_PORT="18490",
+    ) as project:  # fmt: skip
         start_s = time.monotonic()
         project.compose("up", "--detach", "--no-build")
         project.wait_healthy(["shard0", "shard1"])
@@ -133,7 +134,8 @@ def train(log: Log) -> None:
         )
         check_containers(log, project)
         check_plane(log, project, "tcp")
-        project.compose("--profile", "monitoring", "up", "--detach", "--no-build", "prometheus")
+        watching = ("prometheus", "dashboard")
+        project.compose("--profile", "monitoring", "up", "--detach", "--no-build", *watching)
         wait("Prometheus", lambda: len(asked(project, 'up{job="paceline"} == 1')) == PAIR)
         # The training may have ended before the first scrape; its pushes stay counted.
         counted = "sum(paceline_push_requests_total) > 0"
@@ -142,6 +144,8 @@ def train(log: Log) -> None:
             "      Prometheus scrapes both shards over TLS with the token; it has counted "
             f"{found['value'][1]} pushes"
         )
+        wait("the dashboard", lambda: shards_on_page(project) == PAIR)
+        log.say("      the dashboard shows both shards to a browser with the token")
         for worker in ("worker0", "worker1"):
             check_accuracy(log, project, worker)
         codes = stop_shards(project)
@@ -369,6 +373,19 @@ def asked(project: Project, query: str) -> list[dict[str, Any]]:
     text = project.docker("exec", project.only("shard0"), "python", "-c", script, query)
     found: list[dict[str, Any]] = json.loads(text)
     return found
+
+
+def shards_on_page(project: Project) -> int:
+    """Returns the number of shards that the dashboard shows."""
+    script = (
+        "import json, pathlib, urllib.request as r; "
+        "token = pathlib.Path('/etc/paceline/shard/token').read_text().strip(); "
+        "asked = r.Request('http://dashboard:8090/api/view', "
+        "headers={'Authorization': 'Bearer ' + token}); "
+        "status = json.load(r.urlopen(asked))['status'] or {'shards': []}; "
+        "print(len(status['shards']))"
+    )
+    return int(project.docker("exec", project.only("shard0"), "python", "-c", script))
 
 
 def check_plane(log: Log, project: Project, plane: str) -> None:

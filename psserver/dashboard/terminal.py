@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pscore.text import printable
-from psserver.remote.status import grid, in_bytes, in_time
+from psserver.remote.status import grid, in_bytes, in_time, is_live
 
 SPARKS = "".join(map(chr, range(0x2581, 0x2589)))  # Blocks, from low to full.
 SPARKS_MAX = 60
@@ -45,7 +45,7 @@ def picture(view: dict[str, Any], job: str | None = None) -> RenderableType:
 
 def _shown(status: dict[str, Any]) -> list[dict[str, Any]]:
     jobs: list[dict[str, Any]] = status["jobs"]
-    return [job for job in jobs if job["state"] == "live"] or jobs[-1:]
+    return [job for job in jobs if is_live(job)] or jobs[:1]
 
 
 def _head(view: dict[str, Any], status: dict[str, Any]) -> RenderableType:
@@ -90,6 +90,9 @@ def _job(view: dict[str, Any], job: dict[str, Any]) -> list[RenderableType]:
             lines.append(f"{title:8} {sparks(values)}")
     waits = [*job["waiting_for"], *(text for t in job["tables"] for text in t["waiting_for"])]
     lines += [f"waits for {printable(text)}" for text in dict.fromkeys(waits)]
+    more = len(job["workers"]) - WORKERS_SHOWN
+    if more > 0:
+        lines.insert(0, f"and {more} more (psserver status shows all workers)")
     return [_workers(job), Text("\n".join(lines))]
 
 

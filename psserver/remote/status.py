@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,9 @@ from typing import Any
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
+from psserver.decisions.job import State
 from psserver.exits import CommandError, Exit
 
-ENDED = 2  # The place of ended jobs in the list.
 ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
 WIDTH = 200  # Width of tables outside of a terminal, in columns.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
@@ -24,7 +25,8 @@ def combine(
 
     Bytes and counts are added up over the shards; a worker's step, staleness and silence are the
     largest that any shard has seen; its data planes are one for each shard that it has reported to;
-    versions are the oldest and newest of any slice.
+    versions are the oldest and newest of any slice. Jobs with live workers come first, by their
+    names; then the others, the newest first: the one whose workers were heard last.
     """
     answered = {
         address: answer
@@ -38,6 +40,10 @@ def combine(
         if address not in answered
     ]
     names = sorted({job.job for reply in replies for job in reply.jobs})
+    jobs = [
+        _job(name, [job for reply in replies for job in reply.jobs if job.job == name])
+        for name in names
+    ]
     return {
         "cluster": replies[0].shard.cluster,
         "version": replies[0].shard.version,
@@ -55,11 +61,20 @@ def combine(
             for address, reply in answered.items()
         ],
         "silent": silent,
-        "jobs": [
-            _job(name, [job for reply in replies for job in reply.jobs if job.job == name])
-            for name in names
-        ],
+        "jobs": sorted(jobs, key=_place),
     }
+
+
+def is_live(job: dict[str, Any]) -> bool:
+    """Returns whether workers take part in a job of the picture."""
+    return bool(job["state"] == State.LIVE.value)
+
+
+def _place(job: dict[str, Any]) -> tuple[bool, float]:
+    """Returns the place of a job in the list; jobs with the same one are in the order of names."""
+    if is_live(job):
+        return False, 0.0
+    return True, math.inf if job["silent_s"] is None else job["silent_s"]
 
 
 def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
@@ -81,6 +96,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         "raw_pulled_nbytes": sum(part.raw_pulled_nbytes for part in parts),
         "state": parts[0].state,
         "step": max(part.step for part in parts),
+        "silent_s": _silent_s(parts),
         "open_steps": max(part.open_steps for part in parts),
         "num_lost": max(part.num_lost for part in parts),
         "checkpoint_age_s": _checkpoint_age_s(parts),
@@ -124,6 +140,12 @@ def _pace(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "step_s": round(pace.step_s, 6),
         "round_steps": pace.round_steps,
     }
+
+
+def _silent_s(parts: Sequence[pb.JobStatus]) -> float | None:
+    """Returns the seconds since a shard heard a worker of the job; None: it has had none here."""
+    heard = [part.silent_s for part in parts if part.workers]
+    return round(min(heard), 1) if heard else None
 
 
 def _checkpoint_age_s(parts: Sequence[pb.JobStatus]) -> float | None:
@@ -178,7 +200,7 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
 
 
 def show(status: dict[str, Any]) -> None:
-    """Prints the picture as tables: jobs with live workers first, ended ones in a line."""
+    """Prints the picture as tables, ended jobs in a line."""
     from rich.console import Console
 
     # A file or a pipe has no width; there nothing is cut off.
@@ -203,10 +225,11 @@ def show(status: dict[str, Any]) -> None:
     )
     for shard in status["silent"]:
         console.print(f"shard {shard['index']} at {shard['address']} does not answer", markup=False)
-    jobs = sorted(status["jobs"], key=_rank)
-    ended = [job["name"] for job in jobs if _rank(job) == ENDED] if len(jobs) > 1 else []
-    for job in jobs[: len(jobs) - len(ended)]:
-        _show_job(console, job)
+    jobs = status["jobs"]
+    ended = [job["name"] for job in jobs if job["state"] == State.ENDED.value and len(jobs) > 1]
+    for job in jobs:
+        if job["name"] not in ended:
+            _show_job(console, job)
     if ended:
         names = ", ".join(ended[:LISTED_MAX]) + (", ..." if len(ended) > LISTED_MAX else "")
         what = f"{len(ended)} ended job{'s' if len(ended) > 1 else ''}: {names}"
@@ -223,17 +246,9 @@ def only(status: dict[str, Any], name: str) -> dict[str, Any]:
     """
     found = [job for job in status["jobs"] if job["name"] == name]
     if not found:
-        names = ", ".join(job["name"] for job in sorted(status["jobs"], key=_rank)[:LISTED_MAX])
+        names = ", ".join(job["name"] for job in status["jobs"][:LISTED_MAX])
         raise CommandError(Exit.USAGE, f"no job {name!r} here; there are {names or 'none'}")
     return {**status, "jobs": found}
-
-
-def _rank(job: dict[str, Any]) -> int:
-    """Returns the place of a job in the list: training, then waiting or interrupted, then ended."""
-    states = {worker["state"] for worker in job["workers"]}
-    if "live" in states:
-        return 0
-    return ENDED if states == {"left"} else 1
 
 
 def _show_job(console: Any, job: dict[str, Any]) -> None:

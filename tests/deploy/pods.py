@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from psserver.durability.sealed import read_json, write_json
+
 Document = Mapping[str, Any]
 
 # Runs in the pod's network namespace: makes its mounts, gives up rights, becomes the command.
@@ -74,7 +76,7 @@ class Pod:
 
 @dataclass
 class Cluster:
-    """Namespaces on one bridge, and the pods of a StatefulSet and of Indexed Jobs in them."""
+    """Namespaces on one bridge, and the pods of a StatefulSet and of Jobs in them."""
 
     documents: list[Document]
     folder: Path
@@ -82,6 +84,7 @@ class Cluster:
     cwd: Path
     pods: dict[str, Pod] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
+    _num_moves: int = 0
 
     def __enter__(self) -> Cluster:
         self._switch = self._namespace("switch")
@@ -92,12 +95,11 @@ class Cluster:
             if document["kind"] == "StatefulSet":
                 self._add(document, document["spec"]["replicas"])
             if document["kind"] == "Job":
-                self._add(document, document["spec"]["completions"])
+                spec = document["spec"]
+                self._add(document, spec.get("completions", spec["parallelism"]))
         service = next(each for each in self.documents if each["kind"] == "Service")
-        domain = service["metadata"]["name"]
-        self._hosts = "127.0.0.1 localhost\n" + "".join(
-            f"{pod.address} {name}.{domain} {name}\n" for name, pod in self.pods.items()
-        )
+        self._domain = service["metadata"]["name"]
+        self._write_hosts()
         return self
 
     def __exit__(
@@ -178,6 +180,32 @@ class Cluster:
         except subprocess.TimeoutExpired:
             self._kill(pod, signal.SIGKILL)
             return pod.process.wait()
+
+    def move(self, name: str) -> None:
+        """Moves a drained pod to another node: with another boot, and another address."""
+        pod = self.pods[name]
+        for stamp in pod.claims.rglob("stamp.json"):
+            write_json(stamp, {**read_json(stamp), "boot": "another"})
+        inner = self._namespace_of(name)
+        _ip("-n", inner, "addr", "del", f"{pod.address}/24", "dev", "eth0")
+        pod.address = f"10.78.0.{len(self.pods) + self._num_moves + 10}"
+        self._num_moves += 1
+        _ip("-n", inner, "addr", "add", f"{pod.address}/24", "dev", "eth0")
+        self._write_hosts()
+
+    def _write_hosts(self) -> None:
+        """Writes the address of each pod into those that run, as the cluster's DNS would."""
+        self._hosts = "127.0.0.1 localhost\n" + "".join(
+            f"{pod.address} {name}.{self._domain} {name}\n" for name, pod in self.pods.items()
+        )
+        for pod in self.pods.values():
+            if pod.process is not None and pod.process.poll() is None:
+                first = psutil.Process(pod.process.pid)
+                inside = (first.children() or [first])[0].pid
+                words = ["nsenter", f"--target={inside}", "--mount", "tee", "/etc/hosts"]
+                subprocess.run(
+                    words, input=self._hosts, text=True, stdout=subprocess.DEVNULL, check=True
+                )
 
     def _kill(self, pod: Pod, number: int) -> None:
         """Sends a signal to the container's first process, which unshare has forked."""

@@ -1,9 +1,12 @@
-"""The chart's shards and the example's workers, run as pods, train through a drained node."""
+"""The chart's shards and the examples' workers, run as pods: a drained node, an elastic job."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,47 +28,90 @@ pytestmark = [
 ]
 
 
-def rendered() -> list[Document]:
+def rendered(example: str) -> list[Document]:
     done = subprocess.run(
         [HELM, "template", "paceline", ROOT / "deploy" / "chart"],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    job = (ROOT / "deploy" / "kubernetes" / "indexed-job.yaml").read_text()
+    job = (ROOT / "deploy" / "kubernetes" / example).read_text()
     return [each for text in (done.stdout, job) for each in yaml.safe_load_all(text) if each]
+
+
+@contextmanager
+def started(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
+    """The pods of a cluster, of which the shards are ready."""
+    folder.chmod(0o755)
+    for parent in folder.parents:
+        if parent != Path("/") and parent.stat().st_uid == os.getuid():
+            parent.chmod(parent.stat().st_mode | 0o055)
+    path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
+    with Cluster(documents, folder, path, ROOT) as cluster:
+        shards = [name for name in cluster.pods if name.startswith("paceline-")]
+        for name in shards:
+            cluster.start(name)
+        for name in shards:
+            cluster.wait(f"{name} is not ready", partial(cluster.is_ready, name), 60)
+        yield cluster
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
 
+def end(cluster: Cluster, name: str) -> str:
+    """Returns the log of a pod that has ended with 0."""
+    process = cluster.pods[name].process
+    assert process is not None
+    cluster.wait(f"{name} has not ended", partial(has_ended, process), 150)
+    log = cluster.pods[name].log.read_text()
+    assert process.returncode == 0, log[-3000:]
+    return log
+
+
 @pytest.mark.timeout(900)
 def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents:
-        if parent != Path("/") and parent.stat().st_uid == os.getuid():
-            parent.chmod(parent.stat().st_mode | 0o055)
-    path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
-    with Cluster(rendered(), tmp_path, path, ROOT) as cluster:
+    with started(tmp_path, rendered("indexed-job.yaml")) as cluster:
         shards = [name for name in cluster.pods if name.startswith("paceline-")]
         workers = [name for name in cluster.pods if name.startswith("mnist-")]
         assert (len(shards), len(workers)) == (2, 2)
-        for name in shards:
-            cluster.start(name)
-        for name in shards:
-            cluster.wait(f"{name} is not ready", partial(cluster.is_ready, name), 60)
         for name in workers:
             cluster.start(name)
         cluster.wait("no epoch", lambda: "accuracy" in cluster.pods["mnist-0"].log.read_text(), 120)
-        # A node goes with a shard and a worker; both come back, the shard with its claim.
+        # A node is drained of a shard and a worker; both come back on another one, the shard with
+        # its claim and without a checkpoint: the first one would be taken after 300 s.
         assert cluster.drain("paceline-1") == 0
         assert cluster.drain("mnist-1") == -signal.SIGTERM
+        cluster.move("paceline-1")
+        cluster.move("mnist-1")
         cluster.start("paceline-1")
         cluster.start("mnist-1")
         for name in workers:
-            process = cluster.pods[name].process
-            assert process is not None
-            cluster.wait(f"{name} has not ended", partial(has_ended, process), 150)
-            assert process.returncode == 0, cluster.pods[name].log.read_text()[-3000:]
+            end(cluster, name)
         for name in shards:
             assert cluster.is_ready(name)
             assert cluster.drain(name) == 0
+
+
+@pytest.mark.timeout(900)
+def test_the_pods_of_an_elastic_job_come_and_go(tmp_path: Path) -> None:
+    """Two pods train, a third one joins, and the first one is deleted."""
+    documents = rendered("elastic-job.yaml")
+    spec = documents[-1]["spec"]
+    spec["parallelism"] = 3
+    spec["template"]["spec"]["containers"][0]["command"][-1] = "800"
+    with started(tmp_path, documents) as cluster:
+        first, second, third = (name for name in cluster.pods if name.startswith("mnist-"))
+
+        def trains(name: str) -> bool:
+            return len(re.findall(r"^step \d+", cluster.pods[name].log.read_text(), re.M)) > 1
+
+        for name in (first, second):
+            cluster.start(name)
+        for name in (first, second):
+            cluster.wait(f"no step of {name}", partial(trains, name), 120)
+        cluster.start(third)
+        cluster.wait("no step of the third worker", partial(trains, third), 120)
+        assert "step 0:" not in cluster.pods[third].log.read_text()  # It began where the job was.
+        assert cluster.drain(first) == -signal.SIGTERM
+        for name in (second, third):
+            assert "800 steps" in end(cluster, name)

@@ -1,11 +1,14 @@
 """docker-compose.yml and the Dockerfile, read without an engine: properties that they must have."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ SHARDS = [name for name in SERVICES if name.startswith("shard")]
 ALL_WORKERS = [name for name in SERVICES if "worker" in name]
 WORKERS = [name for name in ALL_WORKERS if name != "worker"]  # Those with ranks of their own.
 OURS = [name for name in SERVICES if name != "prometheus"]
+ACCESS: dict[str, str] = COMPOSE["x-access"]  # Variables of every client.
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 
@@ -153,7 +157,7 @@ def test_prometheus_asks_every_shard_with_the_token() -> None:
 
 def test_every_service_of_the_overlay_shares_one_network() -> None:
     overlay = yaml.safe_load((ROOT / "deploy/compose/local.yml").read_text())["services"]
-    assert set(overlay) == {"network", *SHARDS, *ALL_WORKERS}
+    assert set(overlay) == {"network", "dashboard", *SHARDS, *ALL_WORKERS}
     modes = {overlay[name].get("network_mode") for name in (*SHARDS, *ALL_WORKERS)}
     assert modes == {"service:network"}
 
@@ -231,6 +235,34 @@ def test_the_secrets_are_made_once_and_fit_the_shards(
         worker = Worker(run["addresses"][0], credentials=Environment.read().credentials())
         worker.join()
         worker.close()
+        look_at_page(run["addresses"][0], (tmp_path / "worker" / "token").read_text().strip())
+
+
+def look_at_page(shard: str, token: str) -> None:
+    """Runs the command of the service `dashboard` for a shard, with the variables of a worker."""
+    assert SERVICES["dashboard"]["environment"] == {
+        **ACCESS,
+        "PACELINE_SERVERS": "shard0:7070,shard1:7070",
+    }
+    words = [word.replace(":8090", ":0") for word in SERVICES["dashboard"]["command"][1:]]
+    page = subprocess.Popen(
+        [sys.executable, "-m", "psserver", *words, "--servers", shard],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with page:
+        try:
+            assert page.stdout is not None
+            found = re.search(r"http://[^/]*:(\d+)/", page.stdout.readline())
+            assert found is not None
+            url = f"http://127.0.0.1:{found[1]}/api/view"
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(url, timeout=20)
+            request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                assert json.load(answer)["status"]["shards"]
+        finally:
+            page.terminate()
 
 
 def certs_names(path: Path) -> set[str]:

@@ -342,6 +342,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "raw_pulled_nbytes",
         "state",
         "step",
+        "silent_s",
         "open_steps",
         "num_lost",
         "checkpoint_age_s",

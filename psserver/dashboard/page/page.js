@@ -1,8 +1,9 @@
 "use strict";
 // Shows what /api/view returns, once a second. Every text goes in as text, never as HTML.
-const state = { rows: {}, events: [], last: 0, view: null, job: null, failed: 0 };
+const state = { rows: {}, events: [], last: 0, view: null, job: null, chosen: false, failed: 0 };
 const SVG = "http://www.w3.org/2000/svg";
 const ROWS_MAX = 3000;
+const JOBS_MAX = 12; // Buttons; psserver jobs lists all.
 const byId = (id) => document.getElementById(id);
 
 function make(tag, attributes = {}, ...children) {
@@ -106,15 +107,18 @@ function showAlive(view) {
   pill.className = "pill " + kind;
 }
 
+// Jobs come with the live ones first, then the newest.
 function showJobs(jobs) {
-  const order = (job) => (job.state === "live" ? 0 : job.state === "ended" ? 2 : 1);
-  const sorted = [...jobs].sort((a, b) => order(a) - order(b) || a.name.localeCompare(b.name));
-  if (!sorted.some((job) => job.name === state.job)) state.job = sorted.length ? sorted[0].name : null;
-  byId("jobs").replaceChildren(...sorted.slice(0, 12).map((job) => {
+  const current = jobs.find((job) => job.name === state.job);
+  if (!current || (!state.chosen && current.state !== "live")) state.job = jobs.length ? jobs[0].name : null;
+  const shown = jobs.filter((job, place) => place < JOBS_MAX || job.name === state.job);
+  const buttons = shown.map((job) => {
     const button = make("button", { type: "button", "aria-pressed": job.name === state.job, title: job.name + ", " + job.state }, job.name);
-    button.addEventListener("click", () => { state.job = job.name; show(); });
+    button.addEventListener("click", () => { state.job = job.name; state.chosen = true; show(); });
     return button;
-  }));
+  });
+  const more = jobs.length - shown.length;
+  byId("jobs").replaceChildren(...buttons, ...(more ? [make("small", { class: "dim" }, "and " + more + " more")] : []));
 }
 
 // Mean of a column over the newest rows that have one.

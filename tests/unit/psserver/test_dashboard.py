@@ -266,3 +266,29 @@ def test_the_terminal_shows_the_same_numbers_and_no_control_characters() -> None
     assert terminal.sparks([1.0, 1.0]) == "▁▁ 1 to 1"
     console.print(terminal.picture(History().view()))
     assert "no shard answers" in console.export_text()
+
+
+def shown(jobs: list[dict[str, Any]]) -> str:
+    """Returns the terminal's view of some jobs."""
+    history = History()
+    history.add(10.0, {**status(), "jobs": jobs})
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(terminal.picture(history.view()))
+    return console.export_text()
+
+
+def test_the_terminal_shows_live_jobs_else_the_first_which_is_the_newest() -> None:
+    (live,) = status(name="live")["jobs"]
+    (newest,) = status(name="newest", state="ended")["jobs"]
+    (older,) = status(name="older", state="interrupted")["jobs"]
+    assert "job live" in shown([live, newest])
+    assert "newest" not in shown([live, newest])
+    assert "job newest" in shown([newest, older])
+    assert "older" not in shown([newest, older])
+    assert "job" not in shown([])
+
+
+def test_the_terminal_counts_the_workers_that_it_leaves_out() -> None:
+    workers = [worker(rank) for rank in range(terminal.WORKERS_SHOWN + 3)]
+    assert "and 3 more (" in shown(status(workers=workers)["jobs"])
+    assert " more (" not in shown(status(workers=workers[:-3])["jobs"])

@@ -162,32 +162,51 @@ def test_tables_beyond_a_few_are_only_counted(
     assert "and 2 more tables" in capsys.readouterr().out
 
 
+def job(name: str, silent_s: float, state: str, *workers: pb.WorkerStatus) -> pb.JobStatus:
+    return pb.JobStatus(job=name, num_workers=2, silent_s=silent_s, state=state, workers=workers)
+
+
 def several() -> dict[str, Any]:
     jobs = [
-        pb.JobStatus(job="after", num_workers=1, workers=[worker(0, state="left")]),
-        pb.JobStatus(job="broken", num_workers=1, workers=[worker(0, state="lost")]),
-        pb.JobStatus(job="before", num_workers=1, workers=[worker(0, state="left")]),
-        pb.JobStatus(job="now", num_workers=2, workers=[worker(0), worker(1, state="left")]),
+        job("old", 90.0, "ended", worker(0, state="left")),
+        job("broken", 500.0, "interrupted", worker(0, state="lost")),
+        job("loaded", 0.0, "restored"),
+        job("recent", 8.0, "ended", worker(0, state="lost"), worker(1, state="left")),
+        job("now", 2.0, "live", worker(0), worker(1, state="left")),
+        job("also", 1.0, "live", worker(0)),
     ]
     return status.combine(["a:1"], [reply(0, *jobs)])
 
 
-def test_jobs_in_which_somebody_trains_come_first_and_ended_ones_in_a_line(
+def test_live_jobs_come_first_then_the_newest_and_ended_ones_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The newest is the one whose workers were heard last; without workers a job has no age."""
+    found = [(job["name"], job["silent_s"]) for job in several()["jobs"]]
+    assert found == [
+        *(("also", 1.0), ("now", 2.0), ("recent", 8.0), ("old", 90.0), ("broken", 500.0)),
+        ("loaded", None),
+    ]
     status.show(several())
     shown = capsys.readouterr().out
     assert shown.index("job now (") < shown.index("job broken (") < shown.index("2 ended jobs: ")
-    assert "2 ended jobs: after, before (--job NAME or --json shows more)" in shown
-    assert "job after (" not in shown
+    assert "2 ended jobs: recent, old (--job NAME or --json shows more)" in shown
+    assert "job old (" not in shown
+
+
+def test_the_newest_job_is_the_one_that_any_shard_has_heard_last() -> None:
+    heard, other = (job("j", silent_s, "ended", worker(0, state="left")) for silent_s in (9.0, 3.0))
+    unknown = job("j", 0.0, "ended")
+    picture = status.combine(["a", "b", "c"], [reply(0, heard), reply(1, other), reply(2, unknown)])
+    assert picture["jobs"][0]["silent_s"] == 3.0
 
 
 def test_one_job_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    status.show(status.only(several(), "after"))
+    status.show(status.only(several(), "old"))
     shown = capsys.readouterr().out
-    assert "job after (" in shown
+    assert "job old (" in shown
     assert "now" not in shown
-    with pytest.raises(CommandError, match=r"no job 'noon' here; there are now, broken, after, be"):
+    with pytest.raises(CommandError, match=r"no job 'noon' here; there are also, now, recent, old"):
         status.only(several(), "noon")
 
 

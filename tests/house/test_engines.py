@@ -1,0 +1,51 @@
+"""The pages of the engines answer the same questions, and the concepts show every mode."""
+
+import re
+
+import pytest
+
+import psworker
+from tests.house.source import ROOT
+
+DOCS = ROOT / "docs"
+OVERVIEW = (DOCS / "engines.md").read_text(encoding="utf-8")
+ENGINES = re.findall(r"^\| [^|]*\| [^|]*?\[(\w+\.md)\]", OVERVIEW, re.MULTILINE)
+
+
+def first_cells(page: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [cell.strip().lower() for cell in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)]
+
+
+def test_every_engine_has_a_page() -> None:
+    pages = {"torchrun.md", "systemd.md", "deploy.md", "kubernetes.md", "slurm.md", "ray.md"}
+    assert set(ENGINES) == pages
+
+
+@pytest.mark.parametrize("page", ENGINES)
+@pytest.mark.parametrize(
+    "row",
+    [
+        r"scale\b",
+        r"stop\b",
+        r".*\b(?:node|host|machine)\b.*\b(?:lost|drained|goes|crashes)",
+        r".*\bsecrets\b",
+        r"state\b",
+        r"logs\b",
+    ],
+)
+def test_a_page_says_how_to_scale_and_stop_and_where_things_lie(page: str, row: str) -> None:
+    assert any(re.match(row, cell) for cell in first_cells(page)), f"no row {row} in {page}"
+
+
+@pytest.mark.parametrize("page", ENGINES)
+def test_a_page_begins_with_a_file_or_a_command(page: str) -> None:
+    assert re.search(r"^```(?:bash|python)$", (DOCS / page).read_text(encoding="utf-8"), re.M)
+
+
+def test_the_concepts_have_a_drawing_and_a_link_for_every_mode() -> None:
+    concepts = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    for mode in psworker.modes():
+        name = getattr(mode, "name", str(mode))
+        assert f"pictures/rule-{name}.svg" in concepts, name
+        assert f"rules/{name}.md" in concepts, name
