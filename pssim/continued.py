@@ -6,7 +6,8 @@ run each time, and a worker can be killed at every point. The stages are slices 
 (`SliceClock`), and the workers meet through its `Directory`. Time does not pass: a lost worker is
 declared so to each job some drawn number of actions after its death.
 
-`run` raises an AssertionError if a slice counts a minibatch not at all or twice, or if all wait.
+`run` raises an AssertionError if a slice counts a minibatch not at all or twice, if all wait, or if
+a checkpoint that a worker has saved does not hold just the minibatches before it in every slice.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from pscore.pb.ps.v1 import control_pb2
 from pscore.rules import SSGD
 from pscore.types import FloatArray, Pull, Push, Role
 from psserver.decisions.directory import Directory, Peer
-from psserver.decisions.orders import Acknowledge, Action, Add, Answer
+from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Update
 from psserver.decisions.slice_clock import SliceClock
 from psworker.connection.session import Session
 from psworker.gossip.base import Gathering, Meet, Tag, Want
 from psworker.peers.peers import Peers
+from psworker.pipeline.checkpoint import Tensors
 from psworker.pipeline.continuing import ContinuingDriver
 from psworker.pipeline.driver import Work
 from psworker.pipeline.schedule import Place, Stash
 
-JOB, NUM_SLICES, ACTIONS_MAX = "sim", 2, 200_000
+JOB, NUM_SLICES, ACTIONS_MAX = "sim", 2, 20_000
+SAVE_EVERY = 3  # Minibatches from checkpoint to checkpoint.
 THREADS_MAX = 64  # Workers of a run, those that start again included.
 DELAY_MAX = 60  # Actions from a death until a job knows of it, and until the next start.
 HYPER = np.array([[0.1]])
@@ -102,6 +105,7 @@ class StageShards:
         counted: Additions with a weight, by slice and minibatch.
         acknowledged: Tokens of pushes.
         answers: By token of the pull.
+        pulled: Minibatches in the weights of an answer, likewise.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -110,6 +114,9 @@ class StageShards:
         self.counted: Counter[tuple[int, int]] = Counter()
         self.acknowledged: set[Any] = set()
         self.answers: dict[Any, Answer] = {}
+        self.pulled: dict[Any, frozenset[int]] = {}
+        self._sums: dict[tuple[int, int], set[int]] = {}  # By slice and open step.
+        self._weights: list[set[int]] = [set() for _ in range(NUM_SLICES)]
         weights = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
         for index, clock in enumerate(self.clocks):
             self.note(index, clock.push(weights, "weights"))
@@ -119,10 +126,15 @@ class StageShards:
         for action in actions:
             if isinstance(action, Add) and action.weight > 0:
                 self.counted[index, action.push.minibatch] += 1
+                sums = self._sums.setdefault((index, action.open_step), set())
+                sums.add(action.push.minibatch)
+            elif isinstance(action, Update):
+                self._weights[index] |= self._sums.pop((index, action.open_step), set())
             elif isinstance(action, Acknowledge):
                 self.acknowledged.add(action.token)
             elif isinstance(action, Answer):
                 self.answers[action.token] = action
+                self.pulled[action.token] = frozenset(self._weights[index])
 
     def recheck(self) -> None:
         """Decides again, after the workers have changed."""
@@ -137,6 +149,7 @@ class StageSteps:
         self._world, self._actor, self._shards, self._own = world, actor, shards, own
         self._next, self._numbers = 0, itertools.count()
         self._versions = [0] * NUM_SLICES
+        self.pulled = [frozenset[int]()] * NUM_SLICES  # Minibatches in the weights of each slice.
 
     def join(self) -> None:
         """Joins, and pulls the weights."""
@@ -202,7 +215,26 @@ class StageSteps:
         self._shards.note(index, clock.pull(pull, token))
         self._world.pause(self._actor, lambda: token in answers)
         self._versions[index] = answers[token].version
+        self.pulled[index] = self._shards.pulled[token]
         return answers[token]
+
+
+class ShardLink:
+    """A worker's connection to the shard that has one slice of each stage."""
+
+    def __init__(self, world: ContinuedWorld, actor: Actor, index: int) -> None:
+        self._world, self._actor, self._index = world, actor, index
+        self.control = SimpleNamespace(Status=None)
+
+    def call(self, method: None, request: control_pb2.StatusRequest) -> control_pb2.StatusReply:
+        """Returns the state of the slices."""
+        self._world.pause(self._actor)
+        reply = control_pb2.StatusReply()
+        for stage, shards in enumerate(self._world.stages):
+            counted = shards.clocks[self._index].minibatches.clock
+            job = reply.jobs.add(job=f"{JOB}.s{stage}")
+            job.tables.add(num_slices=1, minibatches=counted)
+        return reply
 
 
 class Line:
@@ -212,8 +244,7 @@ class Line:
         self._world, self._actor = world, actor
         self.job, self.rank, self.waits = JOB, actor.rank, ""
         self.epoch = self.since = 0
-        self.control = SimpleNamespace(Status=None)
-        self.links = [self]
+        self.links = [ShardLink(world, actor, index) for index in range(NUM_SLICES)]
 
     @property
     def has_moved(self) -> bool:
@@ -234,16 +265,6 @@ class Line:
         """Sends an array."""
         self._world.pause(self._actor)
         self._world.mail[to, self.rank, tag] = values.copy()
-
-    def call(self, method: None, request: control_pb2.StatusRequest) -> control_pb2.StatusReply:
-        """Returns the state of the stages."""
-        self._world.pause(self._actor)
-        reply = control_pb2.StatusReply()
-        for stage, shards in enumerate(self._world.stages):
-            job = reply.jobs.add(job=f"{JOB}.s{stage}")
-            least = min(clock.minibatches.clock for clock in shards.clocks)
-            job.tables.add(num_slices=NUM_SLICES, minibatches=least)
-        return reply
 
     def check(self) -> None:
         """Waits until the members change; a real worker looks now and then."""
@@ -300,6 +321,7 @@ class ContinuedWorld:
         live: Incarnation of each worker of the job of all stages, by rank.
         mail: Arrays under way, by receiver, sender and use.
         num_actions: Actions so far.
+        saved: Minibatches behind each checkpoint that was written.
     """
 
     def __init__(
@@ -327,6 +349,7 @@ class ContinuedWorld:
         self.live: dict[int, int] = {}
         self.mail: dict[tuple[int, int, Tag], FloatArray] = {}
         self.num_actions = 0
+        self.saved: list[int] = []
 
     def run(self) -> None:
         """Runs to the end.
@@ -438,13 +461,28 @@ class ContinuedWorld:
             optimizer=torch.optim.SGD(module.parameters(), lr=0.0),
             loss=lambda output, target: output.sum(),
             versions=Stash,
+            parts=lambda: ({f"stage {place.stage}": _as_tensor(steps.pulled)}, {}),
         )
         session, peers = cast(Session, line), cast(Peers, line)
         driver = ContinuingDriver(work, place, session, peers, 0, steps)
         actor.has_begun = True
         for number in range(driver.first, self._minibatches):
             driver.step(number, torch.ones(1, 1), None)
+            if (behind := number + 1) % SAVE_EVERY == 0:
+                driver.save(behind, functools.partial(self._write, behind))
+                assert behind in self.saved, f"the checkpoint of minibatch {behind} is missing"
         driver.finish(self._minibatches)
+
+    def _write(self, behind: int, weights: Tensors, state: Tensors) -> None:
+        """Checks what a checkpoint holds, of each stage."""
+        expected = set(range(behind))
+        assert len(weights) == len(self._replicas), f"a checkpoint has {sorted(weights)} only"
+        for stage, values in weights.items():
+            for index, row in enumerate(values):
+                found = set(row.nonzero().flatten().tolist())
+                where = f"slice {index} of {stage}"
+                assert found == expected, f"minibatch {behind}: {where} has {sorted(found)}"
+        self.saved.append(behind)
 
     def _kill(self, actor: Actor) -> None:
         """Ends an actor's thread where it is."""
@@ -488,6 +526,14 @@ class ContinuedWorld:
                 assert counts == [1] * self._minibatches, f"{where} has counted {counts}"
                 assert shards.clocks[index].minibatches.clock == self._minibatches, where
                 assert not shards.clocks[index].open_steps, where
+
+
+def _as_tensor(pulled: list[frozenset[int]]) -> torch.Tensor:
+    """Returns the minibatches of each slice as ones, shape (slices, largest number + 1)."""
+    found = torch.zeros(NUM_SLICES, 1 + max((max(one, default=0) for one in pulled), default=0))
+    for index, one in enumerate(pulled):
+        found[index, list(one)] = 1
+    return found
 
 
 def draw(seed: int) -> ContinuedWorld:

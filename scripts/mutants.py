@@ -494,10 +494,40 @@ MUTANTS = (
                 "if False else push",
             ),
             (
-                "the first minibatch of any stage",
+                "one first minibatch for all that meet",
                 PIPELINE + "members.py",
-                "self.first, self.ranks, self._num_agreed = min(positions",
-                "self.first, self.ranks, self._num_agreed = max(positions",
+                "self.first = self.agree(self.counted)",
+                "self.first = self.counted()",
+            ),
+            (
+                "who saves when they meet",
+                PIPELINE + "members.py",
+                "if positions[rank] == self.first + 1]",
+                "if positions[rank] < 0]",
+            ),
+            (
+                "a checkpoint that others have brought to its end",
+                PIPELINE + "continuing.py",
+                "saves, self._brought = self._brought, None",
+                "saves = None",
+            ),
+            (
+                "no step before all know of the checkpoint",
+                PIPELINE + "continuing.py",
+                "            members.agree(lambda: 0, writer)\n",
+                "            pass\n",
+            ),
+            (
+                "a worker that has ended waits for a checkpoint of others",
+                PIPELINE + "members.py",
+                "saves = any(positions.values())",
+                "saves = False",
+            ),
+            (
+                "a worker that knows of the checkpoint goes on",
+                PIPELINE + "continuing.py",
+                "with contextlib.suppress(MembersChangedError):  # The next",
+                "with contextlib.suppress():  # The next",
             ),
             (
                 "the stage that is behind",
@@ -514,9 +544,8 @@ MUTANTS = (
             (
                 "steps that do not wait for who meets",
                 PIPELINE + "continuing.py",
-                """what is in flight, meets the others, and begins with them.\"\"\"
-        self._steps.step_aside()""",
-                'what is in flight"""',
+                "self._steps.step_aside()\n            self.place",
+                "self.place",
             ),
             (
                 "the last round without those that are done",

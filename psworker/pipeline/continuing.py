@@ -17,17 +17,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from pscore.errors import PacelineError, TransportError
+from pscore.errors import ConfigError, PacelineError, TransportError
 from psworker.connection.session import Session
 from psworker.gossip.base import Meet, Waits, Want
 from psworker.peers.peers import Peers
 from psworker.pipeline import wire
-from psworker.pipeline.checkpoint import from_numbers, to_numbers
-from psworker.pipeline.driver import Driver, Parts, Work, Write, unwritten
+from psworker.pipeline.checkpoint import Tensors, from_numbers, to_numbers
+from psworker.pipeline.driver import Driver, Work, Write, unwritten
 from psworker.pipeline.members import Members, MembersChangedError
 from psworker.pipeline.schedule import Place
 from psworker.pipeline.stage import Receive, Update
@@ -61,6 +63,25 @@ class Steps(Protocol):
         """Leaves the stage's job."""
 
 
+@dataclass(slots=True)
+class _Save:
+    """A checkpoint that this worker's script asks for.
+
+    Attributes:
+        number: Minibatches behind it.
+        write: Writes it.
+        is_over: Whether this worker knows the outcome.
+        is_written: Whether it is on the disk.
+        problem: The reason, if this worker could not write it.
+    """
+
+    number: int
+    write: Write
+    is_over: bool = False
+    is_written: bool = False
+    problem: OSError | None = None
+
+
 class ContinuingDriver(Driver):
     """A replica of a stage whose neighbours may be lost and come back.
 
@@ -88,6 +109,9 @@ class ContinuingDriver(Driver):
         self._kept: dict[int, tuple[Any, Any]] = {}  # Minibatches that may be needed again.
         self._members = Members(session, peers, place.replicas, first)
         self._total: int | None = None  # Minibatches of the whole training, once it ends.
+        self._saves: _Save | None = None
+        self._brought: _Save | None = None  # By other workers, with the part of this one.
+        self._saved = -1  # Minibatches behind the last checkpoint.
         self._steps = steps
         super().__init__(work, place, session, peers, first)
 
@@ -124,27 +148,36 @@ class ContinuingDriver(Driver):
     def require_whole(self, number: int) -> None:
         """Accepts any: the last update holds the minibatches that there are."""
 
-    def save(self, number: int, parts: Parts, write: Write) -> None:
-        """Brings the parts of all stages to the first member, which writes them.
+    def save(self, number: int, write: Write) -> None:
+        """Brings the parts of all stages to one member, which writes them.
 
         Args:
             number: Minibatches behind the weights.
-            parts: Returns those of this worker's stage.
-            write: Writes those of all stages, or raises an OSError.
+            write: Writes the parts of all stages, or raises an OSError.
 
         Raises:
-            PacelineError: The first member could not write; training may go on.
+            ConfigError: There is one of this minibatch already.
+            PacelineError: That member could not write; training may go on.
         """
-        problem: list[Exception | None] = []
-        with self._leaves_on_error():
-            while True:
-                self.end_all(number)
-                self._steps.come_back(self._loaded)  # With the newest weights.
-                self.begin(number)
-                if not self._again(lambda: problem.append(self._write(number, parts, write))):
-                    break
-        if problem[-1] is not None:
-            raise unwritten(number, problem[-1])
+        if number == self._saved:  # A worker may have come back behind the first one.
+            raise ConfigError(
+                f"minibatch {number} was saved before, or could not be: with on_lost='continue' "
+                "copy the folder, or save behind a later minibatch"
+            )
+        # The others may have saved while this worker was about to end the last minibatch.
+        saves, self._brought = self._brought, None
+        if saves is None or saves.number != number:
+            self._saves = saves = _Save(number, write)
+            self._members.saves = number
+            with self._leaves_on_error():
+                # Workers that meet meanwhile may bring it to its end (`_meet`).
+                while not saves.is_over:
+                    if not self._again(partial(self._end, number)):
+                        self._again(partial(self._write_from, number))
+            self._saves = None
+        self._saved = number
+        if not saves.is_written:
+            raise unwritten(number, saves.problem)
 
     # ----- minibatches
 
@@ -171,8 +204,16 @@ class ContinuingDriver(Driver):
             self._note_losses()
         self._steps.step_aside()  # The last round of others may be without this one.
         if self._members.agree(self._members.counted) < number:
-            self._members.begin_epoch()
-            raise MembersChangedError
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Makes all workers meet.
+
+        Raises:
+            MembersChangedError: Always.
+        """
+        self._members.begin_epoch()
+        raise MembersChangedError
 
     def _update(self, wait: Update) -> None:
         """Makes the stage's update; where replicas are missing it holds fewer minibatches."""
@@ -191,38 +232,71 @@ class ContinuingDriver(Driver):
         return False
 
     def _meet(self) -> None:
-        """Drops what is in flight, meets the others, and begins with them."""
-        self._steps.step_aside()
-        self.place = self._members.meet(self._total)
+        """Drops what is in flight, meets the others, and begins with them.
+
+        If some of them save a checkpoint, this worker brings its part: it may have come back, so
+        that its script begins behind that checkpoint, or may be about to save it too.
+        """
+        while True:
+            self._steps.step_aside()
+            self.place = self._members.meet(self._total)
+            self._steps.come_back(self._loaded)
+            self.next = self._members.first
+            self._forget(self.next)
+            if self._members.ranks:
+                self.begin(self.next)
+            if not self._members.savers:
+                return
+            with contextlib.suppress(MembersChangedError):
+                self._write(self._members.savers[0])
+                return
+
+    def _write_from(self, number: int) -> None:
+        """Returns to the steps with the newest weights, and writes them with all others."""
         self._steps.come_back(self._loaded)
-        self.next = self._members.first
-        self._forget(self.next)
-        if self._members.ranks:
-            self.begin(self.next)
+        self.begin(number)
+        self._write(0)
 
-    def _write(self, number: int, parts: Parts, write: Write) -> Exception | None:
-        """Collects the parts at the first member; returns why it could not write them."""
-        problem: Exception | None = None
-        if self.place.rank:
-            if self.place.replica == 0:
-                self._members.send(0, wire.STATE, number, to_numbers(*parts()))
-        else:
-            whole = parts()
+    def _write(self, writer: int) -> None:
+        """Brings the parts to a member, which writes them; returns when all know the outcome.
 
-            def script() -> Waits:
-                for stage in range(1, len(self.place.replicas)):
-                    source = sum(self.place.replicas[:stage])
-                    numbers = yield from self._members.receive(source, wire.STATE, number)
-                    for mine, part in zip(whole, from_numbers(numbers), strict=True):
-                        mine.update(part)
+        No worker makes a step before that, so the weights stay those of the checkpoint.
 
-            self._peers.run(script())
+        Args:
+            writer: Index of the member.
+        """
+        members, stage, written = self._members, self.place.stage, False
+        saves, parts = self._saves, self._work.parts()
+        if members.index == writer:
+            assert saves is not None
+            self._peers.run(self._collect_parts(parts))
             try:
-                write(*whole)
-            except OSError as found:
-                problem = found
-        is_written = self._members.agree(lambda: self.first + (problem is None)) > self.first
-        return problem or (None if is_written else OSError("the first worker says why"))
+                saves.write(*parts)
+                written = True
+            except OSError as problem:
+                saves.problem = problem
+        elif self.place.replica == 0 and self._stage_of(writer) != stage:
+            members.send(writer, wire.STATE, self.first, to_numbers(*parts))
+        is_written = bool(members.agree(lambda: int(written), writer))
+        if saves is None:
+            saves = self._brought = _Save(self.first, lambda weights, state: None)
+        saves.is_written, saves.is_over = is_written, True
+        members.saves = None
+        with contextlib.suppress(MembersChangedError):  # The next minibatch finds it, or the end.
+            members.agree(lambda: 0, writer)
+
+    def _collect_parts(self, whole: tuple[Tensors, Tensors]) -> Waits:
+        """Adds the parts of the other stages, from the first replica of each."""
+        for stage in range(len(self.place.replicas)):
+            if stage != self.place.stage:
+                source = sum(self.place.replicas[:stage])
+                numbers = yield from self._members.receive(source, wire.STATE, self.first)
+                for mine, part in zip(whole, from_numbers(numbers), strict=True):
+                    mine.update(part)
+
+    def _stage_of(self, index: int) -> int:
+        """Returns the stage of a member."""
+        return Place.of_rank(index, self.place.replicas).stage
 
     def _forget(self, counted: int) -> None:
         """Forgets the minibatches before one: all stages have counted them."""

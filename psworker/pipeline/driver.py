@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from psworker.pipeline.flush import FlushReplica
 
 MEET_S = 0.05  # From one question for workers that have yet to come to the next.
-Parts = Callable[[], tuple[Tensors, Tensors]]  # Returns a stage's weights and optimizer state.
 Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or raises an OSError.
 
 
@@ -39,12 +38,14 @@ class Work:
         optimizer: Their optimizer.
         loss: Loss of the last stage's output and the targets.
         versions: Returns the versions of the weights for a place.
+        parts: Returns the stage's weights and optimizer state, for a checkpoint.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Loss
     versions: Callable[[Place], Stash]
+    parts: Callable[[], tuple[Tensors, Tensors]]
 
 
 class Driver:
@@ -121,13 +122,12 @@ class Driver:
                 f"behind a multiple of {every}"
             )
 
-    def save(self, number: int, parts: Parts, write: Write) -> None:
+    def save(self, number: int, write: Write) -> None:
         """Brings the parts of all stages to the first worker, which writes them.
 
         Args:
             number: Minibatches behind the weights.
-            parts: Returns those of this worker's stage.
-            write: Writes those of all stages.
+            write: Writes the parts of all stages.
 
         Raises:
             PacelineError: The first worker could not write; training may go on.
@@ -138,9 +138,9 @@ class Driver:
         problem: Exception | None = None
         if self.place.rank:
             if self.place.replica == 0:
-                wire.send(self._peers, 0, wire.STATE, number, to_numbers(*parts()))
+                wire.send(self._peers, 0, wire.STATE, number, to_numbers(*self._work.parts()))
         else:
-            whole = parts()
+            whole = self._work.parts()
             self._drive(self._collect(number, *whole))
             try:
                 write(*whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -17,6 +18,7 @@ from psworker.pipeline import wire
 from psworker.pipeline.schedule import Place
 
 log = logging.getLogger("paceline")
+DIGIT = 2**20  # A number is sent as two of them, each exact in float32.
 LOOK_S = 0.25  # From one look for a worker of a lost stage to the next.
 
 
@@ -33,6 +35,8 @@ class Members:
         ranks: Ranks of the members, in order; empty once some stage has none any more.
         rank: Rank of this worker.
         first: Minibatches that all slices had counted when the epoch began.
+        saves: Minibatches behind the checkpoint that this worker saves; None: it saves none.
+        savers: Indices of the members that save a checkpoint of the first `first` minibatches.
     """
 
     def __init__(self, session: Session, peers: Peers, planned: Sequence[int], loaded: int) -> None:
@@ -49,6 +53,8 @@ class Members:
         self._loaded = self.first = loaded
         self.rank = session.rank
         self.ranks: list[int] = []
+        self.saves: int | None = None
+        self.savers: list[int] = []
         self._gathering = Gathering(0, {})  # The last meeting.
         self._num_agreed = 0  # Agreements in this epoch.
 
@@ -65,7 +71,7 @@ class Members:
     def meet(self, total: int | None) -> Place:
         """Waits until all workers have stopped; sets the members, and the first minibatch.
 
-        It waits while a stage has no worker, unless the training has ended.
+        It waits while a stage has no worker, unless the training has ended and none saves.
 
         Args:
             total: Minibatches of the whole training, if it ends; else None.
@@ -77,24 +83,29 @@ class Members:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         while True:
-            self._ask(Meet(self.counted()))
+            self._ask(Meet(self._position))
             positions = self._gathering.positions
             ranks = sorted(positions)
             stages = [Place.of_rank(rank, self._planned).stage for rank in ranks]
             replicas = tuple(stages.count(stage) for stage in range(len(self._planned)))
-            if 0 not in replicas or self._is_over(total, replicas.index(0)):
+            if 0 in replicas:
+                saves = any(positions.values())  # A checkpoint needs a part of each stage.
+                if not self._is_over(None if saves else total, replicas.index(0)):
+                    continue
+                ranks = []  # All is counted, and the workers of a stage have left.
+            self._session.waits = ""
+            self.ranks, self._num_agreed = ranks, 0
+            with contextlib.suppress(MembersChangedError):
+                self.first = self.agree(self.counted)  # Nothing is in flight now.
                 break
-        self._session.waits = ""
-        self.first, self.ranks, self._num_agreed = min(positions.values()), ranks, 0
-        if 0 in replicas:  # All is counted, and the workers of a stage have left.
-            self.first, self.ranks = self.counted(), []
+        self.savers = [i for i, rank in enumerate(ranks) if positions[rank] == self.first + 1]
         own = Place.of_rank(self.rank, self._planned).stage
         before = sum(stage < own for stage in stages)
-        return Place(own, ranks.index(self.rank) - before, replicas)
+        return Place(own, sorted(positions).index(self.rank) - before, replicas)
 
     def begin_epoch(self) -> None:
         """Begins another epoch, though no worker may be gone."""
-        self._ask(Meet(self.counted(), waits=False, again=True))
+        self._ask(Meet(self._position, waits=False, again=True))
 
     def counted(self) -> int:
         """Returns the first minibatch that some slice of some stage has not counted.
@@ -111,11 +122,12 @@ class Members:
                     counts[stages[job.job]] += [table.minibatches for table in tables]
         return max(self._loaded, min(min(found, default=0) for found in counts))
 
-    def agree(self, decide: Callable[[], int]) -> int:
-        """Waits until all members have called it; returns what the first of them decides then.
+    def agree(self, decide: Callable[[], int], leader: int = 0) -> int:
+        """Waits until all members have called it; returns what one of them decides then.
 
         Args:
-            decide: Called on the first member; returns a number of `first` or more.
+            decide: Called on that member; returns a number from 0 to 2**44.
+            leader: Its index.
 
         Raises:
             MembersChangedError: They have changed meanwhile.
@@ -127,15 +139,17 @@ class Members:
         found: list[int] = []
 
         def script() -> Waits:
-            if self.index:
-                self.send(0, wire.DONE, number, none)
-                found.append(self.first + int((yield from self.receive(0, wire.END, number))))
+            if self.index != leader:
+                self.send(leader, wire.DONE, number, none)
+                high, low = (yield from self.receive(leader, wire.END, number)).tolist()
+                found.append(int(high) * DIGIT + int(low))
                 return
-            for other in range(1, len(self.ranks)):
+            others = [index for index in range(len(self.ranks)) if index != leader]
+            for other in others:
                 yield from self.receive(other, wire.DONE, number)
             found.append(decide())
-            answer = torch.tensor([float(found[0] - self.first)])
-            for other in range(1, len(self.ranks)):
+            answer = torch.tensor([float(digit) for digit in divmod(found[0], DIGIT)])
+            for other in others:
                 self.send(other, wire.END, number, answer)
 
         self._peers.run(script())
@@ -162,6 +176,11 @@ class Members:
         return found
 
     # ----- inside
+
+    @property
+    def _position(self) -> int:
+        """The number that this worker tells the others when they meet."""
+        return 0 if self.saves is None else self.saves + 1
 
     def _ask(self, meet: Meet) -> None:
         """Asks the directory of the members; keeps the last meeting that it tells of."""

@@ -118,6 +118,7 @@ class Pipeline:
         self.optimizer = self._make_optimizer(optimizer, mode, found)
         self._driver = self._make_driver(loss, session or _open(joins), found)
         self.minibatches = self._driver.first
+        self._saved: dict[tuple[int, Path], Path] = {}  # The last one, by number and folder.
 
     def step(self, inputs: Any, targets: Any) -> float | None:
         """Trains on a minibatch; every worker calls it with the same ones, in the same order.
@@ -143,7 +144,7 @@ class Pipeline:
         Every worker calls it behind the same minibatch. Rank 0 gets the parts of all stages, and
         writes them into a folder of its own (psworker/pipeline/checkpoint.py): its
         `model.safetensors` has the names of the whole model, which loads it. The pipeline then
-        begins empty.
+        begins empty. A second call behind the same minibatch does nothing.
 
         Args:
             folder: Where rank 0 writes; others do not use it.
@@ -154,18 +155,21 @@ class Pipeline:
 
         Raises:
             ConfigError: Updates are not whole at this minibatch, or an optimizer's state cannot be
-                written.
+                written; with `on_lost="continue"`, the same minibatch is in another folder.
             PacelineError: Rank 0 could not write it; training may go on.
             TransportError: A worker of another stage is gone.
         """
         self._driver.require_whole(self.minibatches)
         number, path = self.minibatches, Path(folder)
+        if (number, path) in self._saved:
+            return self._saved[number, path]
 
         def write(weights: Tensors, state: Tensors) -> None:
             nonlocal path
             path = Checkpoint(number, weights, state).write(path, keep)
 
-        self._driver.save(number, self._parts, write)
+        self._driver.save(number, write)
+        self._saved = {(number, Path(folder)): path}
         return path
 
     def finish(self) -> None:
@@ -210,7 +214,11 @@ class Pipeline:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
         first = 0 if saved is None else saved.minibatches
         work = Work(
-            module=self.module, optimizer=self.optimizer, loss=loss, versions=self._versions
+            module=self.module,
+            optimizer=self.optimizer,
+            loss=loss,
+            versions=self._versions,
+            parts=self._parts,
         )
         if not self._continues:
             peers = Peers(session, _directory(session, self.plan, f"from minibatch {first}"))

@@ -19,12 +19,13 @@ def test_an_undisturbed_run_counts_each_once() -> None:
     ContinuedWorld(REPLICAS, MINIBATCHES, 0, []).run()
 
 
-@pytest.mark.parametrize("rank", range(sum(REPLICAS)))
-def test_a_worker_may_be_killed_at_every_point(rank: int) -> None:
-    calm = ContinuedWorld(REPLICAS, MINIBATCHES, rank, [])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("replicas", [REPLICAS, (1, 1, 1)], ids=str)
+def test_a_worker_may_be_killed_at_every_other_point(replicas: tuple[int, ...], rank: int) -> None:
+    calm = ContinuedWorld(replicas, MINIBATCHES, rank, [])
     calm.run()
-    for at in range(1, calm.num_actions):
-        ContinuedWorld(REPLICAS, MINIBATCHES, rank, [Kill(at=at, rank=rank)]).run()
+    for at in range(1, calm.num_actions, 2):
+        ContinuedWorld(replicas, MINIBATCHES, rank, [Kill(at=at, rank=rank)]).run()
 
 
 def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
@@ -36,6 +37,11 @@ def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
 
 def test_several_deaths_at_drawn_points() -> None:
     assert [found for found in map(find_failure, range(100)) if found] == []
+
+
+@pytest.mark.parametrize("seed", [138, 210, 214, 265])
+def test_deaths_while_a_checkpoint_is_saved(seed: int) -> None:
+    assert find_failure(seed) == ""
 
 
 def test_a_seed_gives_the_same_run() -> None:
