@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pscore.errors import ConfigError
-from pscore.observe.timeline import open_timeline
+from pscore.observe.timeline import Timeline, open_timeline
 from psworker.connection.session import Session
 from psworker.group.local_group import LocalGroup
 from psworker.job.environment import Environment, parse_servers
@@ -95,6 +95,7 @@ def join(
     max_workers: int | None = None,
     timeout_s: float | None = None,
     local_group: Choice = "auto",
+    timeline: Timeline | None = None,
     **files: str | None,
 ) -> Context:
     """Returns this process's context; joins the job the first time.
@@ -108,6 +109,7 @@ def join(
         max_workers: Maximum, instead of `num_workers`: makes the job elastic.
         timeout_s: Seconds without an answer that are an error.
         local_group: The processes that are one worker (grouping.py).
+        timeline: Where spans are recorded; None: in one of its own, if PACELINE_TIMELINE is set.
         files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
 
     Raises:
@@ -145,13 +147,16 @@ def join(
             environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
         )
     group = choose_group(local_group, environment)
-    _current = Context(open_session(addresses, environment, group), shards)
+    _current = Context(open_session(addresses, environment, group, timeline), shards)
     atexit.register(at_exit)
     return _current
 
 
 def open_session(
-    servers: Sequence[str], environment: Environment, group: LocalGroup | None = None
+    servers: Sequence[str],
+    environment: Environment,
+    group: LocalGroup | None = None,
+    timeline: Timeline | None = None,
 ) -> Session:
     """Joins the job that an environment describes.
 
@@ -159,6 +164,7 @@ def open_session(
         servers: Addresses in the order of the shards.
         environment: The job, this process's place in it, and its credentials.
         group: The processes that are this worker; None: this process alone is.
+        timeline: As in `join`: sessions of one process share it, as each has one file.
 
     Raises:
         PacelineError: The shards do not answer, or refuse this worker.
@@ -175,7 +181,9 @@ def open_session(
         credentials=environment.credentials(),
         group=group,
     )
-    session.timeline = open_timeline(environment.timeline, "worker", session.process_rank)
+    if timeline is None:
+        timeline = open_timeline(environment.timeline, "worker", session.process_rank)
+    session.timeline = timeline
     return session
 
 

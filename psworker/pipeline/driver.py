@@ -19,12 +19,23 @@ from psworker.peers.peers import Peers
 from psworker.pipeline import wire
 from psworker.pipeline.checkpoint import Tensors, from_numbers, to_numbers
 from psworker.pipeline.schedule import Place, Stash
-from psworker.pipeline.stage import Loss, Receive, Send, StageReplica, Update
+from psworker.pipeline.sight import recorded
+from psworker.pipeline.stage import (
+    ACTIVATION,
+    GRADIENT,
+    Around,
+    Loss,
+    Receive,
+    Send,
+    StageReplica,
+    Update,
+)
 from psworker.pipeline.stage import Waits as StageWaits
 
 if TYPE_CHECKING:
     from psworker.pipeline.flush import FlushReplica
 
+KINDS = {ACTIVATION: "activation", GRADIENT: "gradient", wire.STATE: "state"}
 MEET_S = 0.05  # From one question for workers that have yet to come to the next.
 Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or raises an OSError.
 
@@ -81,7 +92,7 @@ class Driver:
     def begin(self, first: int) -> None:
         """Begins with no minibatch in flight, at the newest weights."""
         self.first = first
-        self._stage = _replica(self._work, self.place, self._send, self._take)
+        self._stage = _replica(self._work, self.place, self._send, self._take, self._around)
 
     def step(self, number: int, inputs: Any, targets: Any) -> None:
         """Trains on a minibatch.
@@ -175,7 +186,7 @@ class Driver:
         found: list[torch.Tensor] = []
 
         def script() -> Waits:
-            found.append((yield from self._receive(wait)))
+            found.append((yield from self._await(wait)))
 
         self._peers.run(script())
         return found[0]
@@ -206,9 +217,21 @@ class Driver:
                 wait = script.send(answer)
                 answer = None
                 if isinstance(wait, Update):
-                    self._update(wait)
+                    with recorded(self._session.timeline, "update", wait.number):
+                        self._update(wait)
                 else:
-                    answer = yield from self._receive(wait)
+                    answer = yield from self._await(wait)
+
+    def _around(
+        self, what: str, minibatch: int, **args: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Records the body of a `with` block in the timeline, if there is one."""
+        return recorded(self._session.timeline, what, self.first + minibatch, **args)
+
+    def _await(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
+        """Returns a tensor of a neighbour when it is here; the timeline shows the wait."""
+        with self._around("wait", wait.minibatch, awaits=KINDS[wait.kind], worker=wait.source):
+            return (yield from self._receive(wait))
 
     def _update(self, wait: Update) -> None:
         self._work.optimizer.step()
@@ -249,13 +272,17 @@ def unwritten(number: int, problem: Exception | None) -> PacelineError:
 
 
 def _replica(
-    work: Work, place: Place, send: Send, take: Callable[..., torch.Tensor]
+    work: Work,
+    place: Place,
+    send: Send,
+    take: Callable[..., torch.Tensor],
+    around: Around,
 ) -> StageReplica | FlushReplica:
     """Returns a replica at minibatch 0."""
     versions = work.versions(place)
     if not versions.flushes:
-        return StageReplica(work.module, versions, work.loss, send)
+        return StageReplica(work.module, versions, work.loss, send, around)
     from psworker.pipeline.flush import Flush, FlushReplica
 
     assert isinstance(versions, Flush)
-    return FlushReplica(work.module, versions, work.loss, send, take)
+    return FlushReplica(work.module, versions, work.loss, send, take, around)

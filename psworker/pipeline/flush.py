@@ -23,7 +23,17 @@ from torch.distributed.pipelining import schedules
 
 from pscore.errors import ConfigError
 from psworker.pipeline.schedule import Place, Stash
-from psworker.pipeline.stage import ACTIVATION, GRADIENT, Loss, Receive, Send, Update, Waits
+from psworker.pipeline.stage import (
+    ACTIVATION,
+    GRADIENT,
+    Around,
+    Loss,
+    Receive,
+    Send,
+    Update,
+    Waits,
+    unobserved,
+)
 
 Take = Callable[[Receive], torch.Tensor]
 Schedule = type[schedules.PipelineScheduleSingle]
@@ -119,7 +129,9 @@ class FrameStage:
 
     has_backward = True
 
-    def __init__(self, module: nn.Module, place: Place, send: Send, take: Take) -> None:
+    def __init__(
+        self, module: nn.Module, place: Place, send: Send, take: Take, around: Around
+    ) -> None:
         """Begins without minibatches.
 
         Args:
@@ -127,8 +139,10 @@ class FrameStage:
             place: The replica.
             send: Sends values to another rank, and does not wait.
             take: Waits for values of another rank.
+            around: Records forwards and backwards.
         """
         self._module, self._place, self._send, self._take = module, place, send, take
+        self._around = around
         self.stage_index, self.num_stages = place.stage, len(place.replicas)
         self.is_first, self.is_last = place.is_first, place.is_last
         self.device = next(module.parameters()).device
@@ -149,7 +163,8 @@ class FrameStage:
         else:
             source = self._place.rank_at(-1, number)
             entry = self._take(Receive(source, ACTIVATION, number)).requires_grad_()
-        result: torch.Tensor = self._module(entry)
+        with self._around("forward", number):
+            result: torch.Tensor = self._module(entry)
         if not self.is_last:
             self._send(self._place.rank_at(1, number), ACTIVATION, number, result.detach())
         self._kept[chunk] = entry, result
@@ -162,13 +177,15 @@ class FrameStage:
         entry, result = self._kept.pop(chunk)
         if self.is_last:
             assert loss is not None
-            torch.autograd.backward(loss)
+            result, grad = loss, None
         else:
             source = self._place.rank_at(1, number)
-            torch.autograd.backward(result, self._take(Receive(source, GRADIENT, number)))
+            grad = self._take(Receive(source, GRADIENT, number))
+        with self._around("backward", number):
+            torch.autograd.backward(result, grad)
         if not self.is_first:
-            grad = torch.zeros_like(entry) if entry.grad is None else entry.grad
-            self._send(self._place.rank_at(-1, number), GRADIENT, number, grad)
+            own = torch.zeros_like(entry) if entry.grad is None else entry.grad
+            self._send(self._place.rank_at(-1, number), GRADIENT, number, own)
 
     def perform_reduce_grad(self, _scale: float) -> None:
         """Leaves the sum of the gradients as it is: `FlushReplica` divides it."""
@@ -200,7 +217,13 @@ class FlushReplica:
     """
 
     def __init__(
-        self, module: nn.Module, versions: Flush, loss: Loss, send: Send, take: Take
+        self,
+        module: nn.Module,
+        versions: Flush,
+        loss: Loss,
+        send: Send,
+        take: Take,
+        around: Around = unobserved,
     ) -> None:
         """Begins at minibatch 0.
 
@@ -210,13 +233,14 @@ class FlushReplica:
             loss: Loss function of the last stage's output and the targets.
             send: Sends values to another rank, and does not wait.
             take: Waits for values of another rank.
+            around: Records forwards and backwards.
 
         Raises:
             ConfigError: The schedule refuses the number of minibatches.
         """
         self._module, self._versions, self._loss = module, versions, loss
         self._place = versions.place
-        self._stage = FrameStage(module, self._place, send, take)
+        self._stage = FrameStage(module, self._place, send, take, around)
         self._held: list[tuple[int, Any, Any]] = []  # Number, inputs and targets.
         self._seen = 0  # Minibatches of this update, those on other replicas too.
         self._updates = 0

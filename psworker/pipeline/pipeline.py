@@ -13,6 +13,7 @@ from torch import nn
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
+from pscore.observe.timeline import open_timeline
 from pscore.rules import SSGD, parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
@@ -48,6 +49,8 @@ class Pipeline:
         optimizer: Optimizer of its stage, with the learning rate times `Stash.rate`.
         minibatches: Minibatches behind it, those before the checkpoint that it resumed from too.
     """
+
+    _saved: dict[tuple[int, Path], Path]  # The last checkpoint, by number and folder.
 
     def __init__(
         self,
@@ -105,20 +108,20 @@ class Pipeline:
             PacelineError: The shards do not answer, or refuse this worker.
         """
         joins = _joins(servers, job, rank, num_workers)
+        self._timeline = open_timeline(joins.timeline, "worker", joins.rank)
         _require(mode, schedule, stash, minibatches, on_lost)
         plan, limits = resolved(plan, joins.pipeline, bandwidth, memory)
         blocks, found, session = chain_of(model, example), _read(resume, model), None
         if limits is not None:
-            session = _open(joins)
+            session = self._open(joins)
             plan = agreed_plan(session, blocks, example, limits, optimizer)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
         self._versions = _versions_of(schedule, stash, minibatches)
         self._continues = on_lost == CONTINUE
         self.optimizer = self._make_optimizer(optimizer, mode, found)
-        self._driver = self._make_driver(loss, session or _open(joins), found)
-        self.minibatches = self._driver.first
-        self._saved: dict[tuple[int, Path], Path] = {}  # The last one, by number and folder.
+        self._driver = self._make_driver(loss, session or self._open(joins), found)
+        self.minibatches, self._saved = self._driver.first, {}
 
     def step(self, inputs: Any, targets: Any) -> float | None:
         """Trains on a minibatch; every worker calls it with the same ones, in the same order.
@@ -210,6 +213,10 @@ class Pipeline:
     def _parameter_names(self) -> dict[int, str]:
         return {id(p): self._names[name] for name, p in self.module.named_parameters()}
 
+    def _open(self, joins: Environment) -> Session:
+        """Joins the job of all stages."""
+        return context.open_session(_addresses(joins), joins, timeline=self._timeline)
+
     def _make_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
         first = 0 if saved is None else saved.minibatches
@@ -247,6 +254,7 @@ class Pipeline:
                 rank=self.place.replica,
                 num_workers=self.place.num_replicas,
                 local_group=None,
+                timeline=self._timeline,
             )
             is_new = not joined_context.session.known_tables
             made = DistributedOptimizer(made, named, mode=mode)
@@ -278,11 +286,6 @@ def _addresses(joins: Environment) -> list[str]:
     if not joins.servers:
         raise ConfigError("a pipeline needs shards: psserver start, and PACELINE_SERVERS")
     return list(joins.servers)
-
-
-def _open(joins: Environment) -> Session:
-    """Joins the job of all stages."""
-    return context.open_session(_addresses(joins), joins)
 
 
 def _directory(session: Session, plan: Plan, begin: str) -> int:

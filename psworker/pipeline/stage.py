@@ -5,6 +5,7 @@ A generator, without threads and network: it yields what it waits for, and its d
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from psworker.pipeline.schedule import Order, Stash
 ACTIVATION, GRADIENT = 1, 2
 Send = Callable[[int, int, int, torch.Tensor], None]  # Rank, kind, minibatch, values.
 Loss = Callable[[torch.Tensor, Any], torch.Tensor]
+# Records the body of a `with` block: a name of the work, and the minibatch.
+Around = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
 class Receive(NamedTuple):
@@ -37,6 +40,11 @@ class Update(NamedTuple):
 Waits = Generator[Receive | Update, Any, None]
 
 
+def unobserved(what: str, minibatch: int) -> contextlib.AbstractContextManager[None]:
+    """Records nothing."""
+    return contextlib.nullcontext()
+
+
 class StageReplica:
     """The layers of a stage on one worker.
 
@@ -45,7 +53,14 @@ class StageReplica:
         ring: Its weight versions.
     """
 
-    def __init__(self, module: nn.Module, versions: Stash, loss: Loss, send: Send) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        versions: Stash,
+        loss: Loss,
+        send: Send,
+        around: Around = unobserved,
+    ) -> None:
         """Begins at minibatch 0.
 
         Args:
@@ -53,13 +68,14 @@ class StageReplica:
             versions: Versions of the weights, and the place of the replica.
             loss: Loss function of the last stage's output and the targets.
             send: Sends values to another rank, and does not wait.
+            around: Records forwards and backwards.
         """
         self._module = module
         self._place = versions.place
         self._names = [name for name, p in module.named_parameters() if p.requires_grad]
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._order = Order(versions)
-        self._loss, self._send = loss, send
+        self._loss, self._send, self._around = loss, send, around
         # Inputs and results of the minibatches in flight, and the weights that they used.
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = {}
         self.ring = WeightRing(self._parameters, in_place=versions.in_place)
@@ -88,11 +104,13 @@ class StageReplica:
             source = self._place.rank_at(-1, minibatch)
             entry = (yield Receive(source, ACTIVATION, minibatch)).requires_grad_()
         weights = self.ring.weights(version)
-        result = torch.func.functional_call(
-            self._module, dict(zip(self._names, weights, strict=True)), (entry,)
-        )
+        with self._around("forward", minibatch):
+            result = torch.func.functional_call(
+                self._module, dict(zip(self._names, weights, strict=True)), (entry,)
+            )
+            if self._place.is_last:
+                result = self._loss(result, targets)
         if self._place.is_last:
-            result = self._loss(result, targets)
             self.losses[minibatch] = float(result.detach())
         else:
             self._send(self._place.rank_at(1, minibatch), ACTIVATION, minibatch, result.detach())
@@ -116,7 +134,8 @@ class StageReplica:
             source = self._place.rank_at(1, minibatch)
             grad = yield Receive(source, GRADIENT, minibatch)
         wanted = weights if self._place.is_first else [*weights, entry]
-        grads = torch.autograd.grad(result, wanted, grad, allow_unused=True)
+        with self._around("backward", minibatch):
+            grads = torch.autograd.grad(result, wanted, grad, allow_unused=True)
         if not self._place.is_first:
             self._send(self._place.rank_at(-1, minibatch), GRADIENT, minibatch, grads[-1])
         self._gather(grads[: len(weights)])

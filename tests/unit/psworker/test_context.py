@@ -20,7 +20,9 @@ from psworker.job.environment import Environment
 class FakeSession:
     """A session that keeps what was asked of it."""
 
-    def __init__(self, servers: Any, environment: Environment, group: Any = None) -> None:
+    def __init__(
+        self, servers: Any, environment: Environment, group: Any = None, timeline: Any = None
+    ) -> None:
         self.group = group
         self.environment = environment
         self.job, self.rank = environment.job, environment.rank
@@ -29,7 +31,7 @@ class FakeSession:
         self.links = [SimpleNamespace(address=address) for address in servers]
         self.left: list[str] = []
         self.has_failed = False
-        self.timeline = None
+        self.timeline = timeline
 
     def require_own(self) -> None: ...
 
