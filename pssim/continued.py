@@ -242,7 +242,7 @@ class Line:
 
     def __init__(self, world: ContinuedWorld, actor: Actor) -> None:
         self._world, self._actor = world, actor
-        self.job, self.rank, self.waits = JOB, actor.rank, ""
+        self.job, self.rank, self.waits, self.timeline = JOB, actor.rank, "", None
         self.epoch = self.since = 0
         self.links = [ShardLink(world, actor, index) for index in range(NUM_SLICES)]
 
