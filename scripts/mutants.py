@@ -179,6 +179,14 @@ MUTANTS = (
     ),
     Mutant(
         "quorum",
+        "a late worker of fragments does not wait",
+        "psserver/decisions/window.py",
+        "schedule.number == 1",
+        "True",
+        "tests/unit/psserver/test_quorum.py",
+    ),
+    Mutant(
+        "quorum",
         "the margin of the window",
         "psserver/decisions/window.py",
         "MARGIN * self._spread_s",

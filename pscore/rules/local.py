@@ -117,13 +117,6 @@ class LocalSGD(WithSpeed, WithQuorum):
                 f"every round: {self.name}.quorum must be 0, is {self.quorum}"
             )
 
-        if self.quorum and self.fragments > 1:
-            raise ConfigError(
-                f"{self.name}.quorum is {self.quorum} and {self.name}.fragments is "
-                f"{self.fragments}: rounds that close without some workers are those of the whole "
-                "model; give one of them"
-            )
-
         if self.steps_min and self.fragments > 1:
             raise ConfigError(
                 f"{self.name}.steps_min is {self.steps_min} and {self.name}.fragments is "

@@ -65,10 +65,13 @@ class OpenSteps:
             actions.append(Hold(token=token, push=push))
         return actions
 
-    def join(self, push: Push, token: Token, version: int) -> Add:
-        """Mode by step: adds a push whose step has closed to the open step, `version`."""
+    def join(self, push: Push, token: Token, version: int) -> list[Action]:
+        """Mode by step: adds a push whose step has closed to the open step, `version`.
+
+        Held pushes of that step follow, if they have waited for this worker.
+        """
         open_step = self.steps.setdefault(version, OpenStep(version))
-        return open_step.add(push, token, push.samples)
+        return [open_step.add(push, token, push.samples), *self.fill(version)]
 
     def arrive(self, push: Push, token: Token, version: int) -> Add:
         """Asynchronous mode: adds a push on arrival.

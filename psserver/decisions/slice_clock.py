@@ -218,7 +218,7 @@ class SliceClock(SliceState):
             self.version = max(self.version, key)
             actions.append(self._close(key))
         self._open.rule = rule
-        self.window = Window(rule.window_s or 0.0)
+        self.window = Window.of(rule)
         self.parking.clear()
         self._workers.restart(max(self.version, 0))
         return actions + self._answers()
@@ -247,7 +247,7 @@ class SliceClock(SliceState):
             self.window.arrived(push.worker, push.step, self.version)
             if push.step < self.version:
                 joined = self._open.join(push, token, self.version)
-                return [joined, self._acknowledge(token, Verdict.ACCEPTED)]
+                return [*joined, self._acknowledge(token, Verdict.ACCEPTED)]
         own = self.minibatches.once(push)
         actions = None if push.step < self.version else self._open.collect(own, token)
         if actions is None:

@@ -39,7 +39,7 @@ class SliceState:
         self._workers = SliceWorkers(participants)
         self._open = OpenSteps(rule, self._workers)
         self._pulls = WaitingPulls()
-        self.window = Window(rule.window_s or 0.0)  # The window of the open step.
+        self.window = Window.of(rule)  # The window of the open step.
         # When the job began, or its present life. Invariant: not above `version`, but for a version
         # of 0 before there are weights.
         self._first_version = 0

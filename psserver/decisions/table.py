@@ -188,8 +188,9 @@ def require_slices(rule: Rule, layout: Layout) -> None:
     """
     number, num_slices = 1 if rule.schedule is None else rule.schedule.number, len(layout.slices)
     if number > num_slices:
+        many = "1 slice" if num_slices == 1 else f"{num_slices} slices"
         raise ConfigError(
-            f"{rule.name}.fragments is {number}, and the model has {num_slices} slices "
+            f"{rule.name}.fragments is {number}, and the model has {many} "
             f"(`psworker plan` shows them); choose at most {num_slices}"
         )
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pscore.rules.base import Rule
+
 FIRST_S = 1.0  # Length of a round until one has been measured.
 MARGIN = 1.5
 PART = 0.25  # The longest window as a part of a round's length.
@@ -42,22 +44,34 @@ class Window:
         closed: Times of the newest round that has closed; None: none has.
     """
 
-    def __init__(self, length_s: float) -> None:
+    def __init__(self, length_s: float, *, holds_late: bool = True) -> None:
         """Starts before the first round.
 
         Args:
             length_s: Length of the window, in seconds; negative: it adapts.
+            holds_late: Whether the pull of a worker whose move was late waits for the open round.
         """
         self.now_s = 0.0
         self._is_timed = False  # Whether a time was heard; after a restart none was.
         self.num_late = self.elsewhere = 0
         self.closed: Times | None = None
-        self._fixed_s = length_s
+        self._fixed_s, self._holds_late = length_s, holds_late
         self._quorum_s: dict[int, float] = {}  # When each round had its quorum, by round.
         self._late_s: dict[int, float] = {}  # Arrivals of late moves in the open round, by worker.
         self._closed_s: float | None = None
         self._round_s: float | None = None  # Smoothed time from close to close.
         self._spread_s = self._latest_s = 0.0
+
+    @classmethod
+    def of(cls, rule: Rule) -> Window:
+        """Returns the window of a mode.
+
+        With fragments a late worker waits for no open round: it would wait once for each fragment,
+        and meanwhile push none of the others, whose rounds may need it.
+        """
+        schedule = rule.schedule
+        is_whole = schedule is None or schedule.number == 1
+        return cls(rule.window_s or 0.0, holds_late=is_whole)
 
     @property
     def length_s(self) -> float:
@@ -93,7 +107,7 @@ class Window:
         The weights before do not have the move. The pull waits no longer than a round takes: if the
         others have ended, nobody may close it.
         """
-        if worker not in self._late_s or self._round_s is None:
+        if not self._holds_late or worker not in self._late_s or self._round_s is None:
             return False
         return self.now_s - self._late_s[worker] < self._round_s
 

@@ -6,29 +6,33 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command
 
-MODE = "diloco(steps=2, quorum=2, window=0.1)"
+MODES = (
+    "diloco(steps=2, quorum=2, window=0.1)",
+    "diloco(steps=2, quorum=2, window=0.1, fragments=2, overlap=mirror, delay=1)",
+)
 LEASE_S, DEADLINE_S = 600, 200.0
 WHILE_S = 0.5  # Several windows.
 
 
-def learn(me: Station) -> int:
+def learn(me: Station, mode: str) -> int:
     """Trains until it is told to end; tells the time and the clock of each round."""
     torch.manual_seed(1)
-    model = torch.nn.Linear(8, 8)
+    model = torch.nn.Linear(96, 96)  # Two slices, one on each shard.
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = psworker.DistributedOptimizer(
-        inner, model.named_parameters(), mode=MODE, samples=4.0
+        inner, model.named_parameters(), mode=mode, samples=4.0
     )
     rounds = 0
     while not me.is_told():
         for _ in range(2):
-            inputs = torch.randn(4, 8)
+            inputs = torch.randn(4, 96)
             optimizer.zero_grad()
             (model(inputs) - inputs).square().mean().backward()
             optimizer.step()
@@ -39,7 +43,7 @@ def learn(me: Station) -> int:
     return rounds
 
 
-def learner(servers: str, rank: int, restart: int = 0) -> Worker:
+def learner(servers: str, mode: str, rank: int, restart: int = 0) -> Worker:
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": "3",
@@ -47,7 +51,7 @@ def learner(servers: str, rank: int, restart: int = 0) -> Worker:
         "PACELINE_JOB": "quorum",
         "TORCHELASTIC_RESTART_COUNT": str(restart),
     }
-    return Worker(learn, rank, (), environment)
+    return Worker(learn, rank, (mode,), environment)
 
 
 def after(each: Worker, since_s: float) -> int:
@@ -58,7 +62,8 @@ def after(each: Worker, since_s: float) -> int:
             return int(clock)
 
 
-def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path, mode: str) -> None:
     """The lease is far longer than the test: without a quorum the others would wait for it."""
     command = Command(tmp_path)
     options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", LEASE_S)
@@ -68,7 +73,7 @@ def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path) -> None
         (found,) = command.folder.glob("paceline/*/run.json")
         run = json.loads(found.read_text())
         servers = ",".join(run["addresses"])
-        learners = [learner(servers, rank) for rank in range(3)]
+        learners = [learner(servers, mode, rank) for rank in range(3)]
         try:
             for each in learners:
                 each.hear(DEADLINE_S)
@@ -80,7 +85,7 @@ def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path) -> None
             since_s = time.monotonic() + WHILE_S
             clocks = [after(each, since_s) for each in learners[:2]]
             learners[2].close()
-            learners[2] = learner(servers, 2, restart=1)
+            learners[2] = learner(servers, mode, 2, restart=1)
             assert after(learners[2], 0.0) >= min(clocks)  # It begins where the others are.
             for each in learners:
                 each.tell("end")

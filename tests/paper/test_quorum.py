@@ -12,7 +12,7 @@ from pscore.rules.base import require_sizes
 from tests.harness import NUMEL, SLICES, Cluster, Vector, quadratic
 from tests.paper.inner import Inner
 
-LR, H, WORKERS = 0.1, 4, 4
+LR, H, WORKERS, STEPS = 0.1, 4, 4, 80
 
 
 def inner() -> Inner:
@@ -24,10 +24,16 @@ def weight(worker: int, step: int) -> float:
 
 
 class Model:
-    """D = sum n_i D_i / sum n_i over the moves that are in; outer Nesterov; slice by slice."""
+    """D = sum n_i D_i / sum n_i over the moves that are in; outer Nesterov; slice by slice.
 
-    def __init__(self, quorum: int, outer_lr: float, momentum: float) -> None:
+    With two fragments the rounds of the first slice end H / 2 steps before those of the second.
+    """
+
+    def __init__(self, quorum: int, outer_lr: float, momentum: float, fragments: int = 1) -> None:
         self.quorum, self.outer_lr, self.momentum = quorum, outer_lr, momentum
+        self.ends = (H, H) if fragments == 1 else (H // 2, H)
+        self.first = [0] * WORKERS  # Steps of the others when each began: behind the newest round.
+        self.has_begun = [False] * WORKERS
         self.weights = [[np.zeros(NUMEL)[part]] for part in SLICES]  # Of each version.
         self.velocity = [np.zeros(NUMEL)[part] for part in SLICES]
         self.local = np.zeros((WORKERS, NUMEL))
@@ -38,9 +44,11 @@ class Model:
         self.num_late = 0
 
     def compute(self, worker: int, step: int) -> None:
+        self.has_begun[worker] = True
         self.local[worker] -= LR * quadratic(worker, step, self.local[worker])
-        if (step + 1) % H == 0:
-            for index, part in enumerate(SLICES):
+        for index, part in enumerate(SLICES):
+            place = self.first[worker] + step + 1 - self.ends[index]
+            if place % H == 0 or step + 1 == STEPS:
                 move = self.start[worker][part] - self.local[worker][part]
                 self.sent.setdefault((worker, index), deque()).append(move)
 
@@ -66,26 +74,38 @@ class Model:
         self.open[index].clear()
 
     def answer(self, worker: int, index: int, version: int) -> None:
+        if not self.has_begun[worker] and version:
+            ended = self.ends[index] + (version - 1) * H
+            self.first[worker] = max(self.first[worker], ended)
         self.local[worker][SLICES[index]] = self.weights[index][version]
         self.start[worker][SLICES[index]] = self.weights[index][version]
 
 
 @pytest.mark.parametrize("quorum", [1, 2, 3, 4])
+@pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize(("outer_lr", "momentum"), [(1.0, 0.0), (0.5, 0.6)])
 def test_it_follows_the_equation_over_random_arrivals(
-    quorum: int, outer_lr: float, momentum: float
+    quorum: int, fragments: int, outer_lr: float, momentum: float
 ) -> None:
+    rule = DiLoCo(
+        steps=H,
+        quorum=quorum,
+        window=0.0,
+        fragments=fragments,
+        outer_lr=outer_lr,
+        outer_momentum=momentum,
+    )
     cluster = Cluster(
-        DiLoCo(steps=H, quorum=quorum, window=0.0, outer_lr=outer_lr, outer_momentum=momentum),
+        rule,
         quadratic,
         num_workers=WORKERS,
         inner=inner(),
         samples=weight,
         seed=quorum,
         speeds=(1.0, 1.0, 0.6, 0.2),
-        steps=80,
+        steps=STEPS,
     ).train()
-    model = Model(quorum, outer_lr, momentum)
+    model = Model(quorum, outer_lr, momentum, fragments)
     for event in cluster.log:
         match event.kind:
             case "compute":
@@ -106,13 +126,14 @@ def test_it_follows_the_equation_over_random_arrivals(
 
 @pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo])
 @pytest.mark.parametrize("overlap", ["none", "mirror"])
+@pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_quorum_of_all_is_the_mode_without_to_the_bit(
-    rule: type[LocalSGD], overlap: str, workers: int
+    rule: type[LocalSGD], overlap: str, fragments: int, workers: int
 ) -> None:
     def train(**quorum: float) -> Cluster:
         return Cluster(
-            rule(steps=H, overlap=overlap, **quorum),  # type: ignore[arg-type]
+            rule(steps=H, overlap=overlap, fragments=fragments, **quorum),  # type: ignore[arg-type]
             quadratic,
             num_workers=workers,
             inner=inner(),
@@ -126,10 +147,11 @@ def test_a_quorum_of_all_is_the_mode_without_to_the_bit(
     assert np.array_equal(plain.seen(), quorum.seen())
 
 
-def test_overlapped_rounds_with_a_quorum_end_near_the_minimum() -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_overlapped_rounds_with_a_quorum_end_near_the_minimum(fragments: int) -> None:
     """Moves come late and answers land late: nothing diverges, and every move is in."""
     cluster = Cluster(
-        DiLoCo(steps=H, quorum=2, window=0.0, overlap="mirror", delay=1),
+        DiLoCo(steps=H, quorum=2, window=0.0, overlap="mirror", delay=1, fragments=fragments),
         quadratic,
         num_workers=WORKERS,
         inner=inner(),

@@ -31,11 +31,14 @@ def case(seed: int, window: float, **changes: object) -> Case:
     return Case(**(settings | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("window", [-1.0, 0.0, 0.1])
-def test_every_move_counts_once_whoever_is_late_or_dies(window: float) -> None:
+@pytest.mark.parametrize(
+    ("window", "fragments"), [(-1.0, 1), (0.0, 1), (0.1, 1), (-1.0, 2), (0.1, 2)]
+)
+def test_every_move_counts_once_whoever_is_late_or_dies(window: float, fragments: int) -> None:
     late = 0
+    rule = LocalSGD(steps=2, quorum=2, window=window, fragments=fragments)
     for seed in range(SEEDS):
-        outcome = simulate(case(seed, window))
+        outcome = simulate(case(seed, window, rule=rule))
         for book in outcome.ledger.books.values():
             late += sum(version > step + 1 for (_, step, _), version in book.entered.items())
     assert late > 0

@@ -71,6 +71,25 @@ def test_a_worker_may_be_in_twice_and_counts_as_one() -> None:
     assert bench.at(3.0, 1, 1)[-1] == "update 1 x0.333333 -> v2"
 
 
+def test_a_late_move_that_closes_a_round_takes_the_moves_that_waited_for_it() -> None:
+    """Two workers are left, so that moves are added in the order of ranks: 2's waits for 1's."""
+    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    bench.at(0.0, 0, 0)
+    bench.at(0.0, 1, 0)
+    bench.at(1.0, 2, 0)
+    assert bench.at(1.0, 0, 1)[-1] == "update 1 x0.5 -> v2"
+    bench.expected.remove(0)
+    bench.clock.recheck()
+    bench.at(2.0, 2, 1)
+    assert bench.at(2.0, 2, 2) == ["hold 2@2", "ack 2@2 ACCEPTED v2"]
+    assert bench.at(3.0, 1, 1) == [
+        "add 1@1 x1 in 2",
+        "add 2@2 x1 in 2",
+        "ack 1@1 ACCEPTED v2",
+        "update 2 x0.333333 -> v3",
+    ]
+
+
 def test_the_newest_rounds_hyper_parameters_are_used() -> None:
     bench = Timed(LocalSGD(quorum=1, window=0.0), 2)
     bench.at(0.0, 1, 0)
@@ -220,9 +239,9 @@ def test_without_a_window_a_round_waits_for_those_who_have_not_pushed() -> None:
 # ----- the answer to a late move
 
 
-def late_of_two_rounds() -> Timed:
+def late_of_two_rounds(fragments: int = 1) -> Timed:
     """Rounds of 10 s with a quorum of 2; worker 2's move of round 0 comes 4 s into round 2."""
-    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    bench = Timed(LocalSGD(quorum=2, window=0.0, fragments=fragments), 3)
     for step, now_s in ((0, 10.0), (1, 20.0)):
         for worker in (0, 1):
             bench.at(now_s, worker, step)
@@ -243,6 +262,12 @@ def test_a_late_worker_waits_no_longer_than_a_round_takes() -> None:
     assert bench.pull(2, 1, 1) == []
     assert bench.tick(33.9) == []
     assert bench.tick(34.0) == ["answer pull2 v2"]
+
+
+def test_a_late_worker_waits_for_no_round_of_a_fragment() -> None:
+    """Meanwhile the others might wait for its move of another fragment."""
+    bench = late_of_two_rounds(fragments=2)
+    assert bench.pull(2, 1, 1) == ["answer pull2 v2"]
 
 
 def test_a_look_does_not_wait_for_the_open_round() -> None:
