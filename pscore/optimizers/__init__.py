@@ -89,17 +89,28 @@ def from_torch(optimizer: Any) -> tuple[Optimizer, HyperArray]:
     return counterpart, hyper_rows(counterpart, groups)
 
 
-def hyper_rows(optimizer: Optimizer | str, param_groups: Sequence[Mapping[str, Any]]) -> HyperArray:
+def hyper_rows(
+    optimizer: Optimizer | str,
+    param_groups: Sequence[Mapping[str, Any]],
+    num_groups: int | None = None,
+) -> HyperArray:
     """Returns the hyper-parameters of this step, `(num_groups, num_hyper) float64`.
 
     Args:
         optimizer: The optimizer, or its name in `OPTIMIZERS`.
         param_groups: torch's parameter groups; a learning rate may be a tensor of one element.
+        num_groups: The number with which training began; None: any.
 
     Raises:
         UnsupportedOptimizerError: An argument is set that the shards do not implement.
-        ConfigError: A hyper-parameter is NaN or Inf.
+        ConfigError: A hyper-parameter is NaN or Inf, or a group was removed or put in.
     """
+    if num_groups not in (None, len(param_groups)):
+        raise ConfigError(
+            f"the optimizer has {len(param_groups)} parameter groups, and training began with "
+            f"{num_groups}; to train a group no more, set its lr to 0 or freeze its parameters; "
+            "to train more, call add_param_group() of the DistributedOptimizer"
+        )
     plugin = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     rows = np.array([plugin.hyper_from_torch(group) for group in param_groups], dtype=np.float64)
     for group, column in np.argwhere(~np.isfinite(rows)).tolist():

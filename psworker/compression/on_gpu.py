@@ -1,8 +1,9 @@
 """Error feedback of gradients on a GPU: they are encoded there, and the small payload is copied.
 
-The encoder runs on torch's current stream, right after backward. The payload is copied to pinned
-memory asynchronously, and only the thread that sends it waits for that copy. Residuals stay on the
-device. Gradients that cannot be encoded there are copied, and the CPU encodes them.
+The encoder runs on torch's current stream, right after backward has made the slice. The payload is
+copied to pinned memory on another stream (psworker/model/copies.py), while backward continues, and
+only the thread that sends it waits for that copy. Residuals stay on the device. Gradients that
+cannot be encoded there are copied, and the CPU encodes them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pscore.net import wire
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
 from psworker.compression.error_feedback import FLOAT_MAX, Feedback, Sent
+from psworker.model.copies import Copies, copies_of
 from psworker.model.finite import FiniteCheck
 
 log = logging.getLogger("paceline")
@@ -30,15 +32,17 @@ log = logging.getLogger("paceline")
 class DeviceFeedback(Feedback):
     """Error feedback of one slice on a GPU."""
 
-    def __init__(self, encoder: Encoder, key: str) -> None:
+    def __init__(self, encoder: Encoder, copies: Copies, key: str) -> None:
         """Starts without a residual.
 
         Args:
             encoder: The encoder of the slice.
+            copies: The copies of its device.
             key: Job, table, worker and slice.
         """
         super().__init__(encoder.compressor, encoder.numel, key)
         self._encoder = encoder
+        self._copies = copies
         self._host = torch.zeros_like(
             encoder.payload, device="cpu", pin_memory=encoder.payload.device.type == "cuda"
         )
@@ -50,11 +54,10 @@ class DeviceFeedback(Feedback):
             refused = check.start(grad)
             seed = self._seed(push)
             self._encoder.encode(grad, seed=seed, step=push.step, refused=refused)
-            self._host.copy_(self._encoder.payload, non_blocking=True)
-            done = _mark(grad.device)
+            done = self._copies.to_host((self._host, self._encoder.payload), check.copied)
 
         def ready() -> memoryview:
-            done()
+            done.wait()
             check.require_finite(grad, push.step)
             with self._lock:
                 if self._sent is None:
@@ -64,22 +67,41 @@ class DeviceFeedback(Feedback):
 
         return ready
 
-    def flush(self, push: Push, grad: FloatArray) -> memoryview:
-        """Returns the sum of gradient and residual, uncompressed; the residual becomes zero."""
+    def start_flush(
+        self, push: Push, grad: torch.Tensor, check: FiniteCheck, host: torch.Tensor
+    ) -> Callable[[], memoryview]:
+        """Starts the sum of gradient and residual, which becomes zero, and its copy to the host.
+
+        Args:
+            push: The push.
+            grad: `(numel,) float32` on the device.
+            check: Finds NaN and Inf in it.
+            host: `(numel,) float32`, pinned; it is the payload until the push is settled.
+
+        Returns:
+            A function that waits for the uncompressed payload and returns it.
+        """
         with self._lock:
-            if self._sent is None or self._sent.step != push.step:
-                total = grad.copy()
-                residual = self._encoder.state.get(RESIDUAL)
-                if residual is not None:
-                    total += residual.cpu().numpy()
-                    require_finite(all_finite(total), self._compressor.name)
-                    residual.zero_()
-                    if residual.device.type == "cuda":
-                        # The next kernels may be on another stream than this thread's.
-                        torch.cuda.current_stream(residual.device).synchronize()
-                payload = total.view(np.uint8)
-                self._sent = Sent(step=push.step, payload=payload, is_compressed=False)
-            return wire.as_bytes(self._sent.payload)
+            assert self._sent is None
+            refused = check.start(grad)
+            total, residual = grad, self._encoder.state.get(RESIDUAL)
+            if residual is not None:
+                total = grad + residual
+                stays = torch.isfinite(total).all().logical_not() | (refused != 0)
+                residual.copy_(torch.where(stays, residual, 0.0))
+            done = self._copies.to_host((host, total), check.copied)
+
+        def ready() -> memoryview:
+            done.wait()
+            check.require_finite(grad, push.step)
+            with self._lock:
+                if self._sent is None:
+                    require_finite(all_finite(host.numpy()), self._compressor.name)
+                    payload = host.numpy().view(np.uint8)
+                    self._sent = Sent(step=push.step, payload=payload, is_compressed=False)
+                return wire.as_bytes(self._sent.payload)
+
+        return ready
 
     def settle(self, verdict: Verdict) -> None:
         """Ends the push that was encoded last; a late push is added back to the residual."""
@@ -102,12 +124,19 @@ class DeviceFeedback(Feedback):
     @property
     def state(self) -> Mapping[str, FloatArray]:
         """A copy of the compressor's arrays by name, each `(numel,) float32` on the host."""
+        self._await_kernels()
         return {name: value.cpu().numpy() for name, value in self._encoder.state.items()}
 
     def load(self, name: str, value: FloatArray) -> None:
         """Replaces one array of the state; one that the compressor does not keep is dropped."""
         if name in self._encoder.state:
             self._encoder.state[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+            self._await_kernels()
+
+    def _await_kernels(self) -> None:
+        """Waits for the device: this thread may use another stream than the one that trains."""
+        if self._encoder.payload.device.type == "cuda":
+            torch.cuda.synchronize(self._encoder.payload.device)
 
 
 class DeviceSide:
@@ -128,10 +157,11 @@ class DeviceSide:
         self._compressor = compressor
         self._host = torch.from_numpy(host)
         self._device = device
+        self._copies = copies_of(device)
         self._checks: dict[int, FiniteCheck] = {}
         self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
         if device.type == "cuda":
-            _pin(self, self._host)
+            _pin(self, self._host, device)
 
     def place(self, index: int, feedback: Feedback) -> Feedback:
         """Returns a slice's error feedback, moved to the gradient's device if that is possible."""
@@ -141,7 +171,7 @@ class DeviceSide:
         encoder = make_encoder(self._compressor, self._layout.slices[index].numel, self._device)
         if encoder is None:
             return feedback
-        placed = DeviceFeedback(encoder, feedback.key)
+        placed = DeviceFeedback(encoder, self._copies, feedback.key)
         for name, value in feedback.state.items():
             placed.load(name, value)
         return placed
@@ -161,16 +191,17 @@ class DeviceSide:
         if index not in self._checks:
             self._checks[index] = FiniteCheck(self._layout, index, self._device)
         check = self._checks[index]
-        if isinstance(feedback, DeviceFeedback) and not flush:
-            return feedback.start(push, grad, check)
         spec = self._layout.slices[index]
-        check.start(grad)
         host = self._host[spec.start : spec.stop]
-        host.copy_(grad, non_blocking=True)
-        done = _mark(self._device)
+        if isinstance(feedback, DeviceFeedback):
+            if flush:
+                return feedback.start_flush(push, grad, check, host)
+            return feedback.start(push, grad, check)
+        check.start(grad)
+        done = self._copies.to_host((host, grad), check.copied)
 
         def ready() -> memoryview:
-            done()
+            done.wait()
             check.require_finite(grad, push.step)
             if feedback is None:
                 return wire.as_bytes(host.numpy())
@@ -180,21 +211,13 @@ class DeviceSide:
         return ready
 
 
-def _mark(device: torch.device) -> Callable[[], object]:
-    """Returns a function that waits for the work so far on the device's current stream."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
-
-
-def _pin(owner: object, host: torch.Tensor) -> None:
+def _pin(owner: object, host: torch.Tensor, device: torch.device) -> None:
     """Pins existing memory while `owner` lives, so that copies to it are asynchronous."""
     if host.is_pinned():
         return
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    with torch.cuda.device(device):  # Else it takes memory of the first GPU for a context there.
+        driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
     if host.is_pinned():
         unpin = weakref.finalize(owner, lambda: driver.cudaHostUnregister(host.data_ptr()))
         unpin.atexit = False  # The driver may be gone by then.

@@ -44,7 +44,8 @@ class Payloads:
         Args:
             layout: The table's slices.
             compressor: The compressor of its pushes.
-            grads: `(layout.numel,) float32` on the host, for copies of gradients from a GPU.
+            grads: `(layout.numel,) float32` on the host, for copies of gradients from a GPU; None:
+                it is allocated when the first one comes.
             key: Returns a string that seeds a slice's random numbers.
             own: The slices that this process pushes.
         """
@@ -160,6 +161,7 @@ class Payloads:
     def _on_device(self, device: torch.device) -> DeviceSide:
         """Returns the GPU side, made when it is first needed."""
         if self._device is None:
-            assert self._grads is not None
+            if self._grads is None:
+                self._grads = np.zeros(self._layout.numel, dtype=np.float32)
             self._device = DeviceSide(self._layout, self._compressor, self._grads, device)
         return self._device

@@ -9,11 +9,14 @@ payload has arrived, and then sends nothing. Only then is each tensor checked, t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from pscore.errors import GradientError
 from pscore.partition import Layout
+from psworker.model.copies import copies_of
+from psworker.model.device import is_on_device
 
 
 class FiniteCheck:
@@ -42,11 +45,18 @@ class FiniteCheck:
         """
         torch.linalg.vector_norm(grad, math.inf, out=self._largest)
         self._refused.copy_(torch.isfinite(self._largest).logical_not().view(1))
-        self._host.copy_(self._largest, non_blocking=True)
         return self._refused
 
+    @property
+    def copied(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of the host for the result of `start`, and the result; `require_finite` reads it.
+
+        The caller copies it, on the way of the payload.
+        """
+        return self._host, self._largest
+
     def require_finite(self, grad: torch.Tensor, step: int) -> None:
-        """Raises if `start` has found NaN or Inf; its stream must have completed that work.
+        """Raises if `start` has found NaN or Inf; `copied` must have been copied by then.
 
         Args:
             grad: The gradient that was given to `start`.
@@ -62,6 +72,22 @@ class FiniteCheck:
             if not bool(torch.isfinite(part).all()):
                 raise not_finite(name, part, step)
         raise AssertionError("a value that is not finite, outside of every tensor")
+
+
+def first_not_finite(parts: Sequence[torch.Tensor]) -> int | None:
+    """Returns the place of the first tensor that holds NaN or Inf; None if all are finite.
+
+    All tensors are on one device, and it waits for the device once.
+    """
+    if not parts:
+        return None
+    flags = torch.stack([torch.isfinite(part).all() for part in parts])
+    if is_on_device(flags):
+        host = torch.empty_like(flags, device="cpu", pin_memory=flags.device.type == "cuda")
+        copies_of(flags.device).to_host((host, flags)).wait()
+        flags = host
+    finite = flags.tolist()
+    return None if all(finite) else finite.index(False)
 
 
 def is_finite_sum(values: torch.Tensor) -> bool:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from pscore.errors import ConfigError
 from pscore.memory import streaming
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
+from psworker.model.copies import Done, copies_of
 from psworker.model.device import is_on_device
 from psworker.model.finite import not_finite
 from psworker.model.grad_views import GradViews, dense, is_plain
@@ -45,6 +48,7 @@ def trained(
     known: set[int] = set()
     for name, parameter in named:
         refuse_joined(name, parameter)
+        _refuse_unmade(name, parameter)
         is_trained = _can_train(parameter) and id(parameter) in group_of
         if is_trained and id(parameter) not in known:
             known.add(id(parameter))
@@ -77,6 +81,19 @@ def refuse_joined(name: str, parameter: torch.Tensor) -> None:
         )
 
 
+def _refuse_unmade(name: str, parameter: torch.Tensor) -> None:
+    """Refuses a parameter without a shape.
+
+    Raises:
+        ConfigError: It belongs to a lazy module that has seen no input yet.
+    """
+    if is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name!r} has no shape yet (a lazy module); call the model with a batch "
+            "before DistributedOptimizer is made"
+        )
+
+
 def _can_train(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.numel() > 0
 
@@ -94,6 +111,15 @@ def describe(
         )
         for (name, parameter), group in zip(named, groups, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A comparison of gradients on a device with those that have left."""
+
+    indices: list[int]  # The parameters.
+    flags: torch.Tensor  # (len(indices),) bool on the host: whether each has changed.
+    done: Done  # The end of the copy of `flags`.
 
 
 class FlatModel:
@@ -140,6 +166,8 @@ class FlatModel:
         self.gather_weights()
         self._adopt_weights()
         self._has_warned = False
+        self._copies = copies_of(self.device)
+        self._compared: _Compared | None = None
         self.note_weights()
 
     def _adopt_weights(self) -> None:
@@ -221,7 +249,8 @@ class FlatModel:
             log.warning(
                 "the weights of %r were changed in place, not by this optimizer; training "
                 "continues from the shards' weights: load weights before DistributedOptimizer is "
-                "made, or call its load_state_dict after it",
+                "made, or call its load_state_dict after it; to change weights in each step "
+                "(weight clipping, max_norm of an embedding), pass optimizer_on='worker' in ssgd",
                 name,
             )
 
@@ -235,8 +264,8 @@ class FlatModel:
             if self.parameters[index].data_ptr() != home:
                 raise ConfigError(
                     f"parameter {self.layout.tensors[index].name!r} was given other memory "
-                    "(model.to(), or an assignment to .data) after DistributedOptimizer was "
-                    "made; move the model before"
+                    "(model.to(), share_memory(), or an assignment to .data) after "
+                    "DistributedOptimizer was made; move the model before"
                 )
 
     def grads_of(self, index: int) -> torch.Tensor:
@@ -256,16 +285,19 @@ class FlatModel:
         Raises:
             GradientError: One is on the CPU and holds NaN or Inf.
         """
+        if self._grads_host is None:
+            self._gather_on_device(indices)
+            return
         plain, addresses = [], []
         for index in indices:
             grad = self.parameters[index].grad
             assert grad is not None
-            if self._grads_host is not None and is_plain(grad, self.parameters[index].numel()):
+            if is_plain(grad, self.parameters[index].numel()):
                 plain.append(index)
                 addresses.append(grad.data_ptr())
             else:
                 self._cast_grad(index, grad, step)
-        if self._grads_host is not None and plain:
+        if plain:
             places = np.array(addresses, dtype=np.int64)
             bad = streaming.gather(places, self._spans[plain], self._grads_host)
             if bad >= 0:
@@ -276,25 +308,38 @@ class FlatModel:
     def changed_grad(self, indices: Iterable[int]) -> int | None:
         """Returns a parameter whose gradient has changed since it was gathered, or None.
 
-        On a device it waits, once, until backward is done.
+        On a device the comparison only starts, and `changed_before` has its result.
         """
-        flags: dict[int, torch.Tensor] = {}
+        compared: dict[int, torch.Tensor] = {}
         for index in indices:
             parameter, start = self.parameters[index], self.layout.offsets[index]
             grad, part = parameter.grad, self.grads[start : start + parameter.numel()]
             assert grad is not None
             if is_on_device(part):
                 flat, values = part.view(parameter.shape), dense(grad).to(part.dtype)
-                flags[index] = ((flat != values) & (flat == flat)).any()  # NaN: finite.py refuses.
+                differs = (flat != values) & (flat == flat)  # NaN: finite.py refuses.
+                compared[index] = differs.any()
             elif not self._is_as_gathered(index, grad, part):
                 return index
-        if flags:
-            for index, has_changed in zip(
-                flags, torch.stack([*flags.values()]).tolist(), strict=True
-            ):
-                if has_changed:
-                    return index
+        if compared:
+            flags = torch.stack([*compared.values()])
+            host = torch.empty_like(flags, device="cpu", pin_memory=flags.device.type == "cuda")
+            self._compared = _Compared([*compared], host, self._copies.to_host((host, flags)))
         return None
+
+    def changed_before(self, *, waits: bool) -> int | None:
+        """Returns a gradient that the last comparison on a device has found changed, once, or None.
+
+        Args:
+            waits: Whether to wait for the comparison; else None is returned before it is over.
+        """
+        compared = self._compared
+        if compared is None or not (waits or compared.done.is_over()):
+            return None
+        self._compared = None
+        compared.done.wait()
+        changed = compared.flags.tolist()
+        return compared.indices[changed.index(True)] if any(changed) else None
 
     def _is_as_gathered(self, index: int, grad: torch.Tensor, part: torch.Tensor) -> bool:
         """Returns whether a gradient on the CPU equals its part of the vector."""
@@ -308,14 +353,24 @@ class FlatModel:
         """Copies a gradient of another type, layout or memory order into the flat vector.
 
         Raises:
-            GradientError: It is on the CPU and holds NaN or Inf.
+            GradientError: It holds NaN or Inf.
         """
-        parameter, start = self.parameters[index], self.layout.offsets[index]
-        part = self.grads[start : start + parameter.numel()]
-        part.view(parameter.shape).copy_(dense(grad))
-        # No wait for a device: `finite.py` checks when the gradient is pushed.
-        if not (is_on_device(part) or bool(torch.isfinite(part).all())):
+        part = self.state_view(self.grads, index)
+        part.copy_(dense(grad))
+        if not bool(torch.isfinite(part).all()):
             raise not_finite(self.layout.tensors[index].name, dense(grad), step)
+
+    def _gather_on_device(self, indices: Iterable[int]) -> None:
+        """Copies gradients into the flat vector by few kernels; `finite.py` checks them later."""
+        places, grads = [], []
+        for index in indices:
+            grad = self.parameters[index].grad
+            assert grad is not None
+            places.append(self.state_view(self.grads, index))
+            grads.append(dense(grad))
+        if places:
+            with torch.no_grad():
+                torch._foreach_copy_(places, grads)
 
     def clear_grad(self, index: int) -> None:
         """Sets the flat gradient of parameter `index` to zero, since it has none in this step."""

@@ -13,6 +13,8 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
 from pscore.types import SegmentTable
+from psworker.model.copies import Done, Incoming, copies_of
+from psworker.model.device import is_on_device
 from psworker.replica.ports import PullBuffer
 
 
@@ -49,6 +51,8 @@ class LocalWeights:
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)
         self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
+        self._copies = copies_of(weights.device) if is_on_device(weights) else None
+        self._coming: dict[int, Incoming] = {}  # Pulls on their way to the device, by slice.
         self.parts = [
             LocalSlice(
                 weights=weights[spec.start : spec.stop],
@@ -97,22 +101,40 @@ class LocalWeights:
         update = self.local_update
         return update is not None and self.pulls_state and update.needs_state(self.parts[index])
 
-    def rebase(self, index: int, buffer: PullBuffer) -> None:
-        """Replaces the weights of a slice by a pull that has landed, with its version."""
-        part = self.parts[index]
-        state: list[torch.Tensor] = []
+    def bring(self, index: int, buffer: PullBuffer) -> None:
+        """Starts the copy of a pull that has landed to the model's device, unless it has begun.
+
+        The copy is made beside the kernels that are queued there, which still use the weights.
+        """
+        if self._copies is not None and index not in self._coming:
+            state = [] if buffer.counts is None else buffer.state
+            self._coming[index] = self._copies.to_device([buffer.weights, *state])
+
+    def rebase(self, index: int, buffer: PullBuffer) -> Done:
+        """Replaces the weights of a slice by a pull that has landed, with its version.
+
+        Returns:
+            The end of the copies that read the buffer.
+        """
+        part, done = self.parts[index], Done()
+        weights, state = buffer.weights, [] if buffer.counts is None else buffer.state
+        self.bring(index, buffer)
+        if index in self._coming:
+            coming = self._coming.pop(index)
+            (weights, *state), done = coming.arrived(), coming.done
         if buffer.counts is not None:
             part.counts[:] = buffer.counts
-            state = buffer.state
         if self.local_update is not None:
-            self.local_update.rebase(part, buffer.weights, state, buffer.version)
-        elif buffer.weights.data_ptr() != part.weights.data_ptr():
-            part.weights.copy_(buffer.weights, non_blocking=True)
+            self.local_update.rebase(part, weights, state, buffer.version)
+        elif weights.data_ptr() != part.weights.data_ptr():
+            part.weights.copy_(weights)
         part.version = buffer.version
         part.past.clear()
+        return done
 
     def restart(self) -> None:
         """Starts again: the next pull counts as the first one."""
+        self._coming.clear()
         for part in self.parts:
             part.restart()
 

@@ -1,7 +1,9 @@
 """Memory for the answers of pulls: the final place if it is free, else a separate buffer.
 
 Separate buffers cost one more copy of the model, and one more for each state array of the shard's
-optimizer that is pulled. They are allocated when they are first needed.
+optimizer that is pulled. They are allocated when they are first needed. For a model on a GPU they
+are pinned, and a buffer is used again when the copy that reads it is over: until then the next pull
+has another one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import cast
 import torch
 
 from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
+from psworker.model.copies import Done
+from psworker.model.device import is_on_device
 from psworker.replica.ports import PullBuffer
 
 
@@ -30,10 +34,9 @@ class PullBuffers:
         self._num_state = num_state
         self._buffers: dict[int, PullBuffer] = {}
         self._weights: dict[int, torch.Tensor] = {}  # Separate buffers.
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(
-            list
-        )  # Unused ones, by length.
         self._state: dict[int, list[torch.Tensor]] = {}
+        # Unused ones, by length; each with the end of the copy that still reads it.
+        self._free: defaultdict[int, list[tuple[Done, torch.Tensor]]] = defaultdict(list)
 
     def __getitem__(self, index: int) -> PullBuffer:
         """Returns the buffer of a slice's last pull."""
@@ -50,7 +53,7 @@ class PullBuffers:
             oldest: The oldest version that the pull can bring.
         """
         part = self._parts[index]
-        if part.weights.device.type != "cpu":
+        if is_on_device(part.weights):
             return None
         if local is None:
             return cast(torch.Tensor, part.weights)
@@ -61,23 +64,28 @@ class PullBuffers:
     def state_room(self, index: int, local: LocalUpdate | None) -> list[torch.Tensor]:
         """Returns the final places of pulled state, likewise; empty if there are none."""
         part = self._parts[index]
-        if local is None or part.weights.device.type != "cpu":
+        if local is None or is_on_device(part.weights):
             return []
         return list(local.state_room(part))
 
     def beside(self, index: int) -> torch.Tensor:
         """Returns the separate buffer for the weights of a slice, on the host."""
         if index not in self._weights:
-            like = self._parts[index].weights
-            free = self._free[len(like)]
-            self._weights[index] = free.pop() if free else _host_buffer(like)
+            self._weights[index] = self._take(index)
         return self._weights[index]
 
-    def release(self, index: int) -> None:
-        """Frees the separate buffer of a slice for other slices: its content was applied."""
-        if index in self._weights and self._parts[index].weights.device.type == "cpu":
-            weights = self._weights.pop(index)  # A copy to a device may still be running.
-            self._free[len(weights)].append(weights)
+    def release(self, index: int, done: Done) -> None:
+        """Frees the separate buffers of a slice for other slices: their content was applied.
+
+        Args:
+            index: Index of the slice.
+            done: The end of the copies to a device that read them.
+        """
+        if index in self._weights:
+            self._give(done, self._weights.pop(index))
+        if is_on_device(self._parts[index].weights):
+            for array in self._state.pop(index, []):
+                self._give(done, array)
 
     def prepare(
         self,
@@ -125,9 +133,20 @@ class PullBuffers:
 
     def _state_beside(self, index: int) -> list[torch.Tensor]:
         if index not in self._state:
-            like = self._parts[index].weights
-            self._state[index] = [_host_buffer(like) for _ in range(self._num_state)]
+            self._state[index] = [self._take(index) for _ in range(self._num_state)]
         return self._state[index]
+
+    def _take(self, index: int) -> torch.Tensor:
+        """Returns unused memory for a slice that no copy reads any more."""
+        like = self._parts[index].weights
+        free = self._free[len(like)]
+        for place in (-1, 0) if free else ():  # Copies end in order: the first one is the oldest.
+            if free[place][0].is_over():
+                return free.pop(place)[1]
+        return _host_buffer(like)
+
+    def _give(self, done: Done, buffer: torch.Tensor) -> None:
+        self._free[len(buffer)].append((done, buffer))
 
 
 def _host_buffer(like: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,11 @@ class Pulls:
         oldest = self._clocks.oldest_version(clock)
         push_pull.pull(index, clock, oldest, buffer, with_state=with_state)
 
+    def bring(self, index: int) -> None:
+        """Starts the copy of a pull of an earlier step, which has landed, to the model's device."""
+        if index in self._pending and index not in self.early:
+            self._local.bring(index, self._buffers[index])
+
     def apply(self, index: int) -> None:
         """Applies a slice's pull, which has landed, once; an early one only after `finish`."""
         if index not in self._pending or index in self.early:
@@ -153,10 +158,10 @@ class Pulls:
         del self._pending[index]
         buffer = self._buffers[index]
         self._clocks.pulled(index, buffer.clock, buffer.version)
-        self._local.rebase(index, buffer)
+        done = self._local.rebase(index, buffer)
         if self._local.local_update is None:  # Else an overlap keeps the start of the round.
             self._round.record_slice(index, self._local.parts[index].weights)
-        self._buffers.release(index)
+        self._buffers.release(index, done)
 
     def settle(self) -> Waits:
         """Waits for all pulls under way and applies them.

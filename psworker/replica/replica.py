@@ -73,9 +73,13 @@ class Replica(PlacedReplica):
             self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
     def land(self, index: int) -> Waits:
-        """Waits until an earlier step's pull of a slice has landed; does not apply it yet."""
+        """Waits until an earlier step's pull of a slice has landed; does not apply it yet.
+
+        Its copy to a GPU begins, beside the kernels of backward.
+        """
         if not self._pulls.has_landed(index):
             yield index
+        self._pulls.bring(index)
 
     def end_slice(self, index: int, grad: torch.Tensor, push_pull: PushPull) -> None:
         """Ends the step of a slice that has been pushed, if the mode waits for no pull of the step.

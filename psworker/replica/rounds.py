@@ -11,6 +11,7 @@ from pscore.errors import GradientError
 from pscore.local.base import LocalSlice
 from pscore.partition import Layout
 from pscore.types import Role
+from psworker.model.finite import first_not_finite
 
 
 class Round:
@@ -99,7 +100,7 @@ class Round:
         """Writes the moves of the weights since the start of the round, or the weights.
 
         If one holds NaN or Inf, all rounds are opened again, from the weights of their starts if
-        these are known.
+        these are known. On a device this waits for the weights, once in a round.
 
         Args:
             parts: The slices.
@@ -107,21 +108,21 @@ class Round:
             indices: The slices whose round ends.
 
         Returns:
-            The first slice whose values hold NaN or Inf, or None; later slices are not written.
+            The first slice whose values hold NaN or Inf, or None.
         """
-        reference = self._reference
-        for index in indices:
-            part = parts[index]
+        reference, written = self._reference, list(indices)
+        for index in written:
             if reference is None:
-                values[index].copy_(part.weights)
+                values[index].copy_(parts[index].weights)
             else:
-                torch.sub(reference[self._spans[index]], part.weights, out=values[index])
-            if not bool(torch.isfinite(values[index]).all()):
-                if reference is not None:
-                    self._weights.copy_(reference)
-                self.begin()
-                return index
-        return None
+                torch.sub(reference[self._spans[index]], parts[index].weights, out=values[index])
+        first = first_not_finite([values[index] for index in written])
+        if first is None:
+            return None
+        if reference is not None:
+            self._weights.copy_(reference)
+        self.begin()
+        return written[first]
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from pscore.errors import ConfigError
 from pscore.optimizers.assign import Assign
 from pscore.rules.asgd import ASGD
 from pscore.table_spec import TableSpec
-from pscore.types import Push, Role, TensorSpec
+from pscore.types import FloatArray, Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.replica.ports import PullBuffer
@@ -123,7 +123,7 @@ class Buffers:
             _, self._step = self._pull(self._session.process_rank)
 
     def _post(self, own: Exchange) -> None:
-        flat = torch.from_numpy(self._gather())
+        flat = self._flat()
         for spec in self._layout.slices:
             push = Push(
                 worker=self._session.rank,
@@ -134,7 +134,7 @@ class Buffers:
             own.push(spec.index, push, flat[spec.start : spec.stop], compress=False)
         self._step += 1
 
-    def _pull(self, owner: int) -> tuple[np.ndarray, int]:
+    def _pull(self, owner: int) -> tuple[FloatArray, int]:
         """Returns the values that `owner` has posted, and the number of this worker's posts."""
         flat = torch.zeros(self._layout.numel)
         table, pull_buffers = self._tables[owner], []
@@ -146,14 +146,19 @@ class Buffers:
         table.run(spec.index for spec in self._layout.slices)
         return flat.numpy(), max(pull_buffer.clock for pull_buffer in pull_buffers)
 
-    def _gather(self) -> np.ndarray:
-        flat = np.zeros(self._layout.numel, dtype=np.float32)
+    def _gather(self) -> FloatArray:
+        """Returns a copy of the buffers, `(layout.numel,)`, on the host."""
+        values: FloatArray = self._flat().cpu().numpy()
+        return values
+
+    def _flat(self) -> torch.Tensor:
+        """Returns a copy of the buffers, `(layout.numel,) float32`, on their device."""
+        flat = torch.zeros(self._layout.numel, device=self._buffers[0].device)
         for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True):
-            values = buffer.detach().float().cpu().reshape(-1).numpy()
-            flat[offset : offset + buffer.numel()] = values
+            flat[offset : offset + buffer.numel()].view(buffer.shape).copy_(buffer.detach())
         return flat
 
-    def _scatter(self, flat: np.ndarray) -> None:
+    def _scatter(self, flat: FloatArray) -> None:
         with torch.no_grad():
             for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True):
                 part = torch.from_numpy(np.array(flat[offset : offset + buffer.numel()]))

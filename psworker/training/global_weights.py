@@ -25,7 +25,7 @@ def global_weights(table: TrainingTable, recovery: Recovery, buffers: Buffers) -
         buffers: The model's shared buffers.
     """
     flat, replica = table.flat, table.replica
-    flat.warn_of_changes()
+    warn_of_changes(table)
     with recovery.guard():
         drifts = replica.drifts or table.exchange.compresses_pulls
         is_there = table.rule.by_step and not drifts
@@ -39,3 +39,12 @@ def global_weights(table: TrainingTable, recovery: Recovery, buffers: Buffers) -
         with recovery.guard():
             undo.enter_context(buffers.shared())
         yield
+
+
+def warn_of_changes(table: TrainingTable) -> None:
+    """Warns once if the script has changed weights, where the shards make the steps.
+
+    Where the workers make them, such a change stays, or is a part of the round's move.
+    """
+    if table.means is None and not table.rule.outer_optimizer:
+        table.flat.warn_of_changes()

@@ -117,14 +117,30 @@ class Gradients:
     def check(self) -> None:
         """Checks that gradients that left during backward have not changed since.
 
+        A GPU compares them while the step continues; `check_before` has the result.
+
         Raises:
-            GradientError: The script has changed one of them.
+            GradientError: The script has changed one of them, or one of the step before.
         """
+        self.check_before(waits=True)
         changed = self._flat.changed_grad(
             index
             for index in self.overlap.check(self._flat.parameters)
             if index in self._gathered and index not in self._kept
         )
+        if changed is not None:
+            self.overlap.refuse(changed)
+
+    def check_before(self, *, waits: bool = False) -> None:
+        """Raises the error that the last comparison on a GPU has found, if it is over.
+
+        Args:
+            waits: Whether to wait for it.
+
+        Raises:
+            GradientError: The script has changed a gradient that had left.
+        """
+        changed = self._flat.changed_before(waits=waits)
         if changed is not None:
             self.overlap.refuse(changed)
 

@@ -16,6 +16,7 @@ from pscore.rules.base import takes_all
 from pscore.types import Role
 from psworker.training import scaling
 from psworker.training.agreement import together
+from psworker.training.global_weights import warn_of_changes
 from psworker.training.group_gradients import GroupGradients
 from psworker.training.steps import Steps
 
@@ -104,7 +105,7 @@ class GroupSteps(Steps):
             self._gradients.overlap.changed("a learning rate or other hyper-parameter")
         self._gradients.check()
         self._table.flat.check_weights()
-        self._table.flat.warn_of_changes()
+        warn_of_changes(self._table)
         if scaler is not None:
             if self._gradients.overlap.has_begun:
                 scaling.refuse_early()

@@ -12,6 +12,7 @@ from psworker.connection.left_out import LeftOut
 from psworker.connection.trace import RoundSpans, local_update
 from psworker.training import scaling
 from psworker.training.buffers import Buffers
+from psworker.training.global_weights import warn_of_changes
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
@@ -76,6 +77,7 @@ class Steps:
                 recovery.come_back()
                 self._left_out.given_up()
             table.exchange.payloads.raise_refused()
+            self._gradients.check_before()
         table.session.pace.round_steps = table.replica.round_steps or 0
         table.session.pace.end_step()
         table.exchange.traffic.num_steps += 1
@@ -94,7 +96,7 @@ class Steps:
             self._gradients.overlap.changed("a learning rate or other hyper-parameter")
         self._gradients.check()
         self._table.flat.check_weights()
-        self._table.flat.warn_of_changes()
+        warn_of_changes(self._table)
         has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
         if not (has_overflow and takes_all(self._table.rule)):  # Then all leave it out.
             self._finish_step(skips=skips or has_overflow)

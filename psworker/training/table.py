@@ -150,7 +150,7 @@ class TrainingTable:
         before = self.replica.parts[0].hyper
         step, num_workers = self.replica.step, self.session.num_workers
         groups = [self.rule.outer_group(step, group, num_workers) for group in param_groups]
-        rows = hyper_rows(self.optimizer, groups)
+        rows = hyper_rows(self.optimizer, groups, len(before))
         for part in self.replica.parts:
             part.hyper = rows
         return not np.array_equal(before, rows)

@@ -22,6 +22,7 @@ from pscore.optimizers.mean import Mean
 from pscore.rules import RULES, make_server_optimizer
 from pscore.rules.base import Rule
 from psworker.connection.session import Session
+from psworker.model.copies import copies_of
 from psworker.model.flat import FlatModel
 
 log = logging.getLogger("paceline")
@@ -125,15 +126,22 @@ class MeanGradients:
         self._session = session
         starts = torch.tensor(flat.layout.offsets, dtype=torch.int64)
         self._starts = starts.to(flat.device)
+        self._copies = copies_of(flat.device)
+        is_pinned = flat.device.type == "cuda"
+        self._firsts = torch.zeros(len(starts), pin_memory=is_pinned)
 
     def take_weights(self) -> None:
         """Copies what was pulled into the flat weights: no update has been made since an upload."""
         self._flat.weights.copy_(self.values)
 
     def show(self) -> None:
-        """Writes the means into `.grad`; it is None where no worker has a gradient."""
+        """Writes the means into `.grad`; it is None where no worker has a gradient.
+
+        On a device this waits until the means have arrived there.
+        """
         with torch.no_grad():
-            has_none = torch.isnan(self.values[self._starts]).tolist()
+            self._copies.to_host((self._firsts, self.values[self._starts])).wait()
+            has_none = torch.isnan(self._firsts).tolist()
             for index, parameter in enumerate(self._flat.parameters):
                 mean = self._flat.state_view(self.values, index)
                 if has_none[index] and bool(torch.isnan(mean).all()):

@@ -22,6 +22,7 @@ from pscore.partition import make_layout
 from pscore.types import FloatArray, Push, TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
+from psworker.model.copies import copies_of
 from psworker.model.finite import FiniteCheck
 from tests.golden.compressors.vectors import gradient
 from tests.unit.pscore.compressors.cases import NAMES, Sender
@@ -92,7 +93,7 @@ def test_payload_and_state_are_the_cpus(
 def test_error_feedback_on_a_stream_of_its_own(device: torch.device, name: str) -> None:
     compressor = parse_compressor(name)
     host = Feedback(compressor, LARGE, "job/0/0/0")
-    other = DeviceFeedback(encoder_of(compressor, LARGE, device), host.key)
+    other = DeviceFeedback(encoder_of(compressor, LARGE, device), copies_of(device), host.key)
     check = FiniteCheck(LAYOUT, 0, device)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for step in range(6):

@@ -7,6 +7,7 @@ thread.
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,29 @@ from tests.integration.models import backward, batch, make_model, same, sgd
 
 STAND_IN = "cpu as a device"
 STEPS = 8
+ON_DEVICE = (
+    "connection.exchange",
+    "connection.payloads",
+    "connection.shared_grads",
+    "model.finite",
+    "model.flat",
+    "replica.local_weights",
+    "replica.pull_buffers",
+    "training.group_gradients",
+)
+# Modes and compressors; tests/gpu/test_training.py trains in them on a GPU.
+CASES = [
+    ("ssgd", "none"),
+    ("ssgd", "2bit"),
+    ("ssgd", "dgc(ratio=0.1, clip=1.0)"),  # Encoded by the host.
+    ("od(warmup=2)", "int8"),
+    ("ssd(steps=2, warmup=2)", "topk(ratio=0.1)"),
+    ("ssd(steps=2, warmup=2, local=mirror)", "none"),
+    ("ssd(steps=2, warmup=2, local=secant)", "none"),
+    ("cd(warmup=2, steps=3)", "2bit"),
+    ("diloco(steps=3)", "none"),
+    ("diloco(steps=3, overlap=mirror)", "none"),
+]
 
 
 @contextlib.contextmanager
@@ -28,12 +52,9 @@ def place(where: str) -> Iterator[torch.device]:
     if where != STAND_IN:
         yield torch.device(where)
         return
-    with (
-        mock.patch("psworker.connection.exchange.is_on_device", return_value=True),
-        mock.patch("psworker.connection.shared_grads.is_on_device", return_value=True),
-        mock.patch("psworker.model.flat.is_on_device", return_value=True),
-        mock.patch("psworker.connection.payloads.is_on_device", return_value=True),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module in ON_DEVICE:
+            stack.enter_context(mock.patch(f"psworker.{module}.is_on_device", return_value=True))
         yield torch.device("cpu")
 
 
@@ -87,6 +108,61 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
         return {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
 
 
+def change_grad(me: Station, where: str) -> None:
+    """Changes a gradient that has left, and trains one step more."""
+    with place(where) as device:
+        model = make_model().to(device)
+        optimizer = wrap(model, "ssgd", "none")
+        inputs, classes = (part.to(device) for part in batch(0, 0))
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(torch.nn.functional.cross_entropy(model(inputs), classes))
+            grad = model.get_parameter("0.weight").grad
+            assert grad is not None
+            if step == 1:
+                grad.data.mul_(0.5)  # As loss scaling does, which torch does not count.
+            if step != 1:
+                optimizer.step()
+                continue
+            with pytest.raises(psworker.GradientError, match=r"'0\.weight' was changed after"):
+                optimizer.step()
+
+
+def step_on_workers(me: Station, where: str) -> dict[str, np.ndarray]:
+    """Trains with an optimizer of the workers; one layer has no gradient in every second step."""
+    with place(where) as device:
+        model = make_model().to(device)
+        optimizer = psworker.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(), optimizer_on="worker"
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            inputs, classes = (part.to(device) for part in batch(me.rank, step))
+            model.get_parameter("0.weight").requires_grad_(step % 2 == 0)
+            torch.autograd.backward(torch.nn.functional.cross_entropy(model(inputs), classes))
+            optimizer.step()
+        return {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
+
+
+def share_buffers(me: Station, where: str) -> np.ndarray:
+    """Trains with BatchNorm, and returns the running mean that evaluation sees."""
+    with place(where) as device:
+        model = torch.nn.Sequential(torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8)).to(device)
+        options: dict[str, Any] = {"model": model, "buffers": "mean"}
+        optimizer = psworker.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(), **options
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs, classes = (part.to(device) for part in batch(me.rank, step))
+            torch.autograd.backward(torch.nn.functional.cross_entropy(model(inputs), classes % 8))
+            optimizer.step()
+        with optimizer.global_weights():
+            psworker.barrier("posted")
+            running: np.ndarray = model.get_buffer("1.running_mean").cpu().numpy().copy()
+        return running
+
+
 def expect_refusal(shards: Shards, compression: str, where: str) -> None:
     """Asserts that the step that waits for a push of NaN reports it; the residual has no NaN."""
     with shards.workers(spoil, compression, where, num_workers=1) as (worker,):
@@ -100,9 +176,7 @@ def expect_refusal(shards: Shards, compression: str, where: str) -> None:
     assert (residual > 0.0) == (compression != "none")
 
 
-@pytest.mark.parametrize(
-    ("mode", "compression"), [("cd(warmup=2, steps=3)", "2bit"), ("ssgd", "none")]
-)
+@pytest.mark.parametrize(("mode", "compression"), CASES)
 def test_gradients_on_a_device_move_the_weights_as_those_on_the_host(
     shards: Shards, mode: str, compression: str
 ) -> None:
@@ -117,3 +191,22 @@ def test_a_nan_on_a_device_is_told_by_the_step_that_waits_for_it(
     shards: Shards, compression: str
 ) -> None:
     expect_refusal(shards, compression, STAND_IN)
+
+
+def test_a_gradient_on_a_device_that_is_changed_after_it_has_left_is_an_error(
+    shards: Shards,
+) -> None:
+    shards.run(change_grad, STAND_IN, num_workers=1)
+
+
+def test_means_on_a_device_move_the_weights_as_those_on_the_host(shards: Shards) -> None:
+    first, second = shards.run(step_on_workers, STAND_IN)
+    host, _ = shards.run(step_on_workers, "cpu")
+    assert same(first, second)
+    assert same(first, host)
+
+
+def test_buffers_on_a_device_are_shared_as_those_on_the_host(shards: Shards) -> None:
+    found, _ = shards.run(share_buffers, STAND_IN)
+    host, _ = shards.run(share_buffers, "cpu")
+    assert np.array_equal(found, host)

@@ -8,13 +8,21 @@ import torch
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec
-from psworker.model.finite import FiniteCheck
+from psworker.model.copies import copies_of
+from psworker.model.finite import FiniteCheck, first_not_finite
 
 TENSORS = [
     TensorSpec(name="weight", shape=(5000,), dtype="float32"),
     TensorSpec(name="bias", shape=(8,), dtype="float32"),
 ]
 LAYOUT = make_layout(TENSORS, 2)  # Slice 0 has the bias and the weight's begin, slice 1 its end.
+
+
+def start(check: FiniteCheck, grad: torch.Tensor) -> list[int]:
+    """Starts a check and copies its result, as the way of the payload does."""
+    refused = check.start(grad)
+    copies_of(grad.device).to_host(check.copied)
+    return refused.tolist()
 
 
 def screen_of(index: int) -> tuple[FiniteCheck, torch.Tensor]:
@@ -25,7 +33,7 @@ def screen_of(index: int) -> tuple[FiniteCheck, torch.Tensor]:
 @pytest.mark.parametrize("index", [0, 1])
 def test_numbers_pass(index: int) -> None:
     check, grad = screen_of(index)
-    assert check.start(grad).tolist() == [0]
+    assert start(check, grad) == [0]
     check.require_finite(grad, 3)
 
 
@@ -38,9 +46,16 @@ def test_nan_and_inf_are_named(index: int, tensor: int, value: float) -> None:
     for position in (segment.start, segment.stop - 1, segment.start + numel // 2):
         broken = grad.clone()
         broken[position] = value
-        assert check.start(broken).tolist() == [1]
+        assert start(check, broken) == [1]
         message = f"{TENSORS[tensor].name!r} holds 1 NaN or Inf of {numel} elements at step 3; "
         with pytest.raises(GradientError, match=message):
             check.require_finite(broken, 3)
-    assert check.start(grad).tolist() == [0]  # The next gradient is judged by itself.
+    assert start(check, grad) == [0]  # The next gradient is judged by itself.
     check.require_finite(grad, 4)
+
+
+def test_the_first_of_several_tensors_is_found() -> None:
+    good, bad = torch.ones(5), torch.tensor([1.0, math.nan])
+    assert first_not_finite([]) is None
+    assert first_not_finite([good, good]) is None
+    assert first_not_finite([good, bad, bad]) == 1

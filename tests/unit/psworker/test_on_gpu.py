@@ -17,6 +17,7 @@ from pscore.partition import make_layout
 from pscore.types import TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
+from psworker.model.copies import copies_of
 from psworker.model.finite import FiniteCheck
 from tests.unit.pscore.cuda.shim import build, launcher
 from tests.unit.pscore.cuda.test_kernels import aligned
@@ -49,7 +50,7 @@ def way(
 def feedback_of(name: str) -> DeviceFeedback:
     encoder = choice.make_encoder(parse_compressor(name), NUMEL, CPU)
     assert encoder is not None
-    return DeviceFeedback(encoder, "job/0/0/0")
+    return DeviceFeedback(encoder, copies_of(CPU), "job/0/0/0")
 
 
 @pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1)", "natural", "fp16"])
@@ -59,7 +60,8 @@ def test_a_device_sends_and_keeps_the_same_as_the_host(name: str) -> None:
     for step in range(6):
         grad = gradient(step)
         if step == 4:
-            payloads = [bytes(item.flush(push(step), grad)) for item in (host, other)]
+            ready = other.start_flush(push(step), aligned(grad), check(), torch.zeros(NUMEL))
+            payloads = [bytes(host.flush(push(step), grad)), bytes(ready())]
         else:
             ready = other.start(push(step), aligned(grad), check())
             payloads = [bytes(host.encode(push(step), grad)), bytes(ready())]

@@ -13,7 +13,9 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Origin, Push, Role, TensorSpec
+from psworker.model.copies import Done
 from psworker.replica.ports import PullBuffer
+from psworker.replica.pull_buffers import PullBuffers
 from psworker.replica.pulls import Waits
 from psworker.replica.replica import Replica
 
@@ -390,6 +392,55 @@ def peek(replica: Replica, port: RecordingPort, weights: float, version: int) ->
     ]
     port.run(replica.peek(dict(enumerate(seen)), port, with_state=False), weights, version)
     return seen
+
+
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes replicas treat their weights as those of a GPU."""
+    for module in ("local_weights", "pull_buffers"):
+        monkeypatch.setattr(f"psworker.replica.{module}.is_on_device", lambda _: True)
+
+
+def test_the_weights_of_a_gpu_are_those_that_had_landed_before_the_next_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_on_a_device(monkeypatch)
+    replica, port = make("od(warmup=0, local=sgd)")
+    step(replica, port, 1.0, 2.0, 1)  # Its pulls land in the next step.
+    for index in replica.front_first():
+        port.run(replica.land(index), 3.0, 1)
+    for buffer in port.pull_buffers.values():
+        buffer.weights.fill_(9.0)  # As if the next answer took the place of this one.
+    own = grads(replica, 1.0)
+    push_all(replica, port, own)
+    port.run(replica.finish(own, port), 9.0, 2)
+    assert torch.equal(replica.weights[:NUMEL], torch.full((NUMEL,), 2.5))
+
+
+def test_the_next_pull_of_a_gpu_lands_beside_memory_that_a_copy_still_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_on_a_device(monkeypatch)
+    replica, _ = make("ssgd")
+    buffers, copy = PullBuffers(replica.parts, num_state=1), UnderWay()
+    options = {"exact": False, "copy_on_wait": False, "begins": False}
+    first = buffers.prepare(0, None, [], with_state=True, **options)
+    taken = {first.weights.data_ptr(), first.state[0].data_ptr()}
+    buffers.release(0, copy)
+    second = buffers.prepare(0, None, [], with_state=True, **options)
+    assert taken.isdisjoint({second.weights.data_ptr(), second.state[0].data_ptr()})
+    copy.ends = True
+    buffers.release(0, UnderWay())
+    third = buffers.prepare(0, None, [], with_state=True, **options)
+    assert taken == {third.weights.data_ptr(), third.state[0].data_ptr()}
+
+
+class UnderWay(Done):
+    """Copies that are over when the test says so."""
+
+    ends = False
+
+    def is_over(self) -> bool:
+        return self.ends
 
 
 def test_a_peek_brings_the_newest_and_leaves_all_else() -> None:
