@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: simulate help setup run test test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
+.PHONY: .cupy simulate help setup run test test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -96,12 +96,15 @@ test-recipes: ## the recipes of docs/recipes.md that need Lightning, Hugging Fac
 test-ray: $(STAMP) .venv-ray/ready ## examples/ray_train.py on a real Ray, with kills, in an environment of its own
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -rs tests/deploy/test_ray.py
 
-test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for torch's CUDA
+.cupy: $(STAMP)
 	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \
 	{ test -z "$$cuda" || $(BIN)/python -c 'import cupy' 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda$$cuda]"; }
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m benchmarks.compressors --json
+
+test-gpu: $(if $(GPU_PYTHON),,.cupy) ## what needs a CUDA device, and the figures of docs/gpu.md; GPU_PYTHON= an interpreter with all installed
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -n 4 --dist worksteal -W default tests/gpu
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu --json --results docs/results/gpu.json
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.pages
 
 clean: ## remove the environment and what tools left behind
 	rm -rf $(VENV) .venv-lowest .venv-recipes .venv-ray build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

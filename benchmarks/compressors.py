@@ -27,7 +27,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,20 +343,16 @@ def on_host(numel: int, rounds: int, names: list[str]) -> tuple[dict[str, Any], 
     return shares, bars
 
 
-def on_device(numel: int, rounds: int, names: list[str]) -> dict[str, Any] | None:
-    """Measures the GPU, if there is one, and returns its compressors' shares."""
-    if not torch.cuda.is_available():
-        return None
+def on_device(numel: int, rounds: int, names: Sequence[str]) -> list[Measured]:
+    """Measures the GPU, prints its table, and returns it: compressors, local updates, torch."""
     device = Device(numel, rounds)
     if launcher(device.device) is None:
         print(advice(torch.version.cuda))
-    found = {name: device.compressor(name) for name in names}
-    measured = {name: item for name, item in found.items() if item is not None}
-    updates = device.updates()
-    rows = [item.row() for item in [*measured.values(), *updates, *device.torchs()]]
+    encoded = [item for name in names if (item := device.compressor(name)) is not None]
+    found = [*encoded, *device.updates(), *device.torchs()]
     title = f"{numel / 1e6:g} million float32 on {torch.cuda.get_device_name()}, {rounds} rounds"
-    kit.show(title, COLUMNS, rows)
-    return {name: {"encode_of_copy": item.of_copy} for name, item in measured.items()}
+    kit.show(title, COLUMNS, [item.row() for item in found])
+    return found
 
 
 def main() -> None:
@@ -371,7 +367,10 @@ def main() -> None:
     torch.set_num_threads(1)
     numel = options.numel or (LARGE_NUMEL if options.large else NUMEL)
     shares, bars = on_host(numel, options.rounds, options.only)
-    on_gpu = on_device(numel, options.rounds, options.only)
+    on_gpu = None
+    if torch.cuda.is_available():
+        found = on_device(numel, options.rounds, options.only)
+        on_gpu = {item.what: {"of_copy": item.of_copy} for item in found}
     kit.plot_bars(
         options.out / "compressors.png",
         f"{numel / 1e6:g} million float32 on one CPU core",

@@ -342,6 +342,43 @@ def step_hosts() -> str:
     return "\n\n".join(blocks)
 
 
+GPU = ROOT / "docs" / "results" / "gpu.json"
+
+
+def gpu(path: Path = GPU) -> str:
+    """Returns the figures of a GPU: kernels beside a copy, and communication that is not hidden."""
+    if not path.is_file():
+        return "No GPU has been measured yet."
+    run = json.loads(path.read_text(encoding="utf-8"))
+    about = f"`{run['command']}`, {run['date']}, commit {run['commit']}, {run['machine']}."
+    blocks = [f"**{run['device']}.** {about}"]
+    if run["kernels"]:
+        rows = [
+            [
+                f"`{row['what']}`",
+                f"{row['best_ms']:.3f}",
+                f"{row['gbps']:.0f}",
+                f"{100 * row['of_copy']:.0f} %",
+            ]
+            for row in run["kernels"]
+        ]
+        head = [f"{run['numel'] / 1e6:g}M float32", "ms", "GB/s", "of a copy's bandwidth"]
+        blocks.append(table(head, rows, "lrrr"))
+    rows = [
+        [
+            f"`{row['model']}`",
+            str(row["processes"]),
+            f"`{row['mode']}`",
+            *(f"{row[name]:.1f}" if name in row else "" for name in ("plain_ms", "step_ms")),
+            f"{100 * row['not_hidden']:.0f} %" if "not_hidden" in row else "no time was left",
+        ]
+        for row in run["steps"]
+    ]
+    head = ["model", "processes", "mode", "plain step, ms", "step, ms", "not hidden"]
+    blocks.append(table(head, rows, "lrlrrr"))
+    return "\n\n".join(blocks)
+
+
 def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
 
@@ -536,6 +573,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "targets": targets,
     "hosts": hosts,
     "step hosts": step_hosts,
+    "gpu": gpu,
     "overlap": overlap,
     "pipeline": pipeline,
     "pipeline kills": pipeline_kills.results,
@@ -552,6 +590,7 @@ PAGES = (
     "docs/dashboard.md",
     "docs/convergence.md",
     "docs/dataplane.md",
+    "docs/gpu.md",
     "docs/links.md",
     "docs/notes/dataplane.md",
     "docs/pipelines.md",
