@@ -128,7 +128,10 @@ def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:
             raise ConfigError(f"two parameters are named {spec.name!r}")
         seen.add(spec.name)
         if spec.dtype not in DTYPES:
-            raise ConfigError(f"{spec.name!r} is {spec.dtype}, must be {', '.join(DTYPES)}")
+            raise ConfigError(
+                f"{spec.name!r} is {spec.dtype}, must be {', '.join(DTYPES)}; train a float64 "
+                "model as model.float(), and keep a complex parameter as torch.view_as_real of it"
+            )
         if len(spec.shape) > DIMENSIONS_MAX:
             raise ConfigError(
                 f"{spec.name!r} has {len(spec.shape)} dimensions, at most {DIMENSIONS_MAX}"
