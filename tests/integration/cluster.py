@@ -294,7 +294,9 @@ class Shards:
     def __enter__(self) -> Shards:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and (status := self._popen.poll()) is not None:
+            sys.stderr.write(f"the shards ended by themselves ({status})\n{self.written()}\n")
         self.close()
 
 
