@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pscore.errors import ConfigError
-from pscore.graphs import graph_of
+from pscore.graphs import graph_of, require_joined
 from pscore.graphs.sides import sides_of
 from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import UNBOUNDED, Rule, SliceClocks
@@ -87,11 +87,13 @@ class ADPSGD(Warmed):
         return EXCHANGES[self.exchange]
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses workers that the graph does not part into two sides, for atomic exchanges.
+        """Refuses edges that leave some workers apart, or for atomic exchanges have no two sides.
 
         Raises:
-            ConfigError: Their number is odd and not 1, or the graph is not bipartite.
+            ConfigError: They do; for atomic exchanges the number of workers is odd and not 1, or
+                the graph is not bipartite.
         """
+        require_joined(self.graph, num_workers)
         if self.exchange != "atomic" or num_workers == 1:
             return
         if num_workers % 2:

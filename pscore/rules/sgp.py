@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pscore.graphs import directed_graph_of
+from pscore.graphs import directed_graph_of, require_joined
 from pscore.plugins import require_range
 from pscore.rules.decentralised import Warmed
 
@@ -62,3 +62,11 @@ class SGP(Warmed):
         super().__post_init__()
         directed_graph_of(self.graph)
         require_range("sgp.late", self.late, 0, 1)
+
+    def require_workers(self, num_workers: int) -> None:
+        """Refuses edges that leave some workers apart.
+
+        Raises:
+            ConfigError: They do.
+        """
+        require_joined(self.graph, num_workers)
