@@ -48,6 +48,7 @@ class AllReduce(Decentralised):
     name: ClassVar[str] = "allreduce"
     source: ClassVar[str] = "Patarasu and Yuan, 2009"
     gossip: ClassVar[str] = "ring"
+    alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Checks every argument.

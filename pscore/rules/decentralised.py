@@ -35,6 +35,9 @@ class Decentralised(Synchronous):
 
     average_every: int = 50
 
+    alike: ClassVar[bool] = False
+    """Whether all workers have the same model at every step."""
+
     outer_optimizer: ClassVar[str] = "assign"
     round_role: ClassVar[Role] = Role.MODEL
 
@@ -59,6 +62,11 @@ class Decentralised(Synchronous):
     @property
     def adopts(self) -> bool:
         """Whether all workers continue from the average."""
+        return False
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the wrapped optimizer's state is dropped where all continue from the average."""
         return False
 
     def plan(self, step: int) -> Plan:

@@ -22,10 +22,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pscore.graphs import graph_of
+from pscore.errors import ConfigError
+from pscore.graphs import graph_of, require_joined
 from pscore.plugins import require_one_of, require_range
 from pscore.rules.decentralised import EVERY_MAX, Warmed
 
+MOMENTA = {"keep": "workers keep them", "drop": "each begins anew"}
 ORDERS = {"awc": "adapt while communicating", "atc": "adapt, then combine"}
 
 
@@ -38,6 +40,7 @@ class DPSGD(Warmed):
             `"0-1 1-2"`.
         order: `awc`, mix while the gradient is computed, or `atc`, mix after the optimizer's step.
         global_every: Steps from one global average, from which all continue, to the next; 0: none.
+        momenta: What becomes of the optimizers' states there: `keep`, or `drop`, which begins anew.
         average_every: Without `global_every`: steps from one average on the shards, for evaluation
             and checkpoints, to the next.
         warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
@@ -46,6 +49,7 @@ class DPSGD(Warmed):
     graph: str = "exp"
     order: str = "awc"
     global_every: int = 0
+    momenta: str = "keep"
     average_every: int = 50
     warmup: int = 0
 
@@ -63,6 +67,20 @@ class DPSGD(Warmed):
         graph_of(self.graph)
         require_one_of("dpsgd.order", self.order, ORDERS)
         require_range("dpsgd.global_every", self.global_every, 0, EVERY_MAX)
+        require_one_of("dpsgd.momenta", self.momenta, MOMENTA)
+        if self.momenta != "keep" and not self.global_every:
+            raise ConfigError(
+                f"dpsgd.momenta is {self.momenta!r}, which has no effect without global_every="
+            )
+
+    def require_workers(self, num_workers: int) -> None:
+        """Refuses edges that leave some workers apart, unless a global average joins them.
+
+        Raises:
+            ConfigError: They do.
+        """
+        if not self.global_every:
+            require_joined(self.graph, num_workers)
 
     @property
     def period(self) -> int:
@@ -73,3 +91,8 @@ class DPSGD(Warmed):
     def adopts(self) -> bool:
         """Whether all workers continue from the average."""
         return self.global_every > 0
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the wrapped optimizer's state is dropped where all continue from the average."""
+        return self.momenta == "drop"

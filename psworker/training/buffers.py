@@ -19,6 +19,8 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign import Assign
 from pscore.rules.asgd import ASGD
+from pscore.rules.base import Rule
+from pscore.rules.decentralised import Decentralised
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
@@ -80,6 +82,16 @@ class Buffers:
                 own.load(spec.index, Role.WEIGHTS, [flat[spec.start : spec.stop]], [])
             own.flush()
         self._count_on()
+
+    def caution(self, rule: Rule) -> str:
+        """Returns the reason not to evaluate with these buffers in a mode; empty: there is none."""
+        if self._policy != "rank0" or not isinstance(rule, Decentralised) or rule.alike:
+            return ""
+        return (
+            f"in mode {rule.name} each worker has a model of its own, and global_weights() has the "
+            "mean of the models beside the BatchNorm statistics of rank 0: pass buffers='mean', or "
+            "compute them anew there (torch.optim.swa_utils.update_bn)"
+        )
 
     def post(self, samples: float) -> None:
         """Posts this worker's buffers, unless the previous post is still under way."""

@@ -276,12 +276,15 @@ def test_jobs_on_the_same_shards_do_not_see_each_other(shards: Shards) -> None:
             assert all(same(*pair) for pair in zip(one[rank], other[rank], strict=True))
 
 
-def normalize(me: Station, policy: str) -> tuple[list[float], list[float], list[float], int]:
+def normalize(
+    me: Station, policy: str, mode: str
+) -> tuple[list[float], list[float], list[float], int]:
     """Returns the running mean of own training, of evaluation, and after it."""
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2, momentum=0.5), torch.nn.Linear(2, 1))
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model.named_parameters(),
+        mode=mode,
         model=model,
         buffers=policy,
     )
@@ -304,9 +307,13 @@ def normalize(me: Station, policy: str) -> tuple[list[float], list[float], list[
     return own, shared, norm.running_mean.tolist(), count
 
 
-@pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
-def test_evaluation_sees_the_buffers_that_the_policy_says(shards: Shards, policy: str) -> None:
-    first, second = shards.run(normalize, policy)
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("rank0", "ssgd"), ("mean", "ssgd"), ("local", "ssgd"), ("mean", "adpsgd")]
+)
+def test_evaluation_sees_the_buffers_that_the_policy_says(
+    shards: Shards, policy: str, mode: str
+) -> None:
+    first, second = shards.run(normalize, policy, mode)
     # Means of the batches: worker 0 (2, 3), (3, 4), (4, 5); worker 1 (4, 6), (5, 7), (6, 8).
     own = [[0.25 + 0.75 + 2, 0.375 + 1 + 2.5], [0.5 + 1.25 + 3, 0.75 + 1.75 + 4]]
     mean = [(a + b) / 2 for a, b in zip(*own, strict=True)]

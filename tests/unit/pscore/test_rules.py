@@ -13,6 +13,7 @@ import psworker
 from pscore.compressors import parse_compressor
 from pscore.compressors.two_bit import TwoBit
 from pscore.errors import ConfigError
+from pscore.graphs import GRAPHS
 from pscore.optimizers import OPTIMIZERS
 from pscore.rules import (
     ASGD,
@@ -262,13 +263,36 @@ def test_atomic_exchanges_need_an_even_number_and_a_bipartite_graph() -> None:
     with pytest.raises(ConfigError, match=r"an even number of workers, not 5: one more or one"):
         rule.require_workers(5)
     parse_mode("adpsgd(exchange=atomic, graph='0-2 2-1 1-3')").require_workers(4)
-    for graph in ("complete", "torus", "exp_static", "0-1 1-2 2-0 2-3"):
+    for graph in ("complete", "torus", "exp_static", "0-1 1-2 2-0 2-3 3-4 4-5"):
         with pytest.raises(ConfigError, match="not bipartite with 6 workers"):
             parse_mode(f"adpsgd(exchange=atomic, graph='{graph}')").require_workers(6)
     with pytest.raises(ConfigError, match="max_behind is 2, must be 0 with exchange='atomic'"):
         parse_mode("adpsgd(exchange=atomic, max_behind=2)")
     with pytest.raises(ConfigError, match="must be one of atomic, differences"):
         parse_mode("adpsgd(exchange=locked)")
+
+
+@pytest.mark.parametrize("mode", ["dpsgd", "adpsgd", "sgp"])
+def test_edges_that_leave_workers_apart_are_refused(mode: str) -> None:
+    parse_mode(f"{mode}(graph='0-1 1-2 7-2')").require_workers(3)
+    with pytest.raises(ConfigError, match=r"leaves some of 4 .*: worker 3 has no edge"):
+        parse_mode(f"{mode}(graph='0-1 1-2')").require_workers(4)
+    with pytest.raises(ConfigError, match=r"apart.*: no edges join one part to another"):
+        parse_mode(f"{mode}(graph='0-1 2-3')").require_workers(4)
+    for graph in GRAPHS:
+        parse_mode(f"{mode}(graph={graph})").require_workers(6)
+
+
+def test_a_global_average_joins_parts_that_no_edge_joins() -> None:
+    parse_mode("dpsgd(graph='0-1 2-3', global_every=50)").require_workers(4)
+
+
+def test_dropped_momenta_need_a_global_average() -> None:
+    assert parse_mode("dpsgd(global_every=8, momenta=drop)").arguments()["momenta"] == "drop"
+    with pytest.raises(ConfigError, match=r"dpsgd.momenta is 'drop', which has no effect without"):
+        parse_mode("dpsgd(momenta=drop)")
+    with pytest.raises(ConfigError, match=r"dpsgd.momenta"):
+        parse_mode("dpsgd(global_every=8, momenta=mean)")
 
 
 def test_allreduce_takes_a_backend_with_its_own_order_alone() -> None:

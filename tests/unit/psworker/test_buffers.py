@@ -1,12 +1,14 @@
 """Which buffers evaluation sees, with tables that are kept in this process."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pscore.errors import ConfigError
+from pscore.rules import parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role
 from psworker.replica.ports import PullBuffer
@@ -229,3 +231,23 @@ def test_a_worker_that_is_started_again_posts_behind_its_former_self() -> None:
         fill(model, 11.0 + life)
         buffers.post(1.0)
     assert {value[0] for table in posts.values() for value in table.values()} == {12.0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "warns"),
+    [
+        ("dpsgd", "rank0", True),
+        ("adpsgd", "rank0", True),
+        ("adpsgd", "mean", False),
+        ("allreduce", "rank0", False),  # All models are alike.
+        ("ssgd", "rank0", False),
+    ],
+)
+def test_statistics_of_rank_0_do_not_describe_the_mean_of_unlike_models(
+    monkeypatch: pytest.MonkeyPatch, mode: str, policy: str, warns: bool
+) -> None:
+    monkeypatch.setattr(module, "Exchange", FakeTable)
+    session: Any = FakeSession(0, {})
+    found = Buffers(torch.nn.BatchNorm1d(2), policy, session).caution(parse_mode(mode))
+    assert ("the BatchNorm statistics of rank 0: pass buffers='mean'" in found) is warns
+    assert Buffers(torch.nn.Linear(2, 1), "rank0", session).caution(parse_mode(mode)) == ""
