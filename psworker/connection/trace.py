@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from pscore.observe.timeline import Timeline
-from pscore.pb.ps.v1 import data_pb2
+from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import Push
 from psworker.transports import PullCall, PushCall
 
@@ -55,6 +55,31 @@ def note_exchange(
         timeline.span(f"{kind}", begin_ns, track="peers", partner=partner, nbytes=nbytes)
 
     call.add_done_callback(end)
+
+
+@contextlib.contextmanager
+def peer_step(
+    timeline: Timeline | None, report: Callable[[], control_pb2.PeerReport]
+) -> Iterator[None]:
+    """Records the body of a `with` block as a step with other workers; None records nothing.
+
+    Args:
+        timeline: Where it is recorded.
+        report: Returns the worker's last exchanges, at the end of the step.
+    """
+    begin_ns = 0 if timeline is None else timeline.now_ns()
+    yield
+    if timeline is not None:
+        found = report()
+        timeline.span(
+            "exchange",
+            begin_ns,
+            step=found.step,
+            partner=found.partner,
+            age_s=round(found.age_s, 6),
+            staleness=found.staleness,
+            distance=found.distance,
+        )
 
 
 def note_push(
