@@ -6,6 +6,8 @@ would move the cursor, colour lines or hide them; in a log a line end would begi
 
 from __future__ import annotations
 
+import ipaddress
+
 LENGTH_MAX = 2048
 
 
@@ -25,6 +27,14 @@ def printable(text: str, length_max: int = LENGTH_MAX, keep: str = "") -> str:
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def join_address(host: str, port: int) -> str:

@@ -124,11 +124,6 @@ class SimulatedPeer:
         """Whether a heartbeat has brought a newer epoch."""
         return self.heard_epoch > self.epoch
 
-    @property
-    def has_tls(self) -> bool:
-        """Whether connections are encrypted: there are none."""
-        return False
-
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows."""
         return sorted(self.peers)

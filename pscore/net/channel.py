@@ -101,8 +101,7 @@ class FrameChannel(Generic[C]):
             waits: Whether this returns only when they have failed, or after some seconds.
         """
         self._is_closed = True
-        with self._sending:
-            self._shut()
+        self._shut()  # Without the lock: a thread that sends to a silent peer holds it.
         if waits and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
 
@@ -115,11 +114,12 @@ class FrameChannel(Generic[C]):
             self._shut()
 
     def _shut(self) -> None:
-        if self._stream is not None:
+        stream = self._stream
+        if stream is not None:
             try:
-                self._stream.shutdown(socket.SHUT_RDWR)
+                stream.shutdown(socket.SHUT_RDWR)
             except OSError:
-                self._stream.close()
+                stream.close()
 
     # ----- the reading thread
 
@@ -140,6 +140,8 @@ class FrameChannel(Generic[C]):
         """Sends the requests without a reply again, in order."""
         with self._sending:
             self._stream = stream
+            if self._is_closed:  # `close` may have come before there was a stream to shut down.
+                self._shut()
             with self._lock:
                 unanswered = [item for _, item in sorted(self._open.items())]
             for _, header, payload in unanswered:

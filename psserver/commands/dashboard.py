@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from pscore.errors import ConfigError
-from pscore.text import join_address
+from pscore.text import is_loopback, join_address
 from psserver.access.files import Trust, require_whole
 from psserver.commands.find import Found
 from psserver.dashboard import terminal
@@ -21,7 +21,6 @@ from psserver.dashboard.history import History
 from psserver.dashboard.server import Guard, Server
 from psserver.dashboard.watch import POLL_S, Asker, Watch
 from psserver.exits import CommandError, Exit
-from psserver.process.settings import is_loopback
 from psserver.remote import ask
 from psserver.remote.status import WIDTH
 

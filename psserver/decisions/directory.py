@@ -30,14 +30,22 @@ class Peer:
     port: int  # TCP.
     local: str = ""  # Name of its abstract Unix socket.
     certificate: bytes = b""  # PEM; empty: without TLS.
+    secret: str = field(default="", repr=False)  # With which others say hello to it.
     position: int = -1  # Steps or rounds behind it; -1: it has just come.
     parts: bool = False  # It exchanges nothing after the next meeting.
     stays: bool = False  # It parts only where no other is behind it.
 
     @property
-    def endpoint(self) -> tuple[int, str, int, str, bytes]:
+    def endpoint(self) -> tuple[int, str, int, str, bytes, str]:
         """The part that distinguishes one process from another."""
-        return self.incarnation, self.host, self.port, self.local, self.certificate
+        return (
+            self.incarnation,
+            self.host,
+            self.port,
+            self.local,
+            self.certificate,
+            self.secret,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

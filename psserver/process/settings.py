@@ -6,7 +6,6 @@ is refused with a message that names section, field, value and range.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import tomllib
@@ -19,6 +18,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from pscore.errors import ConfigError
+from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S
 
@@ -247,14 +247,6 @@ def resolve(flags: Mapping[str, object] | None = None, file: Path | None = None)
     settings = Settings(**sections, origins=origins)
     _check(settings)
     return settings
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def metrics_ports(settings: Settings) -> list[int | None]:

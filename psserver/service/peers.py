@@ -20,6 +20,7 @@ def peer_of(peer: pb.Peer) -> Peer:
         port=peer.port,
         local=printable(peer.local, TEXT_LENGTH_MAX),
         certificate=peer.certificate,
+        secret=printable(peer.secret, TEXT_LENGTH_MAX),
         position=peer.position,
         parts=peer.parts,
         stays=peer.stays,

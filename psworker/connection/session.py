@@ -42,6 +42,9 @@ class Session:
         reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
+        peer_host: Address at which this worker listens for others; empty: that from which it
+            reaches the first shard.
+        peer_ports: Ports of which it takes the first that is free; 0: any.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Session:
         ]
         self.group = group
         self.timeline: Timeline | None = None
+        self.peer_host, self.peer_ports = "", range(1)
         self.pace = Pace()
         after = _finished.get(job, 0)
         self._member = Member(job, num_workers, min_workers, restart, rank, after=after)

@@ -95,10 +95,6 @@ class Post(Protocol):
     def is_short(self) -> bool:
         """Whether the job had fewer workers than its least when this worker last asked."""
 
-    @property
-    def has_tls(self) -> bool:
-        """Whether the connections of this job are encrypted."""
-
     def members(self) -> list[int]:
         """Returns the ranks of the members, in order, as far as this worker knows them."""
 
@@ -172,6 +168,19 @@ class Gossip(ABC):
         self.model = model
         self.post = post
         self.sight = Sight()
+
+    @classmethod  # noqa: B027
+    def require_fit(cls, rule: Decentralised, device: str, *, has_tls: bool) -> None:
+        """Refuses a model or a job in which the worker could not exchange.
+
+        Args:
+            rule: The mode.
+            device: Type of the model's device, as torch names it: `cpu`, `cuda`.
+            has_tls: Whether the connections of the job are encrypted.
+
+        Raises:
+            ConfigError: It could not.
+        """
 
     @abstractmethod
     def start(self) -> Waits:

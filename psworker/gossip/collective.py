@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.errors import ConfigError
+from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
 from psworker.gossip.base import Add, Steps, Tag, Waits, Want
 from psworker.gossip.ring import Ring
@@ -30,26 +31,31 @@ class Collective(Ring):
 
     name: ClassVar[str] = "collective"
 
-    def start(self) -> Waits:
-        """Meets the others.
+    @classmethod
+    def require_fit(cls, rule: Decentralised, device: str, *, has_tls: bool) -> None:
+        """Refuses a backend that does not fit the model, or the job's connections.
 
         Raises:
-            ConfigError: The backend does not fit the model, or the job's connections.
+            ConfigError: It adds on GPUs and the model is not there, or the job uses TLS.
         """
-        self._backend = str(self.rule.arguments()["backend"])
-        self._port = self._opened = 0  # Port of the store, and the epoch that it is of.
-        self._failed: list[list[int]] = []  # Members of the sums that failed since the last one.
-        mode, device = f"allreduce(backend='{self._backend}')", self.model.weights.device.type
-        if self._backend == "nccl" and device != "cuda":
+        backend = rule.arguments()["backend"]
+        mode = f"allreduce(backend={backend!r})"
+        if backend == "nccl" and device != "cuda":
             raise ConfigError(
                 f"{mode} adds on GPUs, and this worker's model is on {device}: move it to a GPU, "
                 "or use backend='frames'"
             )
-        if self.post.has_tls:
+        if has_tls:
             raise ConfigError(
                 f"{mode} would send gradients without encryption, and this job uses TLS: use "
                 "backend='frames'"
             )
+
+    def start(self) -> Waits:
+        """Meets the others."""
+        self._backend = str(self.rule.arguments()["backend"])
+        self._port = self._opened = 0  # Port of the store, and the epoch that it is of.
+        self._failed: list[list[int]] = []  # Members of the sums that failed since the last one.
         yield from super().start()
 
     def _sum(self, own: FloatArray) -> Steps[FloatArray | None]:

@@ -184,6 +184,7 @@ def open_session(
     if timeline is None:
         timeline = open_timeline(environment.timeline, "worker", session.process_rank)
     session.timeline = timeline
+    session.peer_host, session.peer_ports = environment.peer_host, environment.peer_ports
     return session
 
 

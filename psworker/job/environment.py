@@ -16,6 +16,7 @@
 | file with the token | PACELINE_TOKEN_FILE | | |
 | file for timelines | PACELINE_TIMELINE=trace.json | | |
 | plan of a pipeline | PACELINE_PIPELINE=plan.json | | |
+| where to listen for other workers | PACELINE_PEER_HOST, PACELINE_PEER_PORTS=7100-7107 | | |
 
 The first column wins. In a step of srun with several tasks, SLURM_PROCID, SLURM_STEP_NUM_TASKS and
 SLURM_LOCALID come last, and the job is `slurm-` and SLURM_JOB_ID: a job that is requeued continues.
@@ -70,6 +71,8 @@ class Environment:
     token_file: str = ""
     timeline: str = ""  # A path (pscore/observe/timeline.py); empty: no timeline.
     pipeline: str = ""  # A path (psworker/pipeline/plan_file.py); empty: no plan is given.
+    peer_host: str = ""  # Listens here for other workers; empty: where it reaches the first shard.
+    peer_ports: range = range(1)  # Takes the first that is free; 0: any.
 
     def __post_init__(self) -> None:
         """Checks values that arguments may have replaced.
@@ -152,6 +155,8 @@ class Environment:
             token_file=variables.get("PACELINE_TOKEN_FILE", ""),
             timeline=variables.get("PACELINE_TIMELINE", ""),
             pipeline=variables.get("PACELINE_PIPELINE", ""),
+            peer_host=_host(variables, "PACELINE_PEER_HOST"),
+            peer_ports=_ports(variables, "PACELINE_PEER_PORTS"),
         )
 
 
@@ -219,6 +224,28 @@ def _seconds(variables: Mapping[str, str], default: float, name: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{name} is {text!r}, must be a number of seconds") from None
+
+
+def _host(variables: Mapping[str, str], name: str) -> str:
+    """Returns an address of this host; names are left to the resolver."""
+    text = variables.get(name, "").strip("[]")
+    if text in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{name} is {text!r}, must be an address at which other workers reach this one"
+        )
+    return text
+
+
+def _ports(variables: Mapping[str, str], name: str) -> range:
+    """Returns the ports that `7100` or `7100-7107` names; 0, any free one, if it is not set."""
+    text = variables.get(name, "")
+    if not text:
+        return range(1)
+    first, dash, last = text.partition("-")
+    ports = [int(part) if part.isdecimal() else 0 for part in (first, last if dash else first)]
+    if not 0 < ports[0] <= ports[1] < 1 << 16:
+        raise ConfigError(f"{name} is {text!r}, must be a port, or two with a dash: 7100-7107")
+    return range(ports[0], ports[1] + 1)
 
 
 def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:

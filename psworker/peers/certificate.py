@@ -6,9 +6,11 @@ certificate that it names, and nobody has to give workers certificates for their
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import ssl
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from cryptography import x509
@@ -44,9 +46,17 @@ def make() -> tuple[bytes, ssl.SSLContext]:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    with tempfile.TemporaryDirectory() as folder:  # OpenSSL reads files alone; for this user only.
-        cert_path, key_path = Path(folder) / "cert.pem", Path(folder) / "key.pem"
-        cert_path.write_bytes(shown)
-        key_path.touch(mode=0o600)
-        key_path.write_bytes(private)
+    with _in_memory(shown) as cert_path, _in_memory(private) as key_path:
         return shown, server_context(cert_path, key_path, None)
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[Path]:
+    """Context manager: a file in memory, for OpenSSL, which reads files alone.
+
+    A key is never on a disk, which may be full too.
+    """
+    with os.fdopen(os.memfd_create("pem"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")

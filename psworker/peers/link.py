@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from pscore.errors import PacelineError, TransportError
+from pscore.errors import ConfigError, PacelineError, RemoteProtocolError, TransportError
 from pscore.net import sockets, tls, wire
 from pscore.net.channel import FrameChannel
 from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import control_pb2, data_pb2
+from pscore.text import is_loopback, join_address
 from pscore.types import FloatArray
 from psworker.peers.shared import SHARED_NBYTES_MIN, Outbox
+from psworker.transports.daemon_threads import DaemonExecutor
 
 log = logging.getLogger("paceline")
 DELAY_S, DELAY_S_MAX = 0.05, 1.0
@@ -36,24 +39,32 @@ class PeerCall:
 
 
 class PeerLink:
-    """Sends arrays and offers to one worker.
+    """Sends arrays and offers to one worker, from a thread of its own.
+
+    So no worker waits in a send for another one that is slow to read, or is stopped.
 
     Attributes:
         peer: The worker.
         is_over: Whether the worker is gone.
         is_new: Whether there was no connection yet.
+        problem: Why there is no connection; None: there is one, or none was tried.
+        refusal: The error with which the worker has refused an array; None: it has refused none.
     """
 
-    def __init__(self, peer: control_pb2.Peer, token: str) -> None:
+    def __init__(self, peer: control_pb2.Peer, own_host: str) -> None:
         """Starts to connect.
 
         Args:
             peer: The worker, as the directory lists it.
-            token: Token of the job.
+            own_host: The address at which this worker listens.
         """
         self.peer = peer
         self.is_over = False
         self.is_new = True
+        self.problem: PacelineError | None = None
+        self.refusal: PacelineError | None = None
+        # The loopback address of another host is not reached, and here it may be anybody's.
+        self._is_apart = is_loopback(peer.host) and not is_loopback(own_host)
         self._open: set[PeerCall] = set()  # Without a reply.
         self._is_local = False  # Whether the other worker is on this host, and shares memory.
         self._outbox: Outbox | None = None
@@ -62,11 +73,17 @@ class PeerLink:
             host=peer.host,
             port=peer.port,
             local=peer.local,
-            token=token,
+            token=peer.secret,
             tls=_pinned(peer.certificate) if peer.certificate else None,
         )
         self._channel = FrameChannel[PeerCall](self._connect, self._on_reply, "peer")
         self._channel.start()
+        self._sender = DaemonExecutor(1, "peer-send")
+
+    @property
+    def address(self) -> str:
+        """The address at which the other worker listens, for people."""
+        return join_address(self.peer.host, self.peer.port)
 
     @property
     def is_connected(self) -> bool:
@@ -93,12 +110,12 @@ class PeerLink:
         self._open.add(call)
         call.done.add_done_callback(lambda done: self._open.discard(call))
         call.done.add_done_callback(lambda done: self._free(call))
+        call.done.add_done_callback(partial(self._note_refusal, call))
         if on_answer is not None:
             call.done.add_done_callback(
                 lambda done: on_answer(None) if done.exception() is not None else None
             )
-        call.slot = self._place(envelope, values)
-        self._channel.request(call, envelope, [] if call.slot else [wire.as_bytes(values)])
+        self._sender.submit(partial(self._send, call, envelope, values), Future())
         return call.done
 
     def close(self, *, waits: bool = True) -> None:
@@ -108,7 +125,12 @@ class PeerLink:
             waits: Whether this returns only when all calls have failed, or after some seconds.
         """
         self.is_over = True
+        self._sender.close()
         self._channel.close(waits=waits)
+
+    def _send(self, call: PeerCall, envelope: data_pb2.Envelope, values: FloatArray) -> None:
+        call.slot = self._place(envelope, values)
+        self._channel.request(call, envelope, [] if call.slot else [wire.as_bytes(values)])
 
     def _place(self, envelope: data_pb2.Envelope, values: FloatArray) -> data_pb2.Slot | None:
         """Copies a long array to memory that the other worker shares; returns the place, if any."""
@@ -134,28 +156,53 @@ class PeerLink:
             TransportError: The worker is gone.
         """
         delay_s, started_s, say_s = DELAY_S, time.monotonic(), SAY_AFTER_S
-        problem = TransportError("nothing was tried")
         while True:
             for is_local in (True, False):
                 if self.is_over:
                     raise TransportError(f"worker {self.peer.rank} is gone")
                 try:
-                    stream = connect(self._endpoint, is_local=is_local)
-                    sockets.limit_unacknowledged(stream, BREAK_AFTER_S)
+                    stream = self._try(is_local=is_local)
                     self._is_local |= is_local and self.is_new
-                    self.is_new = False
+                    self.is_new, self.problem = False, None
                     return stream
-                except TransportError as failure:
-                    problem = failure
+                except PacelineError as failure:  # A refusal too: its worker may be gone, and
+                    self.problem = failure  # another program may have got its port.
             waited_s = time.monotonic() - started_s
             if waited_s >= say_s:
                 say_s *= 2
                 log.warning(
-                    "worker %d at %s:%d cannot be reached for %.0f s: %s",
-                    *(self.peer.rank, self.peer.host, self.peer.port, waited_s, problem),
+                    "worker %d at %s cannot be reached for %.0f s: %s",
+                    *(self.peer.rank, self.address, waited_s, self.problem),
                 )
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, DELAY_S_MAX)
+
+    def _try(self, *, is_local: bool) -> tls.Stream:
+        """Returns a connection.
+
+        Raises:
+            TransportError: The worker is not reached.
+            RemoteProtocolError: Whoever listens there refuses this worker.
+            ConfigError: The worker has no address that another host could reach.
+        """
+        if self._is_apart and not is_local:
+            raise ConfigError(
+                f"it listens at the loopback address {self.peer.host} of its host, because its "
+                "PACELINE_SERVERS names the first shard by such an address: name the shards "
+                "alike on all hosts, or set PACELINE_PEER_HOST there to an address of that host"
+            )
+        stream = connect(self._endpoint, is_local=is_local)
+        sockets.limit_unacknowledged(stream, BREAK_AFTER_S)
+        return stream
+
+    def _note_refusal(self, call: PeerCall, done: Future[None]) -> None:
+        """Notes why the worker has refused an array: it waits for it, and nobody sends it again."""
+        problem = done.exception()
+        if not isinstance(problem, RemoteProtocolError):
+            return
+        log.warning("worker %d at %s refuses an array: %s", self.peer.rank, self.address, problem)
+        if call.on_answer is None:
+            self.refusal = problem
 
     def _on_reply(
         self, envelope: data_pb2.Envelope, call: PeerCall, incoming: sockets.Incoming

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from pscore.errors import TransportError
+from pscore.errors import ConfigError, PacelineError, RemoteProtocolError, TransportError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
@@ -25,16 +25,17 @@ class PeerLinks:
         incarnations: By rank, also of workers that are gone.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, own_host: str) -> None:
         """Begins without a connection.
 
         Args:
             session: This worker's part in the job.
+            own_host: The address at which this worker listens.
         """
         self.members: list[int] = []
         self.incarnations: dict[int, int] = {}
         self._session = session
-        self._token = session.links[0].credentials.token
+        self._own_host = own_host
         self._limit_s = session.links[0].patience.limit_s
         self._links: dict[int, PeerLink] = {}  # By rank.
         self._cut: set[int] = set()  # Ranks whose link was replaced, for want of an answer.
@@ -55,12 +56,12 @@ class PeerLinks:
         now = {peer.rank: peer for peer in peers if peer.rank != self._session.rank}
         for rank, link in list(self._links.items()):
             if rank not in now or _endpoint(now[rank]) != _endpoint(link.peer):
-                self._links.pop(rank).close()
+                self._links.pop(rank).close(waits=False)  # It may be connecting to a dead host.
                 self._cut.discard(rank)
         self.incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
         for rank, peer in now.items():
             if rank not in self._links:
-                self._links[rank] = PeerLink(peer, self._token)
+                self._links[rank] = PeerLink(peer, self._own_host)
         self.members = sorted([*now, self._session.rank])
 
     def send(
@@ -93,23 +94,29 @@ class PeerLinks:
 
         Raises:
             TransportError: A member has not acknowledged a message for too long.
+            ConfigError: Its address leads nowhere from here.
+            RemoteProtocolError: It has refused this worker for a lease, or an array.
         """
         session = self._session
         for rank, link in list(self._links.items()):
-            silent_s = link.silent_s
+            silent_s, problem = link.silent_s, link.problem
+            where = f"worker {rank} at {link.address}"
+            if link.refusal is not None:
+                raise _about(link.refusal, f"{where} has refused an array of {session.rank}")
             if silent_s < session.lease_s:
                 continue
-            where = f"worker {rank} at {link.peer.host}:{link.peer.port}"
+            if isinstance(problem, ConfigError | RemoteProtocolError):
+                raise _about(problem, f"worker {session.rank} does not get to {where}")
             if link.has_offers_alone:
                 log.warning("%s has not answered for %.0f s: the exchange is off", where, silent_s)
                 self._cut.add(rank)
-                self._links[rank] = PeerLink(link.peer, self._token)
-                link.close(waits=False)  # It may be connecting.
+                self._links[rank] = PeerLink(link.peer, self._own_host)
+                link.close(waits=False)
             elif silent_s >= silence_limit_s(session.rank, rank, session.lease_s, self._limit_s):
                 raise TransportError(
-                    f"{where} has not answered worker {session.rank} for {silent_s:.0f} s: see to "
-                    "the network and the firewalls between the two; the others continue without "
-                    "the one that ends"
+                    f"{where} has not answered worker {session.rank} for {silent_s:.0f} s "
+                    f"({problem or 'though there is a connection'}): see to the network and the "
+                    "firewalls between the two; the others continue without the one that ends"
                 )
 
     def host_of(self, rank: int) -> str:
@@ -127,4 +134,9 @@ class PeerLinks:
 
 def _endpoint(peer: control_pb2.Peer) -> tuple[Any, ...]:
     """Returns the part that changes when a worker listens anew, as a changed mode makes it do."""
-    return peer.incarnation, peer.host, peer.port, peer.local, peer.certificate
+    return peer.incarnation, peer.host, peer.port, peer.local, peer.certificate, peer.secret
+
+
+def _about(problem: PacelineError, what: str) -> PacelineError:
+    """Returns an error of the same kind that says what it is about."""
+    return type(problem)(f"{what}: {problem}")

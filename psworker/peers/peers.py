@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Callable
 from concurrent import futures
 from functools import partial
 from typing import Any
 
-from pscore.errors import ConfigError
-from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
 from psworker.gossip.base import Add, Gathering, Gossip, Meet, Tag, Wait, Waits, Want
-from psworker.peers import certificate
 from psworker.peers.links import PeerLinks
 from psworker.peers.long_wait import LongWait
 from psworker.peers.mailbox import Mailbox
+from psworker.peers.own_end import make_secret, open_listener
 from psworker.peers.patience import is_cut_off
 from psworker.peers.process_group import GroupSums
 from psworker.peers.service import PeerService
 
 log = logging.getLogger("paceline")
-LOOPBACK = "127.0.0.1"
 LOOK_S = 0.25  # From one look at the epoch to the next while a message is waited for.
 MEET_S, MEET_S_MAX = 0.01, 0.2  # From one question to the directory to the next.
 FLUSH_S = 10.0  # Longest wait for acknowledgements when a worker parts.
@@ -39,7 +33,6 @@ class Peers:
 
     Attributes:
         gossip: The state machine that decides what is sent; set by `drive`.
-        table: Index of the table.
         epoch: Epoch of the directory, as this worker knows it; 0: it has not met anyone.
         distance: To the last average of all models, relative to the norm of the average.
         has_parted: Whether this worker exchanges nothing any more.
@@ -57,34 +50,28 @@ class Peers:
             ConfigError: This worker cannot listen.
         """
         self._session = session
-        self.table = table
         self.epoch = self._since = 0
         self._met_beats = 0  # Heartbeats answered before the last meeting.
         self.distance = 0.0
         self.gossip: Gossip | None = None
         self.has_parted = self.is_short = False
         self._mailbox = Mailbox()
-        self._links = PeerLinks(session)
         self._heard_s = time.monotonic()
-        credentials = session.links[0].credentials
-        self._service = PeerService(session.job, credentials.token, self._mailbox)
-        self._service.table = table
-        shown, context = (b"", None) if credentials.ca is None else certificate.make()
-        host = _own_host(session.links[0].address)
-        local = f"paceline-worker-{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            others = self._service.others
-            self._listener = Listener(self._service, host, 0, local, context=context, others=others)
-        except OSError as problem:
-            raise ConfigError(
-                f"worker {session.rank} cannot listen at {host} for other workers, which its mode "
-                f"needs: {problem}"
-            ) from problem
-        self._own = control_pb2.Peer(
-            host=host, port=self._listener.port, local=local, certificate=shown
-        )
-        self._sums = GroupSums(session.rank, host, self._links.host_of)
+        self._service = PeerService(session.job, make_secret(), self._mailbox)
+        self._listener, self._own = open_listener(session, self._service)
+        self._links = PeerLinks(session, self._own.host)
+        self._sums = GroupSums(self._own.host, self._links.host_of)
+        self.table = table
         self._listener.start()
+
+    @property
+    def table(self) -> int:
+        """Index of the table; another one where the job was declared again."""
+        return self._service.table
+
+    @table.setter
+    def table(self, table: int) -> None:
+        self._service.table = table
 
     def announce(self) -> None:
         """Reports to the directory that this worker takes part, without waiting for others."""
@@ -177,11 +164,6 @@ class Peers:
         is_lost = reported < self.epoch and link.num_beats > self._met_beats + 1
         return is_lost or reported > self.epoch
 
-    @property
-    def has_tls(self) -> bool:
-        """Whether the connections of this job are encrypted."""
-        return bool(self._own.certificate)
-
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows, in order."""
         return self._links.members
@@ -269,7 +251,7 @@ class Peers:
     def _add(self, wanted: Add) -> FloatArray | str | None:
         """Returns a sum by torch.distributed, or why it failed; None if the members change."""
         assert self.gossip is not None
-        total = self._sums.add(wanted, self.gossip.model.weights.device)
+        total = self._sums.add(wanted, self._session.rank, self.gossip.model.weights.device)
         others = ", ".join(str(rank) for rank in wanted.members if rank != self._session.rank)
         what = f"step {wanted.round} of workers {others}, by {wanted.backend}"
 
@@ -346,19 +328,3 @@ def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:
     peer = control_pb2.Peer(position=wanted.position, parts=wanted.parts, stays=wanted.stays)
     peer.MergeFrom(own)
     return peer
-
-
-def _own_host(address: str) -> str:
-    """Returns the address of this machine from which a shard is reached: its peers reach it too."""
-    if address.startswith("unix:"):
-        return LOOPBACK
-    host, _, port = address.rpartition(":")
-    try:
-        family, _, _, _, where = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # Sends nothing.
-            return str(probe.getsockname()[0])
-    except OSError:
-        return LOOPBACK

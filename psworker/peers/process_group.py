@@ -32,15 +32,14 @@ dist: Any = distributed  # It has no types for process groups by themselves.
 class GroupSums:
     """The sums of one worker: its store, and the group of the members of the newest epoch."""
 
-    def __init__(self, rank: int, host: str, host_of: Callable[[int], str]) -> None:
+    def __init__(self, host: str, host_of: Callable[[int], str]) -> None:
         """Makes no group yet.
 
         Args:
-            rank: Rank of this worker.
             host: The address at which it listens.
             host_of: Returns the address of another member.
         """
-        self._rank, self._host, self._host_of = rank, host, host_of
+        self._host, self._host_of = host, host_of
         self._store: Store | None = None
         self._group: ProcessGroup | None = None
 
@@ -51,19 +50,19 @@ class GroupSums:
             self._store = Store(self._host)
         return self._store.port
 
-    def add(self, wanted: Add, device: torch.device) -> Future[FloatArray | str]:
+    def add(self, wanted: Add, own: int, device: torch.device) -> Future[FloatArray | str]:
         """Begins a sum; the result is that of all members, or why there is none.
 
         Args:
             wanted: The sum.
+            own: Rank of this worker.
             device: The device of the model.
         """
         group = self._group
         if group is None or group.epoch != wanted.epoch:
             self.leave()
-            own = self._rank
             hosts = [self._host if rank == own else self._host_of(rank) for rank in wanted.members]
-            place = wanted.members.index(self._rank)
+            place = wanted.members.index(own)
             group = self._group = ProcessGroup(wanted, hosts, place, device)
         return group.add(wanted)
 
@@ -80,7 +79,8 @@ class Store:
     def __init__(self, host: str) -> None:
         """Listens at a free port of `host` alone."""
         with contextlib.ExitStack() as undo:
-            listener = undo.enter_context(socket.create_server((host, 0)))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = undo.enter_context(socket.create_server((host, 0), family=family))
             self.port: int = listener.getsockname()[1]
             self._store = dist.TCPStore(
                 host,

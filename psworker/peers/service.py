@@ -35,9 +35,10 @@ OnOffer = Callable[[int, int, int, int, FloatArray], FloatArray | None]
 
 
 class PeerService:
-    """Admits the workers that have the job's token, and sorts what they send.
+    """Admits the workers that know this one's secret, and sorts what they send.
 
     Attributes:
+        secret: Others say hello with it; the directory tells it to them.
         on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
         budget: Bytes that may be under way.
         inboxes: The memory that workers of this host share with this one.
@@ -45,12 +46,12 @@ class PeerService:
 
     queued_nbytes_min = QUEUED_NBYTES_MIN
 
-    def __init__(self, job: str, token: str, mailbox: Mailbox) -> None:
+    def __init__(self, job: str, secret: str, mailbox: Mailbox) -> None:
         """Listens for nobody yet.
 
         Args:
             job: Name of the job.
-            token: Its token; empty: none is needed.
+            secret: Others say hello with it.
             mailbox: Gets the arrays.
         """
         self.budget = Budget(UNDER_WAY_NBYTES, "")
@@ -59,12 +60,12 @@ class PeerService:
         self.table = -1
         self.mailbox = mailbox
         self.inboxes = Inboxes()
-        self._token = token
+        self.secret = secret
 
     @property
     def needs_token(self) -> bool:
-        """Whether a peer must say hello with a token first."""
-        return bool(self._token)
+        """Whether a peer must say hello with the secret first."""
+        return True
 
     @property
     def others(self) -> dict[str, Serve]:
@@ -75,20 +76,20 @@ class PeerService:
         """Returns the handler of a new connection.
 
         Raises:
-            AccessError: The token is wrong.
+            AccessError: The secret is wrong.
         """
-        self._require_token(token)
+        self._require_secret(token)
         return PeerHandler(self, connection)
 
     def attach(self, request: pb.Attach, fd: int) -> Segment:
         """Maps the memory of another worker of this host; returns that of the answers to it.
 
         Raises:
-            AccessError: The token is wrong.
+            AccessError: The secret is wrong.
             RemoteProtocolError: The worker is of another job.
             TransportError: It cannot be mapped.
         """
-        self._require_token(request.token)
+        self._require_secret(request.token)
         self.require_same_job(request.sender)
         return self.inboxes.attach(request, fd)
 
@@ -117,9 +118,9 @@ class PeerService:
                 f"table {self.table} of {self.job!r}"
             )
 
-    def _require_token(self, token: str) -> None:
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            raise AccessError("the token is not that of this worker's job")
+    def _require_secret(self, token: str) -> None:
+        if not hmac.compare_digest(token.encode(), self.secret.encode()):
+            raise AccessError("this is not the worker that the directory names here")
 
 
 class PeerHandler:

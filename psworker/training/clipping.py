@@ -40,8 +40,8 @@ def clip(
     """
     if not takes_all(table.rule):
         raise ConfigError(
-            f"in mode {table.rule} no update is the mean of all workers' gradients of one step; "
-            "clip each worker's own with torch.nn.utils.clip_grad_norm_"
+            f"in mode {table.rule.name} the mean of all workers' gradients is not known before "
+            "step(); clip each worker's own with torch.nn.utils.clip_grad_norm_"
         )
     gradients.overlap.changed("a gradient")
     name = f"clip.{table.exchange.table}"

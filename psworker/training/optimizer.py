@@ -37,7 +37,7 @@ from psworker.training.gradients import Gradients
 from psworker.training.group_steps import GroupSteps
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
-from psworker.training.peer_step import use_local_steps
+from psworker.training.peer_step import require_peers, use_local_steps
 from psworker.training.progress import require_weight
 from psworker.training.recovery import Recovery
 from psworker.training.saved_state import SavedState
@@ -146,6 +146,7 @@ class DistributedOptimizer(Figures, SavedState):
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
         self._buffers = Buffers(model, buffers, session)
+        _warn_of_buffers(self, rule)
         _drive(self, table, early)
         self._table.start(self.param_groups)
         self._gradients.watch(self._recovery.hook)
@@ -370,6 +371,8 @@ def _grow(wrapper: DistributedOptimizer) -> None:
 def _set_mode(wrapper: DistributedOptimizer, rule: Rule) -> None:
     """Continues in another mode; with another table where others run the optimizer in it."""
     former, inner = wrapper._table, wrapper._inner
+    require_peers(former, rule)
+    _warn_of_buffers(wrapper, rule)
     if not handover.moves(former.rule, rule):
         with wrapper._recovery.guard():
             change_mode(former, rule)
@@ -383,6 +386,13 @@ def _set_mode(wrapper: DistributedOptimizer, rule: Rule) -> None:
     kept = handover.hand_over(former, wrapper._recovery, kept, inner, groups, plugin)
     former.local_step.close()
     _replace_table(wrapper, kept, rule, plugin)
+
+
+def _warn_of_buffers(wrapper: DistributedOptimizer, rule: Rule) -> None:
+    """Logs, on one process, why evaluation may be wrong in a mode, because of buffers."""
+    caution = wrapper._buffers.caution(rule)
+    if caution and wrapper._context.session.process_rank == 0:
+        log.warning("%s", caution)
 
 
 def _replace_table(

@@ -15,7 +15,7 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from psworker.connection.trace import local_update
+from psworker.connection.trace import local_update, peer_step
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
 from psworker.model.finite import is_finite_sum, not_finite
@@ -23,6 +23,7 @@ from psworker.model.grad_views import is_plain
 from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
 from psworker.training.optimizer_state import pack, unpack
+from psworker.training.parts import refuse_in_group
 from psworker.training.table import TrainingTable
 
 
@@ -62,14 +63,13 @@ class PeerStep(AloneStep):
             table: The table that is trained.
 
         Raises:
-            ConfigError: The table compresses, or this worker cannot listen.
+            ConfigError: The mode does not fit the table (`require_peers`), or this worker cannot
+                listen.
         """
         super().__init__(inner, table)
-        spec = table.exchange.spec
-        if not (spec.compressor.is_raw and spec.pull_compressor.is_raw):
-            raise ConfigError(f"{rule.name} exchanges whole models: compression must be none")
+        require_peers(table, rule)
         self._rule = rule
-        self._skips = False
+        self._skips = self._forgets = False
         self._peers = Peers(table.session, table.exchange.table)
         table.exchange.answers.meanwhile = self._meet_if_moved
 
@@ -102,15 +102,20 @@ class PeerStep(AloneStep):
     def begin(self) -> None:
         """Gives or reads the model with which the next step begins."""
         assert self._peers.gossip is not None
+        if self._forgets:
+            self._inner.state.clear()
+            self._forgets = False
         self._peers.gossip.begin()
 
     def make(self, *, skips: bool) -> None:
         """Makes one step; one that the script leaves out has the exchange alone."""
         assert self._peers.gossip is not None
         self._skips = skips
+        self._forgets = self._rule.forgets and self._table.replica.plan().pull
         if not skips:
             self._require_finite()
-        self._peers.run(self._peers.gossip.step())
+        with peer_step(self._table.session.timeline, self._peers.report):
+            self._peers.run(self._peers.gossip.step())
 
     def part(self) -> None:
         """Reports to the others that this worker makes no further step."""
@@ -208,6 +213,31 @@ class PeerStep(AloneStep):
         unpack(self._inner, values[numel:], flat.parameters)
         flat.weights.copy_(torch.from_numpy(values[:numel]))
         flat.scatter_weights()
+
+
+def require_peers(table: TrainingTable, rule: Rule) -> None:
+    """Refuses a mode whose workers exchange models, where they could not; nothing has changed then.
+
+    Args:
+        table: The table that is trained.
+        rule: A mode, of any kind.
+
+    Raises:
+        ConfigError: The table compresses, this worker is a group of processes, or the way in which
+            they exchange does not fit the model or the job.
+    """
+    if not isinstance(rule, Decentralised):
+        return
+    spec, session = table.exchange.spec, table.session
+    if not (spec.compressor.is_raw and spec.pull_compressor.is_raw):
+        raise ConfigError(
+            f"in mode {rule} workers exchange whole models: compression and pull_compression must "
+            "be 'none'"
+        )
+    refuse_in_group(rule, table.optimizer, table.group)
+    has_tls = session.links[0].credentials.ca is not None
+    device = table.flat.weights.device.type
+    GOSSIPS[rule.exchange_name].require_fit(rule, device, has_tls=has_tls)
 
 
 def use_local_steps(table: TrainingTable, inner: torch.optim.Optimizer) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import psworker
 from psworker.peers import long_wait
-from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
+from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
 from tests.inside import gossip_of, peers_of, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
 from tests.integration.command import Command, eventually
@@ -330,20 +330,53 @@ def test_a_job_changes_to_modes_without_a_server_and_back(shards: Shards) -> Non
     assert all(np.isfinite(weight).all() for weight in found[0][-1].values())
 
 
-def adopt(me: Station) -> list[dict[str, np.ndarray]]:
+def refuse(me: Station, job: str) -> list[dict[str, np.ndarray]]:
+    """Trains with compressed pushes, and asks for modes in which whole models travel."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        *(sgd(model.parameters()), model.named_parameters()), compression="2bit", job=job
+    )
+    starts = []
+    for step, mode in enumerate(("allreduce", "adpsgd", "allreduce(backend=nccl)")):
+        go(me, model, optimizer, range(step, step + 1))
+        starts.append(copy_of(model))
+        with pytest.raises(psworker.PacelineError, match="workers exchange whole models: compr"):
+            optimizer.set_mode(mode)
+    go(me, model, optimizer, range(3, 4))
+    psworker.shutdown()
+    model, optimizer = begin("allreduce")
+    go(me, model, optimizer, range(1))
+    with pytest.raises(psworker.PacelineError, match="adds on GPUs, and this worker's model is on"):
+        optimizer.set_mode("allreduce(backend=nccl)")
+    go(me, model, optimizer, range(1, 2))
+    psworker.shutdown()
+    return [*starts, copy_of(model)]
+
+
+def test_a_mode_that_does_not_fit_is_refused_before_anything_changes(shards: Shards) -> None:
+    first, second = shards.run(refuse, new_job(), num_workers=2)
+    for ours, theirs in zip(first, second, strict=True):
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    assert all(not np.array_equal(first[0][name], first[2][name]) for name in first[0])
+
+
+def adopt(me: Station, momenta: str) -> list[dict[str, np.ndarray]]:
     """Trains with a global average in every fourth step; returns the models after those."""
-    model, optimizer = begin("dpsgd(graph=ring, global_every=4)")
+    model, optimizer = begin(f"dpsgd(graph=ring, global_every=4, momenta={momenta})")
     seen = []
     for step in range(9 + me.rank):
         go(me, model, optimizer, range(step, step + 1))
+        has_state = bool(optimizer._inner.state)
+        assert has_state is (momenta == "keep" or step % 4 != 3), step
         if step % 4 == 3:
             seen.append(copy_of(model))
     psworker.shutdown()
     return seen
 
 
-def test_all_continue_from_the_global_average(shards: Shards) -> None:
-    found = shards.run(adopt, num_workers=3)
+@pytest.mark.parametrize("momenta", ["keep", "drop"])
+def test_all_continue_from_the_global_average(shards: Shards, momenta: str) -> None:
+    found = shards.run(adopt, momenta, num_workers=3)
     for seen in found:
         for ours, theirs in zip(seen[:2], found[0][:2], strict=True):
             assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
@@ -422,7 +455,8 @@ def test_shards_keep_the_average_of_the_last_models(
         found = [worker.result() for worker in workers]
     spans = "".join(path.read_text() for path in tmp_path.glob("trace*"))
     assert f'"{"offer" if mode == "adpsgd" else "give"}"' in spans
-    assert '"partner"' in spans
+    for name in ("exchange", "partner", "age_s", "staleness", "distance"):
+        assert f'"{name}"' in spans
     Command(tmp_path).run("export", file, "--job", job, "--servers", shards.servers)
     mean = np.mean([one["last"].astype(np.float64) for one in found], axis=0)
     exported = {name: tensor.numpy() for name, tensor in load_file(file).items()}
@@ -650,14 +684,15 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_workers_with_tls_and_a_token_exchange_models(
+def test_workers_with_tls_and_unlike_tokens_exchange_models(
     strong: Fortress, tmp_path: Path, mode: str
 ) -> None:
-    tokens = secrets_of(tmp_path, f"* {EVERYTHING}\n")
-    workers, job = [], new_job()
+    workers, job = [], "other"
     try:
-        for rank in range(2):
-            env = strong.environment(tokens) | {
+        for rank, token in enumerate((f"* {EVERYTHING}", f"{job} {OTHER}")):
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            env = strong.environment(secrets_of(folder, f"{token}\n")) | {
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "PACELINE_JOB": job,

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
+from pscore.text import is_loopback
 from psserver.access.certs import make
-from psserver.process.settings import is_loopback, metrics_ports, resolve
+from psserver.process.settings import metrics_ports, resolve
 
 
 @pytest.fixture(autouse=True)

@@ -164,3 +164,25 @@ def test_a_batch_script_is_one_worker() -> None:
 
 def test_an_elastic_job_under_slurm_takes_its_ranks_from_the_shards() -> None:
     assert Environment.read({**SLURM, "PACELINE_MAX_WORKERS": "8"}).rank == -1
+
+
+def test_a_worker_listens_for_others_at_an_address_and_at_ports_that_are_given() -> None:
+    assert (Environment.read({}).peer_host, Environment.read({}).peer_ports) == ("", range(1))
+    given = {"PACELINE_PEER_HOST": "[fd00::1]", "PACELINE_PEER_PORTS": "7100-7107"}
+    found = Environment.read(given)
+    assert (found.peer_host, found.peer_ports) == ("fd00::1", range(7100, 7108))
+    assert Environment.read({"PACELINE_PEER_PORTS": "7100"}).peer_ports == range(7100, 7101)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PACELINE_PEER_HOST", "0.0.0.0"),
+        *(("PACELINE_PEER_PORTS", text) for text in ("0", "a", "9-", "9-8", "-5", "1-65536")),
+    ],
+)
+def test_an_address_or_port_that_no_other_worker_could_use_is_refused(
+    name: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '{value}', must be"):
+        Environment.read({name: value})

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pscore.errors import ServerUnavailableError, TransportError
+from pscore.errors import (
+    AccessError,
+    ConfigError,
+    LimitError,
+    PacelineError,
+    ServerUnavailableError,
+    TransportError,
+)
 from pscore.pb.ps.v1 import control_pb2
 from psworker.peers import links
 from psworker.peers.links import PeerLinks
@@ -24,10 +31,16 @@ class Silent:
     made: ClassVar[dict[int, Silent]] = {}  # The last ones, by rank.
     silent_s = 0.0
     has_offers_alone = False
+    problem: PacelineError | None = None
+    refusal: PacelineError | None = None
 
-    def __init__(self, peer: control_pb2.Peer, token: str) -> None:
+    def __init__(self, peer: control_pb2.Peer, own_host: str) -> None:
         self.peer, self.is_over, self.is_new = peer, False, True
         self.made[peer.rank] = self
+
+    @property
+    def address(self) -> str:
+        return f"{self.peer.host}:{self.peer.port}"
 
     def close(self, *, waits: bool = True) -> None:
         self.is_over = True
@@ -36,11 +49,9 @@ class Silent:
 def links_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[PeerLinks, dict[int, Silent]]:
     """Returns the links of a worker of three, and those links themselves by rank."""
     monkeypatch.setattr(links, "PeerLink", Silent)
-    shard = SimpleNamespace(
-        credentials=SimpleNamespace(token=""), patience=SimpleNamespace(limit_s=LIMIT_S)
-    )
+    shard = SimpleNamespace(patience=SimpleNamespace(limit_s=LIMIT_S))
     session: Any = SimpleNamespace(rank=rank, lease_s=LEASE_S, links=[shard], timeline=None)
-    made = PeerLinks(session)
+    made = PeerLinks(session, "h")
     made.update([control_pb2.Peer(rank=other, host="h", port=1) for other in range(3)])
     return made, Silent.made
 
@@ -53,11 +64,34 @@ def test_of_two_workers_that_wait_the_one_of_the_higher_rank_ends_first(
 ) -> None:
     made, each = links_of(monkeypatch, rank)
     each[1].silent_s = limit_s - 0.1
+    each[1].problem = TransportError("no connection to h:1: refused")
     made.require_answers()
     each[1].silent_s = limit_s
-    with pytest.raises(
-        TransportError, match=rf"worker 1 at h:1 has not answered worker {rank} for"
-    ):
+    said = rf"worker 1 at h:1 has not answered worker {rank} for \d+ s \(no connection to h:1: ref"
+    with pytest.raises(TransportError, match=said):
+        made.require_answers()
+
+
+@pytest.mark.parametrize("has_offers_alone", [False, True])
+@pytest.mark.parametrize("problem", [AccessError("no"), ConfigError("it listens at loopback")])
+def test_a_worker_that_can_never_be_reached_ends_this_one_after_a_lease(
+    monkeypatch: pytest.MonkeyPatch, has_offers_alone: bool, problem: PacelineError
+) -> None:
+    made, each = links_of(monkeypatch, 0)
+    each[1].problem, each[1].has_offers_alone = problem, has_offers_alone
+    each[1].silent_s = LEASE_S - 0.1
+    made.require_answers()
+    each[1].silent_s = LEASE_S
+    with pytest.raises(type(problem), match=rf"worker 0 does not get to .* h:1: {problem}"):
+        made.require_answers()
+
+
+def test_an_array_that_another_worker_refuses_ends_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, each = links_of(monkeypatch, 0)
+    each[1].refusal = LimitError("too long")
+    with pytest.raises(LimitError, match="worker 1 at h:1 has refused an array of 0: too long"):
         made.require_answers()
 
 

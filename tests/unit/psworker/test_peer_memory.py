@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
-from pscore.errors import PacelineError, RemoteProtocolError
+from pscore.errors import AccessError, ConfigError, PacelineError, RemoteProtocolError
 from pscore.memory.segment import PAGE, Segment
 from pscore.memory.slots import Slots
 from pscore.net.endpoint import Endpoint
@@ -26,7 +27,8 @@ from psworker.peers.service import PeerService
 from psworker.peers.shared import Inboxes, Outbox
 from tests.integration.command import eventually
 
-TOKEN, LONG, SHORT = "open sesame", 1 << 18, 8
+SECRET, LONG, SHORT = "open sesame", 1 << 18, 8
+HOST = "127.0.0.1"
 SENDER = pb.Sender(job="j", worker=1, incarnation=11)
 
 
@@ -35,16 +37,21 @@ class Receiver:
 
     def __init__(self) -> None:
         self.mailbox = Mailbox()
-        self.service = PeerService("j", TOKEN, self.mailbox)
+        self.service = PeerService("j", SECRET, self.mailbox)
         self.service.table = 0
         self.service.on_offer = lambda source, incarnation, number, part, values: -values
         local = f"paceline-test-{secrets.token_hex(8)}"
-        self.listener = Listener(self.service, "127.0.0.1", 0, local, others=self.service.others)
+        self.listener = Listener(self.service, HOST, 0, local, others=self.service.others)
         self.listener.start()
         self.peer = control_pb2.Peer(
-            rank=0, incarnation=7, host="127.0.0.1", port=self.listener.port, local=local
+            rank=0,
+            incarnation=7,
+            host=HOST,
+            port=self.listener.port,
+            local=local,
+            secret=SECRET,
         )
-        self.endpoint = Endpoint(host="127.0.0.1", port=0, local=local, token=TOKEN)
+        self.endpoint = Endpoint(host=HOST, port=0, local=local, token=SECRET)
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def give(link: PeerLink, number: int, values: FloatArray) -> pb.Envelope:
 def test_long_arrays_lie_in_shared_memory_and_short_ones_in_their_frames(
     receiver: Receiver,
 ) -> None:
-    link = PeerLink(receiver.peer, TOKEN)
+    link = PeerLink(receiver.peer, HOST)
     give(link, 0, np.zeros(SHORT, np.float32))  # There is a connection now.
     for number, numel in enumerate((LONG, SHORT, LONG - 1, LONG, LONG + PAGE), 1):
         sent = np.arange(numel, dtype=np.float32) + number
@@ -77,7 +84,7 @@ def test_long_arrays_lie_in_shared_memory_and_short_ones_in_their_frames(
 
 
 def test_answers_to_offers_lie_in_shared_memory(receiver: Receiver) -> None:
-    link = PeerLink(receiver.peer, TOKEN)
+    link = PeerLink(receiver.peer, HOST)
     give(link, 0, np.zeros(SHORT, np.float32))
     for number in range(1, 40):  # More than there are slots.
         sent, found = np.full(LONG, number, np.float32), Future[FloatArray | None]()
@@ -102,19 +109,82 @@ def test_arrays_travel_in_their_frames_where_memory_cannot_be_shared(
         raise OSError("no memory left")
 
     monkeypatch.setattr(shared, "Slots", refuse)
-    link = PeerLink(receiver.peer, TOKEN)
+    link = PeerLink(receiver.peer, HOST)
     for number in range(2):
         header = give(link, number, np.ones(LONG, np.float32))
         assert not header.give.HasField("slot")
     link.close()
 
 
-def test_memory_is_refused_without_the_token_or_from_another_job(receiver: Receiver) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_worker_that_does_not_read_holds_up_neither_a_send_nor_the_end(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    monkeypatch.setattr("psworker.peers.link.SHARED_NBYTES_MIN", 1 << 40)
+    if not is_local:
+        receiver.peer.local = "paceline-nobody"
+    goes_on, answered = threading.Event(), list[FloatArray | None]()
+    receiver.service.on_offer = lambda *offer: goes_on.wait(20.0) and None
+    link = PeerLink(receiver.peer, HOST)
+    calls = []
+    for number in range(32):  # More than all buffers between the two hold.
+        envelope = pb.Envelope(offer=pb.Offer(sender=SENDER, number=number))
+        calls.append(link.send(envelope, np.zeros(LONG, np.float32), answered.append))
+    eventually(lambda: link.is_connected)
+    assert not any(call.done() for call in calls)
+    link.close()
+    assert all(isinstance(call.exception(10.0), PacelineError) for call in calls)
+    assert answered == [None] * len(calls)
+    goes_on.set()
+
+
+def test_memory_is_refused_without_the_secret_or_from_another_job(receiver: Receiver) -> None:
     stranger = Endpoint(host="", port=0, local=receiver.endpoint.local, token="guess")
-    with pytest.raises(PacelineError, match="token is not that"):
+    with pytest.raises(PacelineError, match="not the worker that the directory names"):
         Outbox(stranger, SENDER, 4 * LONG)
     with pytest.raises(PacelineError, match="job 'other' came to a worker"):
         Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
+
+
+def test_a_worker_that_is_refused_tries_again(receiver: Receiver) -> None:
+    receiver.service.secret = "another"  # As of another process that has got its port.
+    link = PeerLink(receiver.peer, HOST)
+    envelope = pb.Envelope(give=pb.Give(sender=SENDER, kind=1))
+    done = link.send(envelope, np.ones(SHORT, np.float32))
+    eventually(lambda: isinstance(link.problem, AccessError))
+    assert not done.done()
+    receiver.service.secret = SECRET
+    done.result(10.0)
+    assert link.problem is None
+    link.close()
+
+
+def test_the_loopback_address_of_another_host_is_never_tried(receiver: Receiver) -> None:
+    receiver.peer.local = "paceline-nobody"
+    link = PeerLink(receiver.peer, "10.0.0.2")
+    eventually(lambda: isinstance(link.problem, ConfigError))
+    assert "it listens at the loopback address 127.0.0.1 of its host" in str(link.problem)
+    link.close()
+    receiver.peer.local = receiver.listener.local  # It is on this host after all.
+    link = PeerLink(receiver.peer, "10.0.0.2")
+    give(link, 0, np.ones(SHORT, np.float32))
+    link.close()
+
+
+def test_a_refused_array_is_remembered_and_a_refused_offer_counts_as_busy(
+    receiver: Receiver,
+) -> None:
+    link, few = PeerLink(receiver.peer, HOST), np.ones(SHORT, np.float32)
+    other = pb.Sender(job="j", worker=1, incarnation=11, table=3)
+    busy = Future[FloatArray | None]()
+    with pytest.raises(RemoteProtocolError, match="table 3 of job 'j' came to a worker of table 0"):
+        link.send(pb.Envelope(offer=pb.Offer(sender=other)), few, busy.set_result).result(10.0)
+    assert busy.result(10.0) is None
+    assert link.refusal is None
+    with pytest.raises(RemoteProtocolError):
+        link.send(pb.Envelope(give=pb.Give(sender=other)), few).result(10.0)
+    eventually(lambda: isinstance(link.refusal, RemoteProtocolError))
+    link.close()
 
 
 @pytest.fixture

@@ -387,7 +387,7 @@ class BarrierReply(_message.Message):
     def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts", "stays")
+    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts", "stays", "secret")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,7 @@ class Peer(_message.Message):
     POSITION_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     rank: int
     incarnation: int
     host: str
@@ -406,7 +407,8 @@ class Peer(_message.Message):
     position: int
     parts: bool
     stays: bool
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ..., stays: bool = ...) -> None: ...
+    secret: str
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ..., stays: bool = ..., secret: _Optional[str] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
     __slots__ = ("job", "table", "epoch", "peer", "since", "parts", "again")
