@@ -1,10 +1,11 @@
 """Step times on slow links: part of `benchmarks.decentralised` (`--links`). Needs root.
 
 Each worker is in a network namespace of its own (`netlab.py`), with a link of 0.1 or 1 Gbit/s; in
-the last case each frame is held for 20 ms on its way (`links/relay.py`). A step computes for 10 ms,
-which is sleeping; the rest is exchange, beside torch's DDP over Gloo on the same links, in the same
-run, of the same model. `ssgd` has one shard on the first host, or one on each host. A worker of
-`adpsgd` makes steps without waiting for its exchange, so its figure counts with `exchanges`.
+two of the four cases each frame is held for 20 ms on its way (`links/relay.py`). A step computes
+for 10 ms, which is sleeping; the rest is exchange, beside torch's DDP over Gloo on the same links,
+in the same run, of the same model. `ssgd` has one shard on the first host, or one on each host. A
+worker of `adpsgd` makes steps without waiting for its exchange, so its figure counts with
+`exchanges`.
 
     MB out, by the formula, of n float32 numbers and k workers, in one step:
     allreduce, DDP   8n (k - 1) / k        dpsgd(exp)   4n          adpsgd   4n for each exchange
@@ -41,6 +42,7 @@ NETS = {
     "0.1 Gbit/s": ("100mbit", 0.0),
     "1 Gbit/s": ("1gbit", 0.0),
     "1 Gbit/s, 20 ms": ("1gbit", DELAY_S),
+    "0.1 Gbit/s, 20 ms": ("100mbit", DELAY_S),
 }
 DDP = "DDP, Gloo"
 MODES = {

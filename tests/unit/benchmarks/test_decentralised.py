@@ -68,7 +68,7 @@ class Parabola:
         return float(model.weight.detach().mean()), 0.0
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd", "ssgd", "asgd"])
+@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd", "ssgd", "asgd", "sgp"])
 def test_every_mode_learns(mode: str) -> None:
     found = learning.learn(mode, Parabola(), 60)  # type: ignore[arg-type]
     assert found.accuracy == pytest.approx(1.0, abs=0.15)
@@ -84,9 +84,9 @@ def test_figures_are_of_the_modes_asked_for(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_last_line_has_every_mode() -> None:
     kept = {name: part["figures"] for name, part in json.loads(RESULTS.read_text()).items()}
-    said = decentralised.brief(kept, list(decentralised.MODES))
+    said = decentralised.brief(kept, list(straggler.MODES))
     assert set(said) == {"straggler", "accuracy", "consensus"}
-    assert all(set(part) == set(decentralised.MODES) for part in said.values())
+    assert all(set(part) == set(straggler.MODES) for part in said.values())
     assert all(set(row) == set(straggler.FACTORS) for row in said["straggler"].values())
 
 
