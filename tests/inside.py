@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 import psworker
 from psworker.compression.pull_estimate import PulledEstimate
 from psworker.peers.peers import Peers
@@ -24,6 +26,11 @@ def peers_of(optimizer: psworker.DistributedOptimizer) -> Peers:
 def gossip_of(optimizer: psworker.DistributedOptimizer) -> Any:
     """Returns the state machine of exchanges with other workers, of the mode's own class."""
     return peers_of(optimizer).gossip
+
+
+def wrapped_by(optimizer: psworker.DistributedOptimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer that a wrapper wraps."""
+    return optimizer._inner
 
 
 def estimates_of(optimizer: psworker.DistributedOptimizer) -> list[PulledEstimate]:

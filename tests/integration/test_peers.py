@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import psworker
 from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
-from tests.inside import gossip_of, peers_of, table_of
+from tests.inside import gossip_of, peers_of, table_of, wrapped_by
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
 from tests.integration.command import Command, eventually
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
@@ -366,7 +366,7 @@ def adopt(me: Station, momenta: str) -> list[dict[str, np.ndarray]]:
     seen = []
     for step in range(9 + me.rank):
         go(me, model, optimizer, range(step, step + 1))
-        has_state = bool(optimizer._inner.state)
+        has_state = bool(wrapped_by(optimizer).state)
         assert has_state is (momenta == "keep" or step % 4 != 3), step
         if step % 4 == 3:
             seen.append(copy_of(model))
