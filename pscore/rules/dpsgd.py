@@ -40,7 +40,7 @@ class DPSGD(Warmed):
             `"0-1 1-2"`.
         order: `awc`, mix while the gradient is computed, or `atc`, mix after the optimizer's step.
         global_every: Steps from one global average, from which all continue, to the next; 0: none.
-        momenta: What becomes of the optimizers' states there: `keep`, or `drop`, which begins anew.
+        momenta: Treatment of the optimizers' states there: `keep`, or `drop`, to begin anew.
         average_every: Without `global_every`: steps from one average on the shards, for evaluation
             and checkpoints, to the next.
         warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.

@@ -182,7 +182,7 @@ class PeerLink:
 
         Raises:
             TransportError: The worker is not reached.
-            RemoteProtocolError: Whoever listens there refuses this worker.
+            RemoteProtocolError: The process that listens there refuses this worker.
             ConfigError: The worker has no address that another host could reach.
         """
         if self._is_apart and not is_local:

@@ -1,6 +1,6 @@
-"""The listening end of this worker: its address, and what others need to be admitted there.
+"""The listening end of this worker: its address, and the secret that admits others there.
 
-The directory tells both to the other workers. It is reached over a connection that is secured
+The directory passes both on to the other workers. It is reached over a connection that is secured
 already; so each worker makes a secret of its own, which takes the place of the job's token between
 workers (of which a job may have several, while one is changed), and with TLS a certificate.
 """
@@ -65,7 +65,7 @@ def open_listener(session: Session, service: PeerService) -> tuple[Listener, con
 
 
 def _explain(session: Session, host: str, problem: OSError) -> str:
-    """Returns why this worker cannot listen, and what to do."""
+    """Returns the reason why this worker cannot listen, and the remedy."""
     ports = session.peer_ports
     where, remedy = host, ""
     if ports[0]:
