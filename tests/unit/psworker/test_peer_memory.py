@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +125,11 @@ def test_a_worker_that_does_not_read_holds_up_neither_a_send_nor_the_end(
     if not is_local:
         receiver.peer.local = "paceline-nobody"
     goes_on, answered = threading.Event(), list[FloatArray | None]()
-    receiver.service.on_offer = lambda *offer: goes_on.wait(20.0) and None
+
+    def stand(*offer: Any) -> None:
+        goes_on.wait(20.0)
+
+    receiver.service.on_offer = stand
     link = PeerLink(receiver.peer, HOST)
     calls = []
     for number in range(32):  # More than all buffers between the two hold.
