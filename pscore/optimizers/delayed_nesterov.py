@@ -1,7 +1,8 @@
 """The delayed Nesterov step: each arrival moves the weights, each N-th the momentum.
 
 Bo Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135,
-algorithm 3 (recalled, not read again).
+algorithm 3 (recalled; a public implementation, `DelayedNesterovOptimizer` in a fork of torchft, has
+the same step for c = 0).
 
     d = scale * g;   s = s + d                         g: one worker's move
     N-th arrival:    v = m * v + s / N;   s = 0

@@ -11,7 +11,7 @@ Each worker runs an outer optimizer of its own, whose weights are its origins. T
 mean that its steps left out comes one round later, so that it stays near the shards' weights, which
 the job's checkpoints hold.
 
-Differs from the paper: the abstract was read, and the equation is recalled. The shards step with
+Differs from the paper: the abstract was read, and a digest for the equation. The shards step with
 the exact mean, and the workers compute the others' moves from the shards' weights. In the first
 round with an overlap the others' moves of the round before are in the weights already, and count as
 zero.

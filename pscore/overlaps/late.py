@@ -9,8 +9,8 @@ Updates For Overlapped Communication and Computation in DiLoCo", arXiv:2502.1299
 Every step of the shards is taken with moves that were measured one round before: with an outer
 momentum of 0.9 that is unstable at the rates that are usual without the delay.
 
-Differs from the source: the abstract was read only; the form is the one that `docs/rules/rounds.md`
-states.
+Differs from the source: the abstract was read only; the form is the one that
+`docs/rules/overlap.md` states.
 """
 
 from __future__ import annotations

@@ -243,6 +243,25 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
             ) from None
 
 
+def require_slices(rule: Rule, num_slices: int) -> None:
+    """Checks that each fragment of a mode has a slice of the model.
+
+    Args:
+        rule: The mode.
+        num_slices: Slices of the model.
+
+    Raises:
+        ConfigError: There are fewer slices than fragments.
+    """
+    number = 1 if rule.schedule is None else rule.schedule.number
+    if number > num_slices:
+        many = "1 slice" if num_slices == 1 else f"{num_slices} slices"
+        raise ConfigError(
+            f"{rule.name}.fragments is {number}, and the model has {many} "
+            f"(`psworker plan` shows them); choose at most {num_slices}"
+        )
+
+
 def takes_all(rule: Rule) -> bool:
     """Returns whether an update takes each worker's gradient of its step: all make it or none.
 

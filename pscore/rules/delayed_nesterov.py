@@ -1,7 +1,8 @@
 """Delayed Nesterov: asynchronous rounds whose momentum moves with each N-th arrival only.
 
 Bo Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135,
-algorithm 3 (recalled, not read again).
+algorithm 3 (recalled; a public implementation, `DelayedNesterovOptimizer` in a fork of torchft, has
+the same step for c = 0).
 
     worker, each step:       w_i <- inner(w_i, g_i)
     each H-th step:          push D_i = w_ref - w_i;  pull W;  w_ref = w_i = W

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pscore.errors import ConfigError, JobMismatchError, RemoteProtocolError
-from pscore.rules.base import Rule, require_sizes
+from pscore.rules.base import Rule, require_sizes, require_slices
 from pscore.table_spec import COUNT_MAX
 from pscore.types import Origin
 from psserver.decisions.job import Job
 from psserver.decisions.participants import ChangeId
-from psserver.decisions.table import Table, require_slices
+from psserver.decisions.table import Table
 
 
 def set_aside(table: Table, rank: int, change: ChangeId) -> bool:
@@ -78,7 +78,7 @@ def require_possible(job: Job, table: Table, rule: Rule) -> None:
             "optimizer then"
         )
     require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
-    require_slices(rule, table.layout)
+    require_slices(rule, len(table.layout.slices))
     others = [who for who in job.membership.expected() if who not in table.participants.aside]
     if others:
         raise RemoteProtocolError(

@@ -9,7 +9,7 @@ from pscore.estimate import ESTIMATE_ARRAYS
 from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
-from pscore.rules.base import Rule, require_sizes
+from pscore.rules.base import Rule, require_sizes, require_slices
 from pscore.table_spec import TableSpec
 from pscore.types import SliceSpec
 from psserver.decisions.membership import Membership
@@ -166,7 +166,7 @@ def make_table(
     layout = spec.layout()
     specs = {part.index: part for part in layout.of_shard(shard)}
     require_sizes(spec.rule, membership.num_workers, membership.min_workers)
-    require_slices(spec.rule, layout)
+    require_slices(spec.rule, len(layout.slices))
     participants = TableParticipants(membership)
     return Table(
         index=index,
@@ -178,21 +178,6 @@ def make_table(
         clocks={index: SliceClock(spec.rule, participants) for index in specs},
         is_kept=is_kept,
     )
-
-
-def require_slices(rule: Rule, layout: Layout) -> None:
-    """Checks that each fragment of a mode has a slice of the model.
-
-    Raises:
-        ConfigError: It has not.
-    """
-    number, num_slices = 1 if rule.schedule is None else rule.schedule.number, len(layout.slices)
-    if number > num_slices:
-        many = "1 slice" if num_slices == 1 else f"{num_slices} slices"
-        raise ConfigError(
-            f"{rule.name}.fragments is {number}, and the model has {many} "
-            f"(`psworker plan` shows them); choose at most {num_slices}"
-        )
 
 
 def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:

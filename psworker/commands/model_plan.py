@@ -16,7 +16,7 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
-from pscore.rules.base import Rule
+from pscore.rules.base import Rule, require_slices
 from pscore.types import TensorSpec
 from psworker.commands.models import make_model
 from psworker.compression.error_feedback import choose
@@ -110,13 +110,14 @@ def make_report(
         tokens: Tokens, or samples, of a worker's step; 0: bytes are per step only.
 
     Raises:
-        ConfigError: There is no such layout, or the mode does not fit the number of workers.
+        ConfigError: There is no such layout, or the mode does not fit it or the number of workers.
     """
     tensors = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes]
     compressors = (compressor, pull_compressor)
     tensors = choose(tensors, *compressors, min_nbytes=min_nbytes, exclude=exclude)
     rule.require_workers(num_workers)
     layout = make_layout(tensors, num_shards)
+    require_slices(rule, len(layout.slices))
     num_elements = sum(spec.numel for spec in tensors)
     steps = _traffic(layout, rule, compressors, len(optimizer.state_names))
     (pushed, pulled), peaks = _means(steps), [max(each) for each in zip(*steps, strict=True)]

@@ -126,6 +126,11 @@ def test_the_command_prints_the_report(
     assert (shown["num_tensors"], shown["num_elements"]) == (10, 61_706)
 
 
+def test_a_mode_that_the_shards_would_refuse_for_this_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"diloco.fragments is 400, and the model has \d+ slices"):
+        report_of("diloco(steps=500, fragments=400)")
+
+
 def test_the_lines_name_what_stays_uncompressed() -> None:
     assert lines_of(report_of("ssgd", "fp16"))[-1] == "always uncompressed: 2 tensors: small, bias"
 
