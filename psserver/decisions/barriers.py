@@ -1,8 +1,9 @@
 """The barriers of one job, by name: no worker passes one before all have arrived.
 
-Workers count the rounds of a name, 0, 1, ..., and none arrives at a round before it has passed the
-one before. So workers can wait at the newest round only, and all earlier ones are open. An open
-round stays open: workers that join later are not waited for.
+Workers count the rounds of a name, 0, 1, ..., or number them by their next steps; numbers
+only grow, and none arrives at a round before it has passed the one before. So workers can wait at
+the newest round only, and all earlier ones are open. An open round stays open: workers that join
+later are not waited for.
 
 Each worker brings a number, and all of them get the largest: that is how they agree on it. A worker
 whose answer was lost asks again, perhaps when others are one round further.
@@ -25,6 +26,7 @@ class Barrier:
     is_open: bool = False
     largest: float = 0.0  # Largest number that the workers have brought.
     former: float = 0.0  # The same, in the round before.
+    former_number: int = -1  # Number of that round.
 
     def missing(self, expected: Iterable[int], *, is_short: bool = False) -> list[int]:
         """Returns the expected ranks that have not arrived; opens the round if there are none.
@@ -66,8 +68,8 @@ class Barriers:
         if number < barrier.number:
             return None
         if number > barrier.number:
-            former = barrier.largest if number == barrier.number + 1 else 0.0
-            barrier = self.by_name[name] = Barrier(number, former=former)
+            barrier = Barrier(number, former=barrier.largest, former_number=barrier.number)
+            self.by_name[name] = barrier
         barrier.arrived.add(rank)
         if not barrier.is_open:
             barrier.largest = max(barrier.largest, value)
@@ -83,9 +85,12 @@ class Barriers:
         barrier = self.by_name.get(name)
         if barrier is None:
             return 0.0
-        return {barrier.number: barrier.largest, barrier.number - 1: barrier.former}.get(
-            number, 0.0
-        )
+        known = {barrier.former_number: barrier.former, barrier.number: barrier.largest}
+        return known.get(number, 0.0)
+
+    def newest(self, name: str) -> int:
+        """Returns the number of the newest round of a barrier at which a worker has arrived."""
+        return self.by_name[name].number
 
     def next_rounds(self) -> dict[str, int]:
         """Returns the first round of each name for a worker that joins now."""

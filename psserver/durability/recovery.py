@@ -364,7 +364,10 @@ def _describe(job: Job) -> Meta:
         "members": records.members_to_json(job),
         "spent": dict(job.membership.spent),
         "barriers": [
-            [name, one.number, sorted(one.arrived), one.is_open, one.largest, one.former]
+            [
+                *(name, one.number, sorted(one.arrived), one.is_open),
+                *(one.largest, one.former, one.former_number),
+            ]
             for name, one in job.barriers.by_name.items()
         ],
     }

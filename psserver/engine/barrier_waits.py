@@ -16,10 +16,12 @@ class Arrival:
     Attributes:
         waiting_for: The workers that are missing; empty if the barrier is open.
         largest: The largest value that workers have brought to this round.
+        newest: Number of the newest round at which a worker has arrived.
     """
 
     waiting_for: str
     largest: float
+    newest: int
 
     @property
     def is_open(self) -> bool:
@@ -65,7 +67,12 @@ class BarrierWaits:
                 self._waiting[name] = [*waiting, wake]
             elif is_new:
                 self.wake_all()
-            return Arrival(waiting_for=awaited, largest=self._job.barriers.agreed(name, number))
+            barriers = self._job.barriers
+            return Arrival(
+                waiting_for=awaited,
+                largest=barriers.agreed(name, number),
+                newest=barriers.newest(name),
+            )
 
     def stop_waiting(self, name: str, wake: Callable[[], None]) -> None:
         """Forgets a `wake` that `arrive` was given, if it is still known."""

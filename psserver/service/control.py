@@ -336,7 +336,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             job, self._engine.now, request.name, request.round, request.worker, wait_s, value
         )
         return pb.BarrierReply(
-            done=arrival.is_open, waiting_for=arrival.waiting_for, value=arrival.largest
+            done=arrival.is_open,
+            waiting_for=arrival.waiting_for,
+            value=arrival.largest,
+            newest=arrival.newest,
         )
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:

@@ -12,8 +12,8 @@ log = logging.getLogger("paceline")
 WAIT_MS = 5_000  # After this long the shard answers with the workers that are missing.
 
 
-def wait_at_barrier(link: Link, request: pb.BarrierRequest) -> float:
-    """Waits until every worker has arrived; returns the maximum of their values.
+def wait_at_barrier(link: Link, request: pb.BarrierRequest) -> pb.BarrierReply:
+    """Waits until every worker has arrived; returns the shard's answer.
 
     Args:
         link: The link to the first shard.
@@ -24,9 +24,11 @@ def wait_at_barrier(link: Link, request: pb.BarrierRequest) -> float:
     """
     request.wait_ms = WAIT_MS
     started_s = time.monotonic()
-    while not (reply := link.call(link.control.Barrier, request)).done:
+    while True:
+        reply: pb.BarrierReply = link.call(link.control.Barrier, request)
+        if reply.done:
+            return reply
         waited_s = time.monotonic() - started_s
         log.warning(
             "worker %d has waited %.0f s for %s", request.worker, waited_s, reply.waiting_for
         )
-    return float(reply.value)

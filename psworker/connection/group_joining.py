@@ -67,6 +67,7 @@ class GroupJoining(Joining):
             "incarnation": self._member.incarnation,
             "lease_s": self._member.lease_s,
             "progress": self.known.progress,
+            "life": self.known.life,
             "instances": [link.instance for link in self._links],
         }
 
@@ -77,6 +78,7 @@ class GroupJoining(Joining):
         member = self._member
         member.rank, member.incarnation = identity["rank"], identity["incarnation"]
         member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
+        self.known.life = identity["life"]
         for link, instance in zip(self._links, identity["instances"], strict=True):
             link.instance, link.joined_as = instance, (member.rank, member.incarnation)
             link.open(self._data_plane)

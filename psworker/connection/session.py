@@ -144,6 +144,11 @@ class Session:
         self._member.waits = text
 
     @property
+    def life(self) -> int:
+        """Number of the job's life when this worker joined; all its workers dying ends one."""
+        return self._joining.known.life
+
+    @property
     def known_tables(self) -> list[str]:
         """Names of the tables that had made updates when this worker joined."""
         return list(self._joining.known.progress)
@@ -206,7 +211,11 @@ class Session:
         """Waits for the other workers, and returns the maximum of their values."""
         number = self._joining.known.rounds.get(name, 0)
         self._joining.known.rounds[name] = number + 1
-        request = pb.BarrierRequest(
+        return float(wait_at_barrier(self.links[0], self.arrival(name, number, value)).value)
+
+    def arrival(self, name: str, number: int, value: float) -> pb.BarrierRequest:
+        """Returns the request with which this worker arrives at a round of a barrier."""
+        return pb.BarrierRequest(
             job=self.job,
             worker=self.rank,
             incarnation=self.incarnation,
@@ -214,7 +223,6 @@ class Session:
             round=number,
             value=value,
         )
-        return wait_at_barrier(self.links[0], request)
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """Reports this worker to the directory of a table's peers, on the first shard.

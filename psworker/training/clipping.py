@@ -4,6 +4,10 @@
 The norm of a mean does not follow from the norms of its parts. So the workers exchange their
 gradients once more, as a named tensor: 4 bytes per element up and down. Each worker then scales its
 own gradient by the same factor, which scales the mean.
+
+The vector ends with the number of the attempt at the step (attempts.py). A worker that has joined
+or come back finds there whether the others have clipped the step that it begins with: then it uses
+their norm. A worker that skips the step pushes zeros of no weight.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from pscore.rules.base import takes_all
 from psworker.model.dtensors import local
 from psworker.model.grad_views import dense
 from psworker.training.agreement import together
+from psworker.training.attempts import Attempts
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
 from psworker.training.sharded_gradients import ShardedGradients
 from psworker.training.table import TrainingTable
-from psworker.training.verbs import drop_named, named
+from psworker.training.verbs import declared, named
 
 EPSILON = 1e-6  # As in torch.
+BASE, NUM_DIGITS = 1 << 12, 6  # Digits of the number behind the vector.
 
 
 def clip(
@@ -44,10 +50,10 @@ def clip(
             "step(); clip each worker's own with torch.nn.utils.clip_grad_norm_"
         )
     gradients.overlap.changed("a gradient")
-    name = f"clip.{table.exchange.table}"
     if recovery.failure is not None:  # `step` rejoins, and this gradient is lost.
-        drop_named(name)
         return torch.tensor(math.inf)
+    gradients.attempts.clipped = gradients.attempts.number
+    name = _name(table)
     norm: torch.Tensor
     if isinstance(gradients, ShardedGradients):
         try:
@@ -59,7 +65,7 @@ def clip(
         norm = torch.linalg.vector_norm(_flat(table)[:-1])
     else:
         try:
-            norm = _norm_of_mean(table, name)
+            norm = _norm_of_mean(table, gradients.attempts, name)
         except (ReplacedError, UnknownJobError) as problem:  # Likewise.
             recovery.note(problem)
             return torch.tensor(math.inf)
@@ -80,15 +86,18 @@ def _norm_of_parts(table: TrainingTable, gradients: ShardedGradients, name: str)
     """
     group, flat = gradients.group, _checked(gradients.own_means())
     is_alone = table.session.num_workers == 1
-    name = f"{name}.{group.rank}"
 
     def declare(rank: int) -> list[float]:
         if rank == group.rank:
-            named(name, flat, alone=True)
+            named(name, _numbered(flat, 0), alone=True)
         return []
 
     def norm() -> list[float]:
-        mean = flat if is_alone else _mean(name, flat, gradients.samples, alone=True)
+        mean = (
+            flat
+            if is_alone
+            else _mean(gradients.attempts, name, flat, gradients.samples, alone=True)
+        )
         return [float(torch.linalg.vector_norm(mean[:-1], dtype=torch.float64)), float(mean[-1])]
 
     if not is_alone:
@@ -99,24 +108,59 @@ def _norm_of_parts(table: TrainingTable, gradients: ShardedGradients, name: str)
     return torch.tensor(math.inf if is_bad else math.hypot(*(one for one, _ in rows)))
 
 
-def _norm_of_mean(table: TrainingTable, name: str) -> torch.Tensor:
+def _norm_of_mean(table: TrainingTable, attempts: Attempts, name: str) -> torch.Tensor:
     """Returns the norm of the workers' mean gradient; Inf if one of them is not finite."""
-    mean = _mean(name, _flat(table), table.progress.samples)
+    mean = _mean(attempts, name, _flat(table), table.progress.samples)
     if mean[-1].item() > 0:
         return torch.tensor(math.inf)
     norm: torch.Tensor = torch.linalg.vector_norm(mean[:-1])
     return norm
 
 
-def _mean(name: str, flat: torch.Tensor, samples: float, *, alone: bool = False) -> torch.Tensor:
+def _mean(
+    attempts: Attempts, name: str, flat: torch.Tensor, samples: float, *, alone: bool = False
+) -> torch.Tensor:
     """Returns the workers' mean of a vector; `alone`: of one process of each group."""
-    try:
-        tensor = named(name, flat, alone=alone)
-        tensor.push(flat, samples)
-        return tensor.pull()
-    except (ReplacedError, UnknownJobError):
-        drop_named(name)
-        raise
+    tensor = named(name, _numbered(flat, 0), alone=alone)
+    if tensor.round > 0 and not tensor.has_pushed:  # Others may have clipped this step.
+        mean = tensor.pull()
+        attempts.follow(_number(mean))
+        if _number(mean) == attempts.number:
+            return mean[:-NUM_DIGITS]
+    tensor.push(_numbered(flat, attempts.number), samples)
+    return tensor.pull()[:-NUM_DIGITS]
+
+
+def pass_by(table: TrainingTable, gradients: Gradients) -> None:
+    """Pushes zeros of no weight, if the others may clip the step that this worker skips.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    tensor, attempts = declared(_name(table)), gradients.attempts
+    if tensor is not None and tensor.has_pushed and attempts.clipped != attempts.number:
+        attempts.clipped = attempts.number
+        zeros = torch.zeros(tensor.shape.numel() - NUM_DIGITS)
+        tensor.push(_numbered(zeros, attempts.number), 0.0)
+
+
+def _name(table: TrainingTable) -> str:
+    """Returns the name of the tensor; each process of a group has its own."""
+    group = table.session.group
+    name = f"clip.{table.exchange.table}"
+    return name if group is None or not table.flat.is_sharded else f"{name}.{group.rank}"
+
+
+def _numbered(flat: torch.Tensor, number: int) -> torch.Tensor:
+    """Returns a vector with a number behind it, in digits that float32 holds."""
+    digits = [number // BASE**place % BASE for place in range(NUM_DIGITS)]
+    return torch.cat([flat, torch.tensor(digits, dtype=torch.float32)])
+
+
+def _number(mean: torch.Tensor) -> int:
+    """Returns the number behind a mean of vectors that have the same one."""
+    digits = mean[-NUM_DIGITS:].round().long().tolist()
+    return sum(int(digit) * BASE**place for place, digit in enumerate(digits))
 
 
 def _flat(table: TrainingTable) -> torch.Tensor:

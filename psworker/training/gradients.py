@@ -13,12 +13,18 @@ import torch
 
 from pscore.errors import GradientError
 from pscore.types import Role
+from psworker.training.attempts import Attempts
 from psworker.training.overlap import INSTEAD, Overlap
 from psworker.training.table import TrainingTable
 
 
 class Gradients:
-    """The gradients of one step."""
+    """The gradients of one step.
+
+    Attributes:
+        accumulates: Whether backward only adds to `.grad`.
+        attempts: Numbers of the rounds in which workers agree before a step.
+    """
 
     def __init__(
         self,
@@ -50,7 +56,8 @@ class Gradients:
         for spec in slices:
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
-        self.accumulates = False  # Whether backward only adds to `.grad`.
+        self.accumulates = False
+        self.attempts = Attempts(table.session, table.replica)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.end()
 

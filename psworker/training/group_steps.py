@@ -12,12 +12,12 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import GradientError, ReplacedError, UnknownJobError
-from pscore.rules.base import takes_all
 from pscore.types import Role
 from psworker.training import scaling
 from psworker.training.agreement import together
 from psworker.training.global_weights import warn_of_changes
 from psworker.training.group_gradients import GroupGradients
+from psworker.training.scaling import Overflow
 from psworker.training.steps import Steps
 
 
@@ -71,12 +71,10 @@ class GroupSteps(Steps):
         table = self._table
         if scaler is not None:
             self._together(lambda: self._check(scaler), 0)
-            overflows = scaling.overflows(
-                self._wrapper, scaler, table.rule, table.session, table.name
-            )
-            if overflows and takes_all(table.rule):
+            overflow = scaling.find_overflow(self._wrapper, scaler, table, self._gradients.attempts)
+            if overflow is Overflow.ALL:
                 return False
-            skips = skips or overflows
+            skips = skips or overflow is Overflow.OWN
         self._sums.complete(skips=skips)
         rows = self._together(lambda: self._prepare(skips=skips), self._sums.num_numbers)
         if self._sums.agree(rows) and not table.rule.by_step:
@@ -121,6 +119,7 @@ class GroupSteps(Steps):
         table, plan = self._table, self._table.replica.plan()
         if plan.push is Role.GRADIENT:
             if skips:
+                self._pass_by()
                 self._sums.push_none()
             else:
                 self._sums.push_rest()

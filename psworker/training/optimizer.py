@@ -335,10 +335,12 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         The norm of the mean gradient before, the same on all workers; Inf if it is not finite.
 
     Raises:
-        ConfigError: The mode's updates do not take every worker's gradient of one step.
+        ConfigError: The mode's updates do not take every worker's gradient of one step, or training
+            has ended.
         GradientError: Gradients have left during backward.
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
+    optimizer._require_open("clip_grad_norm_")
     optimizer._grow_if_thawed()
     table, gradients = optimizer._table, optimizer._gradients
     return clipping.clip(table, gradients, optimizer._recovery, max_norm)

@@ -5,6 +5,9 @@ are unscaled here unless the script has done so (`scaler.unscale_`). In a mode w
 every worker's gradient, the workers first agree whether one of them has found Inf or NaN: one
 number to the first shard and back. The result replaces the finding that the scaler keeps for its
 own gradients, so that `scaler.update()` changes the scale on all workers alike.
+
+The others make the step if one of them calls `skip_step` in it, or had not joined when they agreed.
+Then a worker whose gradients overflow leaves out its own, and changes its own scale.
 """
 
 from __future__ import annotations
@@ -12,18 +15,20 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ConfigError, GradientError
 from pscore.rules.base import takes_all
+from psworker.connection import step_barrier
 from psworker.connection.session import Session
+from psworker.training.attempts import Attempts
+from psworker.training.table import TrainingTable
 
-if TYPE_CHECKING:
-    from pscore.rules.base import Rule
-
+HAS_OVERFLOW, HAS_PASSED = 1.0, 2.0  # Values at the barrier; the largest one decides.
 ARGUMENT = "grad_scaler"  # Argument of `step`: a scaler looks for it in the signature.
 
 # torch prefers to set two attributes, but these cannot change the scaler's finding.
@@ -32,32 +37,75 @@ warnings.filterwarnings(
 )
 
 
-def overflows(
-    optimizer: torch.optim.Optimizer, scaler: GradScaler, rule: Rule, session: Session, name: str
-) -> bool:
-    """Unscales the gradients of a step; returns whether it must be left out.
+class Overflow(Enum):
+    """The consequence of an overflow for a step."""
+
+    NONE = "none"
+    OWN = "own"  # This worker's gradient is left out.
+    ALL = "all"  # All workers leave the step out.
+
+
+def find_overflow(
+    optimizer: torch.optim.Optimizer, scaler: GradScaler, table: TrainingTable, attempts: Attempts
+) -> Overflow:
+    """Unscales the gradients of a step; returns what must be left out of it.
 
     Args:
         optimizer: The optimizer that the script gives to the scaler.
         scaler: The scaler of the script.
-        rule: The job's mode.
-        session: This worker's part in the job.
-        name: Name of the table that is trained.
+        table: The table that is trained.
+        attempts: Numbers of this worker's attempts at its steps.
 
     Raises:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     unscale(optimizer, scaler)
     found = scaler._found_inf_per_device(optimizer).values()
-    largest = max((value.item() for value in found), default=0.0)
-    if session.group is not None:  # Its processes make one gradient together.
-        largest = max(given for (given,) in session.group.gather([largest]))
-    if takes_all(rule) and (session.num_workers > 1 or session.min_workers):
-        largest = session.agree(f"overflow of {name}", largest)
-    if session.group is not None or takes_all(rule):
+    own = max((value.item() for value in found), default=0.0)
+    group = table.session.group
+    if group is not None:  # Its processes make one gradient together.
+        own = max(given for (given,) in group.gather([own]))
+    overflow = Overflow.OWN if own > 0.0 else Overflow.NONE
+    if takes_all(table.rule):
+        if not _is_alone(table.session):
+            overflow = _agree(table, attempts, own)
+        elif overflow is Overflow.OWN:
+            overflow = Overflow.ALL
+    if group is not None or takes_all(table.rule):
         for value in found:
-            value.fill_(largest)
-    return largest > 0.0
+            value.fill_(float(overflow is not Overflow.NONE))
+    return overflow
+
+
+def pass_by(table: TrainingTable, attempts: Attempts) -> None:
+    """Reports to the workers that agree on the step under way that this one skips it.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or the shard does not answer.
+    """
+    session = table.session
+    if takes_all(table.rule) and not _is_alone(session):
+        step_barrier.pass_by(session, _barrier(table), attempts.number, HAS_PASSED)
+
+
+def _agree(table: TrainingTable, attempts: Attempts, own: float) -> Overflow:
+    """Returns the workers' decision about this worker's attempt at the step."""
+    where = table.session, _barrier(table), attempts.number
+    largest, newest = step_barrier.agree_at(*where, own)
+    if attempts.follow(newest):
+        return Overflow.ALL
+    if largest == HAS_OVERFLOW:
+        attempts.leave_out()
+        return Overflow.ALL
+    return Overflow.OWN if own > 0.0 else Overflow.NONE
+
+
+def _barrier(table: TrainingTable) -> str:
+    return f"overflow of {table.name}"
+
+
+def _is_alone(session: Session) -> bool:
+    return session.num_workers == 1 and not session.min_workers
 
 
 def unscale(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:

@@ -6,15 +6,15 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ReplacedError, UnknownJobError
-from pscore.rules.base import takes_all
 from pscore.types import Role
 from psworker.connection.left_out import LeftOut
 from psworker.connection.trace import RoundSpans, local_update
-from psworker.training import scaling
+from psworker.training import clipping, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.global_weights import warn_of_changes
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
+from psworker.training.scaling import Overflow
 from psworker.training.table import TrainingTable
 
 
@@ -97,16 +97,20 @@ class Steps:
         self._gradients.check()
         self._table.flat.check_weights()
         warn_of_changes(self._table)
-        has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
-        if not (has_overflow and takes_all(self._table.rule)):  # Then all leave it out.
-            self._finish_step(skips=skips or has_overflow)
+        overflow = Overflow.NONE if grad_scaler is None else self._find_overflow(grad_scaler)
+        if overflow is not Overflow.ALL:
+            self._finish_step(skips=skips or overflow is Overflow.OWN)
 
-    def _overflows(self, scaler: GradScaler) -> bool:
-        """Unscales the gradients, and returns whether the step is to be left out."""
+    def _find_overflow(self, scaler: GradScaler) -> Overflow:
+        """Unscales the gradients, and returns what is to be left out of the step."""
         if self._gradients.overlap.has_begun:
             scaling.refuse_early()
-        table = self._table
-        return scaling.overflows(self._wrapper, scaler, self._table.rule, table.session, table.name)
+        return scaling.find_overflow(self._wrapper, scaler, self._table, self._gradients.attempts)
+
+    def _pass_by(self) -> None:
+        """Reports that this worker skips the step, in which others may agree on a scale or norm."""
+        scaling.pass_by(self._table, self._gradients.attempts)
+        clipping.pass_by(self._table, self._gradients)
 
     def _finish_step(self, *, skips: bool) -> None:
         """Sends the remaining gradients, and brings in the weights for the next step."""
@@ -116,6 +120,7 @@ class Steps:
             return  # No worker waits for this worker's gradient.
         if plan.push is Role.GRADIENT:
             if skips:
+                self._pass_by()
                 self._gradients.push_none()
             else:
                 self._gradients.push_rest()

@@ -20,13 +20,19 @@ from pscore.rules.ssgd import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
+from psworker.connection.session import Session
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer
 
 
 class NamedTensor:
-    """One named tensor on the shards."""
+    """One named tensor on the shards.
+
+    Attributes:
+        round: Number of this worker's next round.
+        has_pushed: Whether this worker has taken part in a round.
+    """
 
     def __init__(self, name: str, like: torch.Tensor, *, alone: bool = False) -> None:
         """Declares the tensor; its first value is zero.
@@ -54,7 +60,8 @@ class NamedTensor:
         self.layout = self.exchange.layout
         self.rank = session.rank
         self.group = None if alone else session.group
-        self.round = 0
+        self.round, self.has_pushed = 0, False
+        self._incarnation = session.incarnation
         self._pushes = session.is_leader or alone
         if self._pushes:
             zeros = np.zeros(self.layout.numel, dtype=np.float32)
@@ -77,6 +84,11 @@ class NamedTensor:
         if self._pushes and is_uneven:
             self._fetch(torch.zeros(self.layout.numel), begins=True)
 
+    def belongs_to(self, session: Session) -> bool:
+        """Whether the rounds are those of a worker's present membership in its job."""
+        mine = self.exchange.session
+        return mine is session and session.incarnation == self._incarnation
+
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
         """Contributes to the current round; the processes of a group do it together."""
         flat = torch.zeros(self.layout.numel)
@@ -93,7 +105,7 @@ class NamedTensor:
                 hyper=np.zeros((1, len(Assign.hyper_names))),
             )
             self.exchange.push(part.index, push, flat[part.start : part.stop], compress=False)
-        self.round += 1
+        self.round, self.has_pushed = self.round + 1, True
 
     def pull(self) -> torch.Tensor:
         """Returns the value of this worker's last round, float32, in the tensor's shape."""
@@ -244,10 +256,9 @@ def named(name: str, like: torch.Tensor, *, alone: bool = False) -> NamedTensor:
     Raises:
         ConfigError: It was declared with another shape.
     """
-    session = context.current().session
-    if name not in _named or _named[name].exchange.session is not session:
-        _named[name] = NamedTensor(name, like, alone=alone)
-    mine = _named[name]
+    mine = declared(name)
+    if mine is None:
+        mine = _named[name] = NamedTensor(name, like, alone=alone)
     if mine.shape != like.shape:
         raise ConfigError(
             f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(mine.shape)}"
@@ -255,6 +266,7 @@ def named(name: str, like: torch.Tensor, *, alone: bool = False) -> NamedTensor:
     return mine
 
 
-def drop_named(name: str) -> None:
-    """Forgets a tensor after this worker was lost: its next use joins the current round."""
-    _named.pop(name, None)
+def declared(name: str) -> NamedTensor | None:
+    """Returns the tensor `name`; None if it has to be declared, also after a return to the job."""
+    mine = _named.get(name)
+    return mine if mine is not None and mine.belongs_to(context.current().session) else None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import psworker
+from tests.inside import forget_worker
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import (
     backward,
@@ -105,3 +106,111 @@ def test_it_is_refused_where_no_update_is_the_mean_of_a_step(shards: Shards) -> 
             assert message.startswith(f"in mode {mode}")
             assert "torch.nn.utils.clip_grad_norm_" in message
         assert norm == "inf"
+
+
+ELASTIC = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "2", "PACELINE_RANK": "-1"}
+JOINS = 3  # The step with which the second worker begins.
+COMES_BACK = JOINS + 2
+
+
+def clip_in_turns(me: Station, pauses: bool) -> tuple[dict[int, float], Weights]:
+    """Trains with clipping; the first worker stops before and behind the clipping of one step."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    me.tell(optimizer.steps)
+    norms = {}
+    while (step := optimizer.steps) < STEPS:
+        if pauses and step == JOINS:
+            me.hear()
+        optimizer.zero_grad()
+        backward(model, *batch(psworker.rank(), step))
+        norms[step] = psworker.clip_grad_norm_(optimizer, MAX_NORM).item()
+        if pauses and step == JOINS:
+            me.tell("clipped")
+            me.hear()
+        optimizer.step()
+    return norms, weights_of(model)
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_a_worker_that_joins_before_a_step_clips_as_the_others_have(
+    shards: Shards, is_clipped: bool
+) -> None:
+    """The others have clipped the step without it, before or after it began with that step."""
+    job = new_job()
+    with shards.workers(clip_in_turns, True, num_workers=1, job=job, env=ELASTIC) as (first,):
+        assert first.hear() == 0
+        if is_clipped:
+            first.tell()
+            assert first.hear() == "clipped"
+        with shards.workers(clip_in_turns, False, num_workers=1, job=job, env=ELASTIC) as (second,):
+            assert second.hear() == JOINS
+            if not is_clipped:
+                first.tell()
+                assert first.hear() == "clipped"
+            first.tell()
+            (norms, weights), (later, same_weights) = (w.result() for w in (first, second))
+    assert list(later) == list(range(JOINS, STEPS))
+    assert later.items() <= norms.items()
+    assert same(weights, same_weights)
+
+
+def clip_and_return(me: Station) -> tuple[dict[int, float], float]:
+    """Worker 1 loses its place behind the clipping of a step, and comes back two steps later.
+
+    Returns the norms by step, and this worker's own in the last step.
+    """
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    norms, own = {}, math.nan
+    while (step := optimizer.steps) < COMES_BACK + 3:
+        if (me.rank, step) == (0, COMES_BACK):
+            me.tell()
+            me.hear()
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        grads = [one.grad.reshape(-1) for one in model.parameters() if one.grad is not None]
+        own = torch.linalg.vector_norm(torch.cat(grads)).item()
+        norms[step] = psworker.clip_grad_norm_(optimizer, MAX_NORM).item()
+        if (me.rank, step) == (1, JOINS):
+            forget_worker(optimizer)
+            me.hear()
+            optimizer.step()
+            me.tell()
+        else:
+            optimizer.step()
+    return norms, own
+
+
+def test_a_worker_that_comes_back_clips_by_the_norms_of_its_steps(shards: Shards) -> None:
+    with shards.workers(clip_and_return) as (first, second):
+        first.hear()  # It has made the steps without the second.
+        second.tell()
+        second.hear()
+        first.tell()
+        (norms, own), (later, their_own) = first.result(), second.result()
+    assert list(norms) == list(range(COMES_BACK + 3))
+    assert list(later) == [*range(JOINS + 1), *range(COMES_BACK, COMES_BACK + 3)]
+    assert later.items() <= norms.items()
+    assert list(norms.values())[-1] not in (own, their_own)  # It is that of the mean of both.
+
+
+def clip_or_skip(me: Station) -> tuple[list[float], Weights]:
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        if me.rank == 1 and step in (2, 3):
+            optimizer.skip_step()
+            continue
+        norms.append(psworker.clip_grad_norm_(optimizer, MAX_NORM).item())
+        optimizer.step()
+    return norms, weights_of(model)
+
+
+def test_a_worker_may_skip_a_step_that_the_others_clip(shards: Shards) -> None:
+    (norms, weights), (fewer, others) = shards.run(clip_or_skip)
+    assert fewer == [*norms[:2], *norms[4:]]
+    assert same(weights, others)

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import psworker
+from psworker.connection import step_barrier
+from psworker.connection.session import Session
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import batch, make_model, relative_error, same, weights_of
 
@@ -321,3 +323,74 @@ def test_the_others_agree_without_a_worker_that_dies(shards: Shards) -> None:
         second.hear()
         second.kill()
         assert first.result() == 4.0
+
+
+def agree_in_turns(me: Station, pauses: bool, spoilt: int) -> tuple[Weights, float]:
+    """Trains with a scaler; the first worker stops between the agreement on a step and the step."""
+    if pauses:
+        original = step_barrier.agree_at
+
+        def agree_at(session: Session, name: str, number: int, value: float) -> tuple[float, int]:
+            agreed = original(session, name, number, value)
+            if optimizer.steps == SPOILT:
+                me.tell("agreed")
+                me.hear()
+            return agreed
+
+        step_barrier.agree_at = agree_at
+    model, optimizer = wrap("sgd", "ssgd")
+    me.tell(optimizer.steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    while (step := optimizer.steps) < STEPS:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(batch(0, step)[0]), batch(0, step)[1])
+        torch.autograd.backward(scaler.scale(loss * (float("inf") if step == spoilt else 1.0)))
+        scaler.step(optimizer)
+        scaler.update()
+        spoilt = -1 if step == spoilt else spoilt
+    return weights_of(model), scaler.get_scale()
+
+
+@pytest.mark.parametrize(("first_spoilt", "second_spoilt"), [(-1, -1), (-1, SPOILT), (SPOILT, -1)])
+def test_a_worker_may_join_between_the_agreement_on_a_step_and_the_step(
+    shards: Shards, first_spoilt: int, second_spoilt: int
+) -> None:
+    job = new_job()
+    env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "2", "PACELINE_RANK": "-1"}
+    options: dict[str, Any] = {"num_workers": 1, "job": job, "env": env}
+    with shards.workers(agree_in_turns, True, first_spoilt, **options) as (first,):
+        assert first.hear() == 0
+        assert first.hear() == "agreed"
+        with shards.workers(agree_in_turns, False, second_spoilt, **options) as (second,):
+            assert second.hear() == SPOILT
+            first.tell()
+            if first_spoilt == SPOILT:  # It makes another attempt at the step, with the other.
+                assert first.hear() == "agreed"
+                first.tell()
+            (weights, scale), (others, their_scale) = (w.result() for w in (first, second))
+    assert same(weights, others)
+    assert scale == (512.0 if first_spoilt == SPOILT else 1024.0)
+    assert their_scale == (512.0 if SPOILT in (first_spoilt, second_spoilt) else 1024.0)
+
+
+def skip_or_scale(me: Station) -> tuple[Weights, int]:
+    """Worker 1 skips two steps; in the second one the gradient of worker 0 overflows."""
+    model, optimizer = wrap("sgd", "ssgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, classes = batch(me.rank, step)
+        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        if me.rank == 1 and step in (0, SPOILT):
+            optimizer.skip_step()
+            continue
+        torch.autograd.backward(scaler.scale(loss * (float("inf") if step == SPOILT else 1.0)))
+        scaler.step(optimizer)
+        scaler.update()
+    return weights_of(model), optimizer.steps
+
+
+def test_a_worker_may_skip_a_step_for_which_the_others_have_a_scaler(shards: Shards) -> None:
+    first, second = shards.run(skip_or_scale)
+    assert same(first[0], second[0])
+    assert first[1] == second[1] == STEPS

@@ -92,3 +92,18 @@ def test_a_repeated_request_gets_the_number_when_others_are_one_round_ahead() ->
     assert barriers.agreed("b", 4) == 1.0
     assert barriers.agreed("b", 5) == 3.0
     assert barriers.agreed("b", 3) == barriers.agreed("c", 0) == 0.0
+
+
+def test_rounds_may_have_numbers_with_gaps() -> None:
+    """Each number is that of the step that follows; one who comes late learns the newest."""
+    barriers = Barriers()
+    for number, value in ((4096, 1.0), (8192, 0.0)):
+        for rank in (0, 1):
+            barrier = barriers.arrive("b", number, rank, value)
+            assert barrier is not None
+            barrier.missing([0, 1])
+    assert barriers.arrive("b", 4096, 2, 5.0) is None
+    assert barriers.agreed("b", 4096) == 1.0
+    assert barriers.agreed("b", 8192) == 0.0
+    assert barriers.agreed("b", 8191) == 0.0
+    assert barriers.newest("b") == 8192

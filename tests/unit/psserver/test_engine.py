@@ -28,7 +28,7 @@ from tests.unit.psserver.front import (
     told,
 )
 
-OPEN = Arrival(waiting_for="", largest=0.0)
+OPEN = Arrival(waiting_for="", largest=0.0, newest=0)
 
 # ----- a gradient's way
 
@@ -352,7 +352,7 @@ def test_a_barrier_names_the_missing_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         assert await arrive(front, 0, 0.0) == Arrival(
-            waiting_for="worker 1 (process 0 on a) at barrier 'b'", largest=0.0
+            waiting_for="worker 1 (process 0 on a) at barrier 'b'", largest=0.0, newest=0
         )
 
     play(scene)

@@ -351,4 +351,4 @@ def test_changes_of_the_participants_are_written(tmp_path: Path) -> None:
     assert path.read_text() == "as it was"
     shard.barrier(job, "end", 0, 0)
     recorder.note()
-    assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True, 0.0, 0.0]]
+    assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True, 0.0, 0.0, -1]]

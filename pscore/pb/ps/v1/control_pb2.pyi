@@ -377,14 +377,16 @@ class BarrierRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
 
 class BarrierReply(_message.Message):
-    __slots__ = ("done", "waiting_for", "value")
+    __slots__ = ("done", "waiting_for", "value", "newest")
     DONE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
     done: bool
     waiting_for: str
     value: float
-    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    newest: int
+    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts", "stays", "secret")
