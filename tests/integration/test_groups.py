@@ -16,6 +16,7 @@ import psworker
 from tests.integration import test_modes
 from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job, results_of
 from tests.integration.command import Command
+from tests.integration.test_device import STAND_IN, place
 
 Array = npt.NDArray[Any]
 GROUPS, SIZE = 2, 2
@@ -102,14 +103,17 @@ def train(mode: str, compression: str, overlap: bool) -> tuple[Array, Array]:
         return np.array(path), weight.detach().numpy().astype(np.float64)
 
 
-def work(me: Station, job: str, cases: list[tuple[str, str, bool]]) -> list[tuple[Array, Array]]:
+def work(
+    me: Station, job: str, cases: list[tuple[str, str, bool]], where: str
+) -> list[tuple[Array, Array]]:
     """Runs each case as a job, in one process for all."""
     torch.distributed.init_process_group("gloo")
     results = []
     for number, case in enumerate(cases):
         psworker.init(job=f"{job}-{number}")
         assert psworker.rank() == me.rank
-        results.append(train(*case))
+        with place(where):
+            results.append(train(*case))
         psworker.shutdown()
     return results
 
@@ -182,7 +186,8 @@ def error(ours: Array, theirs: Array) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-def test_two_groups_of_two_follow_the_models_of_their_modes(shards: Shards) -> None:
+@pytest.mark.parametrize("where", ["cpu", STAND_IN])
+def test_two_groups_of_two_follow_the_models_of_their_modes(shards: Shards, where: str) -> None:
     """Also with samples, compression and overlap; the same bits twice, and in both processes."""
     cases = [
         ("ssgd", "none", False),
@@ -192,7 +197,8 @@ def test_two_groups_of_two_follow_the_models_of_their_modes(shards: Shards) -> N
         ("local(steps=3)", "none", True),
         ("asgd", "none", True),
     ]
-    with group_workers(shards, work, new_job(), cases, job=new_job(), groups=(0, 1)) as workers:
+    arguments = new_job(), cases, where
+    with group_workers(shards, work, *arguments, job=new_job(), groups=(0, 1)) as workers:
         results = results_of(workers)
     for first, second in (results[:2], results[2:]):
         for case, (path, end), (other_path, other_end) in zip(cases, first, second, strict=True):
@@ -403,11 +409,11 @@ def work_restored(me: Station, job: str, servers: list[str]) -> tuple[Array, Arr
     run, ends = Run(case, me, job, alone=False), []
     for step in range(STEPS // 2):
         run.step(step)
-    for place in (None, servers):
+    for shard_places in (None, servers):
         me.tell()
         me.hear()
-        if place is not None:
-            run.begin(job, place)
+        if shard_places is not None:
+            run.begin(job, shard_places)
         for step in range(STEPS // 2, STEPS):
             run.step(step)
         ends.append(run.end()[1])
