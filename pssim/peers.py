@@ -175,7 +175,7 @@ class SimulatedPeer:
             if target is None or target.is_dead or target.has_ended:
                 give_up()
                 return
-            before = target.gossip.sight.partner, target.world.mixes(target)
+            before = target.gossip.stats.partner, target.world.mixes(target)
             own = target.gossip.on_offer(self.rank, self.incarnation, number, part, kept)
             if target.world.mixes(target) != before[1]:
                 self.world.log.append(Entry("half", target.rank, self.rank, number))

@@ -24,7 +24,7 @@ def is_load(header: data_pb2.PushHeader) -> bool:
 
 
 class Sender(Protocol):
-    """The worker of a transport (worker.py): sends its requests, and hears of their answers."""
+    """The worker of a transport (worker.py): sends requests and gets the answers."""
 
     pushes: dict[int, Future[data_pb2.PushReply]]
     pull_wait_s: float
@@ -43,19 +43,19 @@ class Sender(Protocol):
         """Sends a request."""
 
     def begin_push(self, header: data_pb2.PushHeader, payload: bytes) -> None:
-        """Hears of a push that is about to be sent."""
+        """Called with a push that is about to be sent."""
 
     def share(self, header: data_pb2.PushHeader, payload: bytes) -> bool:
         """Puts a gradient where its shard can read it; returns whether that is possible."""
 
     def end_push(self, header: data_pb2.PushHeader, verdict: Verdict) -> None:
-        """Hears of the answer to a push."""
+        """Called with the answer to a push."""
 
     def begin_pull(self, header: data_pb2.PullHeader) -> None:
-        """Hears of a pull that is about to be sent."""
+        """Called with a pull that is about to be sent."""
 
     def end_pull(self, call: PullCall, reply: data_pb2.PullReply) -> None:
-        """Hears of weights that have landed."""
+        """Called when weights have landed."""
 
     def send_residual(self, shard: SimulatedShard, request: pb.SendResidualRequest) -> None:
         """Sends a residual to a shard."""

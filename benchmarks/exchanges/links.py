@@ -117,11 +117,11 @@ def train(line: Connection, mode: str, num_steps: int) -> tuple[float, float, fl
     line.send("warm")
     line.recv()
     before, start_s = counters()["net"].sent, time.perf_counter()
-    first = gossip.sight.num_exchanges if gossip else 0
+    first = gossip.stats.num_exchanges if gossip else 0
     for _ in range(num_steps):
         one_step()
     seconds, sent = time.perf_counter() - start_s, counters()["net"].sent - before
-    exchanges = (gossip.sight.num_exchanges if gossip else 0) - first
+    exchanges = (gossip.stats.num_exchanges if gossip else 0) - first
     line.send("done")
     line.recv()
     if mode == "ddp":

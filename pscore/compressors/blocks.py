@@ -66,7 +66,7 @@ def check_nbytes(name: str, payload: ByteArray, wanted: int, numel: int) -> None
 
 
 def largest_scale(levels: float) -> np.float32:
-    """Returns the largest scale of which float32 holds `levels` times."""
+    """Returns the largest scale whose product with `levels` float32 can hold."""
     most = np.float32(levels)
     scale = np.finfo(np.float32).max / most
     with np.errstate(over="ignore"):

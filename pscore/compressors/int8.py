@@ -45,7 +45,7 @@ class Int8(Compressor):
         return 4 * blocks.num_blocks(numel) + numel
 
     def check(self, payload: ByteArray, numel: int) -> None:
-        """The exact length, scales that are numbers, levels that there are."""
+        """The exact length, scales that are numbers, and levels in range."""
         blocks.check_nbytes(self.name, payload, self.payload_nbytes_max(numel), numel)
         scales, data = blocks.split(payload, numel)
         blocks.check_scales(self.name, scales, float(LEVELS))

@@ -65,7 +65,7 @@ class TernGrad(Compressor):
         return 4 * blocks.num_blocks(numel) + 4 * -(-numel // 16)
 
     def check(self, payload: ByteArray, numel: int) -> None:
-        """The exact length, scales that are numbers, and codes that there are."""
+        """The exact length, scales that are numbers, and no unused code."""
         blocks.check_nbytes(self.name, payload, self.payload_nbytes_max(numel), numel)
         scales, data = blocks.split(payload, numel)
         blocks.check_scales(self.name, scales)

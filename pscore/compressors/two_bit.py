@@ -66,7 +66,7 @@ class TwoBit(Compressor):
         return self._scales_nbytes(numel) + 4 * -(-numel // 16)
 
     def check(self, payload: ByteArray, numel: int) -> None:
-        """The exact length, thresholds that are numbers, and codes that there are."""
+        """The exact length, thresholds that are numbers, and no unused code."""
         blocks.check_nbytes(self.name, payload, self.payload_nbytes_max(numel), numel)
         scales, data = self._split(payload, numel)
         blocks.check_scales(self.name, scales)

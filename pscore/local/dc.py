@@ -1,4 +1,4 @@
-"""Delay-compensated local step: corrects the own gradient for the last move of the weights.
+"""Delay-compensated local step: corrects a worker's gradient for the last move of the weights.
 
 The local updates of Yemao Xu et al., "OD-SGD: One-step Delay Stochastic Gradient Descent for
 Distributed Training", arXiv:2005.06728, after DC-ASGD (Zheng et al., arXiv:1609.08326), as read in

@@ -114,7 +114,7 @@ def failure_of(error: PacelineError) -> pb.Failure:
 
 
 def error_of(failure: pb.Failure) -> PacelineError:
-    """Returns the error that a peer has sent; of an unknown class as `RemoteProtocolError`."""
+    """Returns the error that a peer has sent; `RemoteProtocolError` if its class is unknown."""
     kind = getattr(errors, failure.kind, RemoteProtocolError)
     known = isinstance(kind, type) and issubclass(kind, PacelineError)
     return (kind if known else RemoteProtocolError)(printable(failure.message, keep="\n"))

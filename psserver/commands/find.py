@@ -1,4 +1,4 @@
-"""Which running servers a command means: by address, by port, or the only ones there are."""
+"""Finds the servers that a command means: by address, by port, or the only ones that run here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Found:
 
 
 def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:
-    """Returns the servers that are meant.
+    """Returns the servers that the flags of a command name.
 
     Args:
         servers: Addresses with commas between them; they are believed. Without any argument, those

@@ -102,7 +102,7 @@ class LogView:
                 time.sleep(POLL_S)
 
     def _lines(self, path: Path) -> list[str]:
-        """Returns the rest of the file, and all of the next if it has been turned over."""
+        """Returns the rest of the file, and all of the next if it has been rotated."""
         lines: list[str] = []
         for name in (former(path), path):
             with contextlib.suppress(FileNotFoundError), name.open("rb") as file:

@@ -110,7 +110,7 @@ class SliceClock(SliceState):
         return self._count(push, token) + self._proceed()
 
     def tick(self, now_s: float) -> list[Action]:
-        """Hears the time, in seconds: closes a step whose window is over."""
+        """Records the time, in seconds, and closes a step whose window is over."""
         self.window.tick(now_s)
         is_due = self.version in self._open.steps or self.window.is_behind(self.version)
         return self._proceed() if is_due and self._open.rule.window_s is not None else []

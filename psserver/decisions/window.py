@@ -27,7 +27,7 @@ KEPT = 64  # Rounds whose quorum's time is remembered, for the lateness of a mov
 
 
 class Times(NamedTuple):
-    """The times of a round that has closed, in seconds of the clock that was heard."""
+    """The times of a round that has closed, in seconds of the clock that `tick` gets."""
 
     opened_s: float | None  # Close of the round before; None: it was not heard.
     quorum_s: float  # Arrival of the quorum, which begins the window.
@@ -89,7 +89,7 @@ class Window:
         return max(0.0, self._quorum_s[step] + self.length_s - self.now_s)
 
     def tick(self, now_s: float) -> None:
-        """Hears the time, in seconds."""
+        """Records the time, in seconds."""
         self.now_s, self._is_timed = max(self.now_s, now_s), True
 
     def arrived(self, worker: int, step: int, version: int) -> None:
@@ -112,7 +112,7 @@ class Window:
         return self.now_s - self._late_s[worker] < self._round_s
 
     def closed_elsewhere(self, step: int) -> None:
-        """Hears that the rounds before `step` have closed in other slices.
+        """Records that the rounds before `step` have closed in other slices.
 
         They had their quorum there, and the workers that made it may be gone.
         """

@@ -171,7 +171,7 @@ def execute(actions: Sequence[Work], store: Store, completion: Completion) -> No
 def _update_with(
     run: Sequence[Add | Acknowledge], update: Update, store: Store, completion: Completion
 ) -> None:
-    """Makes an update together with the additions to its bin at the end of `run`."""
+    """Makes an update together with the additions to its open step at the end of `run`."""
     begin = 0
     for position, action in enumerate(run):
         if isinstance(action, Add) and action.open_step != update.open_step:

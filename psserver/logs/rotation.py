@@ -29,7 +29,7 @@ class RotatingLog:
 
         Args:
             path: The file that standard error is.
-            nbytes_max: Beyond it the file is turned over; 0: never.
+            nbytes_max: Beyond it the file is rotated; 0: never.
         """
         self._path = path
         self._nbytes_max = nbytes_max

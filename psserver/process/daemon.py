@@ -509,7 +509,7 @@ async def serve(plan: ShardPlan) -> Exit:
 
 
 def tell(report: Report) -> None:
-    """Reports to the supervisor; that it is gone is seen at standard input."""
+    """Reports to the supervisor, if it is still there: standard input shows its end."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(report_to_json(report) + "\n")
         sys.stdout.flush()

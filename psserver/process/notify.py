@@ -26,11 +26,11 @@ class ServiceManager:
         return ServiceManager(address, int(environment.get("WATCHDOG_USEC", "0")) / 1e6)
 
     def ready(self, status: str) -> None:
-        """Says that the service has started; `status` is shown by systemctl."""
+        """Reports that the service has started; `status` is shown by systemctl."""
         self._send(f"READY=1\nSTATUS={status}")
 
     def stopping(self) -> None:
-        """Says that the service ends."""
+        """Reports that the service ends."""
         self._send("STOPPING=1")
 
     def alive(self) -> None:

@@ -33,8 +33,8 @@ class ShardPlan:
     grace_s: float
     log_format: str
     log_level: str
-    log_file: str | None = None  # Standard error, if that is a file that is turned over.
-    log_max_mb: int = 0  # Its size in MiB at that; 0: never.
+    log_file: str | None = None  # Standard error, if that is a file that is rotated.
+    log_max_mb: int = 0  # MiB after which it is rotated; 0: never.
     state_dir: str | None = None
     checkpoint_dir: str | None = None  # Folder of checkpoints that are loaded at the start.
     loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.

@@ -28,7 +28,7 @@ from psserver.process.notify import ServiceManager
 from psserver.process.run_dir import FREE, Run, RunDirectory, ShardRun
 from psserver.process.settings import Settings, metrics_ports
 from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan
-from psserver.process.supervisor import Post, Supervisor
+from psserver.process.supervisor import SupervisedShard, Supervisor
 
 log = structlog.get_logger()
 READ_RATE = 50e6  # Bytes of checkpoints that a shard reads in a second, at the least.
@@ -162,13 +162,13 @@ class Launch:
             log_max_mb=self.settings.log.max_mb,
         )
 
-    def _on_ready(self, posts: Sequence[Post]) -> None:
-        run = self._run(posts)
+    def _on_ready(self, shards: Sequence[SupervisedShard]) -> None:
+        run = self._run(shards)
         if (folder := self._checkpoint_dir()) is not None:
             self.keeper.start(lambda: self._schedule(folder, run.addresses).to_json())
         if self.folder is not None:
             self._write(self.folder, run)
-        self.service.ready(f"{len(posts)} shard(s) ready at {','.join(run.addresses)}")
+        self.service.ready(f"{len(shards)} shard(s) ready at {','.join(run.addresses)}")
         if not self.is_told:
             self.is_told = True
             self.tell(self._started(run))
@@ -196,17 +196,17 @@ class Launch:
         if self.folder is not None:
             run_dir.remove(self.folder)
 
-    def _run(self, posts: Sequence[Post]) -> Run:
+    def _run(self, shards: Sequence[SupervisedShard]) -> Run:
         server = self.settings.server
         entries = [
             ShardRun(
-                index=post.plan.index,
-                pid=None if post.process is None else post.process.pid,
-                port=post.plan.port,
-                metrics_port=post.plan.metrics_port,
-                log=_text(post.log_file),
+                index=shard.plan.index,
+                pid=None if shard.process is None else shard.process.pid,
+                port=shard.plan.port,
+                metrics_port=shard.plan.metrics_port,
+                log=_text(shard.log_file),
             )
-            for post in posts
+            for shard in shards
         ]
         supervisor_log = self._log_file("supervisor")
         host = WILDCARDS.get(server.host, server.host)
@@ -321,7 +321,7 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
 
 
 def show(started: Started) -> None:
-    """Prints the variable that workers read, and for a person how to continue."""
+    """Prints the variable that workers read, and the next commands for a person."""
     sys.stdout.write(f"PACELINE_SERVERS={started.servers}\n")
     sys.stdout.flush()
     sys.stderr.write("".join(f"{hint}\n" for hint in started.hints))

@@ -199,8 +199,8 @@ class Wake:
 
 
 @dataclass(slots=True)
-class Post:
-    """The place of one shard: its process, or when the next one is due."""
+class SupervisedShard:
+    """One shard: its process, or the time when the next one is due."""
 
     plan: ShardPlan  # With the ports that the first process got.
     log_file: Path | None
@@ -216,11 +216,12 @@ class Supervisor:
     plans: Sequence[ShardPlan]
     log_files: Sequence[Path | None]
     restart: bool
-    on_ready: Callable[[Sequence[Post]], None]  # After the start, and after each restart.
+    # Called after the start, and after each restart.
+    on_ready: Callable[[Sequence[SupervisedShard]], None]
     on_end: Callable[[], None]
     before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
     service: ServiceManager = field(default_factory=ServiceManager)
-    posts: list[Post] = field(default_factory=list)
+    shards: list[SupervisedShard] = field(default_factory=list)
 
     def run(self) -> Exit:
         """Starts the shards and stays until a signal comes or all of them have ended.
@@ -231,12 +232,13 @@ class Supervisor:
         with Wake() as wake:
             try:
                 for plan, log_file in zip(self.plans, self.log_files, strict=True):
-                    self.posts.append(Post(plan, log_file, ShardProcess(plan, log_file)))
+                    process = ShardProcess(plan, log_file)
+                    self.shards.append(SupervisedShard(plan, log_file, process))
                 if not wait_ready(self._processes(), wake.fileno()):
                     return Exit.OK
-                for post in self.posts:
-                    post.plan = _fixed(post)
-                self.on_ready(self.posts)
+                for shard in self.shards:
+                    shard.plan = _fixed(shard)
+                self.on_ready(self.shards)
                 code = self._keep(wake)
                 if code is Exit.OK and self._processes():
                     self.before_stop()
@@ -251,36 +253,36 @@ class Supervisor:
             selector.register(wake, selectors.EVENT_READ)
             for process in self._processes():
                 selector.register(process, selectors.EVENT_READ)
-            while any(post.process or post.due_s for post in self.posts):
+            while any(shard.process or shard.due_s for shard in self.shards):
                 for key, _ in selector.select(self._pause_s()):
                     if not isinstance(key.fileobj, ShardProcess):
                         return Exit.OK
                     if self._is_alive(key.fileobj):
                         continue
                     selector.unregister(key.fileobj)
-                    if not self._bury(key.fileobj):
+                    if not self._note_end(key.fileobj):
                         return Exit.SHARD_DIED
                 self._feed_watchdog()
-                for post in self.posts:
-                    if post.due_s and post.due_s <= time.monotonic():
-                        self._start_again(post, selector)
+                for shard in self.shards:
+                    if shard.due_s and shard.due_s <= time.monotonic():
+                        self._start_again(shard, selector)
         return Exit.OK
 
-    def _start_again(self, post: Post, selector: selectors.BaseSelector) -> None:
+    def _start_again(self, shard: SupervisedShard, selector: selectors.BaseSelector) -> None:
         """Starts a shard's next process; if the machine has no room for one, it is tried later."""
-        post.due_s = 0.0
+        shard.due_s = 0.0
         try:
-            post.process = ShardProcess(post.plan, post.log_file)
+            shard.process = ShardProcess(shard.plan, shard.log_file)
         except OSError as problem:
-            post.due_s = time.monotonic() + PAUSE_S_MAX
+            shard.due_s = time.monotonic() + PAUSE_S_MAX
             log.error(
                 "shard cannot be started; the start is tried again",
-                shard=post.plan.index,
+                shard=shard.plan.index,
                 reason=str(problem),
                 pause_s=PAUSE_S_MAX,
             )
         else:
-            selector.register(post.process, selectors.EVENT_READ)
+            selector.register(shard.process, selectors.EVENT_READ)
 
     def _is_alive(self, process: ShardProcess) -> bool:
         """Reads from a process; one that has come back is announced."""
@@ -293,26 +295,26 @@ class Supervisor:
                 shard=process.plan.index,
                 pid=process.pid,
             )
-            self.on_ready(self.posts)
+            self.on_ready(self.shards)
         return True
 
-    def _bury(self, process: ShardProcess) -> bool:
+    def _note_end(self, process: ShardProcess) -> bool:
         """Notes that a shard has ended; returns False if that is the end of all of them."""
-        post = next(post for post in self.posts if post.process is process)
+        shard = next(shard for shard in self.shards if shard.process is process)
         status = process.wait()
         process.close()
-        post.process = None
+        shard.process = None
         if status == Exit.OK:
             log.info("shard drained", shard=process.plan.index)
             return True
         if time.monotonic() - process.started_s > SETTLED_S:
-            post.num_restarts = 0
+            shard.num_restarts = 0
         assert status is not None
         how = ended(status)
         if isinstance(process.report, Refused):
             how = process.report.message
-        gives_up = not self.restart or post.num_restarts >= RESTARTS_MAX
-        pause_s = min(PAUSE_S_MIN * 2**post.num_restarts, PAUSE_S_MAX)
+        gives_up = not self.restart or shard.num_restarts >= RESTARTS_MAX
+        pause_s = min(PAUSE_S_MIN * 2**shard.num_restarts, PAUSE_S_MAX)
         log.error(
             "shard died" if gives_up else "shard died; it is started again",
             shard=process.plan.index,
@@ -320,8 +322,8 @@ class Supervisor:
             how=how,
             **({} if gives_up else {"pause_s": pause_s}),
         )
-        post.num_restarts += 1
-        post.due_s = 0.0 if gives_up else time.monotonic() + pause_s
+        shard.num_restarts += 1
+        shard.due_s = 0.0 if gives_up else time.monotonic() + pause_s
         return not gives_up
 
     def _feed_watchdog(self) -> None:
@@ -333,24 +335,24 @@ class Supervisor:
 
     def _pause_s(self) -> float | None:
         """Returns the time until the next restart, or sign of life to systemd, is due."""
-        pauses = [max(0.0, post.due_s - time.monotonic()) for post in self.posts if post.due_s]
+        pauses = [max(0.0, shard.due_s - time.monotonic()) for shard in self.shards if shard.due_s]
         if self.service.watchdog_s:
             pauses.append(self.service.watchdog_s / WATCHDOG_PARTS)
         return min(pauses, default=None)
 
     def _processes(self) -> list[ShardProcess]:
-        return [post.process for post in self.posts if post.process is not None]
+        return [shard.process for shard in self.shards if shard.process is not None]
 
     def _stop(self) -> bool:
         processes = self._processes()
-        for post in self.posts:
-            post.process = None
+        for shard in self.shards:
+            shard.process = None
         return stop(processes, max((p.plan.grace_s for p in processes), default=0.0))
 
 
-def _fixed(post: Post) -> ShardPlan:
+def _fixed(shard: SupervisedShard) -> ShardPlan:
     """Returns the plan with the ports that the shard has got, for its restarts."""
-    assert post.process is not None
-    report = post.process.report
+    assert shard.process is not None
+    report = shard.process.report
     assert isinstance(report, Ready)
-    return replace(post.plan, port=report.port, metrics_port=report.metrics_port)
+    return replace(shard.plan, port=report.port, metrics_port=report.metrics_port)

@@ -1,4 +1,4 @@
-"""Asks shards over the network, all of them at once: how they do, if they are ready, to end."""
+"""Calls all shards at once: asks for their state or readiness, or tells them to end."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def only(status: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the picture with one of its jobs.
 
     Raises:
-        CommandError: There is no such job; names those that there are.
+        CommandError: There is no such job; names the jobs of these shards.
     """
     found = [job for job in status["jobs"] if job["name"] == name]
     if not found:

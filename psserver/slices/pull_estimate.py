@@ -22,7 +22,7 @@ from pscore.types import ByteArray, FloatArray
 
 
 class Estimate:
-    """The estimate of one slice; only the slice's lane touches it.
+    """The estimate of one slice; only the slice's queue uses it.
 
     Attributes:
         values: `(numel,) float32`, X.

@@ -134,7 +134,7 @@ class Model:
 
 
 @dataclass(slots=True)
-class Sight:
+class ExchangeStats:
     """A worker's last exchanges, for people."""
 
     partner: int = -1
@@ -147,7 +147,7 @@ class Gossip(ABC):
 
     Attributes:
         name: Its name in `GOSSIPS`.
-        sight: Its last exchanges, for status.
+        stats: Its last exchanges, for status.
         number: Steps or rounds behind this worker, counted alike by all that depend on it.
     """
 
@@ -167,7 +167,7 @@ class Gossip(ABC):
         self.rank = rank
         self.model = model
         self.post = post
-        self.sight = Sight()
+        self.stats = ExchangeStats()
 
     @classmethod  # noqa: B027
     def require_fit(cls, rule: Decentralised, device: str, *, has_tls: bool) -> None:

@@ -76,7 +76,7 @@ class Collective(Ring):
             self._note_failure(found)
             return (yield from self._meet(self.number, again=True))
         self._failed.clear()
-        self.sight.partner = self._members[self._members.index(self.rank) - 1]
+        self.stats.partner = self._members[self._members.index(self.rank) - 1]
         return found
 
     def _note_failure(self, problem: str) -> None:

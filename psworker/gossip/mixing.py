@@ -143,8 +143,8 @@ class Mixing(Gossip):
             values = yield from self._model_of(edge.giver, self.number, len(self.model.weights))
             if values is not None:
                 taken.append((edge.giver, edge.weight, on_device_of(self.model.weights, values)))
-                self.sight.partner = edge.giver
-                self.sight.num_exchanges += 1
+                self.stats.partner = edge.giver
+                self.stats.num_exchanges += 1
         return taken
 
     def _model_of(self, giver: int, step: int, numel: int) -> Steps[FloatArray | None]:

@@ -95,7 +95,7 @@ class Pairs(Gossip):
                 else:
                     self.shared[part] += moved[part] - self._read[part]
                 self.versions[index] += 1
-            self.sight.staleness = self._mixed
+            self.stats.staleness = self._mixed
             self._load()
         self.number += 1
 
@@ -141,8 +141,8 @@ class Pairs(Gossip):
             self.shared[place] = (values + own) * np.float32(0.5)
             self._note(part)
             self._answers[incarnation, part] = (number, own)
-            self.sight.partner = source
-            self.sight.num_exchanges += part == 0
+            self.stats.partner = source
+            self.stats.num_exchanges += part == 0
             return own
 
     def on_answer(self, number: int, part: int, values: FloatArray | None) -> None:
@@ -161,7 +161,7 @@ class Pairs(Gossip):
                 self.shared[place] += (values - snapshot) * np.float32(0.5)
             self._note(part)
             if not self._open:
-                self.sight.num_exchanges += 1
+                self.stats.num_exchanges += 1
 
     def _keep_up(self) -> Waits:
         """Learns the members; waits while the job has fewer workers than its least."""
@@ -185,7 +185,7 @@ class Pairs(Gossip):
         partner = neighbours[self.number // self._every % len(neighbours)]
         with self.model.lock:
             self._number += 1
-            self._begun, self._partner, self.sight.partner = self.number, partner, partner
+            self._begun, self._partner, self.stats.partner = self.number, partner, partner
             snapshots = [self.shared[part].copy() for part in self._parts]
             self._open = {
                 index: (values, self.versions[index]) for index, values in enumerate(snapshots)
@@ -211,7 +211,7 @@ class Pairs(Gossip):
 
     def _follow(self, early: Mixing) -> None:
         """Counts a step of the warm-up, and begins exchanges at its end."""
-        self.number, self.sight = early.number, early.sight
+        self.number, self.stats = early.number, early.stats
         if self.number >= int(self.rule.arguments()["warmup"]):
             with self.model.lock:
                 self._early = None

@@ -90,8 +90,8 @@ class PushSum(Mixing):
                 if came is None or step < self._whole:
                     continue
                 terms.append((giver, on_device_of(self.mass, came[:-1]), float(came[-1])))
-                self.sight.partner = giver
-                self.sight.num_exchanges += 1
+                self.stats.partner = giver
+                self.stats.num_exchanges += 1
         if len(terms) > 1 or kept != 1.0:
             self._add_up(terms)
 

@@ -57,7 +57,7 @@ class Ring(Gossip):
             if total is None:
                 total = yield from self._sum(own)
         self._result, self.number = total, self.number + 1
-        self.sight.num_exchanges += 1
+        self.stats.num_exchanges += 1
         self.model.scatter(total)
         self.model.update()
 
@@ -119,7 +119,7 @@ class Ring(Gossip):
                     total[part] = came
                 if hop < 2 * num - 3:
                     self._give_part(to, SUM if hop >= num - 2 else CHUNK, chunk, index, came)
-        self.sight.partner = source
+        self.stats.partner = source
         return total
 
     def _gather_in_order(
@@ -171,7 +171,7 @@ class Ring(Gossip):
             if came is None:
                 return None
             values[part] = came
-        self.sight.partner = source
+        self.stats.partner = source
         return values
 
     def _part(self, source: int, kind: int, chunk: int, index: int) -> Want:

@@ -1,4 +1,4 @@
-"""A worker's own certificate, made when it begins to listen and told to its peers by the directory.
+"""A worker's own certificate, made when it begins to listen; its peers get it from the directory.
 
 The directory is reached over a connection that is secured already, so peers trust exactly the
 certificate that it names, and nobody has to give workers certificates for their host names.

@@ -19,7 +19,7 @@ from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.text import is_loopback, join_address
 from pscore.types import FloatArray
-from psworker.peers.shared import SHARED_NBYTES_MIN, Outbox
+from psworker.peers.shared import SHARED_NBYTES_MIN, SharedSender
 from psworker.transports.daemon_threads import DaemonExecutor
 
 log = logging.getLogger("paceline")
@@ -67,7 +67,7 @@ class PeerLink:
         self._is_apart = is_loopback(peer.host) and not is_loopback(own_host)
         self._open: set[PeerCall] = set()  # Without a reply.
         self._is_local = False  # Whether the other worker is on this host, and shares memory.
-        self._outbox: Outbox | None = None
+        self._shared: SharedSender | None = None
         self._heard_s = 0.0  # Time of the last reply, or since when replies are due.
         self._endpoint = Endpoint(
             host=peer.host,
@@ -138,13 +138,13 @@ class PeerLink:
             return None
         header = envelope.give if envelope.HasField("give") else envelope.offer
         try:
-            if self._outbox is None:
-                self._outbox = Outbox(self._endpoint, header.sender, values.nbytes)
+            if self._shared is None:
+                self._shared = SharedSender(self._endpoint, header.sender, values.nbytes)
         except (PacelineError, OSError) as problem:
             log.info("no shared memory with worker %d: %s", self.peer.rank, problem)
             self._is_local = False
             return None
-        slot = self._outbox.put(values)
+        slot = self._shared.put(values)
         if slot is not None:
             header.slot.CopyFrom(slot)
         return slot
@@ -210,16 +210,16 @@ class PeerLink:
         self._heard_s = time.monotonic()
         values = np.empty(incoming.payload_nbytes // wire.FLOAT_NBYTES, np.float32)
         incoming.read_into(memoryview(values).cast("B"))
-        if envelope.answer.nbytes and call.slot and self._outbox:
-            values = self._outbox.answer(call.slot, envelope.answer.nbytes)
+        if envelope.answer.nbytes and call.slot and self._shared:
+            values = self._shared.answer(call.slot, envelope.answer.nbytes)
         if call.on_answer is not None:
             call.on_answer(None if envelope.answer.busy else values)
         call.done.set_result(None)
 
     def _free(self, call: PeerCall) -> None:
         """Ends a call's use of its slot."""
-        if call.slot is not None and self._outbox is not None:
-            self._outbox.free(call.slot)
+        if call.slot is not None and self._shared is not None:
+            self._shared.free(call.slot)
 
 
 def _pinned(certificate: bytes) -> ssl.SSLContext:

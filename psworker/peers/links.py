@@ -108,7 +108,7 @@ class PeerLinks:
             if isinstance(problem, ConfigError | RemoteProtocolError):
                 raise _about(problem, f"worker {session.rank} does not get to {where}")
             if link.has_offers_alone:
-                log.warning("%s has not answered for %.0f s: the exchange is off", where, silent_s)
+                log.warning("%s has not answered for %.0f s: exchange given up", where, silent_s)
                 self._cut.add(rank)
                 self._links[rank] = PeerLink(link.peer, self._own_host)
                 link.close(waits=False)

@@ -108,11 +108,11 @@ class Peers:
         return control_pb2.PeerReport(
             table=self.table,
             step=gossip.number,
-            partner=gossip.sight.partner,
+            partner=gossip.stats.partner,
             age_s=time.monotonic() - self._heard_s,
-            staleness=gossip.sight.staleness,
+            staleness=gossip.stats.staleness,
             distance=self.distance,
-            num_exchanges=gossip.sight.num_exchanges,
+            num_exchanges=gossip.stats.num_exchanges,
         )
 
     def part(self) -> None:

@@ -26,7 +26,7 @@ from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray
 from psworker.gossip.base import PART_NUMEL, Tag
 from psworker.peers.mailbox import Mailbox
-from psworker.peers.shared import Inboxes
+from psworker.peers.shared import SharedReceivers
 
 log = logging.getLogger("paceline")
 QUEUED_NBYTES_MIN = 256 << 10
@@ -41,7 +41,7 @@ class PeerService:
         secret: Others say hello with it; the directory tells it to them.
         on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
         budget: Bytes that may be under way.
-        inboxes: The memory that workers of this host share with this one.
+        receivers: The memory that workers of this host share with this one.
     """
 
     queued_nbytes_min = QUEUED_NBYTES_MIN
@@ -59,7 +59,7 @@ class PeerService:
         self.job = job
         self.table = -1
         self.mailbox = mailbox
-        self.inboxes = Inboxes()
+        self.receivers = SharedReceivers()
         self.secret = secret
 
     @property
@@ -91,7 +91,7 @@ class PeerService:
         """
         self._require_secret(request.token)
         self.require_same_job(request.sender)
-        return self.inboxes.attach(request, fd)
+        return self.receivers.attach(request, fd)
 
     def note_refused(self, reason: str) -> None:
         """Logs another worker's attempt to share memory that came to nothing."""
@@ -167,7 +167,7 @@ class PeerHandler:
         answer = pb.Envelope(id=number, answer=pb.Answer(busy=own is None))
         arrays: list[Any] = [] if own is None else [own]
         if own is not None and offer.HasField("slot"):
-            service.inboxes.of(offer.sender, offer.slot).answer(number, offer.slot, own)
+            service.receivers.of(offer.sender, offer.slot).answer(number, offer.slot, own)
             answer.answer.nbytes, arrays = own.nbytes, []
         self._connection.send(answer, arrays, lambda: None)
 
@@ -181,7 +181,7 @@ class PeerHandler:
         self._connection.is_known = True
         if is_shared:
             incoming.read_into()
-            return service.inboxes.of(message.sender, message.slot).take(number, message.slot)
+            return service.receivers.of(message.sender, message.slot).take(number, message.slot)
         values = np.empty(nbytes // FLOAT_NBYTES, np.float32)
         incoming.read_into(memoryview(values).cast("B"))
         return values

@@ -30,7 +30,7 @@ MEMORY_NBYTES_MAX = 64 << 20  # That a sender may pass.
 FORMER_MAX = 2  # Memories of one rank that are kept: the present one, and that before.
 
 
-class Outbox:
+class SharedSender:
     """The sending half: one worker's arrays for one other worker of its host."""
 
     def __init__(self, endpoint: Endpoint, sender: pb.Sender, nbytes: int) -> None:
@@ -72,7 +72,7 @@ class Outbox:
         self._slots.free(slot.number)
 
 
-class Inbox:
+class SharedReceiver:
     """The receiving half: the memory of one other worker, and that of the answers to it."""
 
     def __init__(self, request: pb.Attach, segment: Segment) -> None:
@@ -118,12 +118,12 @@ class Inbox:
         self._newest[number] = message
 
 
-class Inboxes:
+class SharedReceivers:
     """The memories of the other workers of this host."""
 
     def __init__(self) -> None:
         """Begins without one."""
-        self._inboxes: dict[int, deque[Inbox]] = {}  # By rank.
+        self._receivers: dict[int, deque[SharedReceiver]] = {}  # By rank.
 
     def attach(self, request: pb.Attach, fd: int) -> Segment:
         """Maps the memory of another worker; returns that of the answers to it.
@@ -137,23 +137,23 @@ class Inboxes:
         """
         try:
             segment = Segment.attach(os.dup(fd), min(request.nbytes, MEMORY_NBYTES_MAX))
-            inbox = Inbox(request, segment)
+            receiver = SharedReceiver(request, segment)
         except (OSError, ValueError) as problem:
             raise TransportError(f"cannot share memory with another worker: {problem}") from None
         segment.close()
-        former = self._inboxes.setdefault(request.sender.worker, deque(maxlen=FORMER_MAX))
-        former.append(inbox)
-        return inbox.answers
+        former = self._receivers.setdefault(request.sender.worker, deque(maxlen=FORMER_MAX))
+        former.append(receiver)
+        return receiver.answers
 
-    def of(self, sender: pb.Sender, slot: pb.Slot) -> Inbox:
+    def of(self, sender: pb.Sender, slot: pb.Slot) -> SharedReceiver:
         """Returns the memory that a message names.
 
         Raises:
             RemoteProtocolError: Its sender has not passed it, or others since.
         """
-        for inbox in list(self._inboxes.get(sender.worker, ())):
-            if inbox.memory == slot.memory:
-                return inbox
+        for receiver in list(self._receivers.get(sender.worker, ())):
+            if receiver.memory == slot.memory:
+                return receiver
         raise RemoteProtocolError(
             f"worker {sender.worker} names shared memory that it has not passed"
         )

@@ -19,7 +19,6 @@ from psworker.peers.peers import Peers
 from psworker.pipeline import wire
 from psworker.pipeline.checkpoint import Tensors, from_numbers, to_numbers
 from psworker.pipeline.schedule import Place, Stash
-from psworker.pipeline.sight import recorded
 from psworker.pipeline.stage import (
     ACTIVATION,
     GRADIENT,
@@ -31,6 +30,7 @@ from psworker.pipeline.stage import (
     Update,
 )
 from psworker.pipeline.stage import Waits as StageWaits
+from psworker.pipeline.trace import recorded
 
 if TYPE_CHECKING:
     from psworker.pipeline.flush import FlushReplica

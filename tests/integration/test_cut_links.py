@@ -60,7 +60,7 @@ def train(me: Station, namespace: str, mode: str) -> Any:
         if gossip_of(optimizer) is not gossip:
             gossip = gossip_of(optimizer)
             me.tell("back")
-        exchanges = gossip.sight.num_exchanges
+        exchanges = gossip.stats.num_exchanges
         if mode.startswith("adpsgd") and gossip.counts["refused"] and not again_at:
             again_at = exchanges + 5
         if 0 < again_at <= exchanges:

@@ -99,7 +99,7 @@ def train_atomically(me: Station, job: str) -> tuple[int, int, list[float]]:
         losses.append(backward(model, *batch(0, 0)))
         optimizer.step()
     psworker.barrier("trained")
-    found = gossip.sight.num_exchanges, gossip.counts["refused"], losses
+    found = gossip.stats.num_exchanges, gossip.counts["refused"], losses
     psworker.shutdown()
     return found
 
@@ -556,7 +556,7 @@ def until_told(me: Station, mode: str) -> Any:
         time.sleep(0.01)  # For exchanges that no step waits for.
         if gossip_of(optimizer) is not gossip:  # It has joined anew, and counts exchanges from 0.
             wanted = {word: (steps, min(more, MORE)) for word, (steps, more) in wanted.items()}
-        made = len(losses), gossip_of(optimizer).sight.num_exchanges
+        made = len(losses), gossip_of(optimizer).stats.num_exchanges
         for word, (steps, exchanges) in list(wanted.items()):
             if made[0] >= steps and made[1] >= exchanges:
                 me.tell(word)

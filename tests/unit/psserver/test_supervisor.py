@@ -12,7 +12,14 @@ from structlog.testing import capture_logs
 from psserver.exits import CommandError, Exit
 from psserver.process import supervisor
 from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan
-from psserver.process.supervisor import Post, ShardProcess, Supervisor, Wake, ended, wait_ready
+from psserver.process.supervisor import (
+    ShardProcess,
+    SupervisedShard,
+    Supervisor,
+    Wake,
+    ended,
+    wait_ready,
+)
 
 KILLED = -signal.SIGKILL
 
@@ -92,8 +99,8 @@ def run(scripts: Scripts, *, restart: bool = True) -> tuple[Exit, list[Any], lis
     Fake.scripts = scripts
     announced: list[Any] = []
 
-    def on_ready(posts: Sequence[Post]) -> None:
-        announced.append([post.plan.port for post in posts])
+    def on_ready(shards: Sequence[SupervisedShard]) -> None:
+        announced.append([shard.plan.port for shard in shards])
 
     plans = [make_plan(index) for index in scripts]
     with capture_logs() as lines:

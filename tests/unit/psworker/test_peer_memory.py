@@ -25,7 +25,7 @@ from psworker.peers import shared
 from psworker.peers.link import PeerLink
 from psworker.peers.mailbox import Mailbox
 from psworker.peers.service import PeerService
-from psworker.peers.shared import Inboxes, Outbox
+from psworker.peers.shared import SharedReceivers, SharedSender
 from tests.integration.command import eventually
 
 SECRET, LONG, SHORT = "open sesame", 1 << 18, 8
@@ -146,9 +146,9 @@ def test_a_worker_that_does_not_read_holds_up_neither_a_send_nor_the_end(
 def test_memory_is_refused_without_the_secret_or_from_another_job(receiver: Receiver) -> None:
     stranger = Endpoint(host="", port=0, local=receiver.endpoint.local, token="guess")
     with pytest.raises(PacelineError, match="not the worker that the directory names"):
-        Outbox(stranger, SENDER, 4 * LONG)
+        SharedSender(stranger, SENDER, 4 * LONG)
     with pytest.raises(PacelineError, match="job 'other' came to a worker"):
-        Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
+        SharedSender(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
 
 
 def test_a_worker_that_is_refused_tries_again(receiver: Receiver) -> None:
@@ -193,9 +193,9 @@ def test_a_refused_array_is_remembered_and_a_refused_offer_counts_as_busy(
 
 
 @pytest.fixture
-def inboxes() -> Iterator[tuple[Inboxes, Segment]]:
+def receivers() -> Iterator[tuple[SharedReceivers, Segment]]:
     """The memory of worker 1, of number 5: two slots of a page."""
-    found, memory = Inboxes(), Segment.create(2 * PAGE)
+    found, memory = SharedReceivers(), Segment.create(2 * PAGE)
     request = pb.Attach(sender=SENDER, nbytes=2 * PAGE, memory=5, slot_nbytes=PAGE)
     found.attach(request, memory.fd)
     yield found, memory
@@ -203,21 +203,21 @@ def inboxes() -> Iterator[tuple[Inboxes, Segment]]:
 
 
 def test_a_late_message_neither_reads_nor_writes_its_slot(
-    inboxes: tuple[Inboxes, Segment],
+    receivers: tuple[SharedReceivers, Segment],
 ) -> None:
-    found, _ = inboxes
+    found, _ = receivers
     slot = pb.Slot(memory=5, number=1, nbytes=8)
-    inbox, answer = found.of(SENDER, slot), np.ones(2, np.float32)
-    inbox.take(3, slot)
-    inbox.answer(3, slot, answer)
-    inbox.answer(3, slot, answer)  # The same message by another connection.
-    inbox.take(8, slot)
-    inbox.answer(8, slot, 2 * answer)
+    receiver, answer = found.of(SENDER, slot), np.ones(2, np.float32)
+    receiver.take(3, slot)
+    receiver.answer(3, slot, answer)
+    receiver.answer(3, slot, answer)  # The same message by another connection.
+    receiver.take(8, slot)
+    receiver.answer(8, slot, 2 * answer)
     with pytest.raises(RemoteProtocolError, match="message 3 of a worker of this host comes late"):
-        inbox.take(3, slot)
+        receiver.take(3, slot)
     with pytest.raises(RemoteProtocolError, match="comes late"):
-        inbox.answer(3, slot, answer)
-    assert inbox.answers.floats(PAGE, 2).tolist() == [2.0, 2.0]
+        receiver.answer(3, slot, answer)
+    assert receiver.answers.floats(PAGE, 2).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ def test_a_late_message_neither_reads_nor_writes_its_slot(
     ],
 )
 def test_a_place_outside_the_memory_is_refused(
-    inboxes: tuple[Inboxes, Segment], slot: pb.Slot, message: str
+    receivers: tuple[SharedReceivers, Segment], slot: pb.Slot, message: str
 ) -> None:
-    found, _ = inboxes
+    found, _ = receivers
     with pytest.raises(RemoteProtocolError, match=message):
         found.of(SENDER, slot).take(1, slot)
 
@@ -242,5 +242,5 @@ def test_no_descriptor_is_left_behind(receiver: Receiver) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with pytest.raises(PacelineError):
-            Outbox(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
+            SharedSender(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
     eventually(lambda: len(os.listdir("/proc/self/fd")) < before + 10)  # Some are the listener's.
