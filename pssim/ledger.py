@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pscore.compressors.none import NoCompression
-from pscore.optimizers.base import Optimizer
+from pscore.optimizers.base import Optimizer, SliceStep
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Add, Answer, Skip, Update
@@ -123,15 +123,17 @@ class SliceBook:
         after = np.empty_like(before)
         active = [action.present >> i & 1 for i in range(len(self.spec.segments))]
         self.optimizer.step(
-            before,
-            after,
-            grad,
-            action.scale,
-            self._state,
-            SegmentTable.of(self.spec),
-            self.counts,
-            np.array(active, dtype=np.int64),
-            action.hyper,
+            SliceStep(
+                weights=before,
+                out=after,
+                grad=grad,
+                scale=action.scale,
+                state=self._state,
+                segments=SegmentTable.of(self.spec),
+                counts=self.counts,
+                active=np.array(active, dtype=np.int64),
+                hyper=action.hyper,
+            )
         )
         if self.is_exact:
             assert np.array_equal(after, before - grad * np.float32(action.scale))

@@ -13,6 +13,7 @@ import numpy as np
 
 from pscore.cuda.encoders import EACH, THREADS, Launch
 from pscore.cuda.runtime import launcher
+from pscore.optimizers.base import DeviceStep
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 MAX_BLOCKS = 1 << 16
@@ -142,34 +143,23 @@ class DeviceKernels:
             else:
                 self._start("local_dc", n, *where, n, np.float32(control), *tail)
 
-    def sgd_step(
-        self,
-        weights: Any,
-        grad: Any,
-        buffer: Any,
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-    ) -> None:
+    def sgd_step(self, step: DeviceStep) -> None:
         """Makes the shard's SGD step in place, as `pscore/optimizers/sgd.py` does."""
-        for index in np.flatnonzero(active):
-            row = hyper[segments.groups[index]].tolist()
+        for index, row, part, grad, (buffer,) in step.parts():
             lr, momentum, dampening, decay, nesterov, maximize = row
-            start, stop = segments.bounds[index].tolist()
-            n, factor = np.int32(stop - start), np.float32(-1.0 if maximize else 1.0)
+            n, factor = np.int32(part.numel()), np.float32(-1.0 if maximize else 1.0)
             tail = (np.float32(decay), np.float32(lr))
-            where = (_at(weights, start), _at(grad, start))
+            where = (_at(part, 0), _at(grad, 0))
             if momentum == 0.0:
                 self._start("local_sgd", n, *where, n, factor, *tail)
             else:
-                first = counts[index] == 0
+                first = step.counts[index] == 0
                 keep = np.float32(0.0 if first else momentum)
                 take = np.float32(1.0 if first else 1.0 - dampening)
                 ahead, along = (1.0, momentum) if nesterov else (0.0, 1.0)
                 mix = (keep, take, np.float32(ahead), np.float32(along))
-                self._start("sgd_momentum", n, *where, _at(buffer, start), n, factor, *tail, *mix)
-            counts[index] += 1
+                self._start("sgd_momentum", n, *where, _at(buffer, 0), n, factor, *tail, *mix)
+            step.counts[index] += 1
 
     def _start(self, kernel: str, n: np.int32, *arguments: Any) -> None:
         self._launch(kernel, min(MAX_BLOCKS, -(-int(n) // (THREADS * EACH))), arguments)

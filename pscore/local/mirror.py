@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from pscore.errors import ConfigError
 from pscore.local.base import LocalSlice, LocalUpdate, optimizer_state
+from pscore.optimizers.base import DeviceStep, SliceStep
 
 FORMS = ("exact", "kept")
 
@@ -56,27 +57,31 @@ class Mirror(LocalUpdate):
         state = optimizer_state(part)
         if part.weights.device.type != "cpu":
             part.optimizer.step_device(
-                part.weights,
-                grad,
-                state,
-                part.segments,
-                part.counts,
-                part.active,
-                part.hyper,
-                part.kernels,
+                DeviceStep(
+                    weights=part.weights,
+                    grad=grad,
+                    state=state,
+                    segments=part.segments,
+                    counts=part.counts,
+                    active=part.active,
+                    hyper=part.hyper,
+                    kernels=part.kernels,
+                )
             )
             return
         weights = part.weights.numpy()
         part.optimizer.step(
-            weights,
-            weights,
-            grad.numpy(),
-            1.0,
-            [array.numpy() for array in state],
-            part.segments,
-            part.counts,
-            part.active,
-            part.hyper,
+            SliceStep(
+                weights=weights,
+                out=weights,
+                grad=grad.numpy(),
+                scale=1.0,
+                state=[array.numpy() for array in state],
+                segments=part.segments,
+                counts=part.counts,
+                active=part.active,
+                hyper=part.hyper,
+            )
         )
 
     def state_room(self, part: LocalSlice) -> Sequence[Any]:

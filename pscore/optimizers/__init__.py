@@ -17,7 +17,7 @@ from pscore.optimizers.adam import Adam
 from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
 from pscore.optimizers.assign import Assign
-from pscore.optimizers.base import Optimizer
+from pscore.optimizers.base import Optimizer, SliceStep
 from pscore.optimizers.delayed_nesterov import DelayedNesterov
 from pscore.optimizers.mean import Mean
 from pscore.optimizers.nadam import NAdam
@@ -126,7 +126,7 @@ def warm_up(optimizer: Optimizer) -> None:
     segments = SegmentTable(bounds=np.array([[0, 1]], np.int64), groups=np.zeros(1, np.int64))
     ones = np.ones(1, np.int64)
     hyper = np.zeros((1, len(optimizer.hyper_names)))
-    optimizer.step(values, values, values, 1.0, state, segments, ones, ones, hyper)
+    optimizer.step(SliceStep(values, values, values, 1.0, state, segments, ones, ones, hyper))
 
 
 def _counterpart(found: type[Any], groups: Sequence[Mapping[str, Any]]) -> Optimizer:

@@ -14,14 +14,14 @@ torch: a parameter group may have an initial_accumulator_value of its own; torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
+from pscore.types import FloatArray, HyperArray, IntArray
 
 LR, LR_DECAY, WEIGHT_DECAY, INITIAL, EPS, MAXIMIZE = range(6)
 
@@ -48,51 +48,26 @@ class Adagrad(Optimizer):
         cls.refuse_flags(group, "differentiable")
         return tuple(float(group[name]) for name in cls.hyper_names)
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            read_only(state[0]),
-            (state if state_out is None else state_out)[0],
-            segments.bounds,
-            segments.groups,
-            counts,
-            active,
-            hyper,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            read_only(step.state[0]),
+            step.state_after[0],
+            step.segments.bounds,
+            step.segments.groups,
+            step.counts,
+            step.active,
+            step.hyper,
         )
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
-        for index in np.flatnonzero(active):
-            row = hyper[segments.groups[index]].tolist()
-            start, stop = segments.bounds[index].tolist()
-            part, direction, total = weights[start:stop], grad[start:stop], state[0][start:stop]
+        counts = step.counts
+        for index, row, part, direction, (total,) in step.parts():
             if counts[index] == 0:
                 total.fill_(row[INITIAL])
             if row[MAXIMIZE]:

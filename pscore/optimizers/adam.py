@@ -13,14 +13,14 @@ Differs from the paper: weight decay, which the paper does not have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
+from pscore.types import FloatArray, HyperArray, IntArray
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAXIMIZE = range(6)
 
@@ -67,57 +67,31 @@ class Adam(Optimizer):
             float(group["maximize"]),
         )
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            read_only(state[0]),
-            read_only(state[1]),
-            (state if state_out is None else state_out)[0],
-            (state if state_out is None else state_out)[1],
-            segments.bounds,
-            segments.groups,
-            counts,
-            active,
-            hyper,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            read_only(step.state[0]),
+            read_only(step.state[1]),
+            step.state_after[0],
+            step.state_after[1],
+            step.segments.bounds,
+            step.segments.groups,
+            step.counts,
+            step.active,
+            step.hyper,
             self.decoupled,
         )
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
-        for index in np.flatnonzero(active):
-            lr, beta1, beta2, eps, weight_decay, maximize = hyper[segments.groups[index]].tolist()
-            start, stop = segments.bounds[index].tolist()
-            part, direction = weights[start:stop], grad[start:stop]
-            mean, square = state[0][start:stop], state[1][start:stop]
-            counts[index] += 1
-            count = int(counts[index])
+        for index, row, part, direction, (mean, square, *largest) in step.parts():
+            lr, beta1, beta2, eps, weight_decay, maximize = row
+            step.counts[index] += 1
+            count = int(step.counts[index])
             if maximize:
                 direction = direction.neg()
             if weight_decay and self.decoupled:
@@ -127,8 +101,7 @@ class Adam(Optimizer):
             mean.lerp_(direction, 1.0 - beta1)
             square.mul_(beta2).addcmul_(direction, direction, value=1.0 - beta2)
             if self.keeps_largest:
-                largest = state[2][start:stop]
-                square = largest.copy_(largest.maximum(square))
+                square = largest[0].copy_(largest[0].maximum(square))
             spread = square.sqrt().div_((1.0 - beta2**count) ** 0.5).add_(eps)
             part.addcdiv_(mean, spread, value=-lr / (1.0 - beta1**count))
 

@@ -12,7 +12,7 @@ Differs from the paper: the corrections of the bias, weight decay and eps, as in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -27,8 +27,8 @@ from pscore.optimizers.adam import (
     WEIGHT_DECAY,
     Adam,
 )
-from pscore.optimizers.base import BLOCK
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import BLOCK, SliceStep
+from pscore.types import FloatArray, HyperArray, IntArray
 
 
 class AMSGrad(Adam):
@@ -39,38 +39,24 @@ class AMSGrad(Adam):
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     keeps_largest: ClassVar[bool] = True
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        state_out = state if state_out is None else state_out
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            read_only(state[0]),
-            read_only(state[1]),
-            read_only(state[2]),
-            state_out[0],
-            state_out[1],
-            state_out[2],
-            segments.bounds,
-            segments.groups,
-            counts,
-            active,
-            hyper,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            read_only(step.state[0]),
+            read_only(step.state[1]),
+            read_only(step.state[2]),
+            step.state_after[0],
+            step.state_after[1],
+            step.state_after[2],
+            step.segments.bounds,
+            step.segments.groups,
+            step.counts,
+            step.active,
+            step.hyper,
             self.decoupled,
         )
 

@@ -7,14 +7,14 @@ Paceline's own: it has no learning rate and no state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, read_only
-from pscore.optimizers.base import Optimizer, StepKernels
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.types import FloatArray, IntArray
 
 
 class Assign(Optimizer):
@@ -28,47 +28,23 @@ class Assign(Optimizer):
         """Returns one row of hyper-parameters; buffers have no group, so `lr` may be missing."""
         return (float(group.get("lr", 0.0)),)
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            segments.bounds,
-            counts,
-            active,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            step.segments.bounds,
+            step.counts,
+            step.active,
         )
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
-        for index in np.flatnonzero(active):
-            start, stop = segments.bounds[index].tolist()
-            weights[start:stop].copy_(grad[start:stop])
-            counts[index] += 1
+        for index, _, part, pushed, _ in step.parts():
+            part.copy_(pushed)
+            step.counts[index] += 1
 
 
 @kernel

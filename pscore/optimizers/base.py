@@ -9,26 +9,92 @@ hyper-parameters of their own, and as in torch a parameter without a gradient is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
 
 from pscore.errors import UnsupportedOptimizerError
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 
+class SliceStep(NamedTuple):
+    """One step of an optimizer on one slice, on the CPU.
+
+    Attributes:
+        weights: `(numel,) float32`, the weights before the step; kept unless it is `out`.
+        out: `(numel,) float32`, receives the weights after the step, all elements of it: inactive
+            segments and padding are copied.
+        grad: `(numel,) float32`, the sum of the gradients; not changed.
+        scale: Factor on `grad`: one over the sum of the gradients' weights.
+        state: One `(numel,) float32` for each of `Optimizer.state_names`.
+        segments: The parameters in this slice.
+        counts: `(num_segments,) int64`, steps made so far per segment; active ones count up.
+        active: `(num_segments,) int64`, not 0 where the segment has a gradient in this step.
+        hyper: `(num_groups, len(hyper_names)) float64`.
+        state_out: Receives the state after the step, all elements of it, and `state` is kept. None:
+            `state` is changed in place.
+    """
+
+    weights: FloatArray
+    out: FloatArray
+    grad: FloatArray
+    scale: float
+    state: Sequence[FloatArray]
+    segments: SegmentTable
+    counts: IntArray
+    active: IntArray
+    hyper: HyperArray
+    state_out: Sequence[FloatArray] | None = None
+
+    @property
+    def state_after(self) -> Sequence[FloatArray]:
+        """The arrays that receive the state."""
+        return self.state if self.state_out is None else self.state_out
+
+
+class DeviceStep(NamedTuple):
+    """One step of an optimizer on one slice, in place, on torch tensors of any device; scale 1.
+
+    Attributes:
+        weights: `(numel,) float32`, the weights.
+        grad: `(numel,) float32`; not changed.
+        state: One `(numel,) float32` for each of `Optimizer.state_names`.
+        segments: As in `SliceStep`, like the other fields.
+        kernels: Kernels of the device; None: torch's operations make the step.
+    """
+
+    weights: Any
+    grad: Any
+    state: Sequence[Any]
+    segments: SegmentTable
+    counts: IntArray
+    active: IntArray
+    hyper: HyperArray
+    kernels: StepKernels | None = None
+
+    def parts(self) -> Iterator[tuple[int, list[float], Any, Any, list[Any]]]:
+        """Yields each active segment.
+
+        Yields:
+            Its index; its group's row of `hyper`; its elements of weights, gradient and state, as
+            views.
+        """
+        for index in np.flatnonzero(self.active).tolist():
+            start, stop = self.segments.bounds[index].tolist()
+            yield (
+                index,
+                self.hyper[self.segments.groups[index]].tolist(),
+                self.weights[start:stop],
+                self.grad[start:stop],
+                [array[start:stop] for array in self.state],
+            )
+
+
 class StepKernels(Protocol):
     """The step of an optimizer as kernels of one device, which starts them without waiting."""
 
-    def sgd_step(
-        self,
-        weights: Any,
-        grad: Any,
-        buffer: Any,
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-    ) -> None:
+    def sgd_step(self, step: DeviceStep) -> None:
         """Makes the step of `sgd.py` in place, on tensors of the device."""
 
 
@@ -97,52 +163,13 @@ class Optimizer(ABC):
         return not self.state_names
 
     @abstractmethod
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
-        """Makes one step on the CPU without holding the GIL.
+    def step(self, step: SliceStep) -> None:
+        """Makes one step on the CPU without holding the GIL."""
 
-        Args:
-            weights: `(numel,) float32`, the weights before the step; kept unless it is `out`.
-            out: `(numel,) float32`, receives the weights after the step, all elements of it:
-                inactive segments and padding are copied.
-            grad: `(numel,) float32`, the sum of the gradients; not changed.
-            scale: Factor on `grad`: one over the sum of the gradients' weights.
-            state: One `(numel,) float32` for each of `state_names`, changed in place.
-            segments: The parameters in this slice.
-            counts: `(num_segments,) int64`, steps made so far per segment; active ones count up.
-            active: `(num_segments,) int64`, not 0 where the segment has a gradient in this step.
-            hyper: `(num_groups, len(hyper_names)) float64`.
-            state_out: Receives the state after the step, all elements of it, and `state` is kept.
-                None: `state` is changed in place.
-        """
-
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device, scale 1: the worker's `mirror`.
 
-        The arguments are those of `step`, with tensors instead of arrays. With `kernels` those may
-        make the step; else torch's operations make it.
+        With `step.kernels` those may make the step; else torch's operations make it.
         """
         raise NotImplementedError(f"{self.name} has no step for device tensors")
 

@@ -17,14 +17,14 @@ Differs from the paper: with m = 0, where no momentum is kept, the state is left
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, read_only
-from pscore.optimizers.base import Optimizer
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import Optimizer, SliceStep
+from pscore.types import FloatArray, HyperArray
 
 MOMENTUM = 1  # Its column.
 EVERY_MAX = 4096
@@ -46,50 +46,37 @@ class DelayedNesterov(Optimizer):
         """Returns whether there is no momentum in any group."""
         return not hyper[:, MOMENTUM].any()
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        kept = state if state_out is None else state_out
-        if state_out is not None:
-            for before, after in zip(state, state_out, strict=True):
+        kept = step.state_after
+        if step.state_out is not None:
+            for before, after in zip(step.state, step.state_out, strict=True):
                 np.copyto(after, before)
         written = 0
-        for index, (start, stop) in enumerate(segments.bounds.tolist()):
-            if not active[index]:
+        for index, (start, stop) in enumerate(step.segments.bounds.tolist()):
+            if not step.active[index]:
                 continue
-            lr, momentum, every, activation = hyper[segments.groups[index]].tolist()
+            lr, momentum, every, activation = step.hyper[step.segments.groups[index]].tolist()
             every = min(max(1.0, every), EVERY_MAX)  # It came over the wire.
-            np.copyto(out[written:start], weights[written:start])
+            np.copyto(step.out[written:start], step.weights[written:start])
             written = stop
-            counts[index] += 1
-            is_last = momentum > 0 and counts[index] % int(every) == 0
+            step.counts[index] += 1
+            is_last = momentum > 0 and step.counts[index] % int(every) == 0
             along = 1.0 - activation * every + activation if is_last else activation
             _step(
-                read_only(weights[start:stop]),
-                out[start:stop],
-                read_only(grad[start:stop]),
+                read_only(step.weights[start:stop]),
+                step.out[start:stop],
+                read_only(step.grad[start:stop]),
                 kept[0][start:stop],
                 kept[1][start:stop],
-                np.float32(scale),
+                np.float32(step.scale),
                 np.float32(1.0 / every),
                 np.float32(lr),
                 np.float32(momentum),
                 np.float32(along * momentum),
                 is_last,
             )
-        np.copyto(out[written:], weights[written:])
+        np.copyto(step.out[written:], step.weights[written:])
 
 
 @kernel

@@ -10,14 +10,14 @@ Before the first update the value is what rank 0 has uploaded: its weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, read_only
-from pscore.optimizers.base import Optimizer
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import Optimizer, SliceStep
+from pscore.types import FloatArray, IntArray
 
 
 class Mean(Optimizer):
@@ -32,22 +32,16 @@ class Mean(Optimizer):
         """Returns one row of hyper-parameters: those of the group are used on the worker alone."""
         return (0.0,)
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(out, read_only(grad), float(scale), segments.bounds, counts, active)
+        _step(
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            step.segments.bounds,
+            step.counts,
+            step.active,
+        )
 
 
 @kernel

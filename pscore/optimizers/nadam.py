@@ -21,14 +21,14 @@ Differs from the paper: weight decay, which the paper does not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
+from pscore.types import FloatArray, HyperArray, IntArray
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MOMENTUM_DECAY, DECOUPLED, MAXIMIZE = range(8)
 
@@ -63,57 +63,30 @@ class NAdam(Optimizer):
             *(float(group[name]) for name in cls.hyper_names[EPS:]),
         )
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        state_out = state if state_out is None else state_out
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            read_only(state[0]),
-            read_only(state[1]),
-            read_only(state[2]),
-            state_out[0],
-            state_out[1],
-            state_out[2],
-            segments.bounds,
-            segments.groups,
-            counts,
-            active,
-            hyper,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            read_only(step.state[0]),
+            read_only(step.state[1]),
+            read_only(step.state[2]),
+            step.state_after[0],
+            step.state_after[1],
+            step.state_after[2],
+            step.segments.bounds,
+            step.segments.groups,
+            step.counts,
+            step.active,
+            step.hyper,
         )
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device, without waiting for it."""
-        for index in np.flatnonzero(active):
-            row = hyper[segments.groups[index]].tolist()
-            start, stop = segments.bounds[index].tolist()
-            part, direction = weights[start:stop], grad[start:stop]
-            mean, square, product = (array[start:stop] for array in state)
+        counts = step.counts
+        for index, row, part, direction, (mean, square, product) in step.parts():
             if counts[index] == 0:
                 product.fill_(1.0)
             counts[index] += 1

@@ -18,14 +18,14 @@ counts as 0; torch's root of it is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
+from pscore.types import FloatArray, HyperArray, IntArray
 
 LR, ALPHA, EPS, WEIGHT_DECAY, MOMENTUM, MAXIMIZE = range(6)
 
@@ -57,58 +57,30 @@ class RMSprop(Optimizer):
         cls.refuse_flags(group, "differentiable", centered=cls.is_centered)
         return tuple(float(group[name]) for name in cls.hyper_names)
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        state_out = state if state_out is None else state_out
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            read_only(state[0]),
-            read_only(state[1]),
-            read_only(state[-1]),  # Without a mean, the buffer again: nothing reads or writes it.
-            state_out[0],
-            state_out[1],
-            state_out[-1],
-            segments.bounds,
-            segments.groups,
-            counts,
-            active,
-            hyper,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            read_only(step.state[0]),
+            read_only(step.state[1]),
+            read_only(step.state[-1]),  # Without a mean, the buffer again, which is not used.
+            step.state_after[0],
+            step.state_after[1],
+            step.state_after[-1],
+            step.segments.bounds,
+            step.segments.groups,
+            step.counts,
+            step.active,
+            step.hyper,
             self.is_centered,
         )
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
-        for index in np.flatnonzero(active):
-            row = hyper[segments.groups[index]].tolist()
-            start, stop = segments.bounds[index].tolist()
-            part, direction = weights[start:stop], grad[start:stop]
-            square, buffer, *mean = (array[start:stop] for array in state)
+        for index, row, part, direction, (square, buffer, *mean) in step.parts():
             if row[MAXIMIZE]:
                 direction = direction.neg()
             if row[WEIGHT_DECAY]:
@@ -124,7 +96,7 @@ class RMSprop(Optimizer):
                 part.add_(buffer, alpha=-row[LR])
             else:
                 part.addcdiv_(direction, spread, value=-row[LR])
-            counts[index] += 1
+            step.counts[index] += 1
 
 
 class CenteredRMSprop(RMSprop):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
+from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, MAXIMIZE = range(6)
@@ -57,69 +57,41 @@ class SGD(Optimizer):
         """Returns whether there is no momentum in any group."""
         return not hyper[:, MOMENTUM].any()
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            read_only(weights),
-            out,
-            read_only(grad),
-            float(scale),
-            read_only(state[0]),
-            state[0] if state_out is None else state_out[0],
-            segments.bounds,
-            segments.groups,
-            counts,
-            active,
-            hyper,
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(step.scale),
+            read_only(step.state[0]),
+            step.state_after[0],
+            step.segments.bounds,
+            step.segments.groups,
+            step.counts,
+            step.active,
+            step.hyper,
         )
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
-        if kernels is not None:
-            buffer = state[0]
-            kernels.sgd_step(weights, grad, buffer, segments, counts, active, hyper)
+        if step.kernels is not None:
+            step.kernels.sgd_step(step)
             return
-        for index in np.flatnonzero(active):
-            lr, momentum, dampening, weight_decay, nesterov, maximize = hyper[
-                segments.groups[index]
-            ].tolist()
-            start, stop = segments.bounds[index].tolist()
-            part, direction, buffer = weights[start:stop], grad[start:stop], state[0][start:stop]
+        for index, row, part, direction, (buffer,) in step.parts():
+            lr, momentum, dampening, weight_decay, nesterov, maximize = row
             if maximize:
                 direction = direction.neg()
             if weight_decay:
                 direction = direction.add(part, alpha=weight_decay)
             if momentum:
-                if counts[index] == 0:
+                if step.counts[index] == 0:
                     buffer.copy_(direction)
                 else:
                     buffer.mul_(momentum).add_(direction, alpha=1.0 - dampening)
                 direction = direction.add(buffer, alpha=momentum) if nesterov else buffer
             part.add_(direction, alpha=-lr)
-            counts[index] += 1
+            step.counts[index] += 1
 
     def infer(
         self,

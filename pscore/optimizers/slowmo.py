@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pscore.memory.kernels import kernel, read_only
-from pscore.optimizers.base import Optimizer, StepKernels
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.types import FloatArray, HyperArray, SegmentTable
 
 LR, SLOW_LR, SLOW_MOMENTUM = range(3)
 
@@ -39,63 +39,38 @@ class SlowMo(Optimizer):
         """Returns one row of hyper-parameters, from a group that the mode has made."""
         return tuple(float(group[name]) for name in cls.hyper_names)
 
-    def step(
-        self,
-        weights: FloatArray,
-        out: FloatArray,
-        grad: FloatArray,
-        scale: float,
-        state: Sequence[FloatArray],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        *,
-        state_out: Sequence[FloatArray] | None = None,
-    ) -> None:
+    def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        buffer = state[0]
-        if state_out is not None:
-            buffer = state_out[0]
-            np.copyto(buffer, state[0])
+        buffer = step.state[0]
+        if step.state_out is not None:
+            buffer = step.state_out[0]
+            np.copyto(buffer, step.state[0])
         written = 0
-        for index, (start, stop) in enumerate(segments.bounds.tolist()):
-            if not active[index]:
+        for index, (start, stop) in enumerate(step.segments.bounds.tolist()):
+            if not step.active[index]:
                 continue
-            lr, slow_lr, slow_momentum = hyper[segments.groups[index]].tolist()
-            np.copyto(out[written:start], weights[written:start])
+            lr, slow_lr, slow_momentum = step.hyper[step.segments.groups[index]].tolist()
+            np.copyto(step.out[written:start], step.weights[written:start])
             written = stop
-            counts[index] += 1
+            step.counts[index] += 1
             _step(
-                read_only(weights[start:stop]),
-                out[start:stop],
-                read_only(grad[start:stop]),
+                read_only(step.weights[start:stop]),
+                step.out[start:stop],
+                read_only(step.grad[start:stop]),
                 buffer[start:stop],
-                np.float32(scale),
+                np.float32(step.scale),
                 np.float32(1.0 / lr if lr else 0.0),
                 np.float32(slow_lr * lr),
                 np.float32(slow_lr),
                 np.float32(slow_momentum),
             )
-        np.copyto(out[written:], weights[written:])
+        np.copyto(step.out[written:], step.weights[written:])
 
-    def step_device(
-        self,
-        weights: Any,
-        grad: Any,
-        state: Sequence[Any],
-        segments: SegmentTable,
-        counts: IntArray,
-        active: IntArray,
-        hyper: HyperArray,
-        kernels: StepKernels | None = None,
-    ) -> None:
+    def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
-        for index in np.flatnonzero(active):
-            lr, slow_lr, slow_momentum = hyper[segments.groups[index]].tolist()
-            start, stop = segments.bounds[index].tolist()
-            part, direction, buffer = weights[start:stop], grad[start:stop], state[0][start:stop]
-            counts[index] += 1
+        for index, row, part, direction, (buffer,) in step.parts():
+            lr, slow_lr, slow_momentum = row
+            step.counts[index] += 1
             if slow_momentum == 0.0:
                 part.sub_(direction, alpha=slow_lr)
                 continue

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pscore.local.base import LocalSlice, LocalUpdate, optimizer_state
-from pscore.types import FloatArray, HyperArray
+from pscore.optimizers.base import DeviceStep, SliceStep
 
 LANDED = "landed"  # In `LocalSlice.state`: the newest global weights, (numel,) float32.
 
@@ -123,19 +123,28 @@ def step_outer(part: LocalSlice, weights: Any, grad: Any, state: Sequence[Any], 
     if out.device.type != "cpu":
         out.copy_(weights)
         part.optimizer.step_device(
-            out, grad, state, part.segments, counts, active, part.hyper, part.kernels
+            DeviceStep(
+                weights=out,
+                grad=grad,
+                state=state,
+                segments=part.segments,
+                counts=counts,
+                active=active,
+                hyper=part.hyper,
+                kernels=part.kernels,
+            )
         )
         return
-    arrays: list[FloatArray] = [array.numpy() for array in state]
-    hyper: HyperArray = part.hyper
     part.optimizer.step(
-        weights.numpy(),
-        out.numpy(),
-        grad.numpy(),
-        1.0,
-        arrays,
-        part.segments,
-        counts,
-        active,
-        hyper,
+        SliceStep(
+            weights=weights.numpy(),
+            out=out.numpy(),
+            grad=grad.numpy(),
+            scale=1.0,
+            state=[array.numpy() for array in state],
+            segments=part.segments,
+            counts=counts,
+            active=active,
+            hyper=part.hyper,
+        )
     )

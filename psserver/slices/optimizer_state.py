@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pscore.optimizers.base import Optimizer
+from pscore.optimizers.base import Optimizer, SliceStep
 from pscore.types import FloatArray, IntArray, SegmentTable, SliceSpec
 from psserver.decisions.orders import Update
 from psserver.slices.journal import SliceJournal
@@ -79,16 +79,18 @@ class OptimizerState:
         keeps = self._optimizer.keeps_state(update.hyper)
         cells = self.cells if keeps else self.next_cells()
         self._optimizer.step(
-            weights,
-            out,
-            grad,
-            update.scale,
-            self.arrays,
-            self._segments,
-            self.counts,
-            self._active_in(update.present),
-            update.hyper,
-            state_out=None if cells is self.cells else [cell.array for cell in cells],
+            SliceStep(
+                weights=weights,
+                out=out,
+                grad=grad,
+                scale=update.scale,
+                state=self.arrays,
+                segments=self._segments,
+                counts=self.counts,
+                active=self._active_in(update.present),
+                hyper=update.hyper,
+                state_out=None if cells is self.cells else [cell.array for cell in cells],
+            )
         )
         return cells
 

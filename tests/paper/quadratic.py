@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pscore.local import LocalSlice, LocalUpdate
+from pscore.optimizers.base import SliceStep
 from pscore.optimizers.sgd import SGD
 from pscore.types import SegmentTable
 
@@ -65,15 +66,17 @@ def objective(seed: int, steps: int, momentum: float, local: LocalUpdate | None)
         weights = shard.weights.numpy()
         total = np.sum(grads, axis=0).astype(np.float32)
         shard.optimizer.step(
-            weights,
-            weights,
-            total,
-            1 / WORKERS,
-            [velocity.numpy()],
-            shard.segments,
-            shard.counts,
-            shard.active,
-            shard.hyper,
+            SliceStep(
+                weights,
+                weights,
+                total,
+                1 / WORKERS,
+                [velocity.numpy()],
+                shard.segments,
+                shard.counts,
+                shard.active,
+                shard.hyper,
+            )
         )
         if local is None or step < WARMUP:
             land(step + 1)

@@ -6,6 +6,7 @@ import torch
 
 from pscore.compressors import parse_compressor
 from pscore.errors import ConfigError
+from pscore.optimizers.base import SliceStep
 from pscore.optimizers.delayed_nesterov import DelayedNesterov as Delayed
 from pscore.rules import DelayedNesterov, parse_mode
 from pscore.types import SegmentTable
@@ -28,10 +29,10 @@ class Bench:
         segments = SegmentTable(bounds=np.array([[0, 1], [1, 2]]), groups=np.zeros(2, np.int64))
         out, after = np.empty_like(self.weights), [np.empty(2, np.float32) for _ in self.state]
         grad = np.array([moved, 9.0], np.float32)
-        Delayed().step(
+        Delayed().step(SliceStep(
             self.weights, out, grad, scale, self.state, segments, self.counts,
             np.array([1, 0]), np.array([row]), state_out=after,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.weights, self.state = out, after
         return float(out[0])
 

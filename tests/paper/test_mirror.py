@@ -7,6 +7,7 @@ import torch
 from pscore.local import LocalSlice
 from pscore.local.mirror import Mirror
 from pscore.optimizers import OPTIMIZERS
+from pscore.optimizers.base import SliceStep
 from tests.paper.quadratic import make_part, median_objective, rebase
 
 # lr 1/2, momentum 1/2.
@@ -91,7 +92,9 @@ def test_a_worker_alone_makes_the_steps_of_the_shard(name: str, row: list[float]
         grad = rng.standard_normal(33, np.float32)
         out = np.empty_like(weights)
         part.optimizer.step(
-            weights, out, grad, 1.0, state, part.segments, counts, part.active, part.hyper
+            SliceStep(
+                weights, out, grad, 1.0, state, part.segments, counts, part.active, part.hyper
+            )
         )
         weights = out
         local.update(part, torch.from_numpy(grad))

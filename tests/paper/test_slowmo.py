@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError
+from pscore.optimizers.base import SliceStep
 from pscore.optimizers.slowmo import SlowMo as SlowStep
 from pscore.rules import SlowMo
 from pscore.types import SegmentTable
@@ -25,10 +26,10 @@ class Bench:
         segments = SegmentTable(bounds=np.array([[0, 1]]), groups=np.zeros(1, np.int64))
         out, ones = np.empty_like(self.weights), np.ones(1, np.int64)
         grad = np.array([moved], np.float32)
-        SlowStep().step(
+        SlowStep().step(SliceStep(
             self.weights, out, grad, scale, [self.buffer], segments, self.counts, ones,
             np.array([row]),
-        )  # fmt: skip
+        ))  # fmt: skip
         self.weights = out
         return float(out[0])
 

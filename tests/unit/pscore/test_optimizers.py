@@ -29,6 +29,7 @@ from pscore.optimizers import (
     sgd,
     warm_up,
 )
+from pscore.optimizers.base import DeviceStep, SliceStep
 from pscore.rules import make_server_optimizer
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
@@ -64,15 +65,17 @@ class Slice:
     ) -> None:
         out = np.full(self.numel, np.nan, np.float32)
         self.optimizer.step(
-            self.weights,
-            out,
-            grad,
-            scale,
-            self.state,
-            self.segments,
-            self.counts,
-            active,
-            hyper,
+            SliceStep(
+                self.weights,
+                out,
+                grad,
+                scale,
+                self.state,
+                self.segments,
+                self.counts,
+                active,
+                hyper,
+            )
         )
         self.weights = out
 
@@ -387,15 +390,17 @@ def test_a_step_in_place_has_the_same_bits(name: str) -> None:
         ours.step(grad, active, hyper, scale=0.5)
         np.testing.assert_array_equal(old, before)
         other.optimizer.step(
-            other.weights,
-            other.weights,
-            grad,
-            0.5,
-            other.state,
-            other.segments,
-            other.counts,
-            active,
-            hyper,
+            SliceStep(
+                other.weights,
+                other.weights,
+                grad,
+                0.5,
+                other.state,
+                other.segments,
+                other.counts,
+                active,
+                hyper,
+            )
         )
         np.testing.assert_array_equal(grad, given_grad)
     np.testing.assert_array_equal(ours.weights, other.weights)
@@ -416,16 +421,18 @@ def test_a_step_into_other_state_has_the_same_bits_and_keeps_the_former(name: st
         out = np.full_like(other.weights, np.nan)
         state = [np.full_like(array, np.nan) for array in other.state]
         other.optimizer.step(
-            other.weights,
-            out,
-            grad,
-            0.5,
-            other.state,
-            other.segments,
-            other.counts,
-            active,
-            hyper,
-            state_out=state,
+            SliceStep(
+                other.weights,
+                out,
+                grad,
+                0.5,
+                other.state,
+                other.segments,
+                other.counts,
+                active,
+                hyper,
+                state_out=state,
+            )
         )
         np.testing.assert_array_equal(other.state, kept)
         other.weights, other.state = out, state
@@ -467,7 +474,9 @@ def test_a_step_on_tensors_agrees(name: str, row: tuple[float, ...]) -> None:
         active = rng.integers(0, 2, len(SIZES))
         ours.step(grad, active, hyper)
         given_grad = torch.from_numpy(grad.copy())
-        ours.optimizer.step_device(weights, given_grad, state, ours.segments, counts, active, hyper)
+        ours.optimizer.step_device(
+            DeviceStep(weights, given_grad, state, ours.segments, counts, active, hyper)
+        )
         np.testing.assert_array_equal(given_grad.numpy(), grad)
     np.testing.assert_array_equal(counts, ours.counts)
     np.testing.assert_allclose(weights.numpy(), ours.weights, rtol=2e-6, atol=2e-6)

@@ -14,6 +14,7 @@ from pscore.local.glu import GLU
 from pscore.local.secant import Secant, passed
 from pscore.local.sgd import PlainSGD, hyper_columns
 from pscore.optimizers import OPTIMIZERS
+from pscore.optimizers.base import DeviceStep, SliceStep
 from pscore.types import SegmentTable
 from tests.unit.pscore.cuda.shim import build, launcher
 
@@ -129,18 +130,20 @@ def test_a_mirrored_sgd_step_is_the_cpus(
     for step in range(3):
         weights, grad = host.weights.numpy(), normal(step + 1)
         host.optimizer.step(
-            weights,
-            weights,
-            grad.numpy(),
-            1.0,
-            [buffers[0].numpy()],
-            host.segments,
-            host.counts,
-            host.active,
-            host.hyper,
+            SliceStep(
+                weights,
+                weights,
+                grad.numpy(),
+                1.0,
+                [buffers[0].numpy()],
+                host.segments,
+                host.counts,
+                host.active,
+                host.hyper,
+            )
         )
         rest = (other.segments, other.counts, other.active, other.hyper)
-        kernels.sgd_step(other.weights, grad, buffers[1], *rest)
+        kernels.sgd_step(DeviceStep(other.weights, grad, [buffers[1]], *rest))
         assert_same(host.weights, other.weights)
         assert_same(buffers[0], buffers[1])
     assert host.counts.tolist() == other.counts.tolist() == [3, 3, 0]
