@@ -113,7 +113,8 @@ def hyper_rows(
         )
     plugin = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     rows = np.array([plugin.hyper_from_torch(group) for group in param_groups], dtype=np.float64)
-    for group, column in np.argwhere(~np.isfinite(rows)).tolist():
+    if not np.isfinite(rows).all():
+        group, column = np.argwhere(~np.isfinite(rows))[0].tolist()
         name, value = plugin.hyper_names[column], rows[group, column]
         raise ConfigError(f"{name} of parameter group {group} is {value}, must be a number")
     return rows

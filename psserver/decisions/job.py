@@ -104,6 +104,11 @@ class Job:
         raise UnknownJobError(f"job {self.name!r} has no table {index}")
 
     @property
+    def has_windows(self) -> bool:
+        """Whether rounds of some table may close with a quorum, when a window is over."""
+        return any(table.spec.rule.window_s is not None for table in self.tables.values())
+
+    @property
     def memory_nbytes(self) -> int:
         """Bytes that its tables take."""
         return sum(table.memory_nbytes for table in self.tables.values())

@@ -96,7 +96,11 @@ class Member:
 
 
 class Membership:
-    """The workers of one job on one shard."""
+    """The workers of one job on one shard.
+
+    Attributes:
+        is_elastic: Whether workers may join, up to a largest number, while others train.
+    """
 
     def __init__(self, num_workers: int, lease_s: float, min_workers: int = 0) -> None:
         """Starts without workers.
@@ -118,6 +122,7 @@ class Membership:
             )
         self.num_workers = num_workers
         self.min_workers = min_workers
+        self.is_elastic = min_workers > 0
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
         self.has_ended = False  # Whether the last worker that left had ended without an error.
@@ -292,11 +297,6 @@ class Membership:
     def live(self) -> list[int]:
         """Returns the ranks of the live workers, in order."""
         return sorted(self._in(Presence.LIVE))
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether workers may join, up to a largest number, while others train."""
-        return self.min_workers > 0
 
     @property
     def size(self) -> str:

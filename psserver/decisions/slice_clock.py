@@ -297,8 +297,8 @@ class SliceClock(SliceState):
     def _may_close(self) -> bool:
         """Returns whether all are in the open step, or its quorum is and its window is over."""
         step = self.version
-        if self._open.is_complete(step) or self._open.rule.window_s is None:
-            return self._open.is_complete(step)
+        if (is_complete := self._open.is_complete(step)) or self._open.rule.window_s is None:
+            return is_complete
         is_met = self.window.is_behind(step)
         return self._open.has_quorum(step, is_met=is_met) and self.window.is_over(step)
 

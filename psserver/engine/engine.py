@@ -309,14 +309,14 @@ class Engine:
             self.requests.put_off()
             return lost
 
-    def tick_windows(self) -> None:
-        """Closes the rounds whose windows are over; the owner calls it many times a second."""
+    def tick_windows(self) -> bool:
+        """Closes the rounds whose windows are over; returns whether any table has windows."""
         with self.lock:
-            now_s = self.now()
-            for job in self.jobs.values():
-                actions = close_windows(job.job, now_s)
-                if actions:
+            jobs = [job for job in self.jobs.values() if job.job.has_windows]
+            for job in jobs:
+                if actions := close_windows(job.job, self.now()):
                     self.requests.execute(job, actions)
+            return bool(jobs)
 
     # ----- views
 

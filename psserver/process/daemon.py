@@ -67,6 +67,7 @@ log = structlog.get_logger()
 
 TICK_S = 1.0
 WINDOW_TICK_S = 0.02  # The grain of the windows of rounds with a quorum.
+NO_WINDOW_TICK_S = 0.5  # Without a table that has windows: a new one is noticed after so long.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
 POLL_S = 0.05
@@ -280,8 +281,8 @@ class Daemon:
 
     async def _tick_windows(self) -> None:
         while True:
-            await asyncio.sleep(WINDOW_TICK_S)
-            self.engine.tick_windows()
+            has_windows = self.engine.tick_windows()
+            await asyncio.sleep(WINDOW_TICK_S if has_windows else NO_WINDOW_TICK_S)
 
     async def check_readiness(self) -> None:
         """Sets the health service, and logs a change: whether new connections can be accepted."""

@@ -118,11 +118,13 @@ class Exchange:
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
         compressor = self.spec.compressor.name if feedback is not None and not flush else ""
         sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
-        named = replace(push, minibatch=self.minibatch)
+        minibatch = self.minibatch
 
         def make() -> Made:
             spec = self.layout.slices[index]
-            return self._maker.make(spec, named, sender, payload, compressor, shared=shared)
+            return self._maker.make(
+                spec, push, sender, payload, compressor, shared=shared, minibatch=minibatch
+            )
 
         call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
         if self._timeline is not None:

@@ -13,7 +13,13 @@ WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with the r
 
 
 def push_header(
-    spec: SliceSpec, push: Push, sender: data_pb2.Sender, compressor: str, *, shared: bool
+    spec: SliceSpec,
+    push: Push,
+    sender: data_pb2.Sender,
+    compressor: str,
+    *,
+    shared: bool,
+    minibatch: int,
 ) -> data_pb2.PushHeader:
     """Returns the header of a push.
 
@@ -23,6 +29,7 @@ def push_header(
         sender: This worker and the table.
         compressor: Name of the compressor; empty: the payload is uncompressed.
         shared: Whether the shard reads the payload in shared memory.
+        minibatch: Number of the gradient's minibatch; -1: it names none.
     """
     return data_pb2.PushHeader(
         sender=sender,
@@ -35,7 +42,7 @@ def push_header(
         hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
         shared=shared,
         may_wait=shared and push.may_wait,
-        minibatch=push.minibatch + 1,
+        minibatch=minibatch + 1,
         compressor=compressor,
     )
 

@@ -43,6 +43,7 @@ class PushMaker:
         compressor: str,
         *,
         shared: bool,
+        minibatch: int,
     ) -> Made:
         """Returns header and payload of one push; without a payload where the shard maps it.
 
@@ -56,8 +57,9 @@ class PushMaker:
             payload: Returns the payload's bytes (`Payloads.prepare`).
             compressor: Name of the compressor; empty: the payload is uncompressed.
             shared: Whether the shard reads the payload in shared memory.
+            minibatch: Number of the gradient's minibatch; -1: it names none.
         """
-        header = push_header(spec, push, sender, compressor, shared=shared)
+        header = push_header(spec, push, sender, compressor, shared=shared, minibatch=minibatch)
         begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
         try:
             data = payload()

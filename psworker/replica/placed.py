@@ -66,6 +66,7 @@ class PlacedReplica:
         self.rank = rank
         self.own: Sequence[int] = range(len(layout.slices)) if own is None else own
         self.step = 0
+        self._planned = rule, 0, rule.plan(0)  # A mode, a step, and its plan.
         self.is_ending = False
         self.speed: Callable[[], float] = _fastest
         self.round_steps: int | None = None

@@ -32,7 +32,11 @@ class Replica(PlacedReplica):
 
     def plan(self) -> Plan:
         """Returns the plan of the step under way."""
-        return self.rule.plan(self.step)
+        rule, step, plan = self._planned
+        if rule is not self.rule or step != self.step:
+            plan = self.rule.plan(self.step)
+            self._planned = self.rule, self.step, plan
+        return plan
 
     def push(
         self,

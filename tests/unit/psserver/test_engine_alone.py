@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pscore.compressors.none import NoCompression
 from pscore.pb.ps.v1 import data_pb2
-from pscore.rules import SSGD
+from pscore.rules import SSGD, LocalSGD
 from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, FloatArray, TensorSpec
 from psserver.decisions.membership import Member
@@ -102,3 +103,14 @@ def test_it_makes_steps_and_ends_waits_on_virtual_time(monkeypatch: pytest.Monke
     assert not reply.pulls[1][0].ready
     now_s = LEASE_S + 1.0
     assert [member.rank for _, member in engine.tick()] == [0, 1]
+
+
+def test_windows_are_asked_for_only_while_a_table_has_some() -> None:
+    """A shard without them need not wake fifty times a second."""
+    engine = Engine(Shard(0, 1, LEASE_S), now=lambda: 0.0)
+    assert not engine.tick_windows()
+    for number, rule in enumerate((SSGD(), LocalSGD(quorum=1, window=0.5))):
+        name = f"job-{number}"
+        member = Member(rank=0, incarnation=7, restart=0, host="a", pid=1, heard_s=0.0)
+        engine.define(engine.join(name, 1, member), replace(SPEC, rule=rule))
+        assert engine.tick_windows() == (number == 1)

@@ -430,7 +430,7 @@ def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_
         raise GradientError("gradient of 'weight' holds NaN")
 
     sender = data_pb2.Sender(job="test")
-    header, parts = maker.make(spec, a_push(), sender, payload, "2bit", shared=True)
+    header, parts = maker.make(spec, a_push(), sender, payload, "2bit", shared=True, minibatch=-1)
     assert wire.unpack_bits(header.present, len(spec.segments)) == 0
     assert (header.compressor, list(parts)) == ("", [])
     assert not header.shared
