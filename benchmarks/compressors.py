@@ -47,6 +47,7 @@ from pscore.local.mirror import Mirror
 from pscore.local.secant import Secant
 from pscore.local.sgd import PlainSGD
 from pscore.optimizers import OPTIMIZERS
+from pscore.optimizers.base import SliceStep
 from pscore.types import SegmentTable
 
 SLICE_NUMEL = 1 << 20
@@ -187,7 +188,7 @@ class Host:
 
         def step() -> None:
             rest = (part.segments, part.counts, part.active, part.hyper)
-            part.optimizer.step(weights, out, grad, 0.5, [buffer], *rest)
+            part.optimizer.step(SliceStep(weights, out, grad, 0.5, [buffer], *rest))
 
         found.append(self.run("shard's SGD step with momentum", 20 * self.numel, step))
         return found
