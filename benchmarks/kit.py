@@ -271,6 +271,22 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> N
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
 
 
+def publish(found: Mapping[str, Any], text: str, out: Path | None, *, as_json: bool) -> None:
+    """Prints the text of a result, writes the result to a file, and prints it as one line of JSON.
+
+    Args:
+        found: The result.
+        text: Its table and other lines for people.
+        out: The file; None: there is none.
+        as_json: Whether the line is asked for.
+    """
+    print(text)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(found))
+
+
 def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import fragments, pipeline_kills, pipeline_learning, round_links
+from benchmarks import pipeline_kills, pipeline_learning, round_tables
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
@@ -454,83 +454,6 @@ def overlap() -> str:
     )
 
 
-# ----- rounds that overlap: docs/rules/overlap.md
-
-ROUNDS = ROOT / "docs" / "results" / "rounds.json"
-FRAGMENTS = ROOT / "docs" / "results" / "fragments.json"
-ROUND_LINKS = ROOT / "docs" / "results" / "round_links.json"
-NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
-
-
-def rounds() -> str:
-    """Returns the losses of rounds that block and that overlap, if there is a result file."""
-    if not ROUNDS.exists():
-        return (
-            "Not measured in full yet: `python -m benchmarks.rounds --seeds 3 --out "
-            "docs/results/rounds.json`; [first trials](../notes/trials.md)."
-        )
-    run = json.loads(ROUNDS.read_text(encoding="utf-8"))
-    rows = [_of_form(length, form, row) for length, row in run["forms"].items() for form in row]
-    head = ["H", "form", "outer rate", "held-out loss", "beside blocking", "with other rates"]
-    seeds = run["arguments"]["seeds"]
-    return "\n".join(
-        [
-            f"`python -m benchmarks.rounds --seeds {seeds} --out docs/results/rounds.json`, "
-            f"{run['date']}. {_near_blocking(run['forms'])}",
-            "",
-            table(head, rows, "llrrrl"),
-        ]
-    )
-
-
-def fragment_bytes() -> str:
-    """Returns the bytes of a worker's steps by the number of fragments."""
-    run = json.loads(FRAGMENTS.read_text(encoding="utf-8"))
-    return (
-        f"`python -m benchmarks.fragments --out docs/results/fragments.json`, {run['date']}, "
-        f"H = {run['length']}.\n\n{fragments.rows_of(run['rows'])}"
-    )
-
-
-def round_bytes() -> str:
-    """Returns the bytes of rounds on a slow link, beside those of DDP."""
-    run = json.loads(ROUND_LINKS.read_text(encoding="utf-8"))
-    return (
-        "`python -m benchmarks.rounds --links --out docs/results/round_links.json`, "
-        f"{run['date']}, {run['machine']}. {round_links.verdict(run)}\n\n"
-        f"{round_links.rows_of(run)}"
-    )
-
-
-def _of_form(length: str, form: str, row: dict[str, Any]) -> list[str]:
-    loss, blocking = (statistics.fmean(row[name]["losses"]) for name in (form, "blocking"))
-    others = {
-        rate: tried
-        for rate, tried in row[form]["tried"].items()
-        if float(rate) != row[form]["rate"]
-    }
-    return [
-        length.removeprefix("H"),
-        f"`{form}`",
-        f"{row[form]['rate']:g}",
-        f"{loss:.3f}",
-        f"{100 * (loss / blocking - 1):+.1f} %",
-        ", ".join(
-            f"{rate}: " + ("diverged" if tried is None else f"{tried:.3f}")
-            for rate, tried in others.items()
-        ),
-    ]
-
-
-def _near_blocking(forms: dict[str, dict[str, Any]]) -> str:
-    """Returns a sentence about the target: the loss of `mirror` at most 1 % above blocking."""
-    parts = []
-    for length, row in forms.items():
-        loss, blocking = (statistics.fmean(row[name]["losses"]) for name in ("mirror", "blocking"))
-        parts.append(f"{_met(loss <= (1 + NEAR) * blocking)} at H = {length.removeprefix('H')}")
-    return f"`mirror` within 1 % of rounds that block: {', '.join(parts)}."
-
-
 # ----- pipelines on slow links: docs/pipelines.md
 
 PIPELINE = ROOT / "docs" / "results" / "pipeline.json"
@@ -578,12 +501,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline": pipeline,
     "pipeline kills": pipeline_kills.results,
     "pipeline learning": pipeline_learning.results,
-    "rounds": rounds,
-    "fragments": fragment_bytes,
-    "round links": round_bytes,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
     **survival_tables.BLOCKS,
+    **round_tables.BLOCKS,
 }
 PAGES = (
     "docs/compressors.md",

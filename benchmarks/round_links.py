@@ -10,12 +10,11 @@ shares of bytes are the same per token. Needs root.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import psworker
 from benchmarks import forked, hosts, kit
 from benchmarks.forked import Forked
+from benchmarks.links import relay
 from benchmarks.links.link_use import counters
 from benchmarks.links.simulated_gpu import SimulatedModel
 from benchmarks.markdown import table
@@ -74,12 +74,20 @@ class Figures(NamedTuple):
 # ----- a worker
 
 
-def work(line: Connection) -> None:
-    """Trains once for each run that the line brings: the form and the variables."""
+def work(line: Connection, train: Callable[[Connection, Any], Any]) -> None:
+    """Trains once for each run that the line brings, with the variables of a launcher."""
     while True:
-        form, variables = line.recv()
+        what, variables = line.recv()
         os.environ.update(variables)
-        line.send(train(line, form))
+        line.send(train(line, what))
+
+
+def make_steps(model: Any, optimizer: Any, steps: int) -> None:
+    """Makes steps of a simulated model."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(time.perf_counter()).backward()
+        optimizer.step()
 
 
 def train(line: Connection, form: Form) -> Figures:
@@ -98,17 +106,11 @@ def train(line: Connection, form: Form) -> Figures:
             pull_compression=form.pulls,
         )
 
-    def go_on(steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(time.perf_counter()).backward()
-            optimizer.step()
-
-    go_on(form.warm)
+    make_steps(model, optimizer, form.warm)
     line.send("warm")
     line.recv()
     before, start_s = counters()["net"], time.perf_counter()
-    go_on(form.steps)
+    make_steps(model, optimizer, form.steps)
     seconds, after = time.perf_counter() - start_s, counters()["net"]
     line.send("done")
     line.recv()
@@ -124,14 +126,65 @@ def train(line: Connection, form: Form) -> Figures:
 # ----- the measuring process
 
 
+class Cluster:
+    """The hosts with their workers and shards, on links of one kind."""
+
+    def __init__(self, lab: Lab, workers: Sequence[Forked]) -> None:
+        """Measures with workers that are ready."""
+        self._lab, self._workers = lab, workers
+        self._num_runs = 0
+
+    def run(self, what: Any) -> list[Any]:
+        """Returns what each worker has measured.
+
+        Args:
+            what: Told to the workers, with the variables of a launcher.
+        """
+        for rank, worker in enumerate(self._workers):
+            worker.tell((what, self._variables(rank)))
+        for answer in ("go", "end"):  # After all are warm, and after all have done their steps.
+            for worker in self._workers:
+                worker.hear()
+            for worker in self._workers:
+                worker.tell(answer)
+        self._num_runs += 1
+        return [worker.hear() for worker in self._workers]
+
+    def _variables(self, rank: int) -> Mapping[str, str]:
+        lab = self._lab
+        servers = [f"{lab.address(NUM_WORKERS + i)}:{hosts.PORT}" for i in range(NUM_SHARDS)]
+        job = f"rounds-{os.getpid()}-{self._num_runs}"
+        return kit.worker_environment(servers, rank, NUM_WORKERS, "auto", job) | {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": lab.address(0),
+            "MASTER_PORT": str(GLOO_PORT + self._num_runs),
+            "GLOO_SOCKET_IFNAME": "net",
+        }
+
+
 @contextmanager
-def hosts_of_all() -> Iterator[tuple[Lab, list[Forked]]]:
-    """Makes the hosts, and starts workers and shards; ends all in any case."""
+def hosts_of_all(
+    train: Callable[[Connection, Any], Any], rate: str, delay_s: float = 0.0
+) -> Iterator[Cluster]:
+    """Makes the hosts, and starts workers and shards; ends all in any case.
+
+    Args:
+        train: Trains a worker once, and returns what it has measured.
+        rate: Rate of each link, each way, as tc writes it.
+        delay_s: Seconds for which each frame is held at the switch.
+    """
     with ExitStack() as stack:
-        lab = stack.enter_context(Lab(NUM_WORKERS + NUM_SHARDS, RATE))
+        num = NUM_WORKERS + NUM_SHARDS
+        lab = stack.enter_context(Lab(num, rate, has_bridge=not delay_s))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-rounds-"))
-        workers = [Forked(work, namespace=lab.name(host)) for host in range(NUM_WORKERS)]
+        workers = [Forked(work, train, namespace=lab.name(host)) for host in range(NUM_WORKERS)]
         stack.enter_context(forked.ending(workers))
+        if delay_s:
+            ports = [f"port{host}" for host in range(num)]
+            switch = Forked(relay.run, ports, delay_s, namespace=lab.name("switch"))
+            stack.enter_context(forked.ending([switch]))
+            switch.hear()
         shards = []
         for index in range(NUM_SHARDS):
             arguments = {
@@ -147,41 +200,17 @@ def hosts_of_all() -> Iterator[tuple[Lab, list[Forked]]]:
             assert shard.popen.stdout is not None
             if not shard.popen.stdout.readline():
                 raise RuntimeError(f"{shard.what} ended\n{shard.written()}")
-        yield lab, workers
-
-
-def run_form(lab: Lab, workers: Sequence[Forked], number: int, form: Form) -> Figures:
-    """Returns the means over the workers."""
-    for rank, worker in enumerate(workers):
-        worker.tell((form, _variables(lab, rank, number)))
-    for answer in ("go", "end"):  # After all are warm, and after all have done their steps.
-        for worker in workers:
-            worker.hear()
-        for worker in workers:
-            worker.tell(answer)
-    found = [worker.hear() for worker in workers]
-    return Figures(*(statistics.fmean(part) for part in zip(*found, strict=True)))
-
-
-def _variables(lab: Lab, rank: int, number: int) -> Mapping[str, str]:
-    servers = [f"{lab.address(NUM_WORKERS + i)}:{hosts.PORT}" for i in range(NUM_SHARDS)]
-    job = f"rounds-{os.getpid()}-{number}"
-    return kit.worker_environment(servers, rank, NUM_WORKERS, "auto", job) | {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": lab.address(0),
-        "MASTER_PORT": str(GLOO_PORT + number),
-        "GLOO_SOCKET_IFNAME": "net",
-    }
+        yield Cluster(lab, workers)
 
 
 def measure() -> dict[str, Any]:
     """Returns the figures of all forms."""
     forked.prepare()
     found = {}
-    with hosts_of_all() as (lab, workers):
-        for number, (name, form) in enumerate(FORMS.items()):
-            found[name] = run_form(lab, workers, number, form)._asdict()
+    with hosts_of_all(train, RATE) as cluster:
+        for name, form in FORMS.items():
+            parts = zip(*cluster.run(form), strict=True)  # The means over the workers.
+            found[name] = Figures(*map(statistics.fmean, parts))._asdict()
             print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -225,8 +254,4 @@ def verdict(run: Mapping[str, Any]) -> str:
 def run(out: Path | None, *, as_json: bool) -> None:
     """Measures, prints the table, and writes the result file."""
     found = measure()
-    print(f"{rows_of(found)}\n{verdict(found)}")
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        print(json.dumps(found))
+    kit.publish(found, f"{rows_of(found)}\n{verdict(found)}", out, as_json=as_json)

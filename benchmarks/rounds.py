@@ -2,19 +2,23 @@
 
     python -m benchmarks.rounds --quick --json
     python -m benchmarks.rounds --seeds 3 --out docs/results/rounds.json
+    python -m benchmarks.rounds --task lenet --unlike --forms blocking mirror control \
+        --data ../shared/data/fashion-mnist --out docs/results/rounds-lenet-unlike.json
     python -m benchmarks.rounds --links --out docs/results/round_links.json   # round_links.py
+    python -m benchmarks.rounds --times --out docs/results/round_times.json   # round_times.py
 
-A small transformer predicts the characters of a part of Shakespeare's plays. Four workers run AdamW
-between the rounds of `diloco`; the real replicas, clocks and stores (`pssim/training.py`) exchange
-the rounds in simulated time, with the bits of a job of processes
-(`test_a_simulated_job_has_the_bits_of_one_of_processes`). The loss is that of the shards' weights
-on the text's end. The answer to a round lands a fifth of the next one later; in `late` and `eager`
-it is used a whole round later.
+A small transformer predicts the characters of a part of Shakespeare's plays; LeNet and ResNet-20
+tell images apart (`--task`). Four workers run AdamW between the rounds of `diloco`; the real
+replicas, clocks and stores (`pssim/training.py`) exchange the rounds in simulated time, with the
+bits of a job of processes (`test_a_simulated_job_has_the_bits_of_one_of_processes`). The loss is
+that of the shards' weights on the text's end, or on the test images. The answer to a round lands a
+fifth of the next one later; in `late` and `eager` it is used a whole round later.
 
 Each form has an outer rate of its own: the full run walks on a grid to the smallest loss of the
 first seed, and trains the other seeds with that rate. It writes the result file after each form;
-started again with the same arguments, it continues with the forms that are missing. `--quick`
-trains one seed with the rates of the result file, or with `--rates`.
+started again with the same task, it continues with the forms that are missing, or that were trained
+with another number of steps or fewer seeds. `--quick` trains one seed with the rates of the result
+file, or with `--rates`.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import round_links
+from benchmarks import round_links, round_times
 from benchmarks.chars import PART, Text
+from benchmarks.images import Images
 from pscore.compressors.none import NoCompression
 from pscore.compressors.sparseloco import SparseLoCo
 from pscore.rules import DiLoCo
@@ -48,6 +53,9 @@ LR, LEAST, RISE = 3e-3, 0.1, 50  # Of AdamW: its peak, the end over the peak, st
 OUTER_MOMENTUM = 0.9
 FORMS = ("blocking", "late", "blend", "eager", "mirror")
 SPARSE = "sparse"  # Rounds that block, with `sparseloco` both ways and no outer momentum.
+CONTROL = "control"  # `mirror` whose guess has the mean's part of the round before in it.
+FURTHER = (CONTROL, SPARSE)
+TASKS = ("text", "lenet", "resnet")
 LENGTHS = (20, 100)  # H.
 STEPS_MIN, ROUNDS_MIN = 800, 16
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)  # Outer rates.
@@ -57,6 +65,7 @@ FIRST_RATES = {
     "blend": 0.7,
     "eager": 0.2,
     "mirror": 0.7,
+    "control": 0.7,
     "sparse": 1.0,
 }
 SPARSELY = SparseLoCo(k=512), SparseLoCo(k=512, decay=1.0)  # Of pushes and of pulls.
@@ -67,56 +76,69 @@ class Setting:
     """A form of a round, and the task.
 
     Attributes:
-        form: One of `FORMS`, or `SPARSE`.
+        form: One of `FORMS`, or of `FURTHER`.
         length: H, steps.
         delay: Steps after which an answer lands; -1: a fifth of H.
-        control: Factor of `mirror`.
         steps: Steps of each worker.
-        unlike: Whether each worker draws from its own part of the text.
-        data: The text.
+        unlike: Whether each worker draws from its own part of the text, or of the classes.
+        task: One of `TASKS`.
+        data: The text, or the images; None: those of the repository.
+        momentum: Outer momentum, of all forms but `SPARSE`.
+        num_workers: Workers.
     """
 
     form: str
     length: int
     delay: int = -1
-    control: float = 0.0
     steps: int = STEPS_MIN
     unlike: bool = False
-    data: Path = PART
+    task: str = "text"
+    data: Path | None = None
+    momentum: float = OUTER_MOMENTUM
+    num_workers: int = NUM_WORKERS
 
     def rule(self, outer_lr: float) -> DiLoCo:
         """Returns the mode."""
-        momentum = 0.0 if self.form == SPARSE else OUTER_MOMENTUM
+        momentum = 0.0 if self.form == SPARSE else self.momentum
         rule = DiLoCo(steps=self.length, outer_lr=outer_lr, outer_momentum=momentum)
         if self.form in ("blocking", SPARSE):
             return rule
-        return replace(rule, overlap=self.form, delay=self.delay, control=self.control)
+        if self.form == CONTROL:
+            return replace(rule, overlap="mirror", delay=self.delay, control=1.0)
+        return replace(rule, overlap=self.form, delay=self.delay)
 
     def rate(self, step: int) -> float:
         """Returns AdamW's learning rate: a linear rise, then half a cosine."""
         wave = (1 + math.cos(math.pi * min(1.0, step / self.steps))) / 2
         return LR * min(1.0, (step + 1) / RISE) * (LEAST + (1 - LEAST) * wave)
 
+    def examples(self, seed: int) -> Text | Images:
+        """Returns the model and its data."""
+        num_parts = self.num_workers if self.unlike else 1
+        if self.task == "text":
+            return Text(path=self.data or PART, seed=seed, num_parts=num_parts)
+        return Images(name=self.task, path=self.data, seed=seed, num_parts=num_parts)
+
     def train(self, outer_lr: float, seed: int) -> float:
-        """Trains; returns the held-out loss of the shards' weights, in nats a character."""
+        """Trains; returns the held-out loss of the shards' weights, in nats an example."""
         begin_s = time.perf_counter()
-        text = Text(path=self.data, seed=seed, num_parts=NUM_WORKERS if self.unlike else 1)
+        task = self.examples(seed)
         pushes, pulls = SPARSELY if self.form == SPARSE else (NoCompression(), NoCompression())
         job = TrainingJob(
             compressor=pushes,
             pull_compressor=pulls,
             rule=self.rule(outer_lr),
-            make_model=text.make_model,
-            gradient=text.gradient,
+            make_model=task.make_model,
+            gradient=task.gradient,
             group={"lr": LR},
             lr=self.rate,
             make_inner=make_inner,
-            num_workers=NUM_WORKERS,
+            num_workers=self.num_workers,
             steps=self.steps,
             seed=seed,
         )
         cluster = TrainingCluster(job).run()
-        loss = text.held_out_loss(cluster.show(text.make_model()))
+        loss = task.held_out_loss(cluster.show(task.make_model()))
         print(
             f"H = {self.length}, {self.form}, outer rate {outer_lr:g}, seed {seed}: "
             f"{loss:.4f} ({time.perf_counter() - begin_s:.0f} s)",
@@ -135,19 +157,29 @@ class Found:
     """The losses of one form.
 
     Attributes:
+        steps: Steps of each worker.
         rate: The outer rate.
         losses: Held-out loss of each seed with it.
         tried: Loss of the first seed by outer rate, as text; None: it diverged.
     """
 
+    steps: int
     rate: float
     losses: list[float]
     tried: dict[str, float | None]
 
 
-def search(setting: Setting, num_seeds: int) -> Found:
-    """Trains with the best rate of the grid that a walk from one of `FIRST_RATES` finds."""
-    tried: dict[int, float] = {}
+def search(setting: Setting, num_seeds: int, known: Mapping[str, float | None]) -> Found:
+    """Trains with the best rate of the grid that a walk from one of `FIRST_RATES` finds.
+
+    Args:
+        setting: The form and the task.
+        num_seeds: Seeds.
+        known: Losses of the first seed that need no training, as in `Found.tried`.
+    """
+    tried = {
+        GRID.index(float(rate)): math.inf if loss is None else loss for rate, loss in known.items()
+    }
 
     def loss_at(place: int) -> float:
         if not 0 <= place < len(GRID):
@@ -162,6 +194,7 @@ def search(setting: Setting, num_seeds: int) -> Found:
         best = better
     losses = [tried[best], *(setting.train(GRID[best], seed) for seed in range(1, num_seeds))]
     return Found(
+        steps=setting.steps,
         rate=GRID[best],
         losses=[round(loss, 4) for loss in losses],
         tried={
@@ -171,19 +204,23 @@ def search(setting: Setting, num_seeds: int) -> Found:
     )
 
 
-def measure(setting: Setting, num_seeds: int, outer_lr: float | None) -> Found:
+def measure(
+    setting: Setting, num_seeds: int, outer_lr: float | None, known: Mapping[str, float | None]
+) -> Found:
     """Trains with an outer rate, or with the best one.
 
     Args:
         setting: The form and the task.
         num_seeds: Seeds.
         outer_lr: The outer rate; None: it is looked for.
+        known: Losses by outer rate that need no training, as in `Found.tried`.
     """
     torch.set_num_threads(1)
     if outer_lr is None:
-        return search(setting, num_seeds)
+        return search(setting, num_seeds, known)
     losses = [round(setting.train(outer_lr, seed), 4) for seed in range(num_seeds)]
-    return Found(rate=outer_lr, losses=losses, tried={f"{outer_lr:g}": losses[0]})
+    tried: dict[str, float | None] = {f"{outer_lr:g}": losses[0]}
+    return Found(steps=setting.steps, rate=outer_lr, losses=losses, tried=tried)
 
 
 def known_rate(form: str, length: int) -> float:
@@ -206,8 +243,9 @@ class Result:
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Reads the file, of which forms that other arguments have made are dropped."""
-        words = ("quick", "rates", "seeds", "steps", "delay", "control", "unlike")
-        self.arguments = {word: getattr(args, word) for word in words} | {"data": args.data.name}
+        words = ("quick", "rates", "delay", "task", "unlike")
+        data = None if args.data is None else args.data.name
+        self.arguments = {word: getattr(args, word) for word in words} | {"data": data}
         self.forms: dict[str, dict[str, Any]] = {}
         self._path: Path | None = args.out
         if self._path is not None and self._path.exists():
@@ -215,9 +253,15 @@ class Result:
             if kept["arguments"] == self.arguments:
                 self.forms = kept["forms"]
 
-    def has(self, length: int, form: str) -> bool:
-        """Returns whether a form is there."""
-        return form in self.forms.get(f"H{length}", {})
+    def has(self, length: int, form: str, steps: int, num_seeds: int) -> bool:
+        """Returns whether a form is there, with as many steps, and seeds or more."""
+        found = self.forms.get(f"H{length}", {}).get(form)
+        return found is not None and found["steps"] == steps and len(found["losses"]) >= num_seeds
+
+    def tried(self, length: int, form: str, steps: int) -> dict[str, float | None]:
+        """Returns the losses of the first seed by outer rate, with as many steps."""
+        found = self.forms.get(f"H{length}", {}).get(form)
+        return dict(found["tried"]) if found is not None and found["steps"] == steps else {}
 
     def add(self, length: int, form: str, found: Found) -> None:
         """Adds the losses of a form, and writes the file."""
@@ -232,7 +276,7 @@ class Result:
 
     def in_order(self) -> dict[str, dict[str, Any]]:
         """Returns the forms by length, both in the order of the table."""
-        order = (*FORMS, SPARSE)
+        order = (*FORMS, *FURTHER)
         return {
             name: {form: self.forms[name][form] for form in order if form in self.forms[name]}
             for name in sorted(self.forms, key=lambda name: int(name[1:]))
@@ -253,21 +297,23 @@ def measure_all(args: argparse.Namespace, result: Result) -> None:
         started = {}
         for length in sorted(args.lengths, reverse=True):  # The longest ones first.
             for form in args.forms:
-                if result.has(length, form):
+                steps = args.steps or max(STEPS_MIN, ROUNDS_MIN * length)
+                if result.has(length, form, steps, args.seeds):
                     continue
                 setting = Setting(
                     form=form,
                     length=length,
                     delay=min(args.delay, length),
-                    control=args.control,
-                    steps=args.steps or max(STEPS_MIN, ROUNDS_MIN * length),
+                    steps=steps,
                     unlike=args.unlike,
+                    task=args.task,
                     data=args.data,
                 )
                 rate = args.rates.get(form)
                 if args.quick and rate is None:
                     rate = known_rate(form, length)
-                started[pool.submit(measure, setting, args.seeds, rate)] = length, form
+                known = result.tried(length, form, steps)
+                started[pool.submit(measure, setting, args.seeds, rate, known)] = length, form
         for future in as_completed(started):
             result.add(*started[future], future.result())
 
@@ -282,12 +328,12 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--links", action="store_true", help="bytes and times at 100 Mbit/s")
+    parser.add_argument("--times", action="store_true", help="times of rounds on slow links")
     parser.add_argument("--quick", action="store_true", help="one seed, with known outer rates")
     parser.add_argument("--rates", type=rate_of, nargs="+", default=[], help="such as mirror=0.4")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="H")
-    parser.add_argument("--forms", nargs="+", default=FORMS, choices=(*FORMS, SPARSE))
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=(*FORMS, *FURTHER))
     parser.add_argument("--delay", type=int, default=-1, help="steps; -1: a fifth of H")
-    parser.add_argument("--control", type=float, default=0.0, help="of mirror")
     parser.add_argument(
         "--steps",
         type=int,
@@ -295,14 +341,20 @@ def main() -> None:
         help=f"of each worker; 0: {STEPS_MIN}, and at least {ROUNDS_MIN} rounds",
     )
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--unlike", action="store_true", help="each worker has its own part")
-    parser.add_argument("--data", type=Path, default=PART, help="a text; else a part of one")
+    parser.add_argument(
+        "--data", type=Path, help="a text, a folder of Fashion-MNIST or CIFAR-10's npz"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", type=Path, help="writes the result to a file")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     if args.links:
         round_links.run(args.out, as_json=args.json)
+        return
+    if args.times:
+        round_times.run(args.out, as_json=args.json)
         return
     args.rates = dict(args.rates)
     result = Result(args)

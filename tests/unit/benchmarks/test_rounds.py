@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import pages, round_links, rounds
+from benchmarks import round_links, round_reach, round_tables, round_times, rounds
 from benchmarks.chars import PART
+from benchmarks.images import Images
 
 LOSSES = {0.1: 3.0, 0.2: 2.5, 0.4: 2.0, 0.7: 2.2, 1.0: math.nan}
 
 
 def arguments(out: Path, seeds: int) -> argparse.Namespace:
-    words = {"quick": False, "rates": {}, "steps": 0, "delay": -1, "control": 0.0, "unlike": False}
+    words = {"quick": False, "rates": {}, "delay": -1, "unlike": False, "task": "text"}
     return argparse.Namespace(out=out, seeds=seeds, data=PART, **words)
 
 
-def search(monkeypatch: pytest.MonkeyPatch, form: str, num_seeds: int = 2) -> rounds.Found:
+def search(
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    num_seeds: int = 2,
+    known: Mapping[str, float | None] | None = None,
+) -> rounds.Found:
     def train(setting: rounds.Setting, outer_lr: float, seed: int) -> float:
+        trained.append((outer_lr, seed))
         return LOSSES[outer_lr] + 0.1 * seed
 
+    trained: list[tuple[float, int]] = []
     monkeypatch.setattr(rounds.Setting, "train", train)
-    return rounds.search(rounds.Setting(form=form, length=20), num_seeds)
+    found = rounds.search(rounds.Setting(form=form, length=20), num_seeds, known or {})
+    again = [pair for pair in trained if pair[1] == 0 and f"{pair[0]:g}" in (known or {})]
+    assert not again, "trained although its loss is known"
+    return found
 
 
 def test_the_walk_ends_at_the_best_rate_from_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,25 +46,29 @@ def test_the_walk_ends_at_the_best_rate_from_either_side(monkeypatch: pytest.Mon
     assert above.losses == below.losses == [2.0, 2.1]
     assert above.tried == {"0.2": 2.5, "0.4": 2.0, "0.7": 2.2, "1": None}
     assert below.tried == {"0.1": 3.0, "0.2": 2.5, "0.4": 2.0, "0.7": 2.2}
+    assert search(monkeypatch, "mirror", known={"0.7": 2.2, "1": None}) == above
 
 
 def test_a_result_continues_where_it_was_ended_and_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "rounds.json"
-    monkeypatch.setattr(pages, "ROUNDS", path)
-    assert "Not measured in full yet" in pages.rounds()
-    blocking = rounds.Found(rate=0.7, losses=[2.0, 2.0], tried={"0.7": 2.0, "1": None})
+    monkeypatch.setattr(round_tables, "ROUNDS", (path, tmp_path / "not there"))
+    tried = {"0.7": 2.0, "1": None}
+    blocking = rounds.Found(steps=800, rate=0.7, losses=[2.0, 2.0], tried=tried)
     rounds.Result(arguments(path, 2)).add(20, "blocking", blocking)
     result = rounds.Result(arguments(path, 2))
-    assert result.has(20, "blocking")
-    assert not result.has(20, "mirror")
-    assert not rounds.Result(arguments(path, 3)).has(20, "blocking")
+    assert result.has(20, "blocking", 800, 2)
+    assert not result.has(20, "mirror", 800, 2)
+    assert not result.has(20, "blocking", 400, 2)
+    assert not result.has(20, "blocking", 800, 3)
+    assert result.tried(20, "blocking", 800) == tried
+    assert result.tried(20, "blocking", 400) == {}
     result.add(20, "mirror", search(monkeypatch, "mirror"))
     assert result.means() == {"H20": {"blocking": 2.0, "mirror": 2.05}}
-    shown = pages.rounds()
-    assert "`mirror` within 1 % of rounds that block: **not met** at H = 20." in shown
-    assert "| 20 | `mirror` | 0.4 | 2.050 | +2.5 % | 0.2: 2.500, 0.7: 2.200, 1: diverged |" in shown
+    shown = round_tables.rounds()
+    assert "`mirror` is within 1 % of rounds that block, or below them, in 0 of these 1 " in shown
+    assert shown.endswith("| characters | alike | 20 | 800 | 2 | 2.000 (0.7) | +2.5 % (0.4) |")
 
 
 def test_bytes_on_a_slow_link_are_shares_of_those_of_ddp() -> None:
@@ -63,3 +80,30 @@ def test_bytes_on_a_slow_link_are_shares_of_those_of_ddp() -> None:
     assert round_links.verdict({"forms": forms}).endswith("with sparseloco: met.")
     forms[sparse]["in_nbytes"] = 4e4
     assert round_links.verdict({"forms": forms}).endswith("with sparseloco: not met.")
+
+
+def test_times_of_rounds_stand_beside_the_computing_in_them() -> None:
+    names = list(round_times.modes())
+    seconds = dict.fromkeys(names, 2.05) | {round_times.PLAIN: 2.0, round_times.BLOCKING: 3.0}
+    run = {"seconds": {"1 Gbit/s": seconds}}
+    rows = round_times.rows_of(run).splitlines()
+    assert rows[3] == "| blocking | 3.000 | +50.0 % |"
+    assert rows[-1] == "| mirror, 5 fragments | 2.050 | +2.5 % |"
+    assert round_times.verdict(run).endswith(": met at 1 Gbit/s.")
+    seconds["eager"] = 2.07
+    assert round_times.verdict(run).endswith(": **not met** at 1 Gbit/s.")
+
+
+def test_the_reach_of_mirror_is_shown_beside_rounds_that_block() -> None:
+    row = {**round_reach.BASE, "blocking": [2.0, 2.0], "mirror": [2.0, 2.1]}
+    assert round_reach.rows_of({"rows": [row]}).endswith("| 4 | 0.9 | 4 | 2.000 | 2.050 | +2.5 % |")
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_images_of_a_worker_with_unlike_data_are_of_few_classes(num_parts: int) -> None:
+    images = Images("lenet", num_parts=num_parts)
+    seen: list[set[int]] = []
+    for rank in range(4):
+        labels = [images.draw(rank, step)[1] for step in range(20)]
+        seen.append(set(torch.cat(labels).tolist()))
+    assert all((len(classes) <= 4) == (num_parts == 4) for classes in seen)
