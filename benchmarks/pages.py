@@ -426,6 +426,32 @@ def _small_models(run: dict[str, Any]) -> str:
     return table(["model, mode", "path", *names, "steps/s"], rows, "llrrr")
 
 
+FALL = 0.05  # Share by which a figure may fall without a word about it.
+
+
+def slowdowns() -> str:
+    """Returns the figures of `versions` that fell by more than 5 %, as one item of a list."""
+    run = json.loads((ROOT / "docs" / "results" / "versions.json").read_text(encoding="utf-8"))
+    found = []
+    for case in run["cases"]:
+        longer = case["this one"]["median_ms"] / case["the other"]["median_ms"] - 1
+        if longer > FALL:
+            found.append(
+                f"a round of `{case['case']}` through {PATHS[case['plane']]} takes "
+                f"{100 * longer:.1f} % longer"
+            )
+    for case in run["models"]:
+        fewer = 1 - case["this one"]["steps_per_s"] / case["the other"]["steps_per_s"]
+        if fewer > FALL:
+            found.append(
+                f"`{case['model']}` (benchmarks.small) makes {100 * fewer:.1f} % fewer steps a "
+                f"second through {PATHS[case['plane']]}"
+            )
+    text = "; ".join(found) or "nothing is slower"
+    since = f"- **Compared with {run['other']}**, the last version before the present folders"
+    return f"{since}, by turns ({run['date']}, [figures](notes/dataplane.md)): {text}."
+
+
 # ----- the cost of not overlapping: docs/training.md
 
 
@@ -493,6 +519,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "transport": transport,
     "versions": versions,
+    "slowdowns": slowdowns,
     "targets": targets,
     "hosts": hosts,
     "step hosts": step_hosts,
