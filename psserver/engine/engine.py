@@ -3,6 +3,9 @@
 All decisions are made under one lock, on any thread. Time, threads and the pace of `tick` come from
 outside: a shard's process gives the monotonic clock and an executor, a simulator in one thread
 gives virtual time and none.
+
+Not ideal: all jobs of a shard share the one lock, so a job with many small slices delays the
+decisions of the others. Locks by job would need an order between jobs, tables and membership.
 """
 
 from __future__ import annotations

@@ -21,30 +21,30 @@ FOLDER = "checkpoints"  # In the state directory.
 class ShardPlan:
     """Everything that one shard process has to know."""
 
-    index: int
-    num_shards: int
-    cluster: str
-    host: str
-    port: int  # 0: any free one.
+    index: int  # 0-based number of the shard in its cluster.
+    num_shards: int  # Shards of the cluster, on all machines.
+    cluster: str  # Name that the shards of one cluster share.
+    host: str  # Address to listen on.
+    port: int  # Port of the control plane; 0: any free one.
     metrics_port: int | None  # None: no metrics page; 0: any free port.
     data_port: int = 0  # Port of the data sockets; 0: any free port.
-    num_threads: int
-    lease_s: float
-    grace_s: float
-    log_format: str
-    log_level: str
+    num_threads: int  # Threads for numeric work.
+    lease_s: float  # Seconds of silence after which a worker is lost.
+    grace_s: float  # Seconds that requests under way have at the end.
+    log_format: str  # `text` or `json`.
+    log_level: str  # Least severe level that is logged.
     log_file: str | None = None  # Standard error, if that is a file that is rotated.
     log_max_mb: int = 0  # MiB after which it is rotated; 0: never.
-    state_dir: str | None = None
+    state_dir: str | None = None  # Folder that outlives the shards; None: there is none.
     checkpoint_dir: str | None = None  # Folder of checkpoints that are loaded at the start.
     loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
     # Addresses of all shards, in order, if shard 0 sends the others their parts; else empty.
     addresses: list[str] = field(default_factory=list)
-    trust: Trust = field(default_factory=Trust)
+    trust: Trust = field(default_factory=Trust)  # Certificates and tokens.
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
     memory_mb: int | None = None  # For tables; None: all of the host.
-    under_way_mb: int = 4096
-    keep_ended_s: float = KEEP_ENDED_S
+    under_way_mb: int = 4096  # MiB of pushes and answers that wait.
+    keep_ended_s: float = KEEP_ENDED_S  # Seconds that an ended job is kept.
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
     timeline: str | None = None
     beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
@@ -76,11 +76,11 @@ class SchedulePlan:
     """Everything that the process which takes scheduled checkpoints has to know."""
 
     addresses: list[str]  # Addresses of all shards, in order.
-    folder: str
-    every_s: float
-    token_file: str | None
-    log_format: str
-    log_level: str
+    folder: str  # Folder of the checkpoints.
+    every_s: float  # Seconds from one checkpoint of a job to the next.
+    token_file: str | None  # Token for everything; None: the shards ask for none.
+    log_format: str  # `text` or `json`.
+    log_level: str  # Least severe level that is logged.
     log_file: str | None = None  # The file of standard error, shared with the supervisor.
     log_max_mb: int = 0  # MiB after which the log file is rotated; 0: never.
 

@@ -82,15 +82,15 @@ class LaunchPlan:
     """One job on this machine."""
 
     command: tuple[str, ...]  # The command line of each worker.
-    num_workers: int
+    num_workers: int  # Workers to start here.
     elastic: tuple[int, int] | None = None  # Minimum and maximum of the job's workers.
     pipeline: str = ""  # Path of the plan of a pipeline for the workers; empty: they have none.
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: shards are started for this job.
     num_shards: int = 1  # Shards started for this job.
     token_file: str = ""  # Token file of shared shards; else from the environment.
     master_port: int = 0  # Where rank 0 may open the store of a torch process group.
-    job: str
-    on_failure: OnFailure = OnFailure.STOP
+    job: str  # Name of the job.
+    on_failure: OnFailure = OnFailure.STOP  # The fate of the others when a worker fails.
     grace_s: float = 10.0  # From the request to end until a worker is killed.
 
     def __post_init__(self) -> None:

@@ -54,21 +54,21 @@ class Environment:
     servers: tuple[str, ...]  # Addresses in the order of the shards; empty if none is set.
     rank: int  # -1: the shards decide.
     num_workers: int  # Maximum of an elastic job.
-    local_rank: int
+    local_rank: int  # Rank among the workers of this machine.
     local_workers: int  # Workers on this machine.
-    job: str
-    restart: int
-    data_plane: str
+    job: str  # Name of the job.
+    restart: int  # How often the launcher has restarted this worker.
+    data_plane: str  # `auto`, or the one data plane to use.
     min_workers: int = 0  # Minimum of an elastic job; 0: the job is not elastic.
     group: int = -1  # Number of this local group; -1: torch's ranks decide.
     num_groups: int = 0  # 0: torch's ranks decide.
     # Whether torchrun has started this process; hidden from libraries by psworker.integrations.
     is_torchrun: bool = field(default=False, compare=False)
     timeout_s: float = TIMEOUT_S  # Seconds without an answer that are an error.
-    tls_ca: str = ""  # Paths.
-    tls_cert: str = ""
-    tls_key: str = ""
-    token_file: str = ""
+    tls_ca: str = ""  # Path of the CA that signed the shards' certificates; empty: no TLS.
+    tls_cert: str = ""  # Path of this worker's own certificate.
+    tls_key: str = ""  # Path of its private key.
+    token_file: str = ""  # Path of the token file; empty: no token is shown.
     timeline: str = ""  # A path (pscore/observe/timeline.py); empty: no timeline.
     pipeline: str = ""  # A path (psworker/pipeline/plan_file.py); empty: no plan is given.
     peer_host: str = ""  # Listens here for other workers; empty: where it reaches the first shard.
