@@ -24,8 +24,6 @@ from pscore.memory.kernels import kernel, read_only
 from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
 from pscore.types import FloatArray, HyperArray, SegmentTable
 
-LR, SLOW_LR, SLOW_MOMENTUM = range(3)
-
 
 class SlowMo(Optimizer):
     """The slow step; `lr` is the inner learning rate of the round."""

@@ -84,14 +84,14 @@ class Process:
         assert self.store.progress is not None
         self.clock.minibatches = self.store.progress.copy_minibatches()
         counted = self.store.progress.copy()
-        self.carry_out(self.clock.resume(journal.record.version, counted, open_steps))
+        self.execute(self.clock.resume(journal.record.version, counted, open_steps))
 
     def send(self, token: Token, push: Push, values: FloatArray) -> None:
         data = values.copy().view(np.uint8)
         self.payloads[token] = Payload(data=data, compressor=RAW, is_borrowed=True)
-        self.carry_out(self.clock.push(push, token))
+        self.execute(self.clock.push(push, token))
 
-    def carry_out(self, actions: list[Action]) -> None:
+    def execute(self, actions: list[Action]) -> None:
         execute(actions, self.store, self)
 
     def payload(self, token: Token) -> Payload:
