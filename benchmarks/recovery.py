@@ -90,6 +90,7 @@ class Outcome:
     failures: list[str]
     bystanders: list[str]  # Healthy processes that ended.
     num_status: int
+    status_s: float  # Seconds for which `status` was polled.
 
 
 def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[str]) -> Outcome:
@@ -123,6 +124,7 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
             failures=cluster.failures,
             bystanders=injector.bystanders,
             num_status=injector.num_status,
+            status_s=injector.status_s,
         )
 
 
@@ -207,7 +209,7 @@ def show(outcome: Outcome, setup: Setup) -> None:
     for text in outcome.bystanders:
         print(f"healthy, and ended: {text}")
     if outcome.num_status:
-        print(f"{outcome.num_status:,} answers to status while it was polled")
+        print(f"{outcome.num_status:,} answers to status in {outcome.status_s:.1f} s of polling")
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -224,6 +226,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "rolled_back": found.rolled_back,
         "healthy_ended": len(outcome.bystanders),
         "status_answers": outcome.num_status,
+        "status_s": round(outcome.status_s, 1),
         "faults": len(outcome.faults),
         "recovery_s": {kind: summary(outcome.faults, kind)["median"] for kind in KILLS},
         "recovery": {kind: summary(outcome.faults, kind) for kind in FAULTS},

@@ -108,6 +108,7 @@ class FaultInjector:
     faults: list[Fault] = field(default_factory=list)
     bystanders: list[str] = field(default_factory=list)  # Healthy processes that ended.
     num_status: int = 0  # Answers to `status` while it was polled.
+    status_s: float = 0.0  # Seconds for which it was polled.
 
     def inject(self, kind: str) -> None:
         """Makes one fault, waits until it is over, and until the job has recovered from it."""
@@ -259,11 +260,13 @@ class FaultInjector:
         arguments = {"addresses": self.cluster.shards.addresses}
         with self._role("watchers", arguments) as (role,):
             role.line()
+            began_s = time.monotonic()
             self.cluster.watch(self.rng.uniform(2.0, 4.0))
             self.cluster.progress.mark(time.monotonic())
             role.tell()
             told = role.result()
         self.num_status += int(told["answered"])
+        self.status_s += time.monotonic() - began_s
         if told["failed"]:
             self.cluster.failures.append(f"status: {', '.join(told['failed'])}")
         return Damage(what="status", wanted=self.everything())
