@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -28,6 +27,7 @@ from pscore.rules import make_rule
 from pscore.table_spec import TableSpec, plugin_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
+from pscore.version import VERSION
 from psserver.access.authorizer import Authorizer
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import require_name
@@ -190,7 +190,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             shard=self._engine.shard.index,
             num_shards=self._engine.shard.num_shards,
             protocol=wire.PROTOCOL,
-            version=metadata.version("paceline"),
+            version=VERSION,
             instance=self._instance,
             data_port=0 if self._data is None else self._data.port,
             data_local="" if self._data is None else self._data.local,

@@ -13,12 +13,12 @@ import math
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from pscore.errors import AccessError
 from pscore.net import wire
 from pscore.types import Verdict
+from pscore.version import VERSION
 from psserver.access.authorizer import Authorizer
 from psserver.engine import reading
 from psserver.engine.counters import Counters, Histogram
@@ -80,7 +80,7 @@ class ShardCollector:
         yield from job_metrics(figures.shard)
         yield from self._resources(figures.shard)
         about = {
-            "version": metadata.version("paceline"),
+            "version": VERSION,
             "protocol": str(wire.PROTOCOL),
             "shard": str(shard.index),
             "num_shards": str(shard.num_shards),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.decisions.pace import NO_PACE, Pace
 
@@ -23,4 +21,11 @@ def pace_of(message: pb.Pace) -> Pace:
 
 def pace_to_proto(pace: Pace) -> pb.Pace:
     """Returns the message of a worker's pace."""
-    return pb.Pace(**asdict(pace))
+    return pb.Pace(
+        num_steps=pace.num_steps,
+        steps_s=pace.steps_s,
+        waits_s=pace.waits_s,
+        requests_s=pace.requests_s,
+        step_s=pace.step_s,
+        round_steps=pace.round_steps,
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
 from psserver.decisions.directory import Peer, PeerReport
@@ -29,7 +27,17 @@ def peer_of(peer: pb.Peer) -> Peer:
 
 def peer_to_proto(peer: Peer) -> pb.Peer:
     """Returns the message that describes a worker."""
-    return pb.Peer(**asdict(peer))
+    return pb.Peer(
+        rank=peer.rank,
+        incarnation=peer.incarnation,
+        host=peer.host,
+        port=peer.port,
+        local=peer.local,
+        certificate=peer.certificate,
+        position=peer.position,
+        parts=peer.parts,
+        stays=peer.stays,
+    )
 
 
 def peer_report(report: pb.PeerReport) -> PeerReport:
@@ -47,4 +55,12 @@ def peer_report(report: pb.PeerReport) -> PeerReport:
 
 def report_to_proto(report: PeerReport) -> pb.PeerReport:
     """Returns the message of a worker's report."""
-    return pb.PeerReport(**asdict(report))
+    return pb.PeerReport(
+        table=report.table,
+        step=report.step,
+        partner=report.partner,
+        age_s=report.age_s,
+        staleness=report.staleness,
+        distance=report.distance,
+        num_exchanges=report.num_exchanges,
+    )
