@@ -106,7 +106,8 @@ def run_top(found: Found, job: str | None, *, once: bool) -> None:
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(terminal.picture(watch.history.view(), job), refresh=True)
+                view = watch.history.view()
+                live.update(terminal.picture(view, job, console.height), refresh=True)
                 time.sleep(POLL_S)
     finally:
         watch.end()

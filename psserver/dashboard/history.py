@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from psserver.dashboard.events import Event, Status, changes
+from psserver.remote.waits import waits_of
 
 FINE_MAX = 900  # Rows of a second.
 COARSE = 15  # Rows that become one.
@@ -111,7 +112,7 @@ class History:
         return found
 
     def _with_window(self, status: Status) -> Status:
-        """Returns the status, with the means of the last seconds for each worker."""
+        """Returns the status, with waits, and the means of the last seconds for each worker."""
         begin_s, begin = self._window[0]
         seconds = self._window[-1][0] - begin_s
         former = {
@@ -122,6 +123,7 @@ class History:
         jobs = [
             {
                 **job,
+                "waits": [wait._asdict() for wait in waits_of(job)],
                 "workers": [
                     {
                         **worker,

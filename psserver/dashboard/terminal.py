@@ -3,43 +3,64 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from pscore.text import printable
-from psserver.remote.status import grid, in_bytes, in_time, is_live
+from psserver.remote.status import in_bytes, in_time, is_live
+from psserver.remote.waits import waits_of
 
 SPARKS = "".join(map(chr, range(0x2581, 0x2589)))  # Blocks, from low to full.
 SPARKS_MAX = 60
 EVENTS_SHOWN = 8
+WAITS_SHOWN = 4
 WORKERS_SHOWN = 40
+WORKERS_SHOWN_MIN = 3  # Also in a terminal of few lines.
 RECENT_S = 10.0
-STYLES = {"good": "green", "bad": "red", "info": ""}
+HOT = 0.2  # Share of time in which others wait for a worker, from which on it is red.
+STYLES = {"good": "green", "bad": "red", "info": "", "live": "green", "lost": "red"}
 
 
-def picture(view: dict[str, Any], job: str | None = None) -> RenderableType:
+def picture(
+    view: dict[str, Any], job: str | None = None, height: int | None = None
+) -> RenderableType:
     """Returns a view (`History.view`) for `rich` to print.
 
     Args:
         view: The view.
         job: Show only this job; None: all with live workers, else the newest.
+        height: Lines of the terminal: workers and events are left out until it fits; None: the
+            text may be longer than a screen.
     """
     status = view["status"]
     if status is None:
         return Text("no shard answers")
     jobs = [each for each in status["jobs"] if each["name"] == job] if job else _shown(status)
-    parts: list[RenderableType] = [_head(view, status)]
-    for each in jobs:
-        parts += _job(view, each)
+    clock = time.strftime("%H:%M:%S", time.localtime(view["now_s"]))
+    parts: list[RenderableType] = [
+        Text(f"cluster {printable(status['cluster'])}, {clock}", style="bold"),
+        _shards(status),
+    ]
+    texts = [_lines(view, each) for each in jobs]
+    events = list(reversed(view["events"][-EVENTS_SHOWN:]))
+    room = WORKERS_SHOWN
+    if height is not None:
+        num_shards = len(status["shards"]) + len(status["silent"])
+        left = height - num_shards - sum(len(lines) + 5 for lines in texts) - 4
+        events = events[: max(2, min(EVENTS_SHOWN, left // 3))]
+        room = max(WORKERS_SHOWN_MIN, (left - len(events)) // max(1, len(jobs)))
+    for each, lines in zip(jobs, texts, strict=True):
+        parts += [Text(), *lines, *_workers(each, min(room, WORKERS_SHOWN))]
     if job and not jobs:
         parts.append(Text(f"no job {printable(job)!r} here"))
-    events = view["events"][-EVENTS_SHOWN:]
-    for event in reversed(events):
+    parts.append(Text())
+    for event in events:
         clock = time.strftime("%H:%M:%S", time.localtime(event["t"]))
-        parts.append(Text(f"{clock}  {printable(event['text'])}", style=STYLES[event["kind"]]))
+        parts.append(_line(f"{clock}  {printable(event['text'])}", STYLES[event["kind"]]))
     return Group(*parts)
 
 
@@ -48,27 +69,27 @@ def _shown(status: dict[str, Any]) -> list[dict[str, Any]]:
     return [job for job in jobs if is_live(job)] or jobs[:1]
 
 
-def _head(view: dict[str, Any], status: dict[str, Any]) -> RenderableType:
-    rows = [
+def _shards(status: dict[str, Any]) -> RenderableType:
+    rows: list[tuple[object, ...]] = [
         (
             shard["index"],
-            shard["address"],
-            "answers",
+            Text("answers", style="green"),
             in_time(shard["uptime_s"]),
             in_bytes(shard["memory_nbytes"]),
             in_bytes(shard["under_way_nbytes"]),
             shard["num_recoveries"],
+            shard["address"],
         )
         for shard in status["shards"]
     ]
-    rows += [(s["index"], s["address"], "SILENT", "", "", "", "") for s in status["silent"]]
-    clock = time.strftime("%H:%M:%S", time.localtime(view["now_s"]))
-    names = ("shard", "address", "state", "up", "memory", "under way", "recoveries")
-    table: RenderableType = grid(f"cluster {status['cluster']}, {clock}", names, sorted(rows))
-    return table
+    silent = Text("silent", style="red")
+    rows += [(s["index"], silent, "", "", "", "", s["address"]) for s in status["silent"]]
+    names = ("shard", "state", "up", "memory", "under way", "recoveries", "address")
+    return _grid(names, sorted(rows, key=lambda row: str(row[0]).zfill(4)))
 
 
-def _job(view: dict[str, Any], job: dict[str, Any]) -> list[RenderableType]:
+def _lines(view: dict[str, Any], job: dict[str, Any]) -> list[Text]:
+    """Returns a job's name, its numbers, and the workers that others wait for."""
     columns, rows = view["columns"], view["rows"].get(job["name"], [])
 
     def newest(name: str) -> float | None:
@@ -76,49 +97,94 @@ def _job(view: dict[str, Any], job: dict[str, Any]) -> list[RenderableType]:
         return sum(values) / len(values) if values else None
 
     age_s = job["checkpoint_age_s"]
-    lines = [
-        f"step {job['step']}, {_number(newest('steps_per_s'))} steps/s"
-        + "".join(f", {printable(k)} {v:.4g}" for k, v in job["reported"].items()),
-        f"pushed {_rate(newest('pushed_per_s'))} (compressed {_ratio(job, 'pushed')}), "
-        f"pulled {_rate(newest('pulled_per_s'))} (compressed {_ratio(job, 'pulled')}), "
-        f"checkpoint {'none' if age_s is None else in_time(age_s) + ' ago'}, "
-        f"lost workers {job['num_lost']}",
+    mode = "".join(f", {printable(table['mode'])}" for table in job["tables"][:1])
+    num_live = sum(worker["state"] == "live" for worker in job["workers"])
+    found = [
+        Text(f"job {printable(job['name'])}, {job['state']}{mode}", style="bold"),
+        _line(
+            f"step {job['step']}, {_number(newest('steps_per_s'))} steps/s"
+            + "".join(f", {printable(k)} {_reported(v)}" for k, v in job["reported"].items())
+        ),
+        _line(
+            f"pushed {_rate(newest('pushed_per_s'))} (compressed {_ratio(job, 'pushed')}), "
+            f"pulled {_rate(newest('pulled_per_s'))} (compressed {_ratio(job, 'pulled')})"
+        ),
+        _line(
+            f"workers {num_live} of {job['num_workers']} live, {job['num_lost']} lost; "
+            f"checkpoint {'none' if age_s is None else in_time(age_s) + ' ago'}"
+        ),
     ]
     for name, title in (("steps_per_s", "steps/s"), ("loss", "loss")):
         values = [value for _, value in _column(columns, rows, name)][-SPARKS_MAX:]
         if values:
-            lines.append(f"{title:8} {sparks(values)}")
-    waits = [*job["waiting_for"], *(text for t in job["tables"] for text in t["waiting_for"])]
-    lines += [f"waits for {printable(text)}" for text in dict.fromkeys(waits)]
-    more = len(job["workers"]) - WORKERS_SHOWN
+            found.append(_line(f"{title:8} {sparks(values)}"))
+    waits = waits_of(job)
+    texts = [f"waits for {printable(wait.in_words)}" for wait in waits[:WAITS_SHOWN]]
+    found += [_line(text, "yellow") for text in texts]
+    if len(waits) > WAITS_SHOWN:
+        found.append(_line(f"and {len(waits) - WAITS_SHOWN} more waits"))
+    return found
+
+
+def _workers(job: dict[str, Any], room: int) -> list[RenderableType]:
+    """Returns the workers of a job in the order of their ranks.
+
+    If there are more than `room`, those are left out that the others wait for least.
+    """
+    workers = job["workers"]
+    more = len(workers) - room
     if more > 0:
-        lines.insert(0, f"and {more} more (psserver status shows all workers)")
-    return [_workers(job), Text("\n".join(lines))]
-
-
-def _workers(job: dict[str, Any]) -> RenderableType:
+        worst = sorted(workers, key=_badness, reverse=True)[:room]
+        workers = [worker for worker in workers if worker in worst]
     first = max((worker["step"] for worker in job["workers"]), default=0)
     rows = [
         (
             worker["rank"],
-            worker["state"],
+            Text(worker["state"], style=STYLES.get(worker["state"], "")),
             worker["step"],
             first - worker["step"],
-            "" if worker["recent"]["step_s"] is None else in_time(worker["recent"]["step_s"]),
-            *(_share(worker["recent"][name]) for name in ("wait", "hidden", "waited_for")),
+            Text(
+                _share(worker["recent"]["waited_for"]),
+                style="red" if (worker["recent"]["waited_for"] or 0.0) > HOT else "",
+            ),
+            _step_time(worker["recent"]["step_s"]),
+            *(_share(worker["recent"][name]) for name in ("wait", "hidden")),
             worker["staleness"],
-            f"{in_time(worker['last_heard_s'])} ago",
+            in_time(worker["last_heard_s"]),
             worker["host"],
         )
-        for worker in job["workers"][:WORKERS_SHOWN]
+        for worker in workers
     ]
     names = (
-        *("worker", "state", "step", "behind", "step time", "waits for shards", "hidden"),
-        *("others wait for it", "staleness", "heard", "host"),
+        *("worker", "state", "step", "behind", "others\nwait for\nit", "step\ntime"),
+        *("waits\nfor\nshards", "hidden", "stale-\nness", "heard", "host"),
     )
-    mode = ", ".join(table["mode"] for table in job["tables"][:1])
-    table: RenderableType = grid(f"job {job['name']} {mode}", names, rows)
-    return table
+    parts: list[RenderableType] = [_grid(names, rows)]
+    if more > 0:
+        parts.append(_line(f"and {more} more (psserver status shows all workers)"))
+    return parts
+
+
+def _badness(worker: dict[str, Any]) -> tuple[bool, float, int]:
+    """Returns a key that is larger for workers that a person has to see."""
+    is_live = worker["state"] == "live"
+    return is_live, worker["recent"]["waited_for"] or 0.0, -worker["rank"]
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Returns a table whose cells take one line each; the last column is cut where it must be."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for number, column in enumerate(columns, 1):
+        is_last = number == len(columns)
+        grid.add_column(column, no_wrap=not is_last, overflow="ellipsis", vertical="bottom")
+    for row in rows:
+        cells = (cell if isinstance(cell, Text) else _line(printable(str(cell))) for cell in row)
+        grid.add_row(*cells)
+    return grid
 
 
 def _column(
@@ -137,12 +203,25 @@ def sparks(values: Sequence[float]) -> str:
     return f"{''.join(bars)} {low:.4g} to {high:.4g}"
 
 
+def _reported(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{in_bytes(value)}/s"
+
+
+def _step_time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1.0 else in_time(seconds)
 
 
 def _share(value: float | None) -> str:

@@ -12,6 +12,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
 from psserver.decisions.job import State
 from psserver.exits import CommandError, Exit
+from psserver.remote.waits import waits_of
 
 ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
 WIDTH = 200  # Width of tables outside of a terminal, in columns.
@@ -313,10 +314,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
     if job["reported"]:
         console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
-    waiting = dict.fromkeys(job["waiting_for"])
-    waiting |= dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
-    for text in list(waiting)[:LISTED_MAX]:
-        console.print(f"waits for {printable(text)}", markup=False)
+    for wait in waits_of(job)[:LISTED_MAX]:
+        console.print(f"waits for {printable(wait.in_words)}", markup=False)
 
 
 def _show_peers(console: Any, job: dict[str, Any]) -> None:

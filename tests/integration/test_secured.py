@@ -121,7 +121,7 @@ def test_the_dashboard_shows_such_shards_behind_tls_and_the_same_token(
         (job,) = [j for j in json.loads(body)["status"]["jobs"] if j["name"] == "train"]
         assert job["workers"][0]["state"] == "live"
     shown = command.run("top", "--once", "--job", "train").stdout
-    assert "job train ssgd" in shown
+    assert "job train, live, ssgd" in shown
     refused = command.run("dashboard", "--listen", "0.0.0.0:0", code=2).stderr
     assert "needs --tls-cert and --tls-key" in refused
     assert "must be host:port" in command.run("dashboard", "--listen", "8090", code=2).stderr

@@ -1,9 +1,12 @@
 "use strict";
 // Shows what /api/view returns, once a second. Every text goes in as text, never as HTML.
 const state = { rows: {}, events: [], last: 0, view: null, job: null, chosen: false, failed: 0 };
+state.hover = null; // Place of the pointer in the charts, 0 to 1.
+state.sorted = "worker"; // Column of the workers' table.
 const SVG = "http://www.w3.org/2000/svg";
 const ROWS_MAX = 3000;
 const JOBS_MAX = 12; // Buttons; psserver jobs lists all.
+const ANSWER_MS_MAX = 10000;
 const byId = (id) => document.getElementById(id);
 
 function make(tag, attributes = {}, ...children) {
@@ -43,6 +46,7 @@ function time(value) {
     if (value >= size) return (value / size).toFixed(1) + " " + unit;
   return value < 1 ? (value * 1000).toFixed(0) + " ms" : value.toFixed(value < 10 ? 2 : 0) + " s";
 }
+const age = (value) => (value !== null && value < 60 ? value.toFixed(0) + " s" : time(value));
 const loss = (value) => (value === null || value === undefined ? "–" : value.toPrecision(4));
 const ratio = (value) => (value === null || value === undefined ? "–" : value.toFixed(1) + "×");
 const share = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(0) + " %");
@@ -53,7 +57,7 @@ const clock = (at) => new Date(1000 * at).toTimeString().slice(0, 8);
 async function poll() {
   try {
     const url = new URL("api/view?since=" + state.last, location.origin + location.pathname);
-    const answer = await fetch(url);
+    const answer = await fetch(url, { signal: AbortSignal.timeout(ANSWER_MS_MAX) });
     if (!answer.ok) throw new Error("HTTP " + answer.status);
     take(await answer.json());
     state.failed = 0;
@@ -61,6 +65,7 @@ async function poll() {
     state.failed += 1;
   }
   show();
+  setTimeout(poll, 1000); // After the answer: two requests at a time would bring their rows twice.
 }
 
 function take(view) {
@@ -112,12 +117,16 @@ function showJobs(jobs) {
   const current = jobs.find((job) => job.name === state.job);
   if (!current || (!state.chosen && current.state !== "live")) state.job = jobs.length ? jobs[0].name : null;
   const shown = jobs.filter((job, place) => place < JOBS_MAX || job.name === state.job);
+  const more = jobs.length - shown.length;
+  const now = JSON.stringify([shown.map((job) => [job.name, job.state]), state.job, more]);
+  if (byId("jobs").dataset.now === now) return; // A new button would lose the focus.
+  byId("jobs").dataset.now = now;
   const buttons = shown.map((job) => {
-    const button = make("button", { type: "button", "aria-pressed": job.name === state.job, title: job.name + ", " + job.state }, job.name);
+    const about = job.state === "live" ? [] : [make("small", {}, job.state + " ")];
+    const button = make("button", { type: "button", "aria-pressed": job.name === state.job, title: job.name + ", " + job.state }, ...about, job.name);
     button.addEventListener("click", () => { state.job = job.name; state.chosen = true; show(); });
     return button;
   });
-  const more = jobs.length - shown.length;
   byId("jobs").replaceChildren(...buttons, ...(more ? [make("small", { class: "dim" }, "and " + more + " more")] : []));
 }
 
@@ -148,7 +157,7 @@ function showTiles(job, rows) {
     tile("pushed_nbytes", "pushed", job.pushed_nbytes, bytes(recent(rows, "pushed_per_s")) + "/s", bytes(job.pushed_nbytes) + ", " + ratio(job.pushed_nbytes ? job.raw_pushed_nbytes / job.pushed_nbytes : 1)),
     tile("pulled_nbytes", "pulled", job.pulled_nbytes, bytes(recent(rows, "pulled_per_s")) + "/s", bytes(job.pulled_nbytes) + ", " + ratio(job.pulled_nbytes ? job.raw_pulled_nbytes / job.pulled_nbytes : 1)),
     tile("num_updates", "updates", job.num_updates, count(job.num_updates), count(job.num_pushes) + " pushes"),
-    tile("checkpoint_age_s", "checkpoint", job.checkpoint_age_s, job.checkpoint_age_s === null ? "none" : time(job.checkpoint_age_s) + " ago", job.checkpoint_age_s === null ? "seen by these shards" : "the newest whole one"),
+    tile("checkpoint_age_s", "checkpoint", job.checkpoint_age_s, job.checkpoint_age_s === null ? "none" : age(job.checkpoint_age_s) + " ago", job.checkpoint_age_s === null ? "seen by these shards" : "the newest whole one"),
   ];
   byId("tiles").replaceChildren(...made);
 }
@@ -156,13 +165,14 @@ function showTiles(job, rows) {
 // ----- charts
 
 const CHARTS = [
-  { title: "Loss", columns: ["loss"], format: loss, fromZero: false },
+  { title: "Loss", columns: ["loss"], format: loss },
   { title: "Steps per second", columns: ["steps_per_s"], format: count, fromZero: true, smooth: true },
   { title: "Bytes per second", columns: ["pushed_per_s", "pulled_per_s"], names: ["pushed", "pulled"], format: bytes, fromZero: true, smooth: true },
-  { title: "Compression", columns: ["push_ratio", "pull_ratio"], names: ["pushes", "pulls"], format: ratio, fromZero: true },
-  { title: "Waiting for the slowest", columns: ["waited_for"], format: share, fromZero: true },
-  { title: "Largest staleness", columns: ["staleness"], format: count, fromZero: true },
+  { title: "Compression", columns: ["push_ratio", "pull_ratio"], names: ["pushes", "pulls"], format: ratio, fromZero: true, unit: "×" },
+  { title: "Waiting for the slowest", columns: ["waited_for"], format: share, fromZero: true, to: 1 },
+  { title: "Largest staleness", columns: ["staleness"], format: count, fromZero: true, whole: true },
 ];
+const [LEFT, BOTTOM, TOP, RIGHT] = [58, 18, 6, 4]; // Margins of a chart in pixels.
 
 function showCharts(job, rows, view) {
   if (!job) return byId("charts").replaceChildren();
@@ -190,56 +200,105 @@ function thin(rows, most) {
   return out;
 }
 
-// Means over five seconds: a step of half a second would look like a saw.
-function smooth(points) {
-  return points.map(([at, value], index) => {
-    const near = points.slice(Math.max(0, index - 4), index + 1).filter((one) => one[1] !== null && one[0] > at - 5);
-    return [at, value === null ? null : near.reduce((sum, one) => sum + one[1], 0) / near.length];
+// Means over some seconds: a step of half a second would look like a saw.
+function smooth(points, seconds) {
+  let [from, sum, many] = [0, 0, 0];
+  return points.map(([at, value]) => {
+    if (value === null) return [at, null];
+    sum += value; many += 1;
+    for (; points[from][0] <= at - seconds; from += 1)
+      if (points[from][1] !== null) { sum -= points[from][1]; many -= 1; }
+    return [at, sum / many];
   });
+}
+
+// The lowest and highest value of the axis, and the round values between them.
+function scaleOf(chart, values) {
+  let low = chart.fromZero ? 0 : Math.min(...values);
+  let high = chart.to ?? Math.max(...values);
+  if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= chart.fromZero ? 0 : Math.abs(low) * 0.1; }
+  const unit = chart.format === bytes ? 1024 ** Math.max(0, Math.floor(Math.log(high) / Math.log(1024))) : 1;
+  const rough = (high - low) / unit / 3;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = [1, 2, 2.5, 5, 10].find((one) => one * power >= rough * 0.999) * power * unit;
+  if (chart.whole) step = Math.max(1, Math.ceil(step));
+  if (chart.to) step = chart.to / 2;
+  [low, high] = [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
+  const marks = Array.from({ length: Math.round((high - low) / step) + 1 }, (_, number) => low + number * step);
+  return { low, high, marks, label: (value) => labelOf(chart, value, step, unit) };
+}
+
+function labelOf(chart, value, step, unit) {
+  if (chart.format === share) return share(value);
+  if (chart.format === bytes && unit > 1 && value) return Number((value / unit).toFixed(2)) + " " + bytes(unit).split(" ")[1];
+  const digits = Math.max(0, -Math.floor(Math.log10(step)));
+  const text = value >= 1e5 ? count(value) : String(Number(value.toFixed(digits + 1)));
+  return text + (chart.unit || "");
 }
 
 function chartOf(chart, rows, begin, end, columns, faults) {
   // As wide as the chart before it, so that text is not stretched.
   const former = byId("charts").querySelector("svg");
   const [width, height] = former && former.clientWidth ? [former.clientWidth, former.clientHeight] : [400, 132];
-  const [left, bottom, top] = [58, 18, 6];
   const series = chart.columns.map((name) => {
     const points = rows.map((row) => [row[0], row[columns.indexOf(name)]]);
-    return chart.smooth ? smooth(points) : points;
+    return chart.smooth ? smooth(points, Math.max(5, (end - begin) / 120)) : points;
   });
-  const values = series.flat().map((point) => point[1]).filter((value) => value !== null);
+  const there = series.map((points) => points.filter((point) => point[1] !== null));
+  const at = state.hover === null ? null : begin + state.hover * (end - begin);
+  const told = there.map((points) => (at === null ? points[points.length - 1] : nearest(points, at, (end - begin) / 40)));
   const head = make("h2", {}, make("span", {}, chart.title));
-  series.forEach((points, number) => {
-    const last = [...points].reverse().find((point) => point[1] !== null);
+  told.forEach((point, number) => {
     const name = chart.names ? chart.names[number] + " " : "";
-    head.append(make("i", { class: chart.names ? "key" + (number + 1) : "" }, name + chart.format(last ? last[1] : null)));
+    head.append(make("i", { class: chart.names ? "key" + (number + 1) : "" }, name + chart.format(point ? point[1] : null)));
   });
+  if (at !== null && !chart.names) head.append(make("i", { class: "at" }, clock(at)));
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title, preserveAspectRatio: "none" });
   const box = make("div", { class: "chart" }, head, svg);
-  if (!values.length) {
-    svg.append(draw("text", { x: left, y: height / 2 }, chart.title === "Loss" ? "not reported" : "nothing yet"));
+  if (!there.flat().length) {
+    svg.append(draw("text", { x: LEFT, y: height / 2 }, chart.title === "Loss" ? "not reported" : "nothing yet"));
     return box;
   }
-  let low = chart.fromZero ? 0 : Math.min(...values);
-  let high = Math.max(...values);
-  if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= chart.fromZero ? 0 : Math.abs(low) * 0.1; }
-  const x = (at) => left + ((at - begin) / (end - begin)) * (width - left);
-  const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
-  for (const part of [0, 0.5, 1]) {
-    const value = low + part * (high - low);
-    svg.append(draw("line", { class: "grid", x1: left, x2: width, y1: y(value), y2: y(value) }));
-    svg.append(draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, chart.format(value)));
+  const scale = scaleOf(chart, there.flat().map((point) => point[1]));
+  const x = (time) => LEFT + ((time - begin) / (end - begin)) * (width - LEFT - RIGHT);
+  const y = (value) => TOP + (1 - (value - scale.low) / (scale.high - scale.low)) * (height - TOP - BOTTOM);
+  for (const value of scale.marks) {
+    svg.append(draw("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
+    svg.append(draw("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, scale.label(value)));
   }
-  svg.append(draw("text", { x: left, y: height - 2 }, clock(begin)));
-  svg.append(draw("text", { x: width, y: height - 2, "text-anchor": "end" }, clock(end)));
+  for (const [part, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
+    const place = begin + part * (end - begin);
+    svg.append(draw("text", { x: x(place), y: height - 2, "text-anchor": anchor }, clock(place)));
+  }
   for (const fault of faults) {
-    const mark = draw("line", { class: "mark", x1: x(fault.t), x2: x(fault.t), y1: top, y2: height - bottom });
+    const mark = draw("line", { class: "mark", x1: x(fault.t), x2: x(fault.t), y1: TOP, y2: height - BOTTOM });
     mark.append(draw("title", {}, clock(fault.t) + " " + fault.text));
     svg.append(mark);
   }
-  series.forEach((points, number) => lines(points, x, y, number, svg, height - bottom, chart.fromZero && series.length === 1));
+  series.forEach((points, number) => lines(points, x, y, number, svg, height - BOTTOM, chart.fromZero && series.length === 1));
+  if (at !== null) {
+    svg.append(draw("line", { class: "here", x1: x(at), x2: x(at), y1: TOP, y2: height - BOTTOM }));
+    told.forEach((point, number) => point && svg.append(draw("circle", { class: "d" + (number + 1), cx: x(point[0]), cy: y(point[1]), r: 3.5 })));
+  }
   return box;
 }
+
+// The point next to a time, unless it is far away.
+function nearest(points, at, far) {
+  const found = points.reduce((best, point) => (best && Math.abs(best[0] - at) <= Math.abs(point[0] - at) ? best : point), null);
+  return found && Math.abs(found[0] - at) <= far ? found : null;
+}
+
+// The pointer in one chart shows the values of its time in all of them.
+byId("charts").addEventListener("pointermove", (event) => {
+  const svg = event.target.closest(".chart")?.querySelector("svg");
+  if (!svg) return;
+  const { left, width } = svg.getBoundingClientRect();
+  const part = (event.clientX - left - LEFT) / (width - LEFT - RIGHT);
+  state.hover = part < 0 || part > 1 ? null : part;
+  show();
+});
+byId("charts").addEventListener("pointerleave", () => { state.hover = null; show(); });
 
 // A line for each run of points without a gap.
 function lines(points, x, y, number, svg, floor, filled) {
@@ -272,36 +331,73 @@ function bar(value, hot) {
   inner.style.width = (100 * value).toFixed(0) + "%";
   return make("td", {}, make("span", { class: hot ? "bar hot" : "bar" }, inner), share(value));
 }
-function table(id, head, rows) {
-  const titles = head.map((text) => make("th", { scope: "col" }, text));
-  byId(id).replaceChildren(make("thead", {}, make("tr", {}, ...titles)), make("tbody", {}, ...rows));
+// Columns that can be sorted by have a function that returns the value of a row.
+function table(id, head, rows, sorts = {}) {
+  const into = byId(id);
+  const now = JSON.stringify([head, state.sorted]);
+  if (into.dataset.now !== now || !into.tHead) { // A new button would lose the focus.
+    into.dataset.now = now;
+    const titles = head.map((text) => {
+      if (!sorts[text]) return make("th", { scope: "col" }, text);
+      const button = make("button", { type: "button", title: "sort by this column" }, text);
+      button.addEventListener("click", () => { state.sorted = text; show(); });
+      return make("th", { scope: "col", "aria-sort": state.sorted !== text ? "none" : text === "worker" ? "ascending" : "descending" }, button);
+    });
+    into.replaceChildren(make("thead", {}, make("tr", {}, ...titles)), make("tbody"));
+  }
+  into.tBodies[0].replaceChildren(...rows);
 }
+
+const PEER_COLUMNS = ["partner", "distance"]; // In modes whose workers exchange models.
 
 function showWorkers(job) {
   if (!job) return byId("workers").replaceChildren();
   const first = Math.max(0, ...job.workers.map((worker) => worker.step));
   const hasLoss = job.workers.some((worker) => "loss" in worker.reported);
-  const head = ["worker", "state", "step", "behind", "step time", "waits for shards", "hidden", "others wait for it", "staleness", "heard", "host"];
-  if (hasLoss) head.splice(10, 0, "loss");
-  table("workers", head, job.workers.map((worker) => {
+  const hasPeers = job.workers.some((worker) => worker.peers.length);
+  const sorts = {
+    worker: (worker) => -worker.rank,
+    state: (worker) => ["left", "live", "lost"].indexOf(worker.state),
+    behind: (worker) => first - worker.step,
+    "step time": (worker) => worker.recent.step_s ?? -1,
+    "waits for shards": (worker) => worker.recent.wait ?? -1,
+    hidden: (worker) => worker.recent.hidden ?? -1,
+    "others wait for it": (worker) => worker.recent.waited_for ?? -1,
+    staleness: (worker) => worker.staleness,
+    heard: (worker) => worker.last_heard_s,
+    loss: (worker) => worker.reported.loss ?? -Infinity,
+  };
+  const head = [
+    "worker", "state", "step", "behind", "others wait for it", "step time", "waits for shards", "hidden", "staleness",
+    ...(hasPeers ? PEER_COLUMNS : []), "heard", ...(hasLoss ? ["loss"] : []), "data", "host",
+  ];
+  const by = sorts[state.sorted] || sorts.worker;
+  const workers = [...job.workers].sort((a, b) => by(b) - by(a) || a.rank - b.rank);
+  byId("workers-count").textContent = workers.length > 10 ? workers.length + ", by " + state.sorted : "";
+  table("workers", head, workers.map((worker) => {
     const key = "worker-" + worker.rank + "-";
     const { step_s, wait, hidden, waited_for } = worker.recent;
-    const cells = [
+    const peer = worker.peers[0];
+    const peers = [
+      cell(null, null, peer && peer.partner >= 0 ? peer.partner : "–"),
+      cell(null, null, peer ? peer.distance.toPrecision(2) : "–"),
+    ];
+    return make("tr", {},
       cell(null, null, worker.rank),
       cell(key + "state", worker.state, worker.state, { live: "good", lost: "bad" }[worker.state] || "dim"),
       cell(key + "step", worker.step, worker.step),
       cell(null, null, first - worker.step || "–", first === worker.step ? "dim" : ""),
+      bar(worker.state === "live" ? waited_for : null, waited_for > 0.2),
       cell(null, null, time(step_s)),
       bar(wait, false),
       bar(hidden, false),
-      bar(worker.state === "live" ? waited_for : null, waited_for > 0.2),
       cell(key + "staleness", worker.staleness, worker.staleness),
+      ...(hasPeers ? peers : []),
       cell(null, null, time(worker.last_heard_s), worker.state === "live" && worker.last_heard_s > 5 ? "warn" : ""),
-      cell(null, null, worker.host + ":" + worker.pid, "dim"),
-    ];
-    if (hasLoss) cells.splice(10, 0, cell(null, null, loss(worker.reported.loss)));
-    return make("tr", {}, ...cells);
-  }));
+      ...(hasLoss ? [cell(null, null, loss(worker.reported.loss))] : []),
+      cell(key + "data", worker.data_planes.join(","), [...new Set(worker.data_planes)].join(", ") || "–", "dim"),
+      cell(null, null, worker.host + ":" + worker.pid, "dim"));
+  }), sorts);
 }
 
 function showShards(status, view) {
@@ -329,10 +425,14 @@ function showEvents() {
   byId("events").replaceChildren(...(rows.length ? rows : [make("li", { class: "dim" }, make("span", {}, "none"), make("span", {}, "since the dashboard runs"))]));
 }
 
+// The card keeps its place without a wait, so that nothing below it jumps.
 function showWaits(job) {
-  const texts = job ? [...new Set([...job.waiting_for, ...job.tables.flatMap((one) => one.waiting_for)])] : [];
-  byId("waits-card").hidden = !texts.length;
-  byId("waits").replaceChildren(...texts.slice(0, 8).map((text) => make("li", {}, text)));
+  byId("waits-card").hidden = !job;
+  const rows = (job ? job.waits : []).slice(0, 8).map(({ text, places }) => {
+    const more = places.length > 1 ? `, and ${places.length - 1} more` : "";
+    return make("li", {}, text, make("span", { class: "dim", title: places.join("\n") }, places.length ? `at ${places[0]}${more}` : ""));
+  });
+  byId("waits").replaceChildren(...(rows.length ? rows : [make("li", { class: "dim" }, "no worker waits for another one")]));
 }
 
 function showTables(job) {
@@ -359,4 +459,3 @@ byId("theme").addEventListener("click", () => {
 byId("range").addEventListener("change", show);
 
 poll();
-setInterval(poll, 1000);

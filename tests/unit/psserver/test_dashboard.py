@@ -18,6 +18,7 @@ from psserver.dashboard.history import COARSE, FINE_MAX, History
 from psserver.dashboard.server import FILES, Guard, Server
 
 TOKEN = "0123456789abcdef-token"
+WAIT = "step 7 of worker 63 (process 9 on h)"
 
 
 def worker(rank: int, **values: Any) -> dict[str, Any]:
@@ -268,12 +269,16 @@ def test_the_terminal_shows_the_same_numbers_and_no_control_characters() -> None
     assert "no shard answers" in console.export_text()
 
 
-def shown(jobs: list[dict[str, Any]]) -> str:
+def shown(jobs: list[dict[str, Any]], height: int | None = None, width: int = 200) -> str:
     """Returns the terminal's view of some jobs."""
     history = History()
     history.add(10.0, {**status(), "jobs": jobs})
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(terminal.picture(history.view()))
+    return printed(history, height, width)
+
+
+def printed(history: History, height: int | None = None, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(terminal.picture(history.view(), height=height))
     return console.export_text()
 
 
@@ -292,3 +297,38 @@ def test_the_terminal_counts_the_workers_that_it_leaves_out() -> None:
     workers = [worker(rank) for rank in range(terminal.WORKERS_SHOWN + 3)]
     assert "and 3 more (" in shown(status(workers=workers)["jobs"])
     assert " more (" not in shown(status(workers=workers[:-3])["jobs"])
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
+def test_the_terminal_fits_into_its_window_and_shows_the_worker_that_others_wait_for(
+    width: int, height: int
+) -> None:
+    workers = [worker(rank, step=8) for rank in range(64)]
+    (job,) = status(workers=workers, num_workers=64)["jobs"]
+    job["tables"][0]["waiting_for"] = [f"{WAIT}, at slice {n} of 'm' on shard {n}" for n in (0, 1)]
+    history, silent = History(), {"index": 1, "address": "h:1"}
+    for second in range(20):
+        job["workers"][63]["waited_for_s"] = 1.0 * second
+        now = {**status(), "jobs": [copy.deepcopy(job)]}
+        history.add(10.0 + second, {**now, "shards": [shard(0)], "silent": [silent]})
+        history.add(10.5 + second, now)
+    lines = printed(history, height, width).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert [line for line in lines if line.startswith("63 ")]
+    assert len([line for line in lines if WAIT in line]) == 1
+    assert [line for line in lines if line.startswith("and ")]
+
+
+def test_waits_at_several_slices_for_one_worker_are_one() -> None:
+    (job,) = status(waiting_for=["worker 1 at barrier 'x'"])["jobs"]
+    places = ["slice 0 of 'm' on shard 0", "slice 1 of 'm' on shard 1"]
+    job["tables"][0]["waiting_for"] = [f"{WAIT}, at {place}" for place in places]
+    history = History()
+    history.add(10.0, {**status(), "jobs": [job]})
+    (seen,) = history.view()["status"]["jobs"]
+    assert seen["waits"] == [
+        {"text": "worker 1 at barrier 'x'", "places": []},
+        {"text": WAIT, "places": places},
+    ]
+    assert f"waits for {WAIT}, at slice 0 of 'm' on shard 0, and 1 more" in shown([job])
