@@ -312,9 +312,10 @@ def torch_work(grad: torch.Tensor) -> list[tuple[str, float, Callable[[], Any]]]
 
 
 def compiled_work(grad: torch.Tensor) -> list[tuple[str, float, Callable[[], Any]]]:
-    """Returns the same through torch.compile; nothing where there is no C++ compiler for it."""
-    if grad.device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        print("no C++ compiler: torch.compile is not measured")
+    """Returns the same through torch.compile; nothing where there is no compiler for it."""
+    variable, usual = ("CXX", "g++") if grad.device.type == "cpu" else ("CC", "gcc")
+    if shutil.which(os.environ.get(variable, usual)) is None:
+        print(f"no {usual}: torch.compile is not measured")
         return []
     return [
         (what.replace("torch:", "torch.compile:"), nbytes, torch.compile(work))

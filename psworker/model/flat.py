@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from psworker.model.finite import not_finite
 from psworker.model.grad_views import GradViews, dense, is_plain
 
 log = logging.getLogger("paceline")
+COMPARED_NUMEL = 1 << 24  # Elements that a device compares at once.
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -120,6 +122,22 @@ class _Compared:
     indices: list[int]  # The parameters.
     flags: torch.Tensor  # (len(indices),) bool on the host: whether each has changed.
     done: Done  # The end of the copy of `flags`.
+
+
+def _differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Returns whether the tensors of each pair differ, `(len(pairs),) bool`, by few kernels.
+
+    NaN counts as equal: finite.py refuses it.
+    """
+    norms: list[torch.Tensor] = []
+    first, numel = 0, 0
+    for index, (flat, _) in enumerate(pairs):
+        numel += flat.numel()
+        if numel >= COMPARED_NUMEL or index == len(pairs) - 1:  # Bounds the differences' memory.
+            ours, theirs = zip(*pairs[first : index + 1], strict=True)
+            norms += torch._foreach_norm(torch._foreach_sub(ours, theirs), math.inf)
+            first, numel = index + 1, 0
+    return torch.stack(norms) > 0.0
 
 
 class FlatModel:
@@ -310,19 +328,17 @@ class FlatModel:
 
         On a device the comparison only starts, and `changed_before` has its result.
         """
-        compared: dict[int, torch.Tensor] = {}
+        compared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for index in indices:
             parameter, start = self.parameters[index], self.layout.offsets[index]
             grad, part = parameter.grad, self.grads[start : start + parameter.numel()]
             assert grad is not None
             if is_on_device(part):
-                flat, values = part.view(parameter.shape), dense(grad).to(part.dtype)
-                differs = (flat != values) & (flat == flat)  # NaN: finite.py refuses.
-                compared[index] = differs.any()
+                compared[index] = part.view(parameter.shape), dense(grad).to(part.dtype)
             elif not self._is_as_gathered(index, grad, part):
                 return index
         if compared:
-            flags = torch.stack([*compared.values()])
+            flags = _differ([*compared.values()])
             host = torch.empty_like(flags, device="cpu", pin_memory=flags.device.type == "cuda")
             self._compared = _Compared([*compared], host, self._copies.to_host((host, flags)))
         return None

@@ -210,3 +210,42 @@ def test_parameters_of_fsdp1_are_refused_by_name(name: str, mark: str, text: str
         setattr(weight, mark, True)
     with pytest.raises(ConfigError, match=text):
         trained(torch.optim.SGD([weight], lr=0.1), [(name, weight)])
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 24])
+def test_gradients_of_a_device_are_compared_while_the_step_continues(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr("psworker.model.flat.is_on_device", lambda _: True)
+    monkeypatch.setattr("psworker.model.flat.COMPARED_NUMEL", at_once)
+    parameters, flat_model = make_bucket()
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+    every = range(len(parameters))
+    flat_model.gather_grads(every, step=0)
+    assert flat_model.changed_grad(every) is None
+    assert flat_model.changed_before(waits=True) is None
+    for index, parameter in enumerate(parameters.values()):
+        assert parameter.grad is not None
+        kept = parameter.grad.clone()
+        parameter.grad.data.reshape(-1)[-1:].neg_()  # Torch does not count it.
+        assert flat_model.changed_grad(every) is None
+        assert flat_model.changed_before(waits=False) == index
+        assert flat_model.changed_before(waits=True) is None  # It is reported once.
+        parameter.grad.data.copy_(kept)
+
+
+def test_nan_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psworker.model.flat.is_on_device", lambda _: True)
+    parameters, flat_model = make_bucket()
+    parameters["matrix"].grad = torch.full((2, 3), float("nan"))
+    flat_model.gather_grads([0], step=0)
+    flat_model.changed_grad([0])
+    assert flat_model.changed_before(waits=True) is None
+
+
+def test_a_parameter_without_a_shape_is_refused_by_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"'1.weight' has no shape yet \(a lazy module\)"):
+        trained(optimizer, model.named_parameters())
