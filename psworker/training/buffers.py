@@ -166,8 +166,12 @@ class Buffers:
     def _flat(self) -> torch.Tensor:
         """Returns a copy of the buffers, `(layout.numel,) float32`, on their device."""
         flat = torch.zeros(self._layout.numel, device=self._buffers[0].device)
-        for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True):
-            flat[offset : offset + buffer.numel()].view(buffer.shape).copy_(buffer.detach())
+        places = [
+            flat[offset : offset + buffer.numel()].view(buffer.shape)
+            for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True)
+        ]
+        with torch.no_grad():
+            torch._foreach_copy_(places, self._buffers)
         return flat
 
     def _scatter(self, flat: FloatArray) -> None:
