@@ -109,6 +109,21 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     assert (done.returncode, said) == (0, [])
 
 
+@pytest.mark.skipif(shutil.which("systemctl") is None, reason="no systemctl")
+def test_an_enabled_shard_starts_with_its_machine(tmp_path: Path) -> None:
+    units = tmp_path / "etc" / "systemd" / "system"
+    units.mkdir(parents=True)
+    for unit in UNITS:
+        shutil.copy(unit, units)
+    words = ["systemctl", f"--root={tmp_path}", "enable", "psserver@0"]
+    subprocess.run(words, capture_output=True, check=True)
+    links = {str(path.relative_to(units)) for path in units.rglob("*") if path.is_symlink()}
+    assert links == {
+        "multi-user.target.wants/paceline.target",
+        "paceline.target.wants/psserver@0.service",
+    }
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_the_unit_gives_up_what_a_shard_does_not_need() -> None:
     unit = ROOT / "deploy" / "systemd" / "psserver@.service"
