@@ -12,7 +12,7 @@ import os
 import secrets
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -65,13 +65,14 @@ def make(
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     server = _leaf("shards", server_key, ca, ca_key, usages, names)
     client = _leaf("clients", client_key, ca, ca_key, usages[1:], [])
+    made = (("ca", ca, ca_key), ("server", server, server_key), ("client", client, client_key))
+    contents = {"token": f"{secrets.token_hex(32)}\n".encode()}
+    for name, certificate, key in made:
+        contents[f"{name}.pem"] = certificate.public_bytes(serialization.Encoding.PEM)
+        contents[f"{name}.key"] = _private(key)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, certificate in (("ca", ca), ("server", server), ("client", client)):
-            _write(folder / f"{name}.pem", certificate.public_bytes(serialization.Encoding.PEM))
-        for name, key in (("ca", ca_key), ("server", server_key), ("client", client_key)):
-            _write(folder / f"{name}.key", _private(key))
-        _write(folder / "token", f"{secrets.token_hex(32)}\n".encode())
+        _write_all(folder, contents)
     except OSError as problem:
         raise CommandError(
             Exit.STATE_DIR, f"cannot write into {folder}: {problem.strerror or problem}"
@@ -178,10 +179,23 @@ def _private(key: Key) -> bytes:
     )
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file in one piece; a certificate for all to read, the rest for this user alone."""
-    mode = 0o644 if path.suffix == ".pem" else 0o600
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    draft.replace(path)
+def _write_all(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Writes files; if one cannot be written, those that were there before stay as they are.
+
+    Certificates are for all to read, the rest for this user alone.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    drafts = {name: folder / f".{name}.{os.getpid()}" for name in contents}
+    try:
+        for name, content in contents.items():
+            mode = 0o644 if name.endswith(".pem") else 0o600
+            file = os.open(drafts[name], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(file, "wb") as draft:
+                draft.write(content)
+        for name, path in drafts.items():
+            path.replace(folder / name)
+    finally:
+        for path in drafts.values():
+            path.unlink(missing_ok=True)

@@ -1,8 +1,11 @@
 """`psserver certs` and the files that `psserver start` takes: made once, private, and checked."""
 
 import datetime
+import errno
+import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -70,6 +73,30 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path) -> None:
     assert (tmp_path / "ca.pem").read_bytes() == before
     certs.make(tmp_path, [], days=1, is_forced=True)
     assert (tmp_path / "ca.pem").read_bytes() != before
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_full_disk_leaves_no_part_of_a_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_forced: bool
+) -> None:
+    """Half of a set would be refused by the next try, and spoil the old one with `--force`."""
+    if is_forced:
+        certs.make(tmp_path, [], days=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    original, opened = os.open, list[object]()
+
+    def fill(*args: Any) -> int:
+        opened.append(args)
+        if len(opened) == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args)
+
+    monkeypatch.setattr(os, "open", fill)
+    with pytest.raises(CommandError, match="No space left on device"):
+        certs.make(tmp_path, [], days=1, is_forced=is_forced)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    certs.make(tmp_path, [], days=1, is_forced=is_forced)
 
 
 @pytest.mark.parametrize("host", ["", "a b", "a:7070", "http://a", "a,b", "\u00e4"])
