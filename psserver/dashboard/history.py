@@ -68,6 +68,8 @@ class History:
             for job in self._with_window(status)["jobs"]:
                 if job["name"] in rows:
                     rows[job["name"]].append(_slowest(job))
+                    if (speed := _speed(job)) is not None:
+                        rows[job["name"]][COLUMNS.index("steps_per_s")] = speed
             self._fine.append((now_s, rows))
             self._num_rows += 1
             if self._num_rows % COARSE == 0:
@@ -169,6 +171,17 @@ def _slowest(job: dict[str, Any]) -> float | None:
     live = [worker["recent"] for worker in job["workers"] if worker["state"] == "live"]
     shares = [recent["waited_for"] for recent in live if recent["waited_for"] is not None]
     return max(shares, default=None)
+
+
+def _speed(job: dict[str, Any]) -> float | None:
+    """Returns the steps of training in a second, the mean of live workers; None: none reports it.
+
+    A step of the shards may be a round of many steps, or come from workers that exchange models
+    and push a few of them.
+    """
+    paces = [worker["recent"]["step_s"] for worker in job["workers"] if worker["state"] == "live"]
+    speeds = [1.0 / step_s for step_s in paces if step_s is not None]
+    return sum(speeds) / len(speeds) if speeds else None
 
 
 def _share(value: float) -> float:

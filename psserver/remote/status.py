@@ -26,8 +26,9 @@ def combine(
 
     Bytes and counts are added up over the shards; a worker's step, staleness and silence are the
     largest that any shard has seen; its data planes are one for each shard that it has reported to;
-    versions are the oldest and newest of any slice. Jobs with live workers come first, by their
-    names; then the others, the newest first: the one whose workers were heard last.
+    versions are the oldest and newest of any slice. Where workers exchange models, and push them
+    now and then, steps are those that the workers have made. Jobs with live workers come first, by
+    their names; then the others, the newest first: the one whose workers were heard last.
     """
     answered = {
         address: answer
@@ -84,6 +85,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         _worker([w for part in parts for w in part.workers if w.rank == rank]) for rank in ranks
     ]
     tables = dict.fromkeys(table.name for part in parts for table in part.tables)
+    with_peers = [worker for worker in workers if worker["peers"]]
     return {
         "name": name,
         "num_workers": parts[0].num_workers,
@@ -96,7 +98,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         "raw_pushed_nbytes": sum(part.raw_pushed_nbytes for part in parts),
         "raw_pulled_nbytes": sum(part.raw_pulled_nbytes for part in parts),
         "state": parts[0].state,
-        "step": max(part.step for part in parts),
+        "step": max([part.step for part in parts] + [worker["step"] for worker in with_peers]),
         "silent_s": _silent_s(parts),
         "open_steps": max(part.open_steps for part in parts),
         "num_lost": max(part.num_lost for part in parts),
@@ -117,7 +119,7 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "host": seen[0].host,
         "pid": seen[0].pid,
         "state": next(s for s in ("lost", "live", "left", *sorted(states)) if s in states),
-        "step": max(worker.step for worker in seen),
+        "step": max(_steps(seen)),
         "staleness": max(worker.staleness for worker in seen),
         "last_heard_s": round(max(worker.last_heard_s for worker in seen), 1),
         "reported": {
@@ -128,6 +130,11 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "waited_for_s": round(max(worker.waited_for_s for worker in seen), 1),
         "data_planes": [worker.data_plane for worker in seen if worker.data_plane],
     }
+
+
+def _steps(seen: Sequence[pb.WorkerStatus]) -> list[int]:
+    """Returns the steps that a worker has pushed or, where it exchanges models, has made."""
+    return [n for w in seen for n in (w.step, *(report.step for report in w.peers))]
 
 
 def _pace(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:

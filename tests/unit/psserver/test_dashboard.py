@@ -83,6 +83,15 @@ def test_rates_are_differences_of_two_answers() -> None:
     assert (found["loss"], found["tokens_per_s"], found["staleness"]) == (0.5, None, 2.0)
 
 
+def test_steps_per_second_are_those_of_training_where_workers_report_their_pace() -> None:
+    history = History()
+    for second in range(20):  # Rounds of five steps: the shards see one step a second.
+        pace = {"num_steps": 5 * second, "steps_s": second, "waits_s": 0.0, "requests_s": 0.0}
+        workers = [worker(0, pace=pace), worker(1, pace=pace, state="lost")]
+        history.add(100.0 + second, status(step=second, workers=workers))
+    assert row(history)["steps_per_s"] == 5.0
+
+
 def test_sums_of_other_processes_are_not_compared() -> None:
     history = History()
     other = [shard(0), shard(1, pid=9)]

@@ -58,6 +58,15 @@ def test_counts_add_up_and_workers_are_as_late_as_the_latest_shard_says() -> Non
     assert model["waiting_for"] == ["step 4"]
 
 
+def test_steps_of_workers_that_exchange_models_are_those_that_they_have_made() -> None:
+    peers = [pb.PeerReport(table=0, step=70, partner=1)]
+    workers = [worker(0, step=1, peers=peers), worker(1, step=1)]
+    answer = reply(0, pb.JobStatus(job="train", num_workers=2, step=1, workers=workers))
+    (job,) = status.combine(["a:1"], [answer])["jobs"]
+    assert [each["step"] for each in job["workers"]] == [70, 1]
+    assert job["step"] == 70
+
+
 def test_reported_values_are_shown_for_each_worker_and_for_the_job(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
