@@ -44,6 +44,7 @@ from psworker.training.saved_state import SavedState
 from psworker.training.sharded_gradients import group_gradients
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
+from psworker.training.tracing import not_traced
 from psworker.training.worker_steps import choose_optimizer
 
 log = logging.getLogger("paceline")
@@ -159,6 +160,7 @@ class DistributedOptimizer(Figures, SavedState):
 
     # ----- the training loop
 
+    @not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients as `torch.optim.Optimizer.zero_grad` does; counts a step's start."""
         self._left_out.zeroed()
@@ -166,6 +168,7 @@ class DistributedOptimizer(Figures, SavedState):
         if self._gradients.overlap.is_wanted and not self._gradients.overlap.has_begun:
             self._grow_if_thawed()  # At `step` gradients of this step have left.
 
+    @not_traced
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -194,6 +197,7 @@ class DistributedOptimizer(Figures, SavedState):
         self._steps.run(grad_scaler)
         return loss
 
+    @not_traced
     def skip_step(self) -> None:
         """Ends one step without this worker's gradient: for a batch that cannot be used.
 
@@ -321,6 +325,7 @@ class DistributedOptimizer(Figures, SavedState):
         _open.discard(self)
 
 
+@not_traced
 def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.Tensor:
     """Scales this worker's gradients so that the norm of the workers' mean is at most `max_norm`.
 

@@ -37,6 +37,7 @@ from psworker.connection.left_out import LeftOut
 from psworker.training.buffers import Buffers
 from psworker.training.gradients import Gradients
 from psworker.training.table import GlobalState, TrainingTable
+from psworker.training.tracing import not_traced
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ class Recovery:
                 self._left_out.given_up()
             raise
 
+    @not_traced
     def hook(self, parameter: torch.Tensor) -> None:
         """Pushes the slices that `parameter` completes; autograd calls it for each gradient."""
         if self.failure is not None:

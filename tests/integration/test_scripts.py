@@ -146,6 +146,24 @@ def checkpointed_activations(desk: Desk) -> nn.Module:
 
 
 @script
+def a_training_step_that_is_compiled_with_its_optimizer(desk: Desk) -> nn.Module:
+    model = mlp()
+    optimizer = desk.wrap(sgd(model.parameters()), model.named_parameters(), overlap=True)
+
+    @torch.compile(backend="eager")  # Needs no compiler; Dynamo follows the step all the same.
+    def train(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(F.cross_entropy(model(inputs), labels))
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of torch in itself.
+        for step in range(STEPS):
+            train(*desk.batch(step))
+    return model
+
+
+@script
 def channels_last(desk: Desk) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Unflatten(1, (5, 2, 2)), nn.Conv2d(5, 8, 2), nn.Tanh(), nn.Flatten()]
