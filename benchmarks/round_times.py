@@ -6,11 +6,13 @@ for 20 ms on its way (`links/relay.py`). A step computes for 50 ms, which is sle
 has 50 steps. An answer lands 30 steps into the next round; in `late` and `eager` it is used at its
 end. Each figure is of the slowest worker: the mean seconds of two rounds, behind two others.
 Beside it stands the same model in plain torch, in the same processes: the computing of a round.
-Needs root.
+The result file is written after each kind of link; started again, the command continues with those
+that are missing. Needs root.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -69,23 +71,27 @@ def train(line: Connection, mode: str) -> float:
     return seconds
 
 
-def measure() -> dict[str, Any]:
-    """Returns the seconds of a round of all forms on all nets."""
+def measure(out: Path | None) -> dict[str, Any]:
+    """Returns the seconds of a round of all forms on all nets; nets in the file are kept."""
     forked.prepare()
-    found: dict[str, dict[str, float]] = {}
-    for net, (rate, delay_s) in NETS.items():
-        with hosts_of_all(train, rate, delay_s) as cluster:
-            found[net] = {name: _slowest(cluster, mode) for name, mode in modes().items()}
-        print(net, {name: round(seconds, 3) for name, seconds in found[net].items()}, flush=True)
-    return {
+    about = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": kit.machine(),
         "numel": kit.numel_of(SHAPES),
         "compute_s": COMPUTE_S,
         "steps": STEPS,
         "delay": DELAY_STEPS,
-        "seconds": found,
     }
+    found: dict[str, dict[str, float]] = {}
+    if out is not None and out.exists():
+        found = json.loads(out.read_text(encoding="utf-8"))["seconds"]
+    for net, (rate, delay_s) in NETS.items():
+        if net in found:
+            continue
+        with hosts_of_all(train, rate, delay_s) as cluster:
+            found[net] = {name: _slowest(cluster, mode) for name, mode in modes().items()}
+        kit.publish({**about, "seconds": found}, f"{net}: {found[net]}", out, as_json=False)
+    return {**about, "seconds": found}
 
 
 def _slowest(cluster: Cluster, mode: str) -> float:
@@ -119,5 +125,5 @@ def verdict(run: Mapping[str, Any]) -> str:
 
 def run(out: Path | None, *, as_json: bool) -> None:
     """Measures, prints the table, and writes the result file."""
-    found = measure()
+    found = measure(out)
     kit.publish(found, f"{rows_of(found)}\n{verdict(found)}", out, as_json=as_json)

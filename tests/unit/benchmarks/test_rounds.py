@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,29 @@ def test_times_of_rounds_stand_beside_the_computing_in_them() -> None:
     assert round_times.verdict(run).endswith(": met at 1 Gbit/s.")
     seconds["eager"] = 2.07
     assert round_times.verdict(run).endswith(": **not met** at 1 Gbit/s.")
+
+
+def test_times_of_links_that_are_in_the_file_are_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Cluster:
+        def run(self, mode: str) -> list[float]:
+            return [1.0, 2.0]
+
+    @contextmanager
+    def hosts_of_all(train: object, rate: str, delay_s: float) -> Iterator[Cluster]:
+        made.append(rate)
+        yield Cluster()
+
+    made: list[str] = []
+    monkeypatch.setattr(round_times, "hosts_of_all", hosts_of_all)
+    monkeypatch.setattr("benchmarks.forked.prepare", lambda: None)
+    out = tmp_path / "times.json"
+    first = round_times.measure(out)
+    assert made == ["100mbit", "1gbit", "1gbit"]
+    assert first["seconds"]["1 Gbit/s"]["mirror"] == 2.0  # The slowest worker's.
+    assert round_times.measure(out)["seconds"] == first["seconds"]
+    assert len(made) == 3
 
 
 def test_the_reach_of_mirror_is_shown_beside_rounds_that_block() -> None:
