@@ -34,6 +34,7 @@ def peer_to_proto(peer: Peer) -> pb.Peer:
         port=peer.port,
         local=peer.local,
         certificate=peer.certificate,
+        secret=peer.secret,
         position=peer.position,
         parts=peer.parts,
         stays=peer.stays,
