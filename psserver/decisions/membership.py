@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.directory import PeerReport
 from psserver.decisions.pace import NO_PACE, Pace
+from psserver.decisions.stages import StageReport
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Share of a lease: the time of two heartbeats.
@@ -93,6 +94,7 @@ class Member:
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
     pace: Pace = NO_PACE  # Pace of its newest heartbeat.
     data_plane: str = ""  # Name in its newest heartbeat; between it and this shard.
+    stage: StageReport | None = None  # Of a worker of a pipeline, in its newest heartbeat.
 
 
 class Membership:

@@ -19,6 +19,7 @@ from psserver.decisions.pace import Pace, fastest_s
 from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.stages import StageReport
 from psserver.decisions.table import NAMED_MAX, Table
 from psserver.decisions.uneven import report
 from psserver.durability.recovery import JobRecorder
@@ -226,6 +227,7 @@ class RunningJob:
         peers: Sequence[PeerReport] = (),
         pace: Pace | None = None,
         data_plane: str = "",
+        stage: StageReport | None = None,
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -237,6 +239,7 @@ class RunningJob:
             peers: Its last exchanges with peers.
             pace: Pace of its steps and waits; None: it reports it to another shard.
             data_plane: Name of that between it and this shard; empty: not chosen yet.
+            stage: Its part in a pipeline; None: it has none, or reports it to another shard.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
@@ -249,6 +252,8 @@ class RunningJob:
                 member.pace = pace
             if data_plane:
                 member.data_plane = data_plane
+            if stage is not None:
+                member.stage = stage
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(

@@ -13,6 +13,7 @@ from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
 from psserver.decisions.pace import NO_PACE, Pace
 from psserver.decisions.shard import Job, Shard
+from psserver.decisions.stages import StageReport
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
 from psserver.engine.waits import Waits
@@ -97,6 +98,7 @@ class WorkerView:
     pace: Pace = NO_PACE
     waited_for_s: float = 0.0  # Seconds in which others waited for it.
     data_plane: str = ""  # Between it and this shard; empty: it has not said yet.
+    stage: StageReport | None = None  # Its part in a pipeline.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +248,7 @@ def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
             pace=member.pace,
             waited_for_s=waits.waited_for_s.get(member.rank, 0.0),
             data_plane=member.data_plane,
+            stage=member.stage,
         )
         for _, member in sorted(job.membership.members.items())
     )

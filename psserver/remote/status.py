@@ -129,6 +129,21 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "pace": _pace(seen),
         "waited_for_s": round(max(worker.waited_for_s for worker in seen), 1),
         "data_planes": [worker.data_plane for worker in seen if worker.data_plane],
+        "stage": next((_stage(one.stage) for one in seen if one.HasField("stage")), None),
+    }
+
+
+def _stage(report: pb.StageReport) -> dict[str, Any]:
+    """Returns the part of a worker in a pipeline."""
+    return {
+        "stage": report.stage,
+        "replica": report.replica,
+        "minibatch": report.minibatch,
+        "version": report.version,
+        "in_flight": report.in_flight,
+        "activation_nbytes": report.activation_nbytes,
+        "versions_held": report.versions_held,
+        "waits_s": round(report.waits_s, 3),
     }
 
 
@@ -298,6 +313,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         )
     )
     _show_peers(console, job)
+    _show_stages(console, job)
     console.print(
         grid(
             None,
@@ -343,6 +359,28 @@ def _show_peers(console: Any, job: dict[str, Any]) -> None:
     if rows:
         names = ("worker", "step", "partner", "heard", "exchanges", "staleness", "from the mean")
         console.print(grid(None, names, rows))
+
+
+def _show_stages(console: Any, job: dict[str, Any]) -> None:
+    """Prints the work of a pipeline's stages."""
+    rows = [
+        (
+            stage["stage"],
+            stage["replica"],
+            worker["rank"],
+            stage["minibatch"],
+            stage["version"],
+            stage["versions_held"],
+            stage["in_flight"],
+            in_bytes(stage["activation_nbytes"]),
+            in_time(stage["waits_s"]),
+        )
+        for worker in job["workers"]
+        if (stage := worker["stage"]) is not None
+    ]
+    if rows:
+        names = ("stage", "replica", "worker", "minibatch", "version", "versions held")
+        console.print(grid(None, (*names, "in flight", "activations", "waited"), rows))
 
 
 def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:

@@ -40,6 +40,7 @@ from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.pace import pace_of, pace_to_proto
 from psserver.service.peers import peer_of, peer_report, peer_to_proto, report_to_proto
 from psserver.service.shared_view import SharedView
+from psserver.service.stages import stage_of, stage_to_proto
 
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
@@ -268,7 +269,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         peers = [peer_report(report) for report in request.peers]
         pace = pace_of(request.pace) if request.HasField("pace") else None
         plane = printable(request.data_plane, PLANE_LENGTH_MAX)
-        view = job.heartbeat(request.worker, text, left_out, request.reported, peers, pace, plane)
+        stage = stage_of(request.stage) if request.HasField("stage") else None
+        said = text, left_out, request.reported, peers, pace, plane, stage
+        view = job.heartbeat(request.worker, *said)
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
@@ -409,6 +412,7 @@ def _job_status(job: JobView) -> pb.JobStatus:
             pace=pace_to_proto(worker.pace),
             waited_for_s=worker.waited_for_s,
             data_plane=worker.data_plane,
+            stage=None if worker.stage is None else stage_to_proto(worker.stage),
         )
         for worker in job.workers
     ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from psserver.decisions.membership import Presence
+from psserver.decisions.stages import StageReport
 from psserver.engine.views import JobView, RoundView, ShardView, WorkerView
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def job_metrics(shard: ShardView) -> Iterator[Metric]:
     yield from _of_workers(live)
     yield from _of_pace([(name, worker) for name, worker in live if worker.pace.num_steps])
     yield from _of_peers([(name, worker) for name, worker in live if worker.peers])
+    yield from _of_stages(
+        [(name, worker.rank, worker.stage) for name, worker in live if worker.stage is not None]
+    )
 
 
 def _of_jobs(shard: ShardView) -> Iterator[Metric]:
@@ -225,3 +229,43 @@ def _of_peers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
             staleness.add_metric(key, report.staleness)
             distance.add_metric(key, report.distance)
     yield from (exchanges, partner, age, staleness, distance)
+
+
+def _of_stages(live: list[tuple[str, int, StageReport]]) -> Iterator[Metric]:
+    """Yields the work of a pipeline's stages, by job, worker and stage."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ["job", "worker", "stage"]
+    waits = CounterMetricFamily(
+        "paceline_stage_wait_seconds",
+        "Seconds in which a worker of a pipeline waited for the stages beside its own.",
+        labels=labels,
+    )
+    version = GaugeMetricFamily(
+        "paceline_stage_version",
+        "Updates of a stage's weights since its worker began.",
+        labels=labels,
+    )
+    minibatch = GaugeMetricFamily(
+        "paceline_stage_minibatch",
+        "Minibatches of the training before the next one of a stage.",
+        labels=labels,
+    )
+    in_flight = GaugeMetricFamily(
+        "paceline_stage_in_flight",
+        "Minibatches of a worker between their forward and their backward pass.",
+        labels=labels,
+    )
+    activations = GaugeMetricFamily(
+        "paceline_stage_activation_bytes",
+        "Bytes of activations that a worker keeps for the backward passes in flight.",
+        labels=labels,
+    )
+    for name, rank, report in live:
+        key = [name, str(rank), str(report.stage)]
+        waits.add_metric(key, report.waits_s)
+        version.add_metric(key, report.version)
+        minibatch.add_metric(key, report.minibatch)
+        in_flight.add_metric(key, report.in_flight)
+        activations.add_metric(key, report.activation_nbytes)
+    yield from (waits, version, minibatch, in_flight, activations)

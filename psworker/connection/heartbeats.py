@@ -32,6 +32,7 @@ class Heartbeats:
         reports: The values that the script reports, sent to the first shard.
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
+        stage_reports: One, of a worker of a pipeline: it describes its part.
     """
 
     def __init__(self, member: Member, links: Sequence[Link], pace: Pace) -> None:
@@ -47,6 +48,7 @@ class Heartbeats:
         self.reports = Reports()
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
         self.peer_reports: dict[int, Callable[[], pb.PeerReport]] = {}
+        self.stage_reports: list[Callable[[], pb.StageReport]] = []
         self._member = member
         self._pace = pace
         self._links = links
@@ -111,6 +113,8 @@ class Heartbeats:
                     steps, count, since = counted.report
                     request.left_out.add(table=table, steps=steps, count=count, since=since)
                 request.reported.update(self.reports.values)
+                for describe in list(self.stage_reports):
+                    request.stage.CopyFrom(describe())
                 request.pace.CopyFrom(self._pace.message())
             try:
                 self._send_residuals(link.beat(request, timeout_s=member.interval_s))

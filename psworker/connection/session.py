@@ -42,6 +42,7 @@ class Session:
         reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
+        stage_reports: One, of a worker of a pipeline: it describes its part.
         peer_host: Address at which this worker listens for others; empty: that from which it
             reaches the first shard.
         peer_ports: Ports of which it takes the first that is free; 0: any.
@@ -100,6 +101,7 @@ class Session:
         self.left_out, self.reports = self._heartbeats.left_out, self._heartbeats.reports
         self.residual_senders = self._heartbeats.residual_senders
         self.peer_reports = self._heartbeats.peer_reports
+        self.stage_reports = self._heartbeats.stage_reports
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()

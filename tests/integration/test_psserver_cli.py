@@ -327,6 +327,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         },
         "waited_for_s": 0.0,
         "data_planes": [],
+        "stage": None,
     }
     assert table["mode"].startswith("ssgd")
     assert table["version_min"] == -1

@@ -13,6 +13,7 @@ from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.pace import Pace
 from psserver.decisions.shard import Shard
+from psserver.decisions.stages import StageReport
 from psserver.engine.engine import Engine
 from psserver.service.metrics import (
     CONNECTIONS_MAX,
@@ -116,7 +117,17 @@ def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
             table=0, step=9, partner=1, age_s=0.5, staleness=2, distance=0.125, num_exchanges=7
         )
     ]
-    view = engine.jobs["train"].heartbeat(0, "", {}, {}, peers, pace=pace)
+    stage = StageReport(
+        stage=1,
+        replica=0,
+        minibatch=12,
+        version=11,
+        in_flight=1,
+        activation_nbytes=96,
+        versions_held=2,
+        waits_s=0.75,
+    )
+    view = engine.jobs["train"].heartbeat(0, "", {}, {}, peers, pace=pace, stage=stage)
     assert view.fastest_step_s == 0.5
     counters = engine.shard.jobs["train"].counters
     counters.pushed_nbytes, counters.raw_pushed_nbytes = 10, 160
@@ -135,6 +146,11 @@ def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
         "paceline_peer_answer_age_seconds job=train table=0 worker=0": 0.5,
         "paceline_peer_staleness_mixes job=train table=0 worker=0": 2,
         "paceline_consensus_distance job=train table=0 worker=0": 0.125,
+        "paceline_stage_minibatch job=train stage=1 worker=0": 12,
+        "paceline_stage_version job=train stage=1 worker=0": 11,
+        "paceline_stage_in_flight job=train stage=1 worker=0": 1,
+        "paceline_stage_activation_bytes job=train stage=1 worker=0": 96,
+        "paceline_stage_wait_seconds_total job=train stage=1 worker=0": 0.75,
         "paceline_worker_step job=train worker=0": 0,
         "paceline_worker_staleness_steps job=train worker=0": 0,
         "paceline_waited_for_seconds_total job=train worker=0": 0,

@@ -193,7 +193,7 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class HeartbeatRequest(_message.Message):
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -223,7 +224,8 @@ class HeartbeatRequest(_message.Message):
     reported: _containers.ScalarMap[str, float]
     pace: Pace
     data_plane: str
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ...) -> None: ...
+    stage: StageReport
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")
@@ -258,6 +260,26 @@ class PeerReport(_message.Message):
     distance: float
     num_exchanges: int
     def __init__(self, table: _Optional[int] = ..., step: _Optional[int] = ..., partner: _Optional[int] = ..., age_s: _Optional[float] = ..., staleness: _Optional[int] = ..., distance: _Optional[float] = ..., num_exchanges: _Optional[int] = ...) -> None: ...
+
+class StageReport(_message.Message):
+    __slots__ = ("stage", "replica", "minibatch", "version", "in_flight", "activation_nbytes", "versions_held", "waits_s")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    MINIBATCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_HELD_FIELD_NUMBER: _ClassVar[int]
+    WAITS_S_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    replica: int
+    minibatch: int
+    version: int
+    in_flight: int
+    activation_nbytes: int
+    versions_held: int
+    waits_s: float
+    def __init__(self, stage: _Optional[int] = ..., replica: _Optional[int] = ..., minibatch: _Optional[int] = ..., version: _Optional[int] = ..., in_flight: _Optional[int] = ..., activation_nbytes: _Optional[int] = ..., versions_held: _Optional[int] = ..., waits_s: _Optional[float] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("table", "steps", "count", "since")
@@ -475,7 +497,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers", "pace", "waited_for_s", "data_plane")
+    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers", "pace", "waited_for_s", "data_plane", "stage")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +517,7 @@ class WorkerStatus(_message.Message):
     PACE_FIELD_NUMBER: _ClassVar[int]
     WAITED_FOR_S_FIELD_NUMBER: _ClassVar[int]
     DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -507,7 +530,8 @@ class WorkerStatus(_message.Message):
     pace: Pace
     waited_for_s: float
     data_plane: str
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ...) -> None: ...
+    stage: StageReport
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches")
