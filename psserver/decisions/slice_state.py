@@ -67,18 +67,19 @@ class SliceState:
         return 0 if counted is None else counted.clock
 
     def clock_min(self) -> int:
-        """Returns the smallest clock of all workers that are still expected."""
+        """Returns the smallest clock of all workers that are still expected.
+
+        Without any no worker is behind another one: it is the largest clock so far.
+        """
         workers = self._workers
         expected = workers.expected(max(self.version, 0))
-        return min((workers.clock(rank) for rank in expected), default=0)
+        return min((workers.clock(rank) for rank in expected), default=workers.clock_max())
 
     def progress(self) -> int:
         """Returns the pushes that lie behind the job: the slowest worker's, or the last one's."""
         if self.rule.by_step:
             return max(self.version, 0)
-        if self._workers.expected(max(self.version, 0)):
-            return self.clock_min()
-        return self._workers.clock_max()
+        return self.clock_min()
 
     # ----- for people and tests
 

@@ -140,6 +140,10 @@ def test_the_slowest_worker_of_an_asynchronous_mode() -> None:
     assert bench.clock.clock_min() == 0
     bench.push(1, 0)
     assert bench.clock.missing() == (1, [0, 1, 2])
+    bench.push(2, 1)
+    for rank in range(3):
+        bench.leave(rank)
+    assert bench.clock.clock_min() == 2, "nobody is behind another one"
 
 
 def test_clocks_count_without_a_gap() -> None:
