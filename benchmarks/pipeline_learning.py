@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
 import statistics
 import sys
 import time
@@ -65,15 +66,21 @@ class Flush(TwoVersions):
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer, and its learning rate at the start."""
+    """An optimizer and its learning rate.
+
+    Attributes:
+        lr: The largest learning rate; it falls to 0 as a cosine.
+        make: Makes the optimizer of some parameters.
+    """
 
     lr: float
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+NADAMW = "NAdamW 0.99"
 OPTIMIZERS = {
     "SGD 0.9": Optimizer(0.01, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
-    "NAdamW 0.99": Optimizer(
+    NADAMW: Optimizer(
         0.001,
         lambda p: torch.optim.NAdam(
             p, betas=(0.99, 0.999), weight_decay=DECAY, decoupled_weight_decay=True
@@ -126,7 +133,9 @@ SETTINGS = (
     Setting("flush", ONE),
     *(Setting(f, s) for s in SHAPES for f in ("stashing", "vertical", "2bw", "no stashing")),
     *(Setting(f, s) for s in DEEP for f in ("stashing", "2bw", "no stashing")),
-    *(Setting("stashing", s, "NAdamW 0.99") for s in (ONE, (1, 1), *DEEP)),
+    *(Setting(f, ONE, NADAMW) for f in ("stashing", "flush")),
+    *(Setting(f, s, NADAMW) for s in SHAPES for f in ("stashing", "vertical", "2bw")),
+    *(Setting("stashing", s, NADAMW) for s in DEEP),
 )
 
 
@@ -255,12 +264,15 @@ def keep(path: Path, found: Sequence[Learned]) -> None:
     }
     order = {setting.name: index for index, setting in enumerate(SETTINGS)}
     runs = sorted((former | new).values(), key=lambda one: (order[one["name"]], one["seed"]))
-    about = {
+    about: dict[str, Any] = {
         "command": f"python -m benchmarks.pipeline_learning {' '.join(sys.argv[1:])}".strip(),
         "date": datetime.date.today().isoformat(),
         "commit": kit.commit(),
         "machine": kit.machine(),
     }
+    if len(runs) > len(found):  # Others of the table are by former commands.
+        before = [known[key] for key in ("command", "date", "commit")]
+        about["former"] = [*known.get("former", []), before]
     path.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -287,9 +299,11 @@ def results() -> str:
             near.append(f"{form} {rows[-1][1]} with {optimizer}")
     head = ["weights", "replicas", "optimizer", "test accuracy, %", "from one process, points"]
     seeds = len({one["seed"] for one in runs})
+    last = [found[key] for key in ("command", "date", "commit")]
+    made = [f"`{one[0]}`, {one[1]}, commit {one[2]}" for one in (*found.get("former", []), last)]
     about = (
-        f"{seeds} seeds, {runs[0]['updates']} updates of {BATCH} images. `{found['command']}`, "
-        f"{found['date']}, commit {found['commit']}, {found['machine']}."
+        f"{seeds} seeds, {runs[0]['updates']} updates of {BATCH} images. {'; '.join(made)}, "
+        f"{found['machine']}."
     )
     said = f"On average within {NEAR_POINTS} points of one process: {', '.join(near) or 'none'}."
     return "\n".join([about, "", table(head, rows, "lllrr"), "", said])
@@ -298,7 +312,10 @@ def results() -> str:
 def main() -> None:
     """Runs all settings with all seeds."""
     args = parse_args()
-    work = [(one, seed, args.data, args.epochs) for seed in args.seeds for one in SETTINGS]
+    names = {one.name for one in SETTINGS if re.search(args.only, one.name)}
+    names |= {base_of(name) for name in names}
+    chosen = [one for one in SETTINGS if one.name in names]
+    work = [(one, seed, args.data, args.epochs) for seed in args.seeds for one in chosen]
     found = []
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         for one in pool.imap_unordered(run, work):
@@ -307,7 +324,7 @@ def main() -> None:
     runs = [asdict(one) for one in found]
     means = {
         setting.name: statistics.fmean(one.accuracy for one in found if one.name == setting.name)
-        for setting in SETTINGS
+        for setting in chosen
     }
     kit.show(
         f"{found[0].updates} updates of {BATCH} images",
@@ -331,6 +348,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--epochs", type=float, default=1.0, help="of all images")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="settings of such names")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="keep the figures here")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
