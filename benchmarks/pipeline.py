@@ -14,6 +14,9 @@ the figures here, in minibatches a second of all workers together:
     pipeline    `psworker.Pipeline` with the plan that the partitioner finds for the link
     predicted   the partitioner's figure for that plan
 
+Updates are real: those of an unreplicated stage by torch's SGD with momentum, whose time for each
+layer is measured first and is a part of the profile.
+
     python -m benchmarks.pipeline --quick --json                                # under five minutes
     python -m benchmarks.pipeline --json --results docs/results/pipeline.json
 
@@ -38,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +54,7 @@ from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
 from psworker.pipeline.costs import Shards
+from psworker.pipeline.measure import update_s, with_momentum
 from psworker.pipeline.partition import Level, Partition
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
@@ -61,7 +66,7 @@ FLOAT_NBYTES = 4
 SLEEP_S_MIN = 1e-3  # Shorter ones are added to the next.
 MASTER_PORT = 29700  # Of the first run of DDP.
 WARM_STEPS = 3  # Of data parallelism; more than the warm-up of ssd.
-MINIBATCHES = 8  # Of a pipeline, for a step of data parallelism.
+MINIBATCHES = 6  # Of a pipeline, for a step of data parallelism.
 MICRO_BATCHES = 8  # Minibatches between two flushes of torch's pipeline: one update.
 RUN_S_MAX = 150.0  # A run that takes longer stands still.
 PIPELINE, DDP, TORCH = "pipeline", "ddp", "torch"
@@ -118,9 +123,14 @@ class Sleep:
         """Begins with nothing to sleep."""
         self.due_s = 0.0
 
-    def __call__(self, seconds: float) -> None:
-        """Sleeps."""
-        self.due_s += seconds
+    def __call__(self, seconds: float, begin_s: float | None = None) -> None:
+        """Sleeps.
+
+        Args:
+            seconds: The time.
+            begin_s: When it has begun, on the clock of `time.perf_counter`; None: now.
+        """
+        self.due_s += seconds - (0.0 if begin_s is None else time.perf_counter() - begin_s)
         if self.due_s > SLEEP_S_MIN:
             start_s = time.perf_counter()
             time.sleep(self.due_s)
@@ -161,8 +171,9 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
-        sleep(ctx.backward_s)
+        begin_s = time.perf_counter()
         weight = None if ctx.weight is None else torch.zeros(ctx.weight)
+        sleep(ctx.backward_s, begin_s)
         return torch.zeros(1).expand(ctx.inputs), weight, None, None, None
 
 
@@ -405,6 +416,18 @@ def stages_of(partition: Partition) -> list[tuple[str, int]]:
     return [(str(stage.last), stage.replicas) for stage in partition.stages]
 
 
+def with_updates(profile: Profile, scale: Scale) -> Profile:
+    """Returns a profile with the seconds of real updates of the scaled layers, in full size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # As the workers, which share the cores.
+    layers = [
+        replace(layer, update_s=scale.time * update_s([*made.parameters()], with_momentum))
+        for layer, made in zip(profile.layers, make_model(scale), strict=True)
+    ]
+    torch.set_num_threads(threads)
+    return replace(profile, layers=tuple(layers))
+
+
 def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     """Returns the best pipeline at a bandwidth, and the verdict on it."""
     levels = [Level(NUM_WORKERS, link.bytes_per_s)]
@@ -446,7 +469,7 @@ def measure_link(
     hosts: Hosts, profile: Profile, link: Link, steps: int, modes: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the figures of one bandwidth, and prints them as they come."""
-    partition, verdict = plan_for(profile, link)
+    partition, verdict = plan_for(with_updates(profile, link.pipeline), link)
     print(f"{link.rate}: {verdict}", flush=True)
     plan = stages_of(partition)
     figures: dict[str, Any] = {}
@@ -457,7 +480,7 @@ def measure_link(
             rate, sent[name] = hosts.measure(PIPELINE, link, MINIBATCHES * steps, plan)
         elif name == TORCH:
             stages = torch_stages(profile, link)
-            rate, sent[name] = hosts.measure(TORCH, link, 1 + steps // 5, stages)
+            rate, sent[name] = hosts.measure(TORCH, link, steps // 5, stages)
             figures["torch_stages"] = [profile.layers[int(last)].name for last, _ in stages]
         else:
             rate, sent[name] = hosts.measure(MODES[name], link, steps)

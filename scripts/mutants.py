@@ -37,6 +37,7 @@ LOCAL = "pscore/local/"
 OVERLAPS = "pscore/overlaps/"
 COMPRESSORS = "pscore/compressors/"
 PIPELINE = "psworker/pipeline/"
+MODES_TEST = "tests/integration/test_pipeline_modes.py"
 MUTANTS = (
     Mutant(
         "ssgd",
@@ -482,6 +483,29 @@ MUTANTS = (
                 "number < oldest",
                 "number <= oldest",
             ),
+            (
+                "a version in use is not overwritten",
+                "ring.py",
+                "if self._moves and is_used:",
+                "if False:",
+            ),
+        )
+    ),
+    *(
+        Mutant("pipeline", what, PIPELINE + path, term, without, MODES_TEST)
+        for what, path, term, without in (
+            (
+                "updates of one minibatch in a mode without steps",
+                "schedule.py",
+                "replicas if self._rule.by_step else",
+                "replicas if True else",
+            ),
+            (
+                "the same weights on all replicas at the end",
+                "driver.py",
+                "self._work.step_aside()",
+                "pass",
+            ),
         )
     ),
     Mutant(
@@ -573,7 +597,7 @@ MUTANTS = (
         "pipeline",
         "fewer updates of a stage with more replicas",
         PIPELINE + "schedule.py",
-        "return self.place.num_replicas / self.place.replicas[0]",
+        "return self._taken(self.place.num_replicas) / self._taken(self.place.replicas[0])",
         "return 1.0",
     ),
     Mutant(

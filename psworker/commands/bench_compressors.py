@@ -37,10 +37,11 @@ from pscore.partition import SLICE_NUMEL_MAX, SLICES_PER_SHARD, Layout, make_lay
 from pscore.rules.asgd import ASGD
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
-from psworker.commands.model_plan import MIN_NBYTES, Shapes
+from psworker.commands.model_plan import Shapes
 from psworker.commands.run import new_job
 from psworker.compression.error_feedback import choose
 from psworker.connection.exchange import Exchange
+from psworker.connection.mode_traffic import MIN_NBYTES
 from psworker.connection.session import Session
 from psworker.job.context import open_session
 from psworker.job.environment import Environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pscore.compressors import parse_compressor
@@ -14,15 +14,15 @@ from pscore.estimate import parse_pull_compressor
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout, make_layout
+from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule, require_slices
 from pscore.types import TensorSpec
 from psworker.commands.models import make_model
 from psworker.compression.error_feedback import choose
+from psworker.connection.mode_traffic import MIN_NBYTES, by_step, mean_of
 from psworker.connection.traffic import ddp_nbytes
 
-MIN_NBYTES = 1 << 16  # The default of `DistributedOptimizer`.
 RAW = NoCompression()
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -119,8 +119,8 @@ def make_report(
     layout = make_layout(tensors, num_shards)
     require_slices(rule, len(layout.slices))
     num_elements = sum(spec.numel for spec in tensors)
-    steps = _traffic(layout, rule, compressors, len(optimizer.state_names))
-    (pushed, pulled), peaks = _means(steps), [max(each) for each in zip(*steps, strict=True)]
+    steps = by_step(layout, rule, compressors, len(optimizer.state_names))
+    (pushed, pulled), peaks = mean_of(steps), [max(each) for each in zip(*steps, strict=True)]
     return Report(
         num_tensors=len(tensors),
         num_elements=num_elements,
@@ -162,80 +162,6 @@ def report_of(shapes: Shapes, job: Job, num_shards: int, num_workers: int, token
         num_workers=num_workers,
         tokens=tokens,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that a step pushes and pulls, per byte of parameters, as a mean over the period."""
-
-    pushed: float
-    pulled: float
-    blocks: bool  # Whether a step of the period waits for its own pull.
-
-
-def traffic_of(
-    numels: Sequence[int], rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
-) -> Traffic:
-    """Returns the traffic of a mode after its warm-up.
-
-    Args:
-        numels: Elements of each tensor; all that are large enough are compressed.
-        rule: The mode.
-        compressors: Compressors of pushes and of pulls.
-        num_state: Arrays of the optimizer's state.
-    """
-    tensors = [
-        TensorSpec(name=str(number), shape=(numel, 1), dtype="float32")
-        for number, numel in enumerate(numels)
-    ]
-    tensors = choose(tensors, *compressors, min_nbytes=MIN_NBYTES, exclude=())
-    pushed, pulled = _means(_traffic(make_layout(tensors, 1), rule, compressors, num_state))
-    nbytes = FLOAT_NBYTES * sum(numels)
-    plans = [rule.plan(step) for step in _period(rule)]
-    return Traffic(
-        pushed / nbytes, pulled / nbytes, any(plan.pull and plan.block for plan in plans)
-    )
-
-
-def _period(rule: Rule) -> range:
-    """Returns the steps behind the warm-up after which the plan repeats."""
-    arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
-    start = int(arguments.get("warmup", 0))
-    return range(start, start + int(arguments.get("steps", 1)))
-
-
-def _traffic(
-    layout: Layout, rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
-) -> list[tuple[float, float]]:
-    """Returns the bytes pushed and pulled in each step after which the plan repeats."""
-    schedule = rule.schedule
-    numels = [spec.numel for spec in layout.slices]
-    fragments = [0] * len(numels) if schedule is None else schedule.assign(numels)
-    local = rule.local_update()
-    steps = []
-    for step in _period(rule):
-        plans = [rule.plan_of(step, fragment) for fragment in range(max(fragments) + 1)]
-        pushed = pulled = 0.0
-        for spec, fragment in zip(layout.slices, fragments, strict=True):
-            plan, raw = plans[fragment], FLOAT_NBYTES * spec.numel
-            packed, pulled_packed = (
-                item.payload_nbytes_max(spec.numel) if spec.compress else raw
-                for item in compressors
-            )
-            if plan.push is not None:
-                pushed += packed if plan.compress and not plan.flush else raw
-            with_state = local is not None and not plan.block
-            with_state = with_state and local.wants_state(last_of_warmup=False)
-            whole = raw * (1 + num_state) if with_state else pulled_packed
-            pulled += whole / plan.turns if plan.pull else 0
-        steps.append((pushed, pulled))
-    return steps
-
-
-def _means(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the mean bytes pushed and pulled per step."""
-    pushed, pulled = zip(*steps, strict=True)
-    return sum(pushed) / len(steps), sum(pulled) / len(steps)
 
 
 def shapes_of(model: str) -> Shapes:

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from pscore.errors import ConfigError
-from pscore.net.wire import FLOAT_NBYTES
+from pscore.optimizers.base import Optimizer
 from pscore.rules.decentralised import Decentralised
-from psworker.commands.model_plan import Job, traffic_of
+from psworker.commands.model_plan import Job
 from psworker.commands.models import MODELS, make_model
 from psworker.pipeline.chain import chain_of
-from psworker.pipeline.costs import Cost, Ring, Shards
-from psworker.pipeline.measure import measure
+from psworker.pipeline.costs import Cost, Ring
+from psworker.pipeline.measure import MakeOptimizer, measure, with_momentum
 from psworker.pipeline.partition import Level, Memory, Stage
 from psworker.pipeline.plan_file import PlanFile, PlanStage
 from psworker.pipeline.profile import Profile, read_profile
+from psworker.pipeline.traffic import cost_on_shards
 from psworker.pipeline.units import parse_bandwidths, parse_memory
 from psworker.pipeline.verdict import Comparison, compare, size
 
@@ -75,7 +76,8 @@ def plan_pipeline(
     levels = levels_of(num_workers, wanted.machines or 1, wanted.bandwidth)
     memory = Memory(parse_memory(wanted.memory), len(job.optimizer.state_names))
     job.rule.require_workers(num_workers)
-    profile = profile_of(model, wanted.inputs, wanted.device or "cpu")
+    made = _maker_of(job.optimizer)
+    profile = profile_of(model, wanted.inputs, wanted.device or "cpu", made)
     if wanted.save_profile is not None:
         try:
             wanted.save_profile.write_text(profile.as_json(), encoding="utf-8")
@@ -109,13 +111,24 @@ def levels_of(workers: int, machines: int, bandwidth: str) -> list[Level]:
     return [Level(units, link) for units, link in zip(sizes, links, strict=True)]
 
 
-def profile_of(model: str, inputs: str | None, device: str) -> Profile:
+def _maker_of(optimizer: Optimizer) -> MakeOptimizer:
+    """Returns what makes torch's optimizer of the shards', to measure its step."""
+    name = next(iter(optimizer.torch_classes), "SGD")
+    if name == "SGD":
+        return with_momentum
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.0)
+
+
+def profile_of(
+    model: str, inputs: str | None, device: str, optimizer: MakeOptimizer = with_momentum
+) -> Profile:
     """Returns the measured profile of a model, or the one in a `.json` file.
 
     Args:
         model: Known by name, `module:factory`, or a file that `--save-profile` wrote.
         inputs: A minibatch, as `8x3x224x224`, or `8x1024:50257` for numbers below 50257.
         device: To measure on.
+        optimizer: Makes the optimizer of some parameters, whose step is measured too.
 
     Raises:
         ConfigError: There is no such model or file, or it is not a chain.
@@ -129,7 +142,7 @@ def profile_of(model: str, inputs: str | None, device: str) -> Profile:
     made = make_model(model)
     try:
         blocks = chain_of(made.to(device), example.to(device))
-        return measure(model, blocks, example.to(device))
+        return measure(model, blocks, example.to(device), optimizer=optimizer)
     except (RuntimeError, TypeError, AttributeError, ValueError) as problem:
         shape = "x".join(map(str, example.shape))
         how = f"{type(problem).__name__}: {problem}".partition("\n")[0]
@@ -182,18 +195,13 @@ def cost_of(
         return Ring()
     if isinstance(job.rule, Decentralised):
         raise ConfigError(f"mode {job.rule} has no shards between replicas; use --sync ring")
-    numels = [layer.parameter_nbytes // FLOAT_NBYTES for layer in profile.layers]
-    numels = [numel for numel in numels if numel]
-    if not numels:
-        raise ConfigError(f"{profile.model!r} has no parameters that are trained")
-    num_state = len(job.optimizer.state_names)
-    traffic = traffic_of(numels, job.rule, (job.compressor, job.pull_compressor), num_state)
-    return Shards(
-        pushed=traffic.pushed,
-        pulled=traffic.pulled,
-        hides=not traffic.blocks,
+    return cost_on_shards(
+        profile,
+        job.rule,
+        len(job.optimizer.state_names),
         num_shards=num_shards or num_workers,
         on_workers=num_shards is None,
+        compressors=(job.compressor, job.pull_compressor),
     )
 
 
@@ -253,6 +261,7 @@ def _stage_json(profile: Profile, stage: Stage) -> dict[str, Any]:
         "num_layers": len(layers),
         "replicas": stage.replicas,
         "compute_ms": 1e3 * sum(layer.compute_s for layer in layers),
+        "update_ms": 0.0 if stage.replicas > 1 else 1e3 * sum(layer.update_s for layer in layers),
         "parameter_nbytes": sum(layer.parameter_nbytes for layer in layers),
         "output_nbytes": 0 if is_last else layers[-1].output_nbytes,
         "weight_versions": stage.in_flight,
@@ -268,12 +277,14 @@ def lines_of(data: dict[str, Any]) -> list[str]:
         f"{data['forward_ms']:.4g} ms forward, {data['backward_ms']:.4g} ms backward"
     ]
     for number, stage in enumerate(data["stages"]):
+        update = f" and {stage['update_ms']:.4g} ms of update" if stage["update_ms"] else ""
         sends = f", sends {size(stage['output_nbytes'])}" if stage["output_nbytes"] else ""
         lines.append(
             f"stage {number}: {_count(stage['num_layers'], 'layer')}, {stage['first']} to "
             f"{stage['last']}, on {_count(stage['replicas'], 'worker')}; "
-            f"{stage['compute_ms']:.4g} ms of computing, {size(stage['parameter_nbytes'])} of "
-            f"parameters{sends}; {_count(stage['weight_versions'], 'weight version')}, "
+            f"{stage['compute_ms']:.4g} ms of computing{update}, "
+            f"{size(stage['parameter_nbytes'])} of parameters{sends}; "
+            f"{_count(stage['weight_versions'], 'weight version')}, "
             f"{size(stage['memory_nbytes'])} of memory"
         )
     if data["pipeline"]:

@@ -25,13 +25,15 @@ class PeerLinks:
         incarnations: By rank, also of workers that are gone.
     """
 
-    def __init__(self, session: Session, own_host: str) -> None:
+    def __init__(self, session: Session, own_host: str, *, keeps: bool = False) -> None:
         """Begins without a connection.
 
         Args:
             session: This worker's part in the job.
             own_host: The address at which this worker listens.
+            keeps: Whether a connection stays open when the directory does not list its worker.
         """
+        self._keeps = keeps
         self.members: list[int] = []
         self.incarnations: dict[int, int] = {}
         self._session = session
@@ -55,7 +57,8 @@ class PeerLinks:
         """Connects to new members, and closes the connections to those that are gone."""
         now = {peer.rank: peer for peer in peers if peer.rank != self._session.rank}
         for rank, link in list(self._links.items()):
-            if rank not in now or _endpoint(now[rank]) != _endpoint(link.peer):
+            is_gone = rank not in now and not self._keeps
+            if is_gone or (rank in now and _endpoint(now[rank]) != _endpoint(link.peer)):
                 self._links.pop(rank).close(waits=False)  # It may be connecting to a dead host.
                 self._cut.discard(rank)
         self.incarnations |= {rank: peer.incarnation for rank, peer in now.items()}

@@ -39,12 +39,14 @@ class Peers:
         is_short: Whether the job had fewer workers than its least when this worker last asked.
     """
 
-    def __init__(self, session: Session, table: int) -> None:
+    def __init__(self, session: Session, table: int, *, keeps_links: bool = False) -> None:
         """Listens for peers; nothing is answered before a gossip starts.
 
         Args:
             session: This worker's part in the job.
             table: Index of the table.
+            keeps_links: Whether connections stay open to workers that the directory does not list:
+                it may have been lost with its shard, and arrays under way have to arrive.
 
         Raises:
             ConfigError: This worker cannot listen.
@@ -59,7 +61,7 @@ class Peers:
         self._heard_s = time.monotonic()
         self._service = PeerService(session.job, make_secret(), self._mailbox)
         self._listener, self._own = open_listener(session, self._service)
-        self._links = PeerLinks(session, self._own.host)
+        self._links = PeerLinks(session, self._own.host, keeps=keeps_links)
         self._sums = GroupSums(self._own.host, self._links.host_of)
         self.table = table
         self._listener.start()
@@ -167,6 +169,11 @@ class Peers:
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows, in order."""
         return self._links.members
+
+    @property
+    def incarnations(self) -> dict[int, int]:
+        """Incarnation of each worker that this one has met, by rank."""
+        return self._links.incarnations
 
     def open_store(self) -> int:
         """Opens this worker's store for torch.distributed, once; returns its port."""

@@ -6,7 +6,7 @@ Rank 0 passes the plan on as numbers of a barrier, whose largest value every wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 from pscore.errors import ConfigError, PacelineError
+from pscore.rules.base import Rule
 from psworker.connection.session import Session
 from psworker.pipeline.chain import Block
-from psworker.pipeline.costs import Shards
-from psworker.pipeline.measure import measure
+from psworker.pipeline.measure import MakeOptimizer, measure, with_momentum
 from psworker.pipeline.partition import Level, Memory
 from psworker.pipeline.plan_file import read_plan
 from psworker.pipeline.profile import Profile
+from psworker.pipeline.traffic import cost_on_shards
 from psworker.pipeline.units import parse_bandwidths, parse_memory
 from psworker.pipeline.verdict import compare
 
 AUTO = "auto"
 MEETING = "pipeline plan"  # Name of the barriers that pass a plan on.
 Plan = Sequence[tuple[str, int]]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 log = logging.getLogger("paceline")
 
 
@@ -123,6 +123,7 @@ def agreed_plan(
     example: torch.Tensor,
     limits: Limits,
     optimizer: MakeOptimizer,
+    rule: Rule,
 ) -> list[tuple[str, int]]:
     """Returns the plan that rank 0 finds, on every worker.
 
@@ -132,6 +133,7 @@ def agreed_plan(
         example: One minibatch; rank 0 measures the blocks on its device.
         limits: Link and memory of a worker.
         optimizer: Makes an optimizer; its state is part of the memory.
+        rule: Mode between the replicas of a stage.
 
     Raises:
         ConfigError: On rank 0: nothing fits into memory, or the fastest plan leaves workers idle.
@@ -142,8 +144,8 @@ def agreed_plan(
     try:
         if session.rank == 0:
             workers, shards = session.num_processes, len(session.links)
-            profile = measured(blocks, example)
-            found = find_plan(profile, limits, workers, shards, num_state_of(optimizer))
+            profile = measured(blocks, example, optimizer)
+            found = find_plan(profile, limits, workers, shards, num_state_of(optimizer), rule)
         agreed = _agree(session, found)
         is_done = True
     finally:
@@ -164,13 +166,15 @@ def _agree(session: Session, found: list[tuple[int, int]]) -> list[tuple[int, in
     ]
 
 
-def measured(blocks: Sequence[Block], example: torch.Tensor) -> Profile:
+def measured(
+    blocks: Sequence[Block], example: torch.Tensor, optimizer: MakeOptimizer = with_momentum
+) -> Profile:
     """Returns the profile of blocks, whose buffers and random numbers stay as they are."""
     buffers = [buffer for block in blocks for buffer in block.module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     devices = [example.device] if example.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        profile = measure("the model", blocks, example)
+        profile = measure("the model", blocks, example, optimizer=optimizer)
     with torch.no_grad():
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
@@ -178,7 +182,12 @@ def measured(blocks: Sequence[Block], example: torch.Tensor) -> Profile:
 
 
 def find_plan(
-    profile: Profile, limits: Limits, num_workers: int, num_shards: int, num_state: int
+    profile: Profile,
+    limits: Limits,
+    num_workers: int,
+    num_shards: int,
+    num_state: int,
+    rule: Rule,
 ) -> list[tuple[int, int]]:
     """Returns each stage's last block and replicas: the fastest pipeline, or one stage.
 
@@ -191,11 +200,12 @@ def find_plan(
         num_workers: Workers, each with a stage.
         num_shards: Shards, each behind a link as fast as a worker's.
         num_state: Arrays of the optimizer's state, as long as the parameters.
+        rule: Mode between the replicas of a stage.
 
     Raises:
         ConfigError: Nothing fits into memory, or the fastest plan leaves workers idle.
     """
-    cost = Shards(hides=False, num_shards=num_shards)  # Mode ssgd: pushes and pulls everything.
+    cost = cost_on_shards(profile, rule, num_state, num_shards=num_shards)
     memory = Memory(limits.memory_nbytes, num_state)
     found = compare(profile, [Level(num_workers, limits.bandwidth)], cost, memory)
     if found.advised is None:

@@ -83,11 +83,7 @@ class _Save:
 
 
 class ContinuingDriver(Driver):
-    """A replica of a stage whose neighbours may be lost and come back.
-
-    Attributes:
-        next: The minibatch that the stage takes next; those before it are given to it or counted.
-    """
+    """A replica of a stage whose neighbours may be lost and come back."""
 
     def __init__(
         self, work: Work, place: Place, session: Session, peers: Peers, first: int, steps: Steps

@@ -20,6 +20,7 @@ class Load:
     output_nbytes: float  # The same behind it; last stage: 0.
     replicas: int
     bandwidth: float  # Bandwidth of a replica's link, in bytes per second and direction.
+    update_s: float = 0.0  # The optimizer's step on a worker.
 
 
 class Cost(Protocol):
@@ -40,7 +41,8 @@ class Shards:
     """Replicas push gradients to shards and pull weights; links carry both directions at once.
 
     Activations pass on threads of their own, so they cost time only where the link is slower than
-    the computing. A stage of one replica pushes nothing: its optimizer runs on the worker.
+    the computing. A stage of one replica pushes nothing: its optimizer runs on the worker, which
+    computes nothing else meanwhile.
 
     Attributes:
         pushed: Bytes pushed per byte of parameters, as a mean over the steps of the mode.
@@ -67,7 +69,8 @@ class Shards:
             at_shards = load.bandwidth * min(1.0, self.num_shards / load.replicas)
             link_s = max((moved + max(up, down)) / load.bandwidth, max(up, down) / at_shards)
             waits_s = (up + down) / at_shards
-        busy_s = load.inner_s if self.hides else load.inner_s + waits_s
+        own_s = load.inner_s + (load.update_s if load.replicas == 1 else 0.0)
+        busy_s = own_s if self.hides else own_s + waits_s
         return max(busy_s, link_s) / load.replicas
 
     def _at_workers(self, load: Load, moved: float, up: float, down: float) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.pb.ps.v1 import control_pb2
 from psworker.connection.session import Session
 from psworker.gossip.base import Meet, Waits, Want
 from psworker.job import context
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 KINDS = {ACTIVATION: "activation", GRADIENT: "gradient", wire.STATE: "state"}
 MEET_S = 0.05  # From one question for workers that have yet to come to the next.
+LOOK_S = 0.25  # The same, where the directory of the workers was lost.
 Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or raises an OSError.
 
 
@@ -50,6 +52,8 @@ class Work:
         loss: Loss of the last stage's output and the targets.
         versions: Returns the versions of the weights for a place.
         parts: Returns the stage's weights and optimizer state, for a checkpoint.
+        step_aside: Asks the shards not to wait for this replica's gradients any more.
+        is_shared: Whether the optimizer is on the shards, and weights have a place for pulls.
     """
 
     module: nn.Module
@@ -57,6 +61,8 @@ class Work:
     loss: Loss
     versions: Callable[[Place], Stash]
     parts: Callable[[], tuple[Tensors, Tensors]]
+    step_aside: Callable[[], None] = lambda: None
+    is_shared: bool = False
 
 
 class Driver:
@@ -66,6 +72,8 @@ class Driver:
         place: Stage and replica.
         losses: Losses of the minibatches that this replica has ended, by number.
         first: The minibatch at which the stage has begun with the newest weights.
+        next: The minibatch that the stage takes next; those before it are given to it or counted.
+        waits_s: Seconds in which it has waited for its neighbours.
     """
 
     def __init__(
@@ -85,13 +93,16 @@ class Driver:
         """
         self._work, self.place = work, place
         self._session, self._peers = session, peers
+        self._device = next(work.module.parameters()).device
         self.losses: dict[int, float] = {}
+        self.waits_s = 0.0
+        self._updates = 0
         self.begin(first)
         self._meet()
 
     def begin(self, first: int) -> None:
         """Begins with no minibatch in flight, at the newest weights."""
-        self.first = first
+        self.first = self.next = first
         self._stage = _replica(self._work, self.place, self._send, self._take, self._around)
 
     def step(self, number: int, inputs: Any, targets: Any) -> None:
@@ -100,6 +111,7 @@ class Driver:
         Raises:
             TransportError: A worker of another stage is gone.
         """
+        self.next = number + 1
         self._drive(self._stage.step(number - self.first, inputs, targets))
         self._note_losses()
 
@@ -113,11 +125,12 @@ class Driver:
         self._note_losses()
 
     def finish(self, number: int) -> None:
-        """Ends the minibatches in flight, and leaves the job."""
+        """Ends the minibatches in flight, and leaves the job; replicas get the same weights."""
         self.end_all(number)
-        if self.place.num_replicas > 1:
-            context.shutdown()  # The others' last round waits no longer for this replica.
+        self._work.step_aside()  # The others' last round waits no longer for this replica.
         self._session.barrier("pipeline")
+        if self.place.num_replicas > 1:
+            context.shutdown()
         self._leave()
 
     def require_whole(self, number: int) -> None:
@@ -146,6 +159,7 @@ class Driver:
         """
         self.end_all(number)
         self.begin(number)
+        self._session.barrier("checkpoint")  # The gradients of all replicas are on the shards.
         problem: Exception | None = None
         if self.place.rank:
             if self.place.replica == 0:
@@ -160,6 +174,20 @@ class Driver:
         if self._session.agree("checkpoint", float(problem is not None)):
             raise unwritten(number, problem)
 
+    def report(self) -> control_pb2.StageReport:
+        """Returns what the replica does now, for status; another thread may call it."""
+        stage = self._stage
+        return control_pb2.StageReport(
+            stage=self.place.stage,
+            replica=self.place.replica,
+            minibatch=self.next,
+            version=self._updates,
+            in_flight=stage.num_flying,
+            activation_nbytes=stage.activations.nbytes,
+            versions_held=stage.versions_held,
+            waits_s=self.waits_s,
+        )
+
     # ----- inside
 
     def _meet(self) -> None:
@@ -171,6 +199,21 @@ class Driver:
         while len(self._peers.members()) < sum(self.place.replicas):
             time.sleep(MEET_S)
             yield Meet(-1)
+        self._met = dict(self._peers.incarnations)
+
+    def _missing(self) -> Generator[Meet, Any, int | None]:
+        """Returns how many workers the directory does not list yet; None: one of them is gone.
+
+        The directory of the members may have been lost with the first shard. Each worker enters
+        itself again when it waits for another one; until then it is there if it is live.
+        """
+        yield Meet(self.next, waits=False)
+        missing = set(range(sum(self.place.replicas))) - set(self._peers.members())
+        if self._peers.incarnations != self._met or not missing <= set(self._session.live()):
+            return None
+        if missing:
+            time.sleep(LOOK_S)
+        return len(missing)
 
     def _leave(self) -> None:
         self._peers.close()
@@ -219,6 +262,7 @@ class Driver:
                 if isinstance(wait, Update):
                     with recorded(self._session.timeline, "update", wait.number):
                         self._update(wait)
+                    self._updates += 1
                 else:
                     answer = yield from self._await(wait)
 
@@ -230,8 +274,13 @@ class Driver:
 
     def _await(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
         """Returns a tensor of a neighbour when it is here; the timeline shows the wait."""
+        begin_s = time.monotonic()
         with self._around("wait", wait.minibatch, awaits=KINDS[wait.kind], worker=wait.source):
-            return (yield from self._receive(wait))
+            found = yield from self._receive(wait)
+        if wait.kind != wire.STATE:
+            found = found.to(self._device)
+        self.waits_s += time.monotonic() - begin_s
+        return found
 
     def _update(self, wait: Update) -> None:
         self._work.optimizer.step()
@@ -246,9 +295,8 @@ class Driver:
 
     def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
         minibatch = self.first + wait.minibatch
-        found = yield from wire.receive(wait.source, wait.kind, minibatch)
+        found = yield from wire.receive(wait.source, wait.kind, minibatch, missing=self._missing)
         if found is None:
-            yield Meet(minibatch, waits=False)
             place = Place.of_rank(wait.source, self.place.replicas)
             raise TransportError(
                 f"the workers of the pipeline have changed while minibatch {minibatch} was "
@@ -281,7 +329,8 @@ def _replica(
     """Returns a replica at minibatch 0."""
     versions = work.versions(place)
     if not versions.flushes:
-        return StageReplica(work.module, versions, work.loss, send, around)
+        moves = not work.is_shared or versions.is_single
+        return StageReplica(work.module, versions, work.loss, send, around, moves=moves)
     from psworker.pipeline.flush import Flush, FlushReplica
 
     assert isinstance(versions, Flush)

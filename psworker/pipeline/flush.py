@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from pscore.errors import ConfigError
+from psworker.pipeline.entry import entered, require_tensor
+from psworker.pipeline.kept import Activations
 from psworker.pipeline.schedule import Place, Stash
 from psworker.pipeline.stage import (
     ACTIVATION,
@@ -150,6 +152,12 @@ class FrameStage:
         self._numbers: Sequence[int] = ()
         self._inputs: Sequence[Any] = ()
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.activations = Activations()
+
+    @property
+    def num_flying(self) -> int:
+        """Minibatches between forward and backward."""
+        return len(self._kept)
 
     def begin(self, numbers: Sequence[int], inputs: Sequence[Any]) -> None:
         """Begins an update of some minibatches; `inputs` are those of the first stage."""
@@ -159,22 +167,24 @@ class FrameStage:
         """Runs a minibatch forward, and sends the result to the next stage."""
         number = self._numbers[chunk]
         if self.is_first:
-            entry = self._inputs[chunk]
+            leaf = entry = self._inputs[chunk]
         else:
             source = self._place.rank_at(-1, number)
-            entry = self._take(Receive(source, ACTIVATION, number)).requires_grad_()
-        with self._around("forward", number):
+            leaf, entry = entered(self._take(Receive(source, ACTIVATION, number)))
+        weights = [*self._module.parameters()]
+        with self._around("forward", number), self.activations.made(entry, weights):
             result: torch.Tensor = self._module(entry)
         if not self.is_last:
+            require_tensor(result, self._place.stage)
             self._send(self._place.rank_at(1, number), ACTIVATION, number, result.detach())
-        self._kept[chunk] = entry, result
+        self._kept[chunk] = leaf, result
         self.output_chunks.append(torch.zeros(1))
         return result
 
     def backward_one_chunk(self, chunk: int, loss: torch.Tensor | None = None, **_: Any) -> None:
         """Runs a minibatch backward, and sends the gradient of its input to the stage before."""
         number = self._numbers[chunk]
-        entry, result = self._kept.pop(chunk)
+        leaf, result = self._kept.pop(chunk)
         if self.is_last:
             assert loss is not None
             result, grad = loss, None
@@ -183,8 +193,9 @@ class FrameStage:
             grad = self._take(Receive(source, GRADIENT, number))
         with self._around("backward", number):
             torch.autograd.backward(result, grad)
+        self.activations.drop(leaf)
         if not self.is_first:
-            own = torch.zeros_like(entry) if entry.grad is None else entry.grad
+            own = torch.zeros(leaf.shape) if leaf.grad is None else leaf.grad
             self._send(self._place.rank_at(-1, number), GRADIENT, number, own)
 
     def perform_reduce_grad(self, _scale: float) -> None:
@@ -249,8 +260,18 @@ class FlushReplica:
 
     @property
     def num_flying(self) -> int:
-        """Minibatches that wait for the others of their update."""
-        return len(self._held)
+        """Minibatches between forward and backward."""
+        return self._stage.num_flying
+
+    @property
+    def versions_held(self) -> int:
+        """Weight versions in memory."""
+        return 1
+
+    @property
+    def activations(self) -> Activations:
+        """Those of the minibatches in flight."""
+        return self._stage.activations
 
     def step(self, minibatch: int, inputs: Any, targets: Any) -> Waits:
         """Keeps a minibatch; with the last one of an update, runs all of them and updates.

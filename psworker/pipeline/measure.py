@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from pscore.errors import ConfigError
 from pscore.net.wire import FLOAT_NBYTES
 from psworker.pipeline.chain import Block
+from psworker.pipeline.kept import Kept
 from psworker.pipeline.profile import Layer, Profile
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 RUNS_MIN, RUNS_MAX = 3, 30
 BUDGET_S = 10.0  # After it a last run ends.
 
 
+def with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+
+
 def measure(
-    model: str, blocks: Sequence[Block], example: torch.Tensor, budget_s: float = BUDGET_S
+    model: str,
+    blocks: Sequence[Block],
+    example: torch.Tensor,
+    budget_s: float = BUDGET_S,
+    optimizer: MakeOptimizer = with_momentum,
 ) -> Profile:
     """Returns the medians over some runs, on the device of the example.
 
@@ -28,6 +40,7 @@ def measure(
         blocks: Its blocks, in order, with parameters on that device.
         example: One minibatch.
         budget_s: Seconds after which no further run begins, but for three.
+        optimizer: Makes the optimizer of some parameters, whose step is measured too.
     """
     outputs, held = _bytes(blocks, example)
     _run(blocks, example)  # The first one allocates, and chooses algorithms.
@@ -45,6 +58,7 @@ def measure(
             output_nbytes=outputs[number],
             held_nbytes=held[number],
             parameter_nbytes=FLOAT_NBYTES * sum(p.numel() for p in _trained(block.module)),
+            update_s=update_s(_trained(block.module), optimizer),
         )
         for number, block in enumerate(blocks)
     ]
@@ -58,26 +72,40 @@ def _bytes(blocks: Sequence[Block], example: torch.Tensor) -> tuple[list[int], l
 
     A tensor that several blocks keep counts at the first of them.
     """
-    parameters = {p.untyped_storage().data_ptr() for b in blocks for p in b.module.parameters()}
-    seen: dict[int, torch.Tensor] = {}
-    kept = 0
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters and storage.data_ptr() not in seen:
-            seen[storage.data_ptr()] = tensor.detach()  # Alive, so that no other takes its place.
-            kept += storage.nbytes()
-        return tensor
-
     outputs, held, flowing = [], [], example
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with Kept(p for block in blocks for p in block.module.parameters()) as kept:
         for block in blocks:
-            kept = 0
+            before = kept.nbytes
             flowing = block.module(flowing)
+            _require_tensor(flowing, block)
             outputs.append(flowing.numel() * flowing.element_size())
-            held.append(kept)
+            held.append(kept.nbytes - before)
     return outputs, held
+
+
+def update_s(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> float:
+    """Returns the seconds of an optimizer's step, the median of some, on copies of parameters."""
+    if not parameters:
+        return 0.0
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    for copied in copies:
+        copied.grad = torch.zeros_like(copied)
+    made, device = make(copies), copies[0].device
+    made.step()  # The first one makes the state.
+    return statistics.median(_timed(device, made.step)[0] for _ in range(RUNS_MIN))
+
+
+def _require_tensor(result: object, block: Block) -> None:
+    """Refuses a block that returns something else than one tensor.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if not isinstance(result, torch.Tensor):
+        raise ConfigError(
+            f"block {block.name!r} returns a {type(result).__name__}, must return one tensor: "
+            "join it with the block behind it in a module"
+        )
 
 
 def _run(blocks: Sequence[Block], example: torch.Tensor) -> list[tuple[float, float]]:

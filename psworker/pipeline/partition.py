@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from psworker.pipeline.costs import Cost, Load
 from psworker.pipeline.profile import Layer, sums
@@ -76,7 +76,9 @@ class Memory:
         """Returns the bytes of a stage's replica.
 
         One weight version and the activations of each minibatch in flight, one gradient, and the
-        optimizer's state unless the stage is replicated: its optimizer then runs on the shards.
+        optimizer's state. The optimizer of a replicated stage runs on the shards: in place of its
+        state there is the gradient that travels, and beside several versions the weights that a
+        pull brings.
 
         Args:
             weights: Bytes of its parameters.
@@ -84,8 +86,8 @@ class Memory:
             versions: Minibatches in flight.
             replicas: Its workers.
         """
-        own_state = self.num_state if replicas == 1 else 0
-        return int(versions * (weights + held) + (1 + own_state) * weights)
+        others = 1 + self.num_state if replicas == 1 else 2 + (versions > 1)
+        return int(versions * (weights + held) + others * weights)
 
 
 def in_flight(before: int, replicas: int, workers: int) -> int:
@@ -137,6 +139,7 @@ class Partitioner:
         self._cost = cost
         self._memory = memory or Memory()
         self._compute = sums([layer.compute_s for layer in layers])
+        self._updates = sums([layer.update_s for layer in layers])
         self._weights = sums([layer.parameter_nbytes for layer in layers])
         self._held = sums([layer.held_nbytes for layer in layers])
         # Workers in one unit of each level.
@@ -177,7 +180,8 @@ class Partitioner:
 
     def data_parallel(self) -> tuple[float, Stage]:
         """Returns the seconds of one stage on all workers, and that stage, without a limit."""
-        seconds, units = self._compute[-1], 1
+        alone = self._updates[-1] if self._workers == 1 else 0.0
+        seconds, units = self._compute[-1] + alone, 1
         for level in self._levels:
             units *= level.units
             seconds = self._cost.stage_s(
@@ -195,6 +199,7 @@ class Partitioner:
             output_nbytes=self._layers[last].output_nbytes if last + 1 < len(self._layers) else 0,
             replicas=stage.replicas,
             bandwidth=self._levels[-1].bandwidth,
+            update_s=self._updates[last + 1] - self._updates[first],
         )
 
     # ----- the programme
@@ -316,6 +321,8 @@ class Partitioner:
         load = self._load(
             first, last, self._levels[level], units, inner_s, is_first=is_first, is_last=is_last
         )
+        if not level:  # Else it is in the seconds of the level below.
+            load = replace(load, update_s=self._updates[last + 1] - self._updates[first])
         return self._cost.stage_s(load)
 
     def _load(

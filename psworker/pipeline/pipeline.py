@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,8 @@ from torch import nn
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.observe.timeline import open_timeline
-from pscore.rules import SSGD, parse_mode
+from pscore.rules import parse_mode
+from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psworker.connection.session import Session
@@ -65,7 +67,7 @@ class Pipeline:
         schedule: str = "1f1b",
         stash: str = "weights",
         minibatches: int | None = None,
-        mode: str = "ssgd",
+        mode: str | Rule = "ssgd",
         resume: str | Path | None = None,
         on_lost: str = STOP,
         servers: str | list[str] | None = None,
@@ -91,7 +93,7 @@ class Pipeline:
             stash: With `1f1b`: `weights`, the newest version of each stage, or `vertical`, the
                 version of the first stage at all stages.
             minibatches: Minibatches of an update, but with `1f1b`; `2bw`: all workers by default.
-            mode: Between replicas of a stage: `ssgd`, without backup workers.
+            mode: Between replicas of a stage: `ssgd`, `asgd`, `ssd` or others (docs/pipelines.md).
             resume: Folder of checkpoints that `save` wrote, also with another plan. The newest
                 good one is loaded, if there is one; every worker reads the same.
             on_lost: `stop`: when a worker is lost, the others end with an error. `continue`: they
@@ -109,17 +111,17 @@ class Pipeline:
         """
         joins = _joins(servers, job, rank, num_workers)
         self._timeline = open_timeline(joins.timeline, "worker", joins.rank)
-        _require(mode, schedule, stash, minibatches, on_lost)
+        self._rule = _required(mode, schedule, stash, minibatches, on_lost, loss)
         plan, limits = resolved(plan, joins.pipeline, bandwidth, memory)
         blocks, found, session = chain_of(model, example), _read(resume, model), None
         if limits is not None:
             session = self._open(joins)
-            plan = agreed_plan(session, blocks, example, limits, optimizer)
+            plan = agreed_plan(session, blocks, example, limits, optimizer, self._rule)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
-        self._versions = _versions_of(schedule, stash, minibatches)
+        self._versions = _versions_of(schedule, stash, minibatches, self._rule)
         self._continues = on_lost == CONTINUE
-        self.optimizer = self._make_optimizer(optimizer, mode, found)
+        self.optimizer = self._make_optimizer(optimizer, found)
         self._driver = self._make_driver(loss, session or self._open(joins), found)
         self.minibatches, self._saved = self._driver.first, {}
 
@@ -201,13 +203,17 @@ class Pipeline:
         """Sets this worker's place in a plan, and the layers of its stage."""
         self.plan = [*plan]
         self.place = _place_of(self.plan, me.rank, me.num_workers)
+        _require_enough(self._rule, self.place)
         first, last = _ranges(blocks, self.plan)[self.place.stage]
         self.module = joined(blocks[first : last + 1])
         self._names = names_of(model, self.module)
 
     def _parts(self) -> tuple[Tensors, Tensors]:
         """Returns weights and optimizer state of this stage, as a checkpoint has them."""
-        weights = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.optimizer, DistributedOptimizer):
+                stack.enter_context(self.optimizer.global_weights())
+            weights = {name: value.detach().clone() for name, value in self.state_dict().items()}
         return weights, optimizer_state(self.optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[int, str]:
@@ -219,28 +225,36 @@ class Pipeline:
 
     def _make_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
+        driver = self._new_driver(loss, session, saved)
+        session.stage_reports.append(driver.report)
+        return driver
+
+    def _new_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
         first = 0 if saved is None else saved.minibatches
+        own = self.optimizer
+        steps = Absences(own) if isinstance(own, DistributedOptimizer) else None
         work = Work(
             module=self.module,
             optimizer=self.optimizer,
             loss=loss,
             versions=self._versions,
             parts=self._parts,
+            step_aside=lambda: None if steps is None else steps.step_aside(),
+            is_shared=steps is not None,
         )
         if not self._continues:
-            peers = Peers(session, _directory(session, self.plan, f"from minibatch {first}"))
+            table = _directory(session, self.plan, f"from minibatch {first}")
+            peers = Peers(session, table, keeps_links=True)
             return Driver(work, self.place, session, peers, first)
         from psworker.pipeline.continuing import ContinuingDriver
 
         peers = Peers(session, _directory(session, self.plan, "continues"))
-        assert isinstance(self.optimizer, DistributedOptimizer)
-        steps = Absences(self.optimizer)
+        assert steps is not None
         return ContinuingDriver(work, self.place, session, peers, first, steps)
 
     def _make_optimizer(
         self,
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        mode: str,
         saved: Checkpoint | None,
     ) -> torch.optim.Optimizer:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
@@ -257,7 +271,7 @@ class Pipeline:
                 timeline=self._timeline,
             )
             is_new = not joined_context.session.known_tables
-            made = DistributedOptimizer(made, named, mode=mode)
+            made = DistributedOptimizer(made, named, mode=self._rule)
         if saved is not None and (is_new or not self._continues):  # Else the shards are further.
             saved.load_optimizer(made, self._parameter_names())
         return made
@@ -319,7 +333,66 @@ def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
     return Place.of_rank(rank, replicas)
 
 
-def _require(mode: str, schedule: str, stash: str, minibatches: int | None, on_lost: str) -> None:
+def _required(
+    mode: str | Rule,
+    schedule: str,
+    stash: str,
+    minibatches: int | None,
+    on_lost: str,
+    loss: Loss,
+) -> Rule:
+    """Returns the mode between replicas; refuses arguments that do not fit.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    rule = _rule_of(mode, schedule, stash, on_lost)
+    _require(schedule, stash, minibatches, on_lost)
+    _require_loss(loss)
+    return rule
+
+
+def _rule_of(mode: str | Rule, schedule: str, stash: str, on_lost: str) -> Rule:
+    """Returns the mode between the replicas of a stage.
+
+    Raises:
+        ConfigError: It is no mode for replicas, or none for these arguments.
+    """
+    rule = parse_mode(mode)
+    if rule.outer_optimizer or rule.gossip:
+        raise ConfigError(
+            f"mode between replicas is {mode!r}, in which workers make steps by themselves; take "
+            "ssgd, asgd or another mode in which shards make each step"
+        )
+    others = {
+        "schedule": (schedule, "1f1b"),
+        "stash": (stash, "weights"),
+        "on_lost": (on_lost, STOP),
+    }
+    for name, (given, needed) in others.items():
+        if given != needed and not rule.workers_may_step:
+            raise ConfigError(
+                f"{name}={given!r} with mode={mode!r}: the mode between replicas must be ssgd "
+                "without backup, in which every minibatch is in an update that all replicas make"
+            )
+    return rule
+
+
+def _require_enough(rule: Rule, place: Place) -> None:
+    """Refuses a mode that needs more replicas of a stage than there are.
+
+    Raises:
+        ConfigError: It does.
+    """
+    for stage, number in enumerate(place.replicas):
+        if number > 1:
+            try:
+                rule.require_workers(number)
+            except ConfigError as problem:
+                raise ConfigError(f"stage {stage}: {problem}") from None
+
+
+def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str) -> None:
     """Refuses arguments that do not fit.
 
     Raises:
@@ -331,14 +404,6 @@ def _require(mode: str, schedule: str, stash: str, minibatches: int | None, on_l
         raise ConfigError(
             f"on_lost={CONTINUE!r} with schedule={schedule!r}: an update of several minibatches "
             "would be lost with its worker; take schedule='1f1b', or on_lost='stop' and resume="
-        )
-    rule = parse_mode(mode)
-    if not isinstance(rule, SSGD):
-        raise ConfigError(f"mode between replicas is {mode!r}, must be ssgd")
-    if rule.backup:
-        raise ConfigError(
-            f"mode between replicas is {mode!r}, must be ssgd without backup: each minibatch is on "
-            "one replica, and one that is left out would be lost"
         )
     if schedule not in SCHEDULES:
         from psworker.pipeline.flush import schedule_named, torch_schedules
@@ -352,6 +417,19 @@ def _require(mode: str, schedule: str, stash: str, minibatches: int | None, on_l
         raise ConfigError("minibatches has no effect with schedule='1f1b': each one is an update")
     if stash != "weights" and schedule != "1f1b":
         raise ConfigError(f"stash={stash!r} has no effect but with schedule='1f1b'")
+
+
+def _require_loss(loss: Loss) -> None:
+    """Refuses a loss that has something to train, which no optimizer would get.
+
+    Raises:
+        ConfigError: It has.
+    """
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise ConfigError(
+            f"the loss ({type(loss).__name__}) has parameters to train: make it the model's last "
+            "layers, or set requires_grad to False"
+        )
 
 
 def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
@@ -372,15 +450,19 @@ def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
     return found
 
 
-def _versions_of(schedule: str, stash: str, minibatches: int | None) -> Callable[[Place], Stash]:
-    return lambda place: _versions(place, schedule, stash, minibatches)
+def _versions_of(
+    schedule: str, stash: str, minibatches: int | None, rule: Rule
+) -> Callable[[Place], Stash]:
+    return lambda place: _versions(place, schedule, stash, minibatches, rule)
 
 
-def _versions(place: Place, schedule: str, stash: str, minibatches: int | None) -> Stash:
+def _versions(
+    place: Place, schedule: str, stash: str, minibatches: int | None, rule: Rule
+) -> Stash:
     if schedule == "2bw":
         return TwoVersions(place, minibatches or sum(place.replicas))
     if schedule == "1f1b":
-        return STASHES[stash](place)
+        return STASHES[stash](place, rule)
     from psworker.pipeline.flush import Flush, schedule_named  # Torch's need a second to import.
 
     found = schedule_named(schedule)

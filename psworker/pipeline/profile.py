@@ -21,11 +21,17 @@ class Layer:
     output_nbytes: int  # Sent to the next stage if the model is cut behind this layer.
     held_nbytes: int  # Activations kept from forward to backward.
     parameter_nbytes: int  # As float32.
+    update_s: float = 0.0  # Of the optimizer's step on its parameters, where the worker makes it.
 
     @property
     def compute_s(self) -> float:
         """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of forward, backward and update on one worker."""
+        return self.compute_s + self.update_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,7 @@ def read_profile(text: str, where: str) -> Profile:
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a layer's fields with numbers of the right types."""
-    kinds = {"forward_s": float, "backward_s": float, "name": str}
+    kinds = {"forward_s": float, "backward_s": float, "update_s": float, "name": str}
     return {name: kinds.get(name, int)(value) for name, value in row.items()}
 
 

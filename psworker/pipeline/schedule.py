@@ -10,7 +10,9 @@ its backwards. W_s^(v) are the weights after v updates:
     vertical   the version of the first stage, counted in minibatches, at all stages
     none       forward as with stash, backward at the newest: no gradient of any function
 
-An update holds the mean gradient of one minibatch of each replica. `TwoVersions` is 2BW, of Deepak
+In mode `ssgd` an update holds the mean gradient of one minibatch of each replica. In a mode without
+common steps (`asgd`, ...) a version is what the replica has pulled behind its own gradient, so
+`stash` counts its own pulls. `TwoVersions` is 2BW, of Deepak
 Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1: an
 update holds the mean of M minibatches and is delayed by one update at every stage.
 
@@ -26,7 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError
+from pscore.rules import SSGD
+from pscore.rules.base import Rule
 from psworker.pipeline.partition import in_flight
+
+ALIKE = SSGD()  # All replicas of a stage have the same weights.
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +101,29 @@ class Stash:
     in_place = False  # Whether an update overwrites the weights of minibatches in flight.
     flushes = False  # Whether no minibatch is in flight between updates.
 
-    def __init__(self, place: Place) -> None:
-        """Counts for one replica."""
+    def __init__(self, place: Place, rule: Rule = ALIKE) -> None:
+        """Counts for one replica.
+
+        Args:
+            place: The replica.
+            rule: Mode between the replicas of a stage.
+        """
         self.place = place
+        self._rule = rule
 
     @property
     def rate(self) -> float:
-        """Factor of the learning rate: a stage with more replicas makes fewer, larger updates."""
-        return self.place.num_replicas / self.place.replicas[0]
+        """Factor of the learning rate: where an update takes more minibatches, there are fewer."""
+        return self._taken(self.place.num_replicas) / self._taken(self.place.replicas[0])
+
+    def _taken(self, replicas: int) -> int:
+        """Returns the minibatches from one update of a stage to the next."""
+        return replicas if self._rule.by_step else self._rule.fan_in(replicas, replicas)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether no minibatch uses a version when the next one is there."""
+        return self.place.depth() == 0
 
     @property
     def updates_every(self) -> int:
@@ -121,6 +142,11 @@ class Stash:
 
 class Vertical(Stash):
     """The version that the first stage had, at all stages."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one worker."""
+        return self.place.depth(0) == 0
 
     def version(self, minibatch: int) -> int:
         """Returns the version that holds the same minibatches as the first stage's."""
@@ -156,6 +182,11 @@ class TwoVersions(Stash):
     def rate(self) -> float:
         """Factor of the learning rate: all stages make as many updates."""
         return 1.0
+
+    @property
+    def is_single(self) -> bool:
+        """Always False: an update is delayed by one."""
+        return False
 
     @property
     def updates_every(self) -> int:

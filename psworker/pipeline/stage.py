@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from psworker.pipeline.entry import entered, require_tensor
+from psworker.pipeline.kept import Activations
 from psworker.pipeline.ring import WeightRing
 from psworker.pipeline.schedule import Order, Stash
 
@@ -51,6 +53,7 @@ class StageReplica:
     Attributes:
         losses: Losses of the minibatches that this replica has ended, if it has the loss.
         ring: Its weight versions.
+        activations: Those of the minibatches in flight.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class StageReplica:
         loss: Loss,
         send: Send,
         around: Around = unobserved,
+        *,
+        moves: bool = True,
     ) -> None:
         """Begins at minibatch 0.
 
@@ -69,6 +74,7 @@ class StageReplica:
             loss: Loss function of the last stage's output and the targets.
             send: Sends values to another rank, and does not wait.
             around: Records forwards and backwards.
+            moves: Whether the parameters may get other memory.
         """
         self._module = module
         self._place = versions.place
@@ -78,14 +84,20 @@ class StageReplica:
         self._loss, self._send, self._around = loss, send, around
         # Inputs and results of the minibatches in flight, and the weights that they used.
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = {}
-        self.ring = WeightRing(self._parameters, in_place=versions.in_place)
+        self.ring = WeightRing(self._parameters, moves=moves, in_place=versions.in_place)
         self.losses: dict[int, float] = {}
+        self.activations = Activations()
         self._last = -1  # Minibatch of the last backward.
 
     @property
     def num_flying(self) -> int:
         """Minibatches between forward and backward."""
         return self._order.num_flying
+
+    @property
+    def versions_held(self) -> int:
+        """Weight versions in memory."""
+        return self.ring.held
 
     def step(self, minibatch: int, inputs: Any, targets: Any) -> Waits:
         """Runs a minibatch forward, and the oldest one in flight backward if it is its turn.
@@ -99,22 +111,24 @@ class StageReplica:
             return
         version = self._order.begin(minibatch)
         if self._place.is_first:
-            entry = inputs
+            leaf = entry = inputs
         else:
             source = self._place.rank_at(-1, minibatch)
-            entry = (yield Receive(source, ACTIVATION, minibatch)).requires_grad_()
+            leaf, entry = entered((yield Receive(source, ACTIVATION, minibatch)))
         weights = self.ring.weights(version)
-        with self._around("forward", minibatch):
+        with self._around("forward", minibatch), self.activations.made(entry, weights):
             result = torch.func.functional_call(
                 self._module, dict(zip(self._names, weights, strict=True)), (entry,)
             )
             if self._place.is_last:
                 result = self._loss(result, targets)
+            else:
+                require_tensor(result, self._place.stage)
         if self._place.is_last:
             self.losses[minibatch] = float(result.detach())
         else:
             self._send(self._place.rank_at(1, minibatch), ACTIVATION, minibatch, result.detach())
-        self._kept[minibatch] = entry, result, weights
+        self._kept[minibatch] = leaf, result, weights
         due = self._order.due()
         if due is not None:
             yield from self._backward(due)
@@ -128,17 +142,21 @@ class StageReplica:
 
     def _backward(self, minibatch: int) -> Waits:
         """Adds the gradients of a minibatch up, sends that of its input, maybe makes an update."""
-        entry, result, weights = self._kept.pop(minibatch)
+        leaf, result, weights = self._kept.pop(minibatch)
         grad = None
         if not self._place.is_last:
             source = self._place.rank_at(1, minibatch)
             grad = yield Receive(source, GRADIENT, minibatch)
-        wanted = weights if self._place.is_first else [*weights, entry]
+        wanted = weights if self._place.is_first else [*weights, leaf]
         with self._around("backward", minibatch):
-            grads = torch.autograd.grad(result, wanted, grad, allow_unused=True)
+            grads: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                result, wanted, grad, allow_unused=True
+            )
         if not self._place.is_first:
-            self._send(self._place.rank_at(-1, minibatch), GRADIENT, minibatch, grads[-1])
+            own = grads[-1] if grads[-1] is not None else torch.zeros(leaf.shape)
+            self._send(self._place.rank_at(-1, minibatch), GRADIENT, minibatch, own)
         self._gather(grads[: len(weights)])
+        self.activations.drop(leaf)
         self._last = minibatch
         if self._order.end():
             yield from self._update()
@@ -153,7 +171,8 @@ class StageReplica:
         for parameter in self._parameters:
             if held > 1 and parameter.grad is not None:
                 parameter.grad /= held
+        self.ring.update(self._order.oldest())
         yield Update(self._order.newest, self._last)
         for parameter in self._parameters:
             parameter.grad = None
-        self.ring.add(self._order.newest, self._order.oldest())
+        self.ring.add(self._order.newest)

@@ -209,7 +209,7 @@ class Run:
         # Computing is a bound: a stage that is a little faster than the one before it still has
         # minibatches of the beginning to work off.
         computing = max(
-            sum(layer.compute_s for layer in stage) / replicas
+            sum(layer.compute_s if replicas > 1 else layer.alone_s for layer in stage) / replicas
             for stage, replicas in zip(self._stages, self._replicas, strict=True)
         )
         return max(computing, (means[1] - means[0]) / (end - begin))
@@ -271,6 +271,8 @@ class Run:
             self._give(place, place.rank_at(-1, minibatch), (GRADIENT, minibatch), nbytes)
         if place.num_replicas > 1:
             yield from self._sync(place, minibatch // place.num_replicas)
+        else:
+            yield Compute(sum(layer.update_s for layer in self._stages[place.stage]))
         if place.is_last:
             self._ended[minibatch] = self._now
 

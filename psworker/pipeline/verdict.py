@@ -76,7 +76,7 @@ class _Facts:
     @property
     def one_s(self) -> float:
         """Seconds of one worker alone."""
-        return sum(layer.compute_s for layer in self.layers)
+        return sum(layer.alone_s for layer in self.layers)
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,14 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.types import FloatArray
-from psworker.gossip.base import PART_NUMEL, Post, Tag, Want, to_host
+from psworker.gossip.base import PART_NUMEL, Meet, Post, Tag, Want, to_host
 
 # Kinds besides activations and gradients, which are 1 and 2: a stage's part of a checkpoint, and
 # the words of workers that have ended their minibatches (continuing.py).
 STATE, DONE, END = 3, 4, 5
 SHAPE_NUMEL = 16  # Numbers in front of the first part: number of dimensions, and the dimensions.
+
+Missing = Callable[[], Generator[Meet, Any, int | None]]
 
 
 def send(
@@ -47,21 +49,42 @@ def send(
 
 
 def receive(
-    source: int, kind: int, minibatch: int, epoch: int = 0
-) -> Generator[Want, FloatArray | None, torch.Tensor | None]:
+    source: int, kind: int, minibatch: int, epoch: int = 0, missing: Missing | None = None
+) -> Generator[Want | Meet, Any, torch.Tensor | None]:
     """Returns a tensor of a rank when it is here; None if the members have changed meanwhile.
 
     Parts that came are kept by nobody then, so the caller gives up the run.
+
+    Args:
+        source: The rank.
+        kind: Its use.
+        minibatch: Its minibatch.
+        epoch: Epoch of the members under which it holds; 0: under any.
+        missing: Called when the members have changed; returns how many have yet to enter the
+            directory again, or None if one is gone. None: each change is such a one.
     """
-    first: Any = yield Want(source, Tag(kind, minibatch, 0, epoch))
+    first: Any = yield from _part(source, Tag(kind, minibatch, 0, epoch), missing)
     if first is None:
         return None
     shape = tuple(int(number) for number in first[1 : int(first[0]) + 1])
     parts = [first[SHAPE_NUMEL:]]
     numel = int(np.prod(shape, dtype=np.int64))
     while sum(map(len, parts)) < numel:
-        part = yield Want(source, Tag(kind, minibatch, len(parts), epoch))
+        part = yield from _part(source, Tag(kind, minibatch, len(parts), epoch), missing)
         if part is None:
             return None
         parts.append(part)
     return torch.from_numpy(np.concatenate(parts)).reshape(shape)
+
+
+def _part(
+    source: int, tag: Tag, missing: Missing | None
+) -> Generator[Want | Meet, Any, FloatArray | None]:
+    """Returns a part of a tensor; None if the members have changed."""
+    found: FloatArray | None = yield Want(source, tag)
+    while found is None and missing is not None:
+        number = yield from missing()
+        if number is None:
+            return None
+        found = yield Want(source, tag, waits=number == 0)
+    return found

@@ -37,7 +37,9 @@ def profile(model: str) -> Profile:
     return read_profile(path.read_text(encoding="utf-8"), path.name)
 
 
-def layer(number: int, compute: float, output: float = 0, weights: float = 0) -> Layer:
+def layer(
+    number: int, compute: float, output: float = 0, weights: float = 0, update: float = 0
+) -> Layer:
     return Layer(
         name=f"layer{number}",
         forward_s=compute / 3,
@@ -45,6 +47,7 @@ def layer(number: int, compute: float, output: float = 0, weights: float = 0) ->
         output_nbytes=int(output),
         held_nbytes=int(2 * output),
         parameter_nbytes=int(weights),
+        update_s=update,
     )
 
 
@@ -74,7 +77,8 @@ def brute_force(layers: list[Layer], workers: int, link: float, cost: str, limit
             depth = (workers - 1 - sum(replicas[:number])) // m  # w_s; one version more.
             held = sum(item.held_nbytes for item in own)
             is_idle = not w and len(own) < len(layers)  # A stage without anything to train.
-            if is_idle or (depth + 1) * (w + held) + w > limit:
+            others = w if m == 1 else (2 + (depth > 0)) * w  # Gradients, and the place of pulls.
+            if is_idle or (depth + 1) * (w + held) + others > limit:
                 slowest = math.inf
                 break
             if cost == "ring":
@@ -82,6 +86,7 @@ def brute_force(layers: list[Layer], workers: int, link: float, cost: str, limit
                 seconds = max(compute + sync, 2 * a_in / link, 2 * a_out / link) / m
             else:
                 sync = w / link if m > 1 else 0.0
+                compute += sum(item.update_s for item in own) if m == 1 else 0.0
                 busy = compute + 2 * sync if cost == "blocking" else compute
                 seconds = max(busy, sync + (a_in + a_out) / link) / m
             slowest = max(slowest, seconds)
@@ -108,7 +113,7 @@ LAYERS = st.lists(st.tuples(st.integers(1, 50), NUMBERS, NUMBERS), min_size=1, m
 def test_no_plan_is_faster(
     numbers: list[tuple[int, int, int]], workers: int, link: float, cost: str, limit: float
 ) -> None:
-    layers = [layer(i, c, a, w) for i, (c, a, w) in enumerate(numbers)]
+    layers = [layer(i, c, a, w, w / 20) for i, (c, a, w) in enumerate(numbers)]
     found = Partitioner(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
     best = found.best()
     idle = with_idle(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
@@ -150,7 +155,8 @@ def nested(
                 a += own[-1].output_nbytes if n + 1 < len(replicas) else 0
                 depth = (total - 1 - ahead) // (m * copies) + 1
                 is_idle = not w and len(own) < len(layers)
-                if is_idle or depth * (w + sum(item.held_nbytes for item in own)) + w > limit:
+                others = w if m * copies == 1 else (2 + (depth > 1)) * w
+                if is_idle or depth * (w + sum(item.held_nbytes for item in own)) + others > limit:
                     slowest = math.inf
                     break
                 slowest = max(slowest, time_of(sum(i.compute_s for i in own), w, a, m, near))
@@ -337,7 +343,7 @@ def test_a_model_that_fits_only_in_stages_is_cut() -> None:
     whole = Profile(model="m", layers=tuple(layers), samples=1, device="cpu")
     found = compare(whole, [Level(2, 1e9)], Shards(num_shards=2), Memory(700.0))
     assert found.is_pipeline
-    assert "data parallelism needs 808 bytes of 700 bytes" in found.reason
+    assert "data parallelism needs 1.208 kB of 700 bytes" in found.reason
     none = compare(whole, [Level(2, 1e9)], Shards(num_shards=2), Memory(300.0))
     assert not none.is_pipeline
     assert none.advised is None
@@ -353,7 +359,8 @@ def test_the_optimizers_state_counts_where_it_lives() -> None:
     memory = Memory(num_state=2)
     # Two versions and activations, a gradient, and Adam's two arrays; on shards if replicated.
     assert memory.stage_nbytes(100, 10, versions=2, replicas=1) == 2 * 110 + 100 + 200
-    assert memory.stage_nbytes(100, 10, versions=2, replicas=2) == 2 * 110 + 100
+    assert memory.stage_nbytes(100, 10, versions=2, replicas=2) == 2 * 110 + 300
+    assert memory.stage_nbytes(100, 10, versions=1, replicas=2) == 110 + 200
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:

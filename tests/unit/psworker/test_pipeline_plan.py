@@ -158,7 +158,7 @@ def test_the_command_prints_stages_and_verdict(
     text = capsys.readouterr().out
     assert "stage 0: 17 layers, conv1_1 to pool3, on 3 workers; 514.2 ms of computing" in text
     assert "stage 1: 22 layers, conv4_1 to fc8, on 1 worker; " in text
-    assert "2 weight versions, 26.12 GB of memory" in text
+    assert "2 weight versions, 26.14 GB of memory" in text
     assert "pipeline 3-1: " in text
     assert "verdict: do not pipeline: " in text  # A ring behind computing is as fast.
 

@@ -1,0 +1,81 @@
+"""The bytes that autograd keeps of a forward pass, for its backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class Kept(contextlib.ExitStack):
+    """Counts the tensors that autograd keeps inside a `with` block; each storage counts once.
+
+    Attributes:
+        nbytes: Bytes so far.
+    """
+
+    def __init__(self, left_out: Iterable[torch.Tensor] = ()) -> None:
+        """Begins with none.
+
+        Args:
+            left_out: Tensors that do not count: parameters.
+        """
+        super().__init__()
+        self.nbytes = 0
+        self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Kept:
+        """Begins to count."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self.enter_context(hooks)
+        self.callback(self._seen.clear)
+        return self
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._left_out and storage.data_ptr() not in self._seen:
+            # Alive, so that no other takes its place.
+            self._seen[storage.data_ptr()] = tensor.detach()
+            self.nbytes += storage.nbytes()
+        return tensor
+
+
+class Activations:
+    """The activations of the minibatches in flight, measured once for each shape of an input.
+
+    Attributes:
+        nbytes: Bytes that are kept for their backwards now.
+    """
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self.nbytes = 0
+        self._sizes: dict[torch.Size | None, int] = {}
+
+    @contextlib.contextmanager
+    def made(self, entry: Any, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Adds those of the forward pass in a `with` block.
+
+        Args:
+            entry: Its input, a tensor; others count as much as the first one of them.
+            weights: Its parameters, which do not count.
+        """
+        shape = _shape_of(entry)
+        if shape in self._sizes:
+            yield
+        else:
+            with Kept(weights) as kept:
+                yield
+            self._sizes[shape] = kept.nbytes
+        self.nbytes += self._sizes[shape]
+
+    def drop(self, entry: Any) -> None:
+        """Subtracts those of the forward pass of an input, whose backward is over."""
+        self.nbytes -= self._sizes[_shape_of(entry)]
+
+
+def _shape_of(entry: Any) -> torch.Size | None:
+    return entry.shape if isinstance(entry, torch.Tensor) else None

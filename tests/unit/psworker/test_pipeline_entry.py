@@ -1,0 +1,22 @@
+"""The activation with which a stage begins."""
+
+import pytest
+import torch
+from torch import nn
+
+from psworker.pipeline.entry import entered
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_gradient_of_an_activation_is_that_of_its_leaf(is_view: bool, in_place: bool) -> None:
+    layers = nn.Sequential(nn.ReLU(inplace=in_place), nn.Linear(3, 2))
+    whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    plain = whole.clone().requires_grad_()
+    expected = torch.autograd.grad(layers(plain * 1.0).sum(), [plain, *layers.parameters()])
+    values = whole.flatten().clone().reshape(4, 3) if is_view else whole.clone()
+    leaf, entry = entered(values)
+    found = torch.autograd.grad(layers(entry).sum(), [leaf, *layers.parameters()])
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other)
+    assert leaf.untyped_storage().nbytes() == leaf.element_size()
