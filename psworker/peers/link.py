@@ -25,6 +25,7 @@ from psworker.transports.daemon_threads import DaemonExecutor
 log = logging.getLogger("paceline")
 DELAY_S, DELAY_S_MAX = 0.05, 1.0
 SAY_AFTER_S = 7.0
+SENT_NOW_NBYTES = 1 << 20  # Longest array that the caller sends itself: a piece of a sum.
 BREAK_AFTER_S = 5.0  # Silence of the other host after which a connection is made anew.
 OnAnswer = Callable[[FloatArray | None], None]
 
@@ -39,9 +40,11 @@ class PeerCall:
 
 
 class PeerLink:
-    """Sends arrays and offers to one worker, from a thread of its own.
+    """Sends arrays and offers to one worker.
 
-    So no worker waits in a send for another one that is slow to read, or is stopped.
+    A thread of its own sends, so that no worker waits there for another one that is slow to read,
+    or is stopped. Over TCP the caller itself sends a short array, which another worker awaits: a
+    switch of threads would take longer, and where the other is silent the connection breaks soon.
 
     Attributes:
         peer: The worker.
@@ -67,6 +70,8 @@ class PeerLink:
         self._is_apart = is_loopback(peer.host) and not is_loopback(own_host)
         self._open: set[PeerCall] = set()  # Without a reply.
         self._is_local = False  # Whether the other worker is on this host, and shares memory.
+        self._is_tcp = False  # Whether the newest connection is.
+        self._unsent: set[PeerCall] = set()  # Calls that the thread has yet to send.
         self._shared: SharedSender | None = None
         self._heard_s = 0.0  # Time of the last reply, or since when replies are due.
         self._endpoint = Endpoint(
@@ -115,7 +120,12 @@ class PeerLink:
             call.done.add_done_callback(
                 lambda done: on_answer(None) if done.exception() is not None else None
             )
-        self._sender.submit(partial(self._send, call, envelope, values), Future())
+        is_short = on_answer is None and values.nbytes <= SENT_NOW_NBYTES
+        if is_short and self._is_tcp and not self._unsent:
+            self._send(call, envelope, values)
+        else:
+            self._unsent.add(call)
+            self._sender.submit(partial(self._send, call, envelope, values), Future())
         return call.done
 
     def close(self, *, waits: bool = True) -> None:
@@ -131,6 +141,7 @@ class PeerLink:
     def _send(self, call: PeerCall, envelope: data_pb2.Envelope, values: FloatArray) -> None:
         call.slot = self._place(envelope, values)
         self._channel.request(call, envelope, [] if call.slot else [wire.as_bytes(values)])
+        self._unsent.discard(call)
 
     def _place(self, envelope: data_pb2.Envelope, values: FloatArray) -> data_pb2.Slot | None:
         """Copies a long array to memory that the other worker shares; returns the place, if any."""
@@ -163,7 +174,7 @@ class PeerLink:
                 try:
                     stream = self._try(is_local=is_local)
                     self._is_local |= is_local and self.is_new
-                    self.is_new, self.problem = False, None
+                    self.is_new, self.problem, self._is_tcp = False, None, not is_local
                     return stream
                 except PacelineError as failure:  # A refusal too: its worker may be gone, and
                     self.problem = failure  # another program may have got its port.
