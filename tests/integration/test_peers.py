@@ -119,8 +119,8 @@ def test_an_odd_number_of_workers_is_refused_for_atomic_exchanges(shards: Shards
 
 NAMES = ("allreduce", "dpsgd", "adpsgd")
 MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
-GLOO = "allreduce(backend=gloo, average_every=10)"
-ALL = (*MODES[:2], GLOO, "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
+GLOO, SGP = "allreduce(backend=gloo, average_every=10)", "sgp(average_every=10)"
+ALL = (*MODES[:2], GLOO, "adpsgd(average_every=10, warmup=5)", SGP)
 LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
@@ -179,7 +179,7 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
                 assert relative_error(other["mean"][name], weight) < 0.2, name
 
 
-@pytest.mark.parametrize("mode", [*MODES, GLOO])
+@pytest.mark.parametrize("mode", [*MODES, GLOO, SGP])
 def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         job = new_job()
@@ -510,7 +510,7 @@ def restored(me: Station, mode: str) -> Any:
     return first, copy_of(model)
 
 
-@pytest.mark.parametrize("mode", NAMES)
+@pytest.mark.parametrize("mode", [*NAMES, "sgp"])
 def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
     shards: Shards, tmp_path: Path, mode: str
 ) -> None:
@@ -570,7 +570,7 @@ def until_told(me: Station, mode: str) -> Any:
     return rank, losses, copy_of(model)
 
 
-@pytest.mark.parametrize("mode", [*MODES, "dpsgd(global_every=5)"])
+@pytest.mark.parametrize("mode", [*MODES, "dpsgd(global_every=5)", SGP])
 def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}
     job = new_job()
