@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.decisions.directory import Directory, Peer
+from psserver.service.peers import peer_of, peer_to_proto
 
 
 def peer(rank: int, position: int = 7) -> Peer:
@@ -90,3 +92,20 @@ def test_workers_that_all_start_wait_for_each_other_whatever_was_before() -> Non
     first = replace(peer(0, -1), incarnation=10)
     for _ in range(2):
         assert 1 in directory.arrive(first, directory.epoch, [0, 1])
+
+
+def test_a_message_about_a_worker_keeps_every_field() -> None:
+    whole = pb.Peer(
+        rank=1,
+        incarnation=1 << 40,
+        host="h",
+        port=2,
+        local="l",
+        certificate=b"pem",
+        position=3,
+        parts=True,
+        stays=True,
+        secret="s",
+    )
+    assert {field.name for field, _ in whole.ListFields()} == set(pb.Peer.DESCRIPTOR.fields_by_name)
+    assert peer_to_proto(peer_of(whole)) == whole
