@@ -36,8 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
+# Byte code is kept whatever the machine's variables say: hundreds of processes import the same files.
 test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-lowest: $(STAMP) ## the quick tests on the lowest version of everything (LOWEST_PYTHON=, TORCH=)
 	rm -rf .venv-lowest && $(LOWEST_PYTHON) -m venv .venv-lowest

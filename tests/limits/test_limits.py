@@ -32,11 +32,12 @@ from tests.paper.inner import Inner
 
 GROUP = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
 SPEEDS = (1.0, 1.0, 0.5, 0.2)
+STEPS = 40
 
 
 def run(rule: Rule, seed: int = 1, **arguments: Any) -> Cluster:
     settings: dict[str, Any] = {
-        "num_workers": 4, "steps": 60, "group": GROUP, "speeds": SPEEDS, **arguments,
+        "num_workers": 4, "steps": STEPS, "group": GROUP, "speeds": SPEEDS, **arguments,
     }  # fmt: skip
     gradient = settings.pop("gradient", quadratic)
     return Cluster(rule, gradient, seed=seed, **settings).train()
@@ -74,7 +75,7 @@ def test_no_backup_workers_are_the_mean_of_all_in_the_order_of_ranks(seed: int) 
     cluster = run(SSGD(backup=0), seed, group={"lr": 0.05})
     assert_same(cluster, run(SSGD(), seed, group={"lr": 0.05}))
     weights = np.zeros(NUMEL, np.float32)
-    for step in range(60):
+    for step in range(STEPS):
         np.testing.assert_array_equal(cluster.seen()[:, step], np.tile(weights, (4, 1)))
         total = np.zeros(NUMEL, np.float32)
         for worker in range(4):
@@ -107,7 +108,7 @@ def test_od_without_local_update_and_with_a_blocking_pull_is_ssgd(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("rule", [OD(warmup=60), SSD(warmup=60), CD(warmup=60)], ids=str)
+@pytest.mark.parametrize("rule", [OD(warmup=STEPS), SSD(warmup=STEPS), CD(warmup=STEPS)], ids=str)
 def test_a_warm_up_that_does_not_end_is_ssgd(rule: Rule, seed: int) -> None:
     """Only the weights: the last pull of the warm-up brings the optimizer's state."""
     assert_same(run(rule, seed), run(SSGD(), seed))
@@ -115,7 +116,7 @@ def test_a_warm_up_that_does_not_end_is_ssgd(rule: Rule, seed: int) -> None:
 
 def alternate(rule: Rule) -> Cluster:
     """Two workers in strict turns, so that no gradient is older than one update."""
-    cluster = Cluster(rule, quadratic, num_workers=2, steps=60, group={"lr": 0.05})
+    cluster = Cluster(rule, quadratic, num_workers=2, steps=STEPS, group={"lr": 0.05})
     for worker in cluster.workers:  # Both have the initial weights.
         while worker.replica.parts[0].version < 0:
             cluster.turn(worker.rank)
@@ -177,9 +178,9 @@ ROUNDS: dict[str, Any] = {"gradient": halves, "group": {"lr": 0.5}}
         DiLoCo(steps=1, outer_lr=1.0, outer_momentum=0.0),
         LocalSGD(steps=1),
         SlowMo(steps=1, slow_lr=1.0, slow_momentum=0.0),
-        LocalSGD(steps=10, warmup=60),
-        DiLoCo(steps=10, warmup=60),
-        SlowMo(steps=10, warmup=60),
+        LocalSGD(steps=10, warmup=STEPS),
+        DiLoCo(steps=10, warmup=STEPS),
+        SlowMo(steps=10, warmup=STEPS),
     ],
     ids=str,
 )
