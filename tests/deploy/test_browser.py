@@ -33,9 +33,9 @@ STRAGGLER = 2
 COUNTS = ("step", "num_updates", "pushed_nbytes", "pulled_nbytes")
 # Name, width and height in pixels, theme.
 SHOTS = (
-    ("laptop", 1440, 1130, "light"),
+    ("laptop", 1440, 1300, "light"),
     ("phone", 390, 1500, "light"),
-    ("dark", 1440, 1130, "dark"),
+    ("dark", 1440, 1300, "dark"),
 )
 pytestmark = pytest.mark.timeout(400)
 

@@ -1,0 +1,151 @@
+"""Runs in a machine that tests/deploy/booted.py has booted: faults on the units of deploy/systemd.
+
+At the first boot the units are enabled as docs/systemd.md says; at the second one they have to be
+there by themselves. The findings go to /opt/work/found.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WORK = Path("/opt/work")
+BIN = Path("/opt/paceline/bin")
+SECRETS = Path("/etc/paceline")
+UNITS = ("psserver@0", "psserver@1")
+SERVERS = "127.0.0.1:7070,127.0.0.1:7080"
+ENVIRONMENT = {
+    **os.environ,
+    "PACELINE_SERVERS": SERVERS,
+    "PACELINE_TLS_CA": str(SECRETS / "ca.pem"),
+    "PACELINE_TLS_CERT": str(SECRETS / "client.pem"),
+    "PACELINE_TLS_KEY": str(SECRETS / "client.key"),
+    "PACELINE_TOKEN_FILE": str(SECRETS / "token"),
+}
+
+
+def call(*words: str | Path) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    said = f"{done.stdout[-300:]} {done.stderr[-1000:]}"
+    sys.stdout.write(f"$ {words} {done.returncode} {said}\n")
+    return done.stdout
+
+
+def show(unit: str, name: str) -> str:
+    return call("systemctl", "show", "--value", "--property", name, unit).strip()
+
+
+def status() -> dict[str, Any]:
+    """Returns the status, also while a shard is silent; nothing if none answers."""
+    text = call(BIN / "psserver", "status", "--json")
+    found: dict[str, Any] = json.loads(text) if text else {"shards": [], "jobs": []}
+    return found
+
+
+def until(claim: Callable[[], Any], what: str, limit_s: float = 90.0) -> Any:
+    deadline_s = time.monotonic() + limit_s
+    while not (found := claim()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(what)
+        time.sleep(1.0)
+    return found
+
+
+def step() -> int:
+    jobs = status()["jobs"]
+    return int(jobs[0]["step"]) if jobs else 0
+
+
+def goes_on(what: str) -> None:
+    """Waits until both shards answer and the training is some steps further."""
+    until(lambda: len(status()["shards"]) == len(UNITS), f"shards after {what}")
+    begin = step()
+    until(lambda: step() > begin + 5, f"steps after {what}")
+
+
+def train() -> subprocess.Popen[bytes]:
+    with (WORK / "worker.log").open("ab") as log:
+        words = [BIN / "python", WORK / "train.py"]
+        return subprocess.Popen(words, env=ENVIRONMENT, stdout=log, stderr=log)
+
+
+def shard_pid(index: int) -> int:
+    shards = {shard["index"]: shard["pid"] for shard in status()["shards"]}
+    return int(shards[index])
+
+
+def restarts(unit: str) -> int:
+    return int(show(unit, "NRestarts"))
+
+
+def first_boot(found: dict[str, Any]) -> None:
+    """Starts the units and a training; kills a process of each kind, and stops one."""
+    call("systemctl", "enable", "--now", *UNITS)
+    found["active"] = [show(unit, "ActiveState") for unit in UNITS]
+    found["text"] = [show(unit, "StatusText") for unit in UNITS]
+    main = int(show(UNITS[0], "MainPID"))
+    state = Path(f"/proc/{main}/status").read_text()
+    found["user"] = int(re.findall(r"Uid:\s+(\d+)", state)[0])
+    found["capabilities"] = re.findall(r"Cap(?:Eff|Bnd):\s+(\S+)", state)
+    found["exposure"] = call("systemd-analyze", "security", "--no-pager", UNITS[0])[-200:]
+    worker = train()
+    until(lambda: step() > 5, "the first steps")
+
+    os.kill(shard_pid(1), signal.SIGKILL)
+    goes_on("kill -9 of a shard's process")
+    found["after a shard"] = [restarts(unit) for unit in UNITS]
+
+    os.kill(main, signal.SIGKILL)
+    until(lambda: restarts(UNITS[0]) == 1, "a restart by systemd")
+    goes_on("kill -9 of a supervisor")
+    found["after a supervisor"] = [restarts(unit) for unit in UNITS]
+
+    os.kill(shard_pid(1), signal.SIGSTOP)
+    until(lambda: restarts(UNITS[1]) == 1, "a restart by the watchdog")
+    goes_on("a shard that hangs")
+    journal = call("journalctl", "--no-pager", "--output=cat", f"--unit={UNITS[1]}")
+    found["watchdog"] = "Watchdog timeout" in journal
+
+    (WORK / "enough").touch()
+    found["worker"] = worker.wait(60)
+    found["step"] = step()
+
+
+def second_boot(found: dict[str, Any]) -> None:
+    """Continues the training on the units that the boot has started, and stops them in order."""
+    until(lambda: len(status()["shards"]) == len(UNITS), "the units after a boot")
+    found["step after the boot"] = step()
+    found["enabled"] = [call("systemctl", "is-enabled", unit).strip() for unit in UNITS]
+    (WORK / "enough").unlink()
+    worker = train()
+    until(lambda: step() > found["step after the boot"] + 20, "steps after a boot")
+    (WORK / "last").touch()
+    found["second worker"] = worker.wait(60)
+    call("systemctl", "stop", "paceline.target")
+    stopped = ["inactive", "inactive"]
+    until(lambda: [show(unit, "ActiveState") for unit in UNITS] == stopped, "the end")
+    found["results"] = [show(unit, "Result") for unit in UNITS]
+    found["kept"] = sorted(path.name for path in Path("/var/lib/paceline/0").iterdir())
+
+
+def main() -> None:
+    path = WORK / "found.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        (second_boot if found else first_boot)(found)
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as problem:
+        found["problem"] = repr(problem)
+        call("journalctl", "--no-pager", "--lines=40", "--unit=psserver@*")
+    path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
