@@ -20,6 +20,8 @@ def report(membership: Membership, rank: int, left_out: Mapping[int, tuple[int, 
     live = [membership.members[rank] for rank in membership.live()]
     for table in left_out:
         reports = [(*member.left_out[table], member) for member in live if table in member.left_out]
+        if not reports:  # This worker was lost, and its heartbeat is older than that.
+            continue
         _, least, least_since, other = min(reports, key=lambda one: one[1])
         steps, most, since, member = max(reports, key=lambda one: one[1])
         if most > least and steps > least_since and other.left_out[table][0] > since:

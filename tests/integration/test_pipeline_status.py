@@ -32,8 +32,9 @@ def train(me: Station) -> None:
 
 
 def test_status_shows_the_work_of_each_stage(
-    shards: Shards, capsys: pytest.CaptureFixture[str]
+    shards: Shards, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     job = new_job()
 
     def picture() -> dict[str, Any]:

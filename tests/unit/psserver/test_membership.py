@@ -429,6 +429,12 @@ def test_a_worker_that_leaves_out_a_step_is_named_once_the_others_have_made_it()
     assert report(members, 0, {3: (9, 0, 8)}) == ""
 
 
+def test_the_report_of_a_worker_that_is_lost_is_compared_with_nobody() -> None:
+    members = joined(2, 0, 1)
+    members.leave(1, 1, "its process failed", failed=True)
+    assert report(members, 1, {3: (5, 0, 0)}) == ""
+
+
 # ----- the states of a worker
 
 
