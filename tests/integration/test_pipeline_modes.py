@@ -76,11 +76,11 @@ def test_every_minibatch_counts_once_in_each_mode(shards: Shards, tmp_path: Path
         (path,) = (tmp_path / mode).iterdir()
         saved = safetensors.torch.load_file(path / "model.safetensors")
         assert (saved["0.offset"][SAVED:] == 0).all(), mode
-        if mode == "ssgd(backup=1)":  # The first one of each round is in it, perhaps the other too.
+        if mode == "ssgd(backup=1)":
             assert ((first == 0) | (first == -LR / 2) | (first == -LR)).all()
-            counted = (first[:-1:2] != 0) | (first[1::2] != 0)
-            # One round without either was seen once, under load; its cause is not known yet.
-            assert counted.sum() >= len(counted) - 1
+            # Each update has one minibatch or more. Which ones is open: a replica that was too late
+            # continues with the oldest open update, which then need not be that of its round.
+            assert torch.count_nonzero(first) >= TOTAL // 2
             continue
         assert (saved["0.offset"][:SAVED] != 0).all(), mode
         assert (first != 0).all(), mode
