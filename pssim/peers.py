@@ -217,6 +217,9 @@ class SimulatedPeer:
             self.path.append(self.weights.numpy().copy())
         self.world.log.append(Entry("read", self.rank, number=self.gossip.number))
         step, began_s = self.gossip.number, self.world.now_s
+        lr = self.world.lr_at(step)  # Some gossips have counted the step when they update.
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
 
         def computed() -> None:
             self.is_stopped = self.world.is_cut_off(self)
@@ -248,8 +251,6 @@ class SimulatedPeer:
     def _update(self) -> None:
         self.world.log.append(Entry("write", self.rank, number=self.gossip.number))
         self._parameter.grad = torch.from_numpy(self._own_grad())
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.world.lr_at(self.gossip.number)
         self._optimizer.step()
 
     def _unpack(self, values: FloatArray) -> None:

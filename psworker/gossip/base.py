@@ -45,6 +45,7 @@ class Meet(NamedTuple):
     parts: bool = False  # This worker exchanges nothing any more.
     stays: bool = False  # But others that are behind it may need its last result.
     needs_least: bool = False  # It waits while the job has fewer workers than its least.
+    needs_all: int = 0  # It waits until that many workers, ranks 0 and up, have met at least once.
     again: bool = False  # An exchange among the members has failed, though none may be gone.
 
 

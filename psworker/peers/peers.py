@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent import futures
 from functools import partial
 from typing import Any
@@ -312,6 +312,10 @@ class Peers:
                 return True  # If the others die now, no worker meets again.
             is_known = self._since == self.epoch
             is_known |= not (wanted.waits or request.epoch != self.epoch)
+            absent = set(range(wanted.needs_all)) - set(self._links.members)
+            if absent and not any(absent <= found.positions.keys() for found in gatherings):
+                awaited = awaited or _gone(absent)
+                is_known = False
             if is_known and not (wanted.needs_least and self.is_short):
                 return True
             time.sleep(delay_s)
@@ -328,6 +332,12 @@ def _gathering(meeting: control_pb2.Meeting) -> Gathering:
     positions = {one.rank: one.position for one in meeting.peers}
     leaving = frozenset(one.rank for one in meeting.peers if one.parts)
     return Gathering(meeting.epoch, positions, leaving)
+
+
+def _gone(absent: Collection[int]) -> str:
+    """Returns the words for workers that were lost before all had met."""
+    ranks = " and ".join(str(rank) for rank in sorted(absent))
+    return f"rank {ranks}, which was lost before all had met (start it again),"
 
 
 def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:

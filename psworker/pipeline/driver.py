@@ -195,10 +195,14 @@ class Driver:
         self._peers.run(self._gather())
 
     def _gather(self) -> Waits:
-        yield Meet(-1)
-        while len(self._peers.members()) < sum(self.place.replicas):
+        num_workers = sum(self.place.replicas)
+        yield Meet(-1, needs_all=num_workers)
+        while absent := set(range(num_workers)) - set(self._peers.members()):
+            # All have met, and since then one has ended, or the first shard has started anew.
+            if not absent <= set(self._session.live()):
+                raise self._changed("all were beginning, by the loss of", min(absent))
             time.sleep(MEET_S)
-            yield Meet(-1)
+            yield Meet(-1, needs_all=num_workers)
         self._met = dict(self._peers.incarnations)
 
     def _missing(self) -> Generator[Meet, Any, int | None]:
@@ -297,12 +301,16 @@ class Driver:
         minibatch = self.first + wait.minibatch
         found = yield from wire.receive(wait.source, wait.kind, minibatch, missing=self._missing)
         if found is None:
-            place = Place.of_rank(wait.source, self.place.replicas)
-            raise TransportError(
-                f"the workers of the pipeline have changed while minibatch {minibatch} was "
-                f"awaited from replica {place.replica} of stage {place.stage}; start all again"
-            )
+            raise self._changed(f"minibatch {minibatch} was awaited from", wait.source)
         return found
+
+    def _changed(self, doing: str, rank: int) -> TransportError:
+        """Returns the error for a worker that is gone, which another stage or all waited for."""
+        place = Place.of_rank(rank, self.place.replicas)
+        return TransportError(
+            f"the workers of the pipeline have changed while {doing} "
+            f"replica {place.replica} of stage {place.stage}; start all again"
+        )
 
 
 def unwritten(number: int, problem: Exception | None) -> PacelineError:

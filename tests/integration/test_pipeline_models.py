@@ -1,5 +1,6 @@
 """Models and data that scripts have: numbers as inputs, layers in place, dropout, other shapes."""
 
+import time
 from typing import Any
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 
 import psworker
+from pscore.pb.ps.v1 import control_pb2
+from psworker.connection.session import Session
+from psworker.peers import peers
 from tests.integration.cluster import Shards, Station, WorkerError, new_job
 
 TOTAL, CLASSES = 6, 4
@@ -106,8 +110,33 @@ def cut_at_a_tuple(me: Station) -> None:
 
 
 def test_a_cut_where_a_tuple_is_passed_on_is_refused(shards: Shards) -> None:
-    with (
-        shards.workers(cut_at_a_tuple, num_workers=2) as workers,
-        pytest.raises(WorkerError, match="stage 0 returns a tuple, must return one tensor"),
-    ):
-        workers[0].result()
+    with shards.workers(cut_at_a_tuple, num_workers=2) as workers:
+        with pytest.raises(WorkerError, match="stage 0 returns a tuple, must return one tensor"):
+            workers[0].result()
+        with pytest.raises(WorkerError, match="replica 0 of stage 0; start all again"):
+            workers[1].result()
+
+
+def end_at_once(me: Station) -> None:
+    """Ends worker 0 when all have met; worker 1 asks who takes part when it is gone."""
+    if me.rank == 1:
+        ask = Session.meet
+
+        def slow(self: Session, request: control_pb2.MeetRequest) -> control_pb2.MeetReply:
+            reply = ask(self, request)
+            if reply.waiting_for and len(reply.peers) == 2 and request.epoch == reply.epoch:
+                time.sleep(1.5)
+            return reply
+
+        Session.meet = slow  # type: ignore[method-assign]
+    else:
+        peers.MEET_S = 0.3  # So it is the last one that stops for the meeting.
+    cut_at_a_tuple(me)
+
+
+def test_a_worker_that_ends_when_all_have_met_ends_the_others(shards: Shards) -> None:
+    with shards.workers(end_at_once, num_workers=2) as workers:
+        with pytest.raises(WorkerError, match="stage 0 returns a tuple"):
+            workers[0].result()
+        with pytest.raises(WorkerError, match="by the loss of replica 0 of stage 0; start all"):
+            workers[1].result()

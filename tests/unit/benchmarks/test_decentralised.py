@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,14 @@ def test_every_mode_learns(mode: str) -> None:
     found = learning.learn(mode, Parabola(), 60)  # type: ignore[arg-type]
     assert found.accuracy == pytest.approx(1.0, abs=0.15)
     assert np.isfinite(found.consensus)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "dpsgd(graph=complete, order=atc)"])
+def test_every_mode_has_the_learning_rate_of_the_same_step(mode: str) -> None:
+    """Under a rate that falls, modes that are the same by their equations end at one place."""
+    task: Any = Parabola()
+    ends = [learning.learn(each, task, 5).accuracy for each in (mode, "ssgd")]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
 def test_figures_are_of_the_modes_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
