@@ -1,5 +1,6 @@
 """Parts that all tests share: one thread for each process, reproducible examples, the data sets."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """Excludes the thousands of tests from garbage collections, which would visit all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
