@@ -4,8 +4,8 @@
     psworker run --elastic 1:8 --workers 2 --job night -- examples/elastic.py --mode local
     psworker run --elastic 1:8 --workers 1 --job night -- examples/elastic.py --mode local
 
-The last command may be given at any time, and on any machine. Loop, learning rate and data depend
-on `optimizer.steps`, which a worker gets from the others when it joins, or from the file.
+The last command may be run at any time, and on any machine. Loop, learning rate and data depend on
+`optimizer.steps`, which a worker gets from the shards when it joins, or from the file.
 """
 
 import argparse

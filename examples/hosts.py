@@ -1,4 +1,4 @@
-"""Several processes per host: gradients are averaged on the host, and cross its link once.
+"""Several processes per host: gradients are averaged on the host, and sent once over its link.
 
     torchrun --nproc-per-node 2 examples/hosts.py               one host, with a shard of its own
 

@@ -1,4 +1,4 @@
-"""Two pipelines of two stages, made by torch; each stage is a job of two workers on the shards.
+"""Two pipelines of two stages, run by torch; each stage is a job of two workers on the shards.
 
     psserver start --detach                               prints PACELINE_SERVERS: export it
     torchrun --nproc-per-node 4 examples/pipelines.py --mode "diloco(steps=5)"
@@ -25,7 +25,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="ssgd")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--samples", type=int, default=32, help="of a pipeline's minibatch")
+    parser.add_argument("--samples", type=int, default=32, help="samples of a minibatch")
     parser.add_argument("--out", help="folder for the weights of each stage")
     args = parser.parse_args()
 

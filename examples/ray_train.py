@@ -4,7 +4,7 @@
     python examples/ray_train.py --shards 2 --workers 2        # on a cluster: ray job submit ...
 
 Only `Shards`, `PacelineConfig` and the optimizer are Paceline's. Ray restarts a shard or a group of
-workers that dies; the loop follows `optimizer.steps`, so it continues where the job is.
+workers that dies; the loop uses `optimizer.steps`, so it continues at the job's step.
 """
 
 import argparse
@@ -44,8 +44,8 @@ def main():
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--port", type=int, default=7070, help="of shard 0")
-    parser.add_argument("--state-dir", help="folder of each node for the shards' journals")
+    parser.add_argument("--port", type=int, default=7070, help="port of shard 0")
+    parser.add_argument("--state-dir", help="folder on each node for the shards' journals")
     args = parser.parse_args()
 
     # On a network that is not yours alone: tls_cert, tls_key, tls_client_ca and token_file instead.

@@ -1,10 +1,10 @@
-"""A GPT of 10 million parameters of which each process holds a part (FSDP2), between hosts.
+"""A GPT of 10 million parameters, sharded over the processes of each host (FSDP2).
 
     torchrun --nproc-per-node 2 examples/sharded.py             one host, with a shard of its own
 
-FSDP2 shards the model over the processes of a host, which are one worker; Paceline trains it
-between hosts. On several hosts start shards, set PACELINE_SERVERS on every host, and start torchrun
-once on each, with PACELINE_NUM_GROUPS and PACELINE_GROUP (docs/hosts.md).
+FSDP2 shards the model over the processes of a host, which are one worker; Paceline averages the
+gradients of the hosts. On several hosts start shards, set PACELINE_SERVERS on every host, and start
+torchrun once on each, with PACELINE_NUM_GROUPS and PACELINE_GROUP (docs/hosts.md).
 """
 
 import argparse
