@@ -11,8 +11,8 @@ def main() -> None:
     """Runs one command and ends the process with its exit code."""
     if not __debug__:
         sys.stderr.write(
-            "psserver: it relies on its assertions, which python -O and PYTHONOPTIMIZE strip; "
-            "start it without\n"
+            "psserver: it relies on assertions, which python -O and PYTHONOPTIMIZE remove; "
+            "start it without these\n"
         )
         sys.exit(Exit.USAGE)
     if sys.argv[1:2] == ["shard"] and len(sys.argv) == 3:  # noqa: PLR2004

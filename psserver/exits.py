@@ -27,7 +27,7 @@ class Exit(enum.IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
-    Exit.UNHEALTHY: "health: a shard is not ready; doctor: something is wrong",
+    Exit.UNHEALTHY: "health: a shard is not ready; doctor: there is a problem",
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
     Exit.NOT_PERMITTED: "permission denied for a port or a signal",
@@ -35,7 +35,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.NO_ANSWER: "no shard answers at an address, or none runs here",
     Exit.ALREADY_RUNNING: "servers already run on this port",
     Exit.SHARD_DIED: "a shard died, or did not start or stop in time",
-    Exit.BUG: "an invariant broke: please report it with the log",
+    Exit.BUG: "an invariant is violated: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
     Exit.ACCESS: "a shard refused access: token, certificate, or TLS on one side only",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",

@@ -18,9 +18,9 @@ class Exit(enum.IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done; run: every worker ended with 0",
-    Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
+    Exit.FAILED: "a shard refused a request, doctor found a problem, or the demo failed",
     Exit.USAGE: "a flag, variable or file is wrong",
-    Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
+    Exit.NO_SHARDS: "no shard answers, or the shards that were started for the job ended",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
     Exit.TERMINATED: "ended by SIGTERM",
 }

@@ -210,8 +210,8 @@ def _sender(metadata: Metadata) -> data_pb2.Sender:
     shown = [value for key, value in metadata or () if key == SENDER_KEY]
     if len(shown) != 1 or not isinstance(shown[0], bytes):
         raise RemoteProtocolError(
-            f"a push or pull by gRPC names its worker in {SENDER_KEY}, and this one does not; "
-            "install one version of paceline everywhere"
+            f"a push or pull over gRPC must name its worker in {SENDER_KEY}, and this one does "
+            "not; install the same version of paceline everywhere"
         )
     try:
         return data_pb2.Sender.FromString(shown[0])

@@ -90,10 +90,11 @@ def next_steps(folder: Path, hosts: Sequence[str]) -> list[str]:
         "can connect):",
         f"  psserver start --host {listen} --tls-cert {place}/server.pem --tls-key "
         f"{place}/server.key --tls-client-ca {place}/ca.pem --token-file {place}/token",
-        "workers, and psserver status and the others (copy these four to each machine):",
+        "workers, psserver status and the other commands (copy these four files to each machine):",
         f"  export PACELINE_TLS_CA={place}/ca.pem PACELINE_TOKEN_FILE={place}/token",
         f"  export PACELINE_TLS_CERT={place}/client.pem PACELINE_TLS_KEY={place}/client.key",
-        f"{place}/ca.key signs new certificates: no other machine needs it, so keep it away",
+        f"{place}/ca.key signs new certificates: no other machine needs it, so keep it in a safe "
+        "place",
     ]
 
 

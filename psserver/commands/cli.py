@@ -56,9 +56,11 @@ Threads = Annotated[
     int | None, typer.Option(help="Threads of each shard for numeric work [cores/shards].")
 ]
 LeaseS = Annotated[
-    float | None, typer.Option(help="Seconds of silence until a worker is lost [10].")
+    float | None, typer.Option(help="Seconds of silence until a worker is declared lost [10].")
 ]
-GraceS = Annotated[float | None, typer.Option(help="Seconds to finish requests at the end [10].")]
+GraceS = Annotated[
+    float | None, typer.Option(help="Seconds that requests under way may take at the end [10].")
+]
 MemoryMb = Annotated[
     int | None, typer.Option(help="MiB for the tables of each shard [the host's memory].")
 ]
@@ -99,7 +101,7 @@ def start(
     *,
     shards: Annotated[int | None, typer.Option(help="Number of shards [1].")] = None,
     shard_index: Annotated[
-        int | None, typer.Option(help="Start only this one; needs --cluster.")
+        int | None, typer.Option(help="Start only the shard with this index; needs --cluster.")
     ] = None,
     cluster: Cluster = None,
     port: Port = None,
@@ -126,18 +128,18 @@ def start(
         int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Where shards write a Chrome trace at their end.")
+        Path | None, typer.Option(help="File for the Chrome trace that shards write at their end.")
     ] = None,
     restart: Annotated[
-        bool | None, typer.Option(help="Start shards that die again [--restart].")
+        bool | None, typer.Option(help="Restart a shard that dies [--restart].")
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the shards.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of that certificate.")] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Ask clients for a certificate that this CA has signed.")
+        Path | None, typer.Option(help="Require clients to have a certificate of this CA.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="A token for everything, or lines: job token.")
+        Path | None, typer.Option(help="File with a token for everything, or lines: job token.")
     ] = None,
     insecure: Annotated[
         bool | None,
@@ -404,7 +406,9 @@ def checkpoint(
 @app.command()
 def restore(
     *,
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or its folder.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints.")
+    ],
     job: Annotated[
         str | None,
         typer.Option(
@@ -443,7 +447,7 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: model.safetensors.")],
     job: Job = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A checkpoint [the running job].")
+        Path | None, typer.Option("--from", help="Checkpoint to export [the running job].")
     ] = None,
     port: Port = None,
     state_dir: StateDir = None,

@@ -46,29 +46,32 @@ class ServerSettings(BaseSettings):
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs TLS and tokens, or `insecure`."""
     port: int = Field(default=7070, ge=0, le=PORT_MAX)
-    """Port of shard 0; the others follow. 0 takes free ports."""
+    """Port of shard 0; the other shards use the following ports. 0 takes free ports."""
     data_port: int | None = Field(default=None, ge=1, le=PORT_MAX)
-    """Port of shard 0's data sockets, for firewalls; the others follow. By default free ones, which
-    workers learn from the shards. Workers that cannot reach it use gRPC, which is slower."""
+    """Port of shard 0's data sockets, for firewalls; the other shards use the following ports. By
+    default free ports, which the shards tell the workers. Workers that cannot reach the port use
+    gRPC, which is slower."""
     shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
     """Number of shard processes. About one for each two cores is enough."""
     shard_index: int | None = Field(default=None, ge=0, le=SHARDS_MAX - 1)
-    """Start only this one of the shards, on `port` itself: the others have machines or containers
-    of their own. Needs `cluster`."""
+    """Start only the shard with this index, on `port` itself: the others run on other machines or
+    in other containers. Needs `cluster`."""
     cluster: str | None = None
     """Name that the shards of one cluster share. By default a new one for each start."""
     threads: int | None = Field(default=None, ge=1, le=256)
     """Threads for the numeric work of each shard. By default cores divided by shards."""
     lease_s: float = Field(default=10.0, ge=0.5, le=3600.0)
-    """Seconds of silence until a worker is declared lost. Shorter frees its peers earlier."""
+    """Seconds of silence until a worker is declared lost. After a shorter time the other workers
+    continue earlier."""
     grace_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """Seconds that requests under way may take when the shards end."""
     state_dir: Path | None = None
     """Directory for the run file, logs, journals and scheduled checkpoints. By default one below
     $XDG_RUNTIME_DIR or the directory for temporary files, for the run file and logs alone."""
     checkpoint_s: float = Field(default=300.0, ge=0.0, le=86400.0)
-    """Seconds between checkpoints of each job into `state_dir`/checkpoints. After all machines
-    went down, shards start from the newest. Less loses less, and writes more. 0 is never."""
+    """Seconds between checkpoints of each job in `state_dir`/checkpoints. If all machines crash,
+    shards start from the newest. With a shorter time fewer steps are lost, and more is written. 0:
+    no checkpoints."""
     shard_addresses: str | None = None
     """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
     checkpoints where each shard is started by itself, with `shard_index`."""
@@ -76,11 +79,11 @@ class ServerSettings(BaseSettings):
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
     refused. By default the memory of the host."""
     keep_ended_s: float = Field(default=KEEP_ENDED_S, ge=0.0, le=1e9)
-    """Seconds that the weights of an ended job are kept, for `psserver export` and the like; less
-    if others need the memory. A job whose workers were all lost has not ended."""
+    """Seconds that the weights of an ended job are kept, for `psserver export` and other commands;
+    less if other jobs need the memory. A job whose workers were all lost has not ended."""
     under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
-    """Bytes under way in each shard, in MiB: pushes that wait for their turn, answers that wait
-    for slow readers. A push beyond it is refused, a reader beyond it is disconnected."""
+    """Limit of the bytes under way in each shard, in MiB: pushes that wait for their turn, and
+    answers that wait for slow readers. Beyond it a push is refused, and a reader disconnected."""
     durability: Literal["journal", "memory"] = "journal"
     """State of a shard after a kill. journal: everything that it has acknowledged, from files in
     `state_dir` or in memory; costs the optimizer's state a second time. memory: the newest
@@ -165,7 +168,8 @@ class MetricsSettings(BaseSettings):
     model_config = _config("PACELINE_METRICS_")
 
     port: int | None = Field(default=None, ge=0, le=PORT_MAX)
-    """Port of shard 0's page; the others follow. 0 is off. By default server.port + 1000."""
+    """Port of shard 0's page; the other shards use the following ports. 0: no page. By default
+    server.port + 1000."""
 
 
 class LogSettings(BaseSettings):
@@ -174,12 +178,12 @@ class LogSettings(BaseSettings):
     model_config = _config("PACELINE_LOG_")
 
     format: Literal["text", "json"] = "text"
-    """Lines for people or for machines."""
+    """Format of log lines: `text` for people, `json` for programs."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is written."""
     max_mb: int = Field(default=64, ge=0, le=MB_MAX)
-    """Size of a detached process's log file in MiB; then it becomes `NAME.log.1`, in place of
-    the one before, and a new one is begun. 0 lets it grow."""
+    """Size in MiB at which the log file of a detached process is renamed to `NAME.log.1`, which
+    replaces the previous one, and a new file is begun. 0: no limit."""
 
 
 SECTIONS: dict[str, type[BaseSettings]] = {
@@ -320,9 +324,9 @@ def _refuse_former(
     ):
         if is_given:
             raise ConfigError(
-                f"server.snapshot_s ({origin}) is gone: there are no snapshots any more, but "
-                "checkpoints of all shards together; give server.checkpoint_s (--checkpoint-s, "
-                "PACELINE_CHECKPOINT_S), the seconds between two of them"
+                f"server.snapshot_s ({origin}) was removed: checkpoints of all shards together "
+                "have replaced snapshots; give server.checkpoint_s (--checkpoint-s, "
+                "PACELINE_CHECKPOINT_S), the seconds between two checkpoints"
             )
 
 

@@ -241,8 +241,8 @@ class Launch:
             "connect: set the variable above for the workers, or pass servers= in the script"
             if self.settings.server.shard_index is None
             else "connect: give workers the addresses of all shards, in the order of their index",
-            f"look: psserver status {which}",
-            f"end: psserver stop {which}",
+            f"status: psserver status {which}",
+            f"stop: psserver stop {which}",
             *self._access(),
         ]
         if pages:

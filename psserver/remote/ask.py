@@ -83,7 +83,8 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
     while any(readiness(addresses, credentials, names=("liveness",))):
         if time.monotonic() > deadline_s:
             raise CommandError(
-                Exit.SHARD_DIED, f"{', '.join(addresses)}: still there after {grace_s:g} s of grace"
+                Exit.SHARD_DIED,
+                f"{', '.join(addresses)}: still running after the grace period of {grace_s:g} s",
             )
         time.sleep(POLL_S)
 

@@ -365,8 +365,8 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
         except PROBLEMS as problem:
             raise CommandError(
                 Exit.STATE_DIR,
-                f"{_refusal(path, problem)}; `psserver restore {path.parent}` takes the newest "
-                "good one of those beside it",
+                f"{_refusal(path, problem)}; `psserver restore {path.parent}` uses the newest "
+                "intact checkpoint in that folder",
             ) from problem
     tried: set[Path] = set()
     while True:  # Again after each that fails: a newer one may have taken its place meanwhile.

@@ -73,13 +73,13 @@ def _of_jobs(shard: ShardView) -> Iterator[Metric]:
     yield gauge("paceline_job_step", "Newest step of the job on this shard.", lambda job: job.step)
     yield gauge(
         "paceline_open_steps",
-        "Steps with pushes and without an update, of the slice with most.",
+        "Steps with pushes and without an update, in the slice that has most of them.",
         lambda job: job.open_steps,
     )
     yield gauge(
         "paceline_checkpoint_age_seconds",
-        "Seconds since this shard gave its part of a whole checkpoint; without one, since its "
-        "process has the job.",
+        "Seconds since this shard sent its part of a complete checkpoint; without one, since its "
+        "process has had the job.",
         lambda job: job.checkpoint_age_s,
     )
     lost = CounterMetricFamily(
@@ -104,7 +104,9 @@ def _of_rounds(rounds: list[tuple[str, RoundView]]) -> Iterator[Metric]:
         labels=labels,
     )
     late = CounterMetricFamily(
-        "paceline_round_late_moves", "Moves that entered a later round than theirs.", labels=labels
+        "paceline_round_late_moves",
+        "Moves that entered a later round than their own.",
+        labels=labels,
     )
     for job, round_ in rounds:
         inside.add_metric([job, round_.table], round_.num_in)

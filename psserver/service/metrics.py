@@ -100,7 +100,7 @@ class ShardCollector:
             ),
             (
                 "paceline_under_way_limit_bytes",
-                "Their limit (--under-way-mb).",
+                "Limit of paceline_under_way_bytes (--under-way-mb).",
                 limits.under_way_nbytes,
             ),
             (
@@ -110,7 +110,7 @@ class ShardCollector:
             ),
             (
                 "paceline_table_limit_bytes",
-                "Its limit (--memory-mb); +Inf without one.",
+                "Limit of paceline_table_bytes (--memory-mb); +Inf without one.",
                 limits.memory_nbytes or math.inf,
             ),
             (

@@ -113,11 +113,12 @@ def run(
     on_failure: Annotated[
         OnFailure | None,
         typer.Option(
-            help="Stop the other workers if one fails, or not [stop; continue if elastic]."
+            help="Whether the other workers stop or continue when one fails [stop; continue if "
+            "elastic]."
         ),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option(help="Seconds until workers that were told to end are killed.")
+        float, typer.Option(help="Seconds that workers may take to end before they are killed.")
     ] = 10.0,
     prefix: Annotated[bool, typer.Option(help="Prefix each line with the rank.")] = True,
     quiet: Annotated[
@@ -225,7 +226,7 @@ Device = Annotated[
 ]
 Sync = Annotated[
     str | None,
-    typer.Option(help="With --pipeline: replicas meet on shards, or in a ring [shards]."),
+    typer.Option(help="With --pipeline: replicas exchange on shards, or in a ring [shards]."),
 ]
 SaveProfile = Annotated[
     Path | None, typer.Option(help="With --pipeline: file for the measured profile.")
@@ -444,7 +445,9 @@ def _pipeline_workers(path: Path, workers: int | None, bounds: tuple[int, int] |
     """
     plan = read_plan(path)
     if bounds is not None:
-        raise ConfigError("--elastic has no effect with --pipeline: its plan has so many workers")
+        raise ConfigError(
+            "--elastic has no effect with --pipeline: the plan has a fixed number of workers"
+        )
     if workers not in (None, plan.workers):
         raise ConfigError(
             f"--workers is {workers}, but the plan {path}, {plan.name}, has {plan.workers}: leave "

@@ -109,7 +109,7 @@ class PeerLinks:
             if silent_s < session.lease_s:
                 continue
             if isinstance(problem, ConfigError | RemoteProtocolError):
-                raise _about(problem, f"worker {session.rank} does not get to {where}")
+                raise _about(problem, f"worker {session.rank} cannot reach {where}")
             if link.has_offers_alone:
                 log.warning("%s has not answered for %.0f s: exchange given up", where, silent_s)
                 self._cut.add(rank)

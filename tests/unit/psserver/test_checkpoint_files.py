@@ -320,7 +320,7 @@ def test_damage_is_refused_by_name_and_the_next_best_is_taken(tmp_path: Path, da
     with pytest.raises(CommandError) as refusal:
         files.read(path, None, lambda _: None)
     assert refusal.value.code is Exit.STATE_DIR
-    for part in (f"{path} cannot be used: ", reason, f"`psserver restore {tmp_path}` takes"):
+    for part in (f"{path} cannot be used: ", reason, f"`psserver restore {tmp_path}` uses"):
         assert part in refusal.value.message
     told: list[str] = []
     chosen, _ = files.read(tmp_path, None, told.append)

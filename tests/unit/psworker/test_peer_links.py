@@ -82,7 +82,7 @@ def test_a_worker_that_can_never_be_reached_ends_this_one_after_a_lease(
     each[1].silent_s = LEASE_S - 0.1
     made.require_answers()
     each[1].silent_s = LEASE_S
-    with pytest.raises(type(problem), match=rf"worker 0 does not get to .* h:1: {problem}"):
+    with pytest.raises(type(problem), match=rf"worker 0 cannot reach .* h:1: {problem}"):
         made.require_answers()
 
 
