@@ -23,7 +23,7 @@ from pscore.types import FloatArray
 from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
 
 CHUNK, SUM, RESULT, COPY, TAKEN = 1, 2, 3, 4, 5  # Kinds of messages.
-PARTS = 4  # Parts of a chunk that goes around: while one is added, the link has the others.
+PARTS = 2  # Parts of a chunk that goes around: while one is added, the link has the other.
 PART_NUMEL_MIN = 1 << 14  # 64 KiB of float32: below that a message costs more than its bytes.
 PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it is passed on.
 
