@@ -89,6 +89,7 @@ class SimulatedPeer:
         self.weights = torch.from_numpy(start.copy())
         self._parameter = torch.nn.Parameter(self.weights)  # The same memory.
         self._optimizer = world.make_optimizer([self._parameter])
+        self._step = 0  # The step of the newest gradient.
         self.grad: FloatArray | None = None
         self.epoch = self.since = self.heard_epoch = 0
         self.is_dead = self.has_ended = self.is_short = False
@@ -217,9 +218,7 @@ class SimulatedPeer:
             self.path.append(self.weights.numpy().copy())
         self.world.log.append(Entry("read", self.rank, number=self.gossip.number))
         step, began_s = self.gossip.number, self.world.now_s
-        lr = self.world.lr_at(step)  # Some gossips have counted the step when they update.
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self._step = step  # Some gossips have counted it already when they update.
 
         def computed() -> None:
             self.is_stopped = self.world.is_cut_off(self)
@@ -251,6 +250,8 @@ class SimulatedPeer:
     def _update(self) -> None:
         self.world.log.append(Entry("write", self.rank, number=self.gossip.number))
         self._parameter.grad = torch.from_numpy(self._own_grad())
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.world.lr_at(self._step)
         self._optimizer.step()
 
     def _unpack(self, values: FloatArray) -> None:
