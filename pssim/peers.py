@@ -217,8 +217,9 @@ class SimulatedPeer:
         if self.world.keeps_paths:
             self.path.append(self.weights.numpy().copy())
         self.world.log.append(Entry("read", self.rank, number=self.gossip.number))
-        step, began_s = self.gossip.number, self.world.now_s
-        self._step = step  # Some gossips have counted it already when they update.
+        # Some gossips have counted the step already when they update.
+        step = self._step = self.gossip.number
+        began_s = self.world.now_s
 
         def computed() -> None:
             self.is_stopped = self.world.is_cut_off(self)

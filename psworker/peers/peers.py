@@ -335,9 +335,9 @@ def _gathering(meeting: control_pb2.Meeting) -> Gathering:
 
 
 def _gone(absent: Collection[int]) -> str:
-    """Returns the words for workers that were lost before all had met."""
+    """Returns the words for workers that are needed and that the directory does not list."""
     ranks = " and ".join(str(rank) for rank in sorted(absent))
-    return f"rank {ranks}, which was lost before all had met (start it again),"
+    return f"rank {ranks}, which has not come back (if it has ended, start it again),"
 
 
 def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from psworker.pipeline.flush import FlushReplica
 
 KINDS = {ACTIVATION: "activation", GRADIENT: "gradient", wire.STATE: "state"}
-MEET_S = 0.05  # From one question for workers that have yet to come to the next.
-LOOK_S = 0.25  # The same, where the directory of the workers was lost.
+LOOK_S = 0.25  # From one look to the next, where the directory of the workers was lost.
 Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or raises an OSError.
 
 
@@ -195,15 +194,14 @@ class Driver:
         self._peers.run(self._gather())
 
     def _gather(self) -> Waits:
-        num_workers = sum(self.place.replicas)
-        yield Meet(-1, needs_all=num_workers)
-        while absent := set(range(num_workers)) - set(self._peers.members()):
-            # All have met, and since then one has ended, or the first shard has started anew.
-            if not absent <= set(self._session.live()):
-                raise self._changed("all were beginning, by the loss of", min(absent))
-            time.sleep(MEET_S)
-            yield Meet(-1, needs_all=num_workers)
+        yield Meet(-1, needs_all=sum(self.place.replicas))
         self._met = dict(self._peers.incarnations)
+        # Since all have met, one may have ended, or the first shard may have started anew.
+        while missing := (yield from self._missing()):
+            pass
+        if missing is None:
+            gone = set(range(sum(self.place.replicas))) - set(self._peers.members())
+            raise self._changed("all were beginning, by the loss of", min(gone, default=0))
 
     def _missing(self) -> Generator[Meet, Any, int | None]:
         """Returns how many workers the directory does not list yet; None: one of them is gone.

@@ -37,14 +37,18 @@ def entered(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return leaf, entry
 
 
-def require_tensor(result: object, stage: int) -> None:
-    """Refuses a result that cannot be sent to the next stage.
+def require_tensor(result: object, what: str) -> None:
+    """Refuses a result that cannot be passed on to the layers of another stage.
+
+    Args:
+        result: The result.
+        what: The stage or block that has returned it, for people.
 
     Raises:
         ConfigError: It is not one tensor.
     """
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
-            f"stage {stage} returns a {type(result).__name__}, must return one tensor: cut the "
-            "model elsewhere"
+            f"{what} returns a {type(result).__name__}, must return one tensor: join it with the "
+            "block behind it in a module, or cut the model elsewhere"
         )

@@ -175,7 +175,7 @@ class FrameStage:
         with self._around("forward", number), self.activations.made(entry, weights):
             result: torch.Tensor = self._module(entry)
         if not self.is_last:
-            require_tensor(result, self._place.stage)
+            require_tensor(result, f"stage {self._place.stage}")
             self._send(self._place.rank_at(1, number), ACTIVATION, number, result.detach())
         self._kept[chunk] = leaf, result
         self.output_chunks.append(torch.zeros(1))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pscore.errors import ConfigError
 from pscore.net.wire import FLOAT_NBYTES
 from psworker.pipeline.chain import Block
+from psworker.pipeline.entry import require_tensor
 from psworker.pipeline.kept import Kept
 from psworker.pipeline.profile import Layer, Profile
 
@@ -77,7 +77,7 @@ def _bytes(blocks: Sequence[Block], example: torch.Tensor) -> tuple[list[int], l
         for block in blocks:
             before = kept.nbytes
             flowing = block.module(flowing)
-            _require_tensor(flowing, block)
+            require_tensor(flowing, f"block {block.name!r}")
             outputs.append(flowing.numel() * flowing.element_size())
             held.append(kept.nbytes - before)
     return outputs, held
@@ -93,19 +93,6 @@ def update_s(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> float:
     made, device = make(copies), copies[0].device
     made.step()  # The first one makes the state.
     return statistics.median(_timed(device, made.step)[0] for _ in range(RUNS_MIN))
-
-
-def _require_tensor(result: object, block: Block) -> None:
-    """Refuses a block that returns something else than one tensor.
-
-    Raises:
-        ConfigError: It does.
-    """
-    if not isinstance(result, torch.Tensor):
-        raise ConfigError(
-            f"block {block.name!r} returns a {type(result).__name__}, must return one tensor: "
-            "join it with the block behind it in a module"
-        )
 
 
 def _run(blocks: Sequence[Block], example: torch.Tensor) -> list[tuple[float, float]]:

@@ -123,7 +123,7 @@ class StageReplica:
             if self._place.is_last:
                 result = self._loss(result, targets)
             else:
-                require_tensor(result, self._place.stage)
+                require_tensor(result, f"stage {self._place.stage}")
         if self._place.is_last:
             self.losses[minibatch] = float(result.detach())
         else:

@@ -1,6 +1,5 @@
 """Models and data that scripts have: numbers as inputs, layers in place, dropout, other shapes."""
 
-import time
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from torch import nn
 import psworker
 from pscore.pb.ps.v1 import control_pb2
 from psworker.connection.session import Session
-from psworker.peers import peers
-from tests.integration.cluster import Shards, Station, WorkerError, new_job
+from tests.integration.cluster import Shards, Station, WorkerError, new_job, wait_until
 
 TOTAL, CLASSES = 6, 4
 SCHEDULES = ["1f1b", "ScheduleGPipe"]
@@ -119,18 +117,29 @@ def test_a_cut_where_a_tuple_is_passed_on_is_refused(shards: Shards) -> None:
 
 def end_at_once(me: Station) -> None:
     """Ends worker 0 when all have met; worker 1 asks who takes part when it is gone."""
-    if me.rank == 1:
-        ask = Session.meet
+    ask = Session.meet
 
-        def slow(self: Session, request: control_pb2.MeetRequest) -> control_pb2.MeetReply:
-            reply = ask(self, request)
-            if reply.waiting_for and len(reply.peers) == 2 and request.epoch == reply.epoch:
-                time.sleep(1.5)
-            return reply
+    def last(self: Session, request: control_pb2.MeetRequest) -> control_pb2.MeetReply:
+        """Stops for the meeting when worker 1 has stopped; a question of no epoch is no stop."""
+        look = control_pb2.MeetRequest()
+        look.CopyFrom(request)
+        look.epoch = 0
 
-        Session.meet = slow  # type: ignore[method-assign]
-    else:
-        peers.MEET_S = 0.3  # So it is the last one that stops for the meeting.
+        def others_have_stopped() -> bool:
+            reply = ask(self, look)
+            return len(reply.peers) == 2 and "worker 1" not in reply.waiting_for
+
+        wait_until(others_have_stopped)
+        return ask(self, request)
+
+    def first(self: Session, request: control_pb2.MeetRequest) -> control_pb2.MeetReply:
+        """Returns the answer to this worker's stop when worker 0 has met it and ended."""
+        reply = ask(self, request)
+        if reply.waiting_for and len(reply.peers) == 2 and request.epoch == reply.epoch:
+            wait_until(lambda: 0 not in self.live())
+        return reply
+
+    Session.meet = first if me.rank else last  # type: ignore[method-assign]
     cut_at_a_tuple(me)
 
 

@@ -1,10 +1,13 @@
-"""The activation with which a stage begins."""
+"""The ends of a stage: the activation with which it begins, and what it may return."""
 
 import pytest
 import torch
 from torch import nn
 
+from pscore.errors import ConfigError
+from psworker.pipeline.chain import Block
 from psworker.pipeline.entry import entered
+from psworker.pipeline.measure import measure
 
 
 @pytest.mark.parametrize("is_view", [True, False])
@@ -20,3 +23,9 @@ def test_the_gradient_of_an_activation_is_that_of_its_leaf(is_view: bool, in_pla
     for own, other in zip(found, expected, strict=True):
         assert torch.equal(own, other)
     assert leaf.untyped_storage().nbytes() == leaf.element_size()
+
+
+def test_a_block_that_returns_a_tuple_is_refused_by_its_name() -> None:
+    blocks = [Block("first", nn.Linear(3, 3)), Block("memory", nn.LSTM(3, 3))]
+    with pytest.raises(ConfigError, match="block 'memory' returns a tuple, must return one tensor"):
+        measure("a model", blocks, torch.zeros(2, 5, 3))
