@@ -1,4 +1,4 @@
-"""The ends of a stage: the activation with which it begins, and what it may return."""
+"""The ends of a stage: the activation with which it begins, and its result."""
 
 import pytest
 import torch
