@@ -21,6 +21,7 @@ from tests.integration.cluster import Shards, Station, Worker, new_job
 
 TOTAL, COPIES = 40, 32
 SAVED = 30  # Minibatches behind the checkpoint.
+LEASE_S = 6.0  # A healthy worker keeps it under load: one that loses it leaves the pipeline.
 
 
 class Offset(nn.Module):
@@ -71,7 +72,7 @@ def counts_of(values: Any) -> torch.Tensor:
 
 def test_each_minibatch_counts_once_whoever_is_killed(tmp_path: Path) -> None:
     job = new_job()
-    with Shards(2, lease_s=1.5) as shards, ExitStack() as stack:
+    with Shards(2, lease_s=LEASE_S) as shards, ExitStack() as stack:
 
         def start(*ranks: int) -> list[Worker]:
             workers = shards.workers(train, tmp_path, num_workers=3, ranks=ranks, job=job)
