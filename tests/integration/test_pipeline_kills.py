@@ -17,7 +17,7 @@ from torch import nn
 
 import psworker
 from psworker.pipeline.checkpoint import Checkpoint
-from tests.integration.cluster import Shards, Station, Worker, new_job
+from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 
 TOTAL, COPIES = 40, 32
 SAVED = 30  # Minibatches behind the checkpoint.
@@ -86,7 +86,7 @@ def test_each_minibatch_counts_once_whoever_is_killed(tmp_path: Path) -> None:
         last.kill()  # The only replica of its stage: the others wait for the next one.
         shards.wait_until_lost(job, 2)
         second, last = start(1, 2)
-        results = [worker.result() for worker in (first, second, last)]
+        results = results_of([first, second, last])
     for values in results:
         torch.testing.assert_close(counts_of(values), torch.ones(TOTAL, dtype=torch.int64))
     assert results[0] == results[1]
