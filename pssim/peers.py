@@ -133,6 +133,10 @@ class SimulatedPeer:
         """Returns a port, as of a store."""
         return 1
 
+    def is_far(self, to: int) -> bool:
+        """Returns the same for the two directions; some workers are far from each other."""
+        return (self.rank + to) % 3 == 0
+
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array, repeated until it arrives, perhaps more than once."""
         key, kept = (self.incarnation, tag), values.copy()

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from typing import Protocol
 
 UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
 PACED = b"bbr"  # Begin of the names of congestion controls that pace.
@@ -31,6 +32,13 @@ FOLLOW_S = 5.0  # A connection that has had no short one by then goes far.
 NAME_NBYTES = 16
 RTT_OFFSET, LEAST_OFFSET = 68, 148  # `tcpi_rtt`, `tcpi_min_rtt` in `tcp_info`.
 INFO_NBYTES = LEAST_OFFSET + 4
+
+
+class Options(Protocol):
+    """A socket whose options are read."""
+
+    def getsockopt(self, level: int, option: int, nbytes: int, /) -> bytes:
+        """Returns the value of an option."""
 
 
 def defer_pacing(endpoint: socket.socket) -> bytes:
@@ -60,7 +68,7 @@ def choose(connection: socket.socket, usual: bytes) -> None:
         return
     if not usual.startswith(PACED):
         _use(connection, usual)
-    elif least_us(connection) > NEAR_US:
+    elif is_far(connection):
         FOLLOWED.add(connection, usual)
 
 
@@ -70,7 +78,12 @@ def name_of(endpoint: socket.socket) -> bytes:
     return name.rstrip(b"\0")
 
 
-def least_us(connection: socket.socket) -> int:
+def is_far(connection: Options) -> bool:
+    """Returns whether the host of the peer is outside this data centre, as far as is known."""
+    return least_us(connection) > NEAR_US
+
+
+def least_us(connection: Options) -> int:
     """Returns the shortest round trip that the kernel has measured so far, in microseconds."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_NBYTES)
@@ -94,7 +107,7 @@ class _Entry:
     def is_decided(self) -> bool:
         """Returns whether there is nothing more to look for; makes the choice then."""
         connection = self.connection()
-        if connection is None or connection.fileno() < 0 or least_us(connection) <= NEAR_US:
+        if connection is None or connection.fileno() < 0 or not is_far(connection):
             return True
         if time.monotonic() < self.until_s:
             return False

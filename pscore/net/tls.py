@@ -67,6 +67,10 @@ class TLSSocket:
         """Sets an option of the socket beneath."""
         self._tls.setsockopt(level, option, value)
 
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        """Returns an option of the socket beneath."""
+        return self._tls.getsockopt(level, option, nbytes)
+
     def limit_silence(self, limit_s: float) -> None:
         """Limits reads to `limit_s` seconds; then they raise BlockingIOError."""
         self._silence_s = limit_s

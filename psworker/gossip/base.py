@@ -102,6 +102,9 @@ class Post(Protocol):
     def open_store(self) -> int:
         """Opens this worker's store for torch.distributed, once; returns its port."""
 
+    def is_far(self, to: int) -> bool:
+        """Returns whether a message to another worker takes long, however short it is."""
+
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array; it must not change any more."""
 

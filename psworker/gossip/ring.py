@@ -23,7 +23,9 @@ from pscore.types import FloatArray
 from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
 
 CHUNK, SUM, RESULT, COPY, TAKEN = 1, 2, 3, 4, 5  # Kinds of messages.
-PARTS = 2  # Parts of a chunk that goes around: while one is added, the link has the other.
+# Parts of a chunk that goes around: while one is added or on its way, the link has the others. To a
+# far worker it is on its way for longer.
+PARTS, PARTS_FAR = 2, 8
 PART_NUMEL_MIN = 1 << 14  # 64 KiB of float32: below that a message costs more than its bytes.
 PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it is passed on.
 
@@ -99,26 +101,31 @@ class Ring(Gossip):
     ) -> Steps[FloatArray | None]:
         """Adds sums that come around, then passes whole chunks around.
 
-        A chunk goes in parts. Each part is added and passed on when it has come, while the others
-        are under way, so that the link is busy from the first hop to the last.
+        A chunk goes in parts: in more of them where its owner is far from the next worker. Each part
+        is added and passed on when it has come, while the others are under way, so that the link is
+        busy from the first hop to the last.
         """
         total, num = np.empty_like(own), len(chunks)
         to, source = self._members[(place + 1) % num], self._members[place - 1]
-        for index, part in enumerate(_parts(chunks[place])):
+        num_parts = PARTS_FAR if self.post.is_far(to) else PARTS
+        for index, part in enumerate(_parts(chunks[place], num_parts)):
             self._give_part(to, CHUNK, place, index, own[part])
         for hop in range(2 * (num - 1)):
             chunk = (place - hop - 1) % num
             is_sum = hop >= num - 1  # The sum of all members; before that, of those it has passed.
-            for index, part in enumerate(_parts(chunks[chunk])):
+            index, start = 0, chunks[chunk].start
+            while start < chunks[chunk].stop:
                 came = yield self._part(source, SUM if is_sum else CHUNK, chunk, index)
                 if came is None:
                     return None
+                part = slice(start, start + len(came))
                 if not is_sum:
                     came += own[part]
                 if hop >= num - 2:
                     total[part] = came
                 if hop < 2 * num - 3:
                     self._give_part(to, SUM if hop >= num - 2 else CHUNK, chunk, index, came)
+                index, start = index + 1, part.stop
         self.stats.partner = source
         return total
 
@@ -243,9 +250,9 @@ def _chunks(numel: int, num: int) -> list[slice]:
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def _parts(chunk: slice) -> list[slice]:
+def _parts(chunk: slice, num: int) -> list[slice]:
     """Returns the parts of a chunk that go around one after the other; none of an empty one."""
-    numel = -(-(chunk.stop - chunk.start) // PARTS)
+    numel = -(-(chunk.stop - chunk.start) // num)
     numel = min(max(numel, PART_NUMEL_MIN), PART_NUMEL_MAX)
     starts = range(chunk.start, chunk.stop, numel)
     return [slice(start, min(start + numel, chunk.stop)) for start in starts]

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from pscore.errors import ConfigError, PacelineError, RemoteProtocolError, TransportError
-from pscore.net import sockets, tls, wire
+from pscore.net import congestion, sockets, tls, wire
 from pscore.net.channel import FrameChannel
 from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import control_pb2, data_pb2
@@ -70,7 +70,7 @@ class PeerLink:
         self._is_apart = is_loopback(peer.host) and not is_loopback(own_host)
         self._open: set[PeerCall] = set()  # Without a reply.
         self._is_local = False  # Whether the other worker is on this host, and shares memory.
-        self._is_tcp = False  # Whether the newest connection is.
+        self._tcp: tls.Stream | None = None  # The newest connection, where that is TCP.
         self._unsent: set[PeerCall] = set()  # Calls that the thread has yet to send.
         self._shared: SharedSender | None = None
         self._heard_s = 0.0  # Time of the last reply, or since when replies are due.
@@ -94,6 +94,11 @@ class PeerLink:
     def is_connected(self) -> bool:
         """Whether there is a connection; one to a host that is cut off breaks after seconds."""
         return self._channel.is_connected
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the other host is outside this data centre."""
+        return self._tcp is not None and congestion.is_far(self._tcp)
 
     @property
     def silent_s(self) -> float:
@@ -121,7 +126,7 @@ class PeerLink:
                 lambda done: on_answer(None) if done.exception() is not None else None
             )
         is_short = on_answer is None and values.nbytes <= SENT_NOW_NBYTES
-        if is_short and self._is_tcp and not self._unsent:
+        if is_short and self._tcp is not None and not self._unsent:
             self._send(call, envelope, values)
         else:
             self._unsent.add(call)
@@ -174,7 +179,8 @@ class PeerLink:
                 try:
                     stream = self._try(is_local=is_local)
                     self._is_local |= is_local and self.is_new
-                    self.is_new, self.problem, self._is_tcp = False, None, not is_local
+                    self.is_new, self.problem = False, None
+                    self._tcp = None if is_local else stream
                     return stream
                 except PacelineError as failure:  # A refusal too: its worker may be gone, and
                     self.problem = failure  # another program may have got its port.

@@ -122,6 +122,10 @@ class PeerLinks:
                     "firewalls between the two; the others continue without the one that ends"
                 )
 
+    def is_far(self, rank: int) -> bool:
+        """Returns whether a member is outside this data centre; False where there is no link."""
+        return rank in self._links and self._links[rank].is_far
+
     def host_of(self, rank: int) -> str:
         """Returns the address at which another member listens."""
         return self._links[rank].peer.host

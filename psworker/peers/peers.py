@@ -179,6 +179,10 @@ class Peers:
         """Opens this worker's store for torch.distributed, once; returns its port."""
         return self._sums.port
 
+    def is_far(self, to: int) -> bool:
+        """Returns whether a worker is outside this data centre, by the kernel's round trips."""
+        return self._links.is_far(to)
+
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array, if the worker is there."""
         header = data_pb2.Give(

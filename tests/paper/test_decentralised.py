@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from pscore.graphs import GRAPHS, directed_graph_of, graph_of
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pssim.peers import Entry, PeerWorld, Trouble
+from psworker.gossip import ring
 from psworker.gossip.pairs import Pairs
 from psworker.gossip.push_sum import PushSum
 
@@ -196,6 +198,26 @@ def test_allreduce_is_synchronous_sgd_and_alike_on_all(order: str, num: int) -> 
         x = x - LR * np.mean([gradient(rank, step, x) for rank in range(num)], axis=0)
     assert close(models(found), np.tile(x, (num, 1)))
     assert len({model.tobytes() for model in models(found)}) == 1
+
+
+def test_the_parts_of_a_chunk_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 1 is far from worker 2, so it cuts its chunk of 20 numbers into more parts."""
+    given = [np.arange(60, dtype=np.float32) / 7] * 3
+    trouble = Trouble(lost=0.1, twice=0.2)
+
+    def own(rank: int, step: int, weights: Array) -> Array:
+        found: Array = np.sin(weights + rank + step)
+        return found
+
+    def train() -> PeerWorld:
+        return world("allreduce", 3, 6, gradient=own, starts=given, trouble=trouble).run()
+
+    whole = models(train())
+    monkeypatch.setattr(ring, "PART_NUMEL_MIN", 1)
+    found = train()
+    assert (models(found) == whole).all()
+    came = {tag.part for worker in found.workers for _, tag in worker.taken if tag.kind == ring.SUM}
+    assert Counter(part >> 16 for part in came) == {0: 2, 1: 7, 2: 2}
 
 
 def replay(found: PeerWorld) -> Array:
