@@ -101,8 +101,8 @@ class Ring(Gossip):
     ) -> Steps[FloatArray | None]:
         """Adds sums that come around, then passes whole chunks around.
 
-        A chunk goes in parts: in more of them where its owner is far from the next worker. Each part
-        is added and passed on when it has come, while the others are under way, so that the link is
+        A chunk goes in parts, more of them where its owner is far from the next worker. Each part is
+        added and passed on when it has come, while the others are under way, so that the link is
         busy from the first hop to the last.
         """
         total, num = np.empty_like(own), len(chunks)

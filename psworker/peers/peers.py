@@ -296,12 +296,11 @@ class Peers:
 
         def ask() -> bool:
             nonlocal awaited, delay_s
-            peer = _stopped(self._own, wanted)
             request = control_pb2.MeetRequest(
                 table=self.table,
                 epoch=self.epoch,
                 since=self._since,
-                peer=peer,
+                peer=_stopped(self._own, wanted),
                 parts=wanted.parts and not wanted.waits,
                 again=wanted.again and self.epoch == first,
             )
