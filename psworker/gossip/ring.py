@@ -101,7 +101,7 @@ class Ring(Gossip):
     ) -> Steps[FloatArray | None]:
         """Adds sums that come around, then passes whole chunks around.
 
-        A chunk goes in parts, more of them where its owner is far from the next worker. Each part is
+        A chunk goes in parts, in more where its owner is far from the next worker. Each part is
         added and passed on when it has come, while the others are under way, so that the link is
         busy from the first hop to the last.
         """
