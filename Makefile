@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: .cupy simulate help setup run test test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
+.PHONY: .cupy simulate help setup run test test-slow test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -37,8 +37,11 @@ run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
 # Byte code is kept whatever the machine's variables say: hundreds of processes import the same files.
-test: $(STAMP) ## the whole test suite
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
+test: $(STAMP) ## the test suite, but for the tests that take seconds of CPU each
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow"
+
+test-slow: $(STAMP) ## those: kill loops, whole examples and scripts, sharded models
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal -m slow
 
 test-lowest: $(STAMP) ## the quick tests on the lowest version of everything (LOWEST_PYTHON=, TORCH=)
 	rm -rf .venv-lowest && $(LOWEST_PYTHON) -m venv .venv-lowest

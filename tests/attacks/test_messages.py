@@ -312,6 +312,7 @@ def test_joins_for_impossible_ranks_fill_nothing() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_barriers_of_many_names_are_bounded() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
@@ -329,6 +330,7 @@ def test_barriers_of_many_names_are_bounded() -> None:
 # ----- everything at once
 
 
+@pytest.mark.slow
 def test_random_messages_never_break_the_shard() -> None:
     """Any field takes any value; the frames are right. The shard continues in any case."""
 

@@ -63,6 +63,7 @@ def frames() -> list[bytes]:
     return list(kinds.values())
 
 
+@pytest.mark.slow
 def test_every_flip_of_a_bit_is_refused(frames: list[bytes]) -> None:
     for frame in frames:
         for bit in range(8 * len(frame)):

@@ -6,6 +6,7 @@ from psworker.commands.bench_compressors import measure_wire_to
 from tests.integration.cluster import Shards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
 def test_the_link_to_shards_is_measured(
     shards: Shards, plane: str, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ def run(command: Command, shards: Shards, *arguments: object, code: int = 0) -> 
     return done.stdout if code == 0 else done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_shards"), [("sgd", 3), ("amsgrad", 3), ("nadam", 3), ("2bit", 3), ("qsgd", 2)]
 )
@@ -143,6 +144,7 @@ def end(workers: Sequence[Worker]) -> list[dict[int, Weights]]:
     return [worker.result() for worker in workers]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_load_is_of_one_step(
     shards: Shards, command: Command, tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_checkpoint_under_load_is_of_one_step(
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_load_has_the_residuals(
     shards: Shards, command: Command, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -88,6 +89,7 @@ def test_the_newest_of_an_asynchronous_job_is_restored(shards: Shards, tmp_path:
     assert now == 3  # Its first step is the third, since the checkpoint is of the second.
 
 
+@pytest.mark.slow
 def test_jobs_in_one_folder_and_four_at_once(shards: Shards, tmp_path: Path) -> None:
     command, folder = Command(tmp_path), tmp_path / "checkpoints"
     jobs = [new_job(), new_job()]

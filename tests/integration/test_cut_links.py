@@ -123,6 +123,7 @@ def end(workers: Sequence[Worker]) -> None:
         assert np.isfinite(worker.result())
 
 
+@pytest.mark.slow
 def test_where_a_link_is_cut_a_worker_ends_or_exchanges_with_others(lab: netlab.Lab) -> None:
     """A worker of `sgp`, whose messages do not arrive, names the other; those of `adpsgd` go on.
 
@@ -139,6 +140,7 @@ def test_where_a_link_is_cut_a_worker_ends_or_exchanges_with_others(lab: netlab.
         end(adpsgd)
 
 
+@pytest.mark.slow
 def test_workers_that_were_apart_from_all_others_come_back(lab: netlab.Lab) -> None:
     with begun(lab, "dpsgd(graph=complete, average_every=5)", timeout_s=60.0) as (workers,):
         lab.cut(2)

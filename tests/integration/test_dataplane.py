@@ -165,6 +165,7 @@ def test_a_script_may_continue_writing_to_gradients_of_its_own(
             np.testing.assert_allclose(results[0][0][name], weight, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", DELAYED)
 def test_gradients_are_accumulated_where_they_are_sent_from_if_the_step_waits(
     shards: Shards, mode: str

@@ -10,6 +10,7 @@ import pytest
 from tests.integration import warm
 
 
+@pytest.mark.slow
 def test_the_demo_trains_and_ends_with_json(tmp_path: Path) -> None:
     warm.run(["-c", ""], env={}, timeout=200)  # Now there is a server to fork from.
     others = set(psutil.Process().children(recursive=True))  # Those of other tests.

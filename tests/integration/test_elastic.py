@@ -116,6 +116,7 @@ def test_workers_join_die_and_take_the_place_of_the_dead(impatient: Shards) -> N
         assert relative_error(weights[name], weight) <= 1e-5, name
 
 
+@pytest.mark.slow
 def test_a_job_with_too_few_workers_waits_and_says_so(impatient: Shards) -> None:
     job, bounds = new_job(), (2, 3)
     named = re.compile(r"1 more worker \(1 of at least 2\), at slice \d of 'model' on shard \d")
@@ -151,6 +152,7 @@ psworker.barrier()
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_workers_that_the_shards_give_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.integration import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +48,14 @@ def test_the_mnist_example_marks_three_lines() -> None:
     assert len(ours) == 3
 
 
+@pytest.mark.slow
 def test_the_mnist_example_runs_alone_on_a_shard_of_its_own() -> None:
     said = python(MNIST, *SHORT)
     assert len(losses(said)) == 3
     assert "test: accuracy 0." in said
 
 
+@pytest.mark.slow
 def test_the_mnist_example_runs_on_two_workers_that_end_with_one_model() -> None:
     said = python("-m", "psworker", "run", "--workers", 2, "--", MNIST, *SHORT)
     by_rank = [losses("".join(re.findall(rf"\[{rank}\].*", said))) for rank in (0, 1)]
@@ -62,6 +66,7 @@ def test_the_mnist_example_runs_on_two_workers_that_end_with_one_model() -> None
     assert len(set(accuracies)) == 1
 
 
+@pytest.mark.slow
 def test_under_torchrun_shards_stay_until_the_last_worker_has_ended(tmp_path: Path) -> None:
     script = tmp_path / "uneven.py"
     script.write_text(UNEVEN)
@@ -70,11 +75,13 @@ def test_under_torchrun_shards_stay_until_the_last_worker_has_ended(tmp_path: Pa
     assert "steps 40 weight [-40.0, -40.0, -40.0]" in said
 
 
+@pytest.mark.slow
 def test_the_example_of_a_sharded_model_runs_on_one_host() -> None:
     said = python(*TORCHRUN, ROOT / "examples" / "sharded.py", "--width", 32, "--steps", 10)
     assert "step 10: loss" in said
 
 
+@pytest.mark.slow
 def test_the_elastic_example_continues_from_its_file(tmp_path: Path) -> None:
     """In the middle of a round, which is what `local(steps=4)` stops in after 22 steps."""
     common = (ELASTIC, "--mode", "local(steps=4)", "--file", tmp_path / "state.pt")

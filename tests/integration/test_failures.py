@@ -318,6 +318,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_loader_with_processes_of_its_own_and_a_fork_leave_the_job_alone(
     shards: Shards, tmp_path: Path
 ) -> None:
@@ -357,6 +358,7 @@ def trained(script: Script) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["ends", "is killed"])
 def test_without_any_server_shards_start_and_end_with_the_script(script: Path, end: str) -> None:
     with Script(script, SHORT, "wait") as worker:
@@ -372,6 +374,7 @@ def test_without_any_server_shards_start_and_end_with_the_script(script: Path, e
         wait_until(lambda: all(gone(shard.pid) for shard in shards))
 
 
+@pytest.mark.slow
 def test_workers_of_torchrun_share_the_shards_that_the_first_of_them_starts(script: Path) -> None:
     """The variables that torchrun sets, and no address: ranks 0 and 1 on one machine."""
     port = str(20000 + os.getpid() % 20000)

@@ -118,6 +118,7 @@ def test_a_script_without_a_shard_ends_with_a_sentence(tmp_path: Path) -> None:
     assert line.endswith(f"({script}, line 7; PACELINE_DEBUG=1 shows the traceback)")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -190,6 +191,7 @@ def test_ctrl_c_ends_a_command_while_it_imports(tmp_path: Path) -> None:
     assert not done.stdout
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
     script = tmp_path / "fork.py"
     script.write_text(FORK)
@@ -200,6 +202,7 @@ def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
     assert all(" was forked from worker 0 of job 'default' (process " in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> None:
     psserver = Command(tmp_path)
     words = ("start", "--port", 0, "--detach", "--state-dir", tmp_path / "my state")
@@ -214,6 +217,7 @@ def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> No
         assert "ready" in shown or verb[0] != "logs"
 
 
+@pytest.mark.slow
 def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Path) -> None:
     psserver = Command(tmp_path, fresh=True)
     assert psserver.run("--version").stdout.startswith("paceline ")

@@ -87,6 +87,7 @@ def fill(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
 def test_one_killed_shard_on_a_full_disk_comes_back_and_nobody_else_ends(tmp_path: Path) -> None:
     command = OnSmallDisk(tmp_path)

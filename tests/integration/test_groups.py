@@ -186,6 +186,7 @@ def error(ours: Array, theirs: Array) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", STAND_IN])
 def test_two_groups_of_two_follow_the_models_of_their_modes(shards: Shards, where: str) -> None:
     """Also with samples, compression and overlap; the same bits twice, and in both processes."""
@@ -221,6 +222,7 @@ def work_softmax(me: Station, modes: list[str], job: str) -> list[tuple[Array, A
     return test_modes.work_softmax(me, modes, job)
 
 
+@pytest.mark.slow
 def test_ssd_of_two_groups_follows_its_model_in_float64(shards: Shards) -> None:
     mode, make_local, k = next(case for case in test_modes.CASES if "mirror" in case[0])
     with group_workers(
@@ -367,6 +369,7 @@ def work_twice(me: Station, job: str, cases: list[Case]) -> list[tuple[Ended, En
     return results
 
 
+@pytest.mark.slow
 def test_groups_train_as_single_workers_with_their_mean_gradients(shards: Shards) -> None:
     """Also what the workers do beside steps: clipping, loss scaling, changes of mode, states."""
     cases = [
@@ -420,6 +423,7 @@ def work_restored(me: Station, job: str, servers: list[str]) -> tuple[Array, Arr
     return ends[0], ends[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_residuals_of_all_processes(shards: Shards, tmp_path: Path) -> None:
     command, folder, job = Command(tmp_path), tmp_path / "checkpoints", new_job()
     with (
@@ -494,6 +498,7 @@ def end(workers: list[Worker], steps: int) -> list[Array]:
     return [shared for _, _, shared in results]
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_its_group_and_the_group_comes_back(shards: Shards) -> None:
     """The other group goes on meanwhile; a new group takes part in its place; then all are killed.
 

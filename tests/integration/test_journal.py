@@ -110,6 +110,7 @@ def run(shards: Shards, job: str, kills: int, arguments: tuple[Any, ...]) -> lis
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "mode", "compression"),
     [

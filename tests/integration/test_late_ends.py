@@ -30,6 +30,7 @@ MODES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_worker_that_was_silent_before_its_end_ends_with_the_global_weights(first: int) -> None:
     with contextlib.ExitStack() as stack:

@@ -137,6 +137,7 @@ def test_a_second_signal_kills_at_once() -> None:
     assert job.launch.run() == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_shards_start_for_a_job_and_end_with_it(tmp_path: Path) -> None:
     script = tmp_path / "w.py"
     script.write_text(

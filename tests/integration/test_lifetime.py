@@ -102,6 +102,7 @@ def finish(workers: list[Worker]) -> None:
         worker.result(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_a_job_continues_after_all_workers_were_killed_and_starts_over_after_its_end(
     cluster: Cluster,
 ) -> None:
@@ -140,6 +141,7 @@ def boot_anew(state: Path) -> None:
         write_json(stamp, {**read_json(stamp), "boot": "another"})
 
 
+@pytest.mark.slow
 def test_after_a_power_cut_the_same_commands_continue_from_what_is_on_the_disk(
     tmp_path: Path,
 ) -> None:

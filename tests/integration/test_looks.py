@@ -213,6 +213,7 @@ def disturb(me: Station) -> None:
         me.tell([draw_by_steps(mode, new_job(), disturbed) for disturbed in (False, True)])
 
 
+@pytest.mark.slow
 def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> None:
     """The step that was lost is drawn again: its number comes twice."""
     with shards.workers(disturb, num_workers=1) as (worker,):
@@ -254,6 +255,7 @@ def late_ones(me: Station, modes: list[str], job: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shards) -> None:
     """Worker 1 is behind in each step: its pushes return to its residual and stay there."""
     modes = ["ssgd(backup=1)", "local(steps=2, backup=1)"]

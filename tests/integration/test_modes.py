@@ -326,6 +326,7 @@ def distance(ours: Array, theirs: Array) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+@pytest.mark.slow
 def test_ssd_follows_an_independent_model_in_float64(shards: Shards) -> None:
     """GLU, secant, mirror (exact and kept), k = 1, 3, 5: every local weight at every step, and W.
 

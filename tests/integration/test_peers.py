@@ -61,6 +61,7 @@ def train_in(me: Station, modes: tuple[str, ...], job: str) -> list[dict[str, np
     return [train(me, mode, f"{job}-{index}") for index, mode in enumerate(modes)]
 
 
+@pytest.mark.slow
 def test_synchronous_modes_without_a_server_are_synchronous_sgd(shards: Shards) -> None:
     results = shards.run(train_in, SYNCHRONOUS, new_job(), num_workers=3)
     for ours, theirs in itertools.product(results, results):
@@ -510,6 +511,7 @@ def restored(me: Station, mode: str) -> Any:
     return first, copy_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [*NAMES, "sgp"])
 def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
     shards: Shards, tmp_path: Path, mode: str
@@ -570,6 +572,7 @@ def until_told(me: Station, mode: str) -> Any:
     return rank, losses, copy_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [*MODES, "dpsgd(global_every=5)", SGP])
 def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}

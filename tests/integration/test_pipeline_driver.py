@@ -51,6 +51,7 @@ def train(me: Station, job: str, cases: list[tuple[tuple[int, ...], str, str]]) 
     return results
 
 
+@pytest.mark.slow
 def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
     with shards.workers(train, new_job(), CASES, num_workers=4) as workers:
         by_rank = [worker.result() for worker in workers]
@@ -200,6 +201,7 @@ def save_and_resume(me: Station, job: str, folder: str) -> tuple[Any, ...]:
     return str(path), *ends
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_whole_model_at_one_minibatch(shards: Shards, tmp_path: Path) -> None:
     with shards.workers(save_and_resume, new_job(), str(tmp_path), num_workers=3) as workers:
         results = [worker.result() for worker in workers]

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -70,6 +71,7 @@ def counts_of(values: Any) -> torch.Tensor:
     return (torch.as_tensor(values).reshape(-1, COPIES) != 0).sum(1)
 
 
+@pytest.mark.slow
 def test_each_minibatch_counts_once_whoever_is_killed(tmp_path: Path) -> None:
     job = new_job()
     with Shards(2, lease_s=LEASE_S) as shards, ExitStack() as stack:

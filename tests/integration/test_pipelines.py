@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -61,6 +62,7 @@ def stages_of(folder: Path) -> list[torch.Tensor]:
     return [value for part in parts for value in part.values()]
 
 
+@pytest.mark.slow
 def test_two_pipelines_of_two_stages_equal_one_process(shards: Shards, tmp_path: Path) -> None:
     job, cases = new_job(), []
     for number, mode in enumerate(MODES):

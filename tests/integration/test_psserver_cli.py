@@ -54,6 +54,7 @@ def servers(run: dict[str, Any]) -> str:
 # ----- start and stop
 
 
+@pytest.mark.slow
 def test_start_in_the_foreground_prints_the_addresses_and_sigint_ends_it_with_0(
     fresh: Command,
 ) -> None:
@@ -69,6 +70,7 @@ def test_start_in_the_foreground_prints_the_addresses_and_sigint_ends_it_with_0(
     assert not list(fresh.folder.rglob("run.json"))
 
 
+@pytest.mark.slow
 def test_stop_ends_what_start_detached(fresh: Command) -> None:
     with fresh.detached("--shards", 2) as run:
         assert len(run["addresses"]) == 2
@@ -172,6 +174,7 @@ def test_a_host_of_another_machine_is_named(psserver: Command) -> None:
     assert "192.0.2.1" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv to give up rights with")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give up root's rights")
 def test_a_privileged_port_is_not_for_everybody(psserver: Command) -> None:
@@ -244,6 +247,7 @@ def test_python_without_assertions_is_refused(tmp_path: Path) -> None:
 # ----- a shard that dies
 
 
+@pytest.mark.slow
 def test_a_killed_shard_comes_back_on_its_port(fresh: Command) -> None:
     with fresh.detached("--shards", 2) as run:
         victim = run["shards"][1]["pid"]
@@ -526,6 +530,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_embedded_shards_end_with_a_parent_that_is_killed(psserver: Command) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],

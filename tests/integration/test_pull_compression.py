@@ -116,6 +116,7 @@ def test_modes_that_pull_seldom_have_the_same_bits_each_time(shards: Shards, mod
         assert same(results[0][index]["final"], results[1][index]["final"])
 
 
+@pytest.mark.slow
 def test_every_data_plane_gives_the_same_bits(shards: Shards) -> None:
     results = [
         shards.run(train, "ssgd", TWO_BIT, env={"PACELINE_DATA_PLANE": plane})
@@ -127,6 +128,7 @@ def test_every_data_plane_gives_the_same_bits(shards: Shards) -> None:
         assert first["pulled"] == results[0][0]["pulled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", ["tcp", "grpc"])
 def test_an_estimate_that_differs_is_sent_whole(shards: Shards, plane: str) -> None:
     env = {"PACELINE_DATA_PLANE": plane}
@@ -155,6 +157,7 @@ def train_on_signal(me: Station) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_back_gets_the_whole() -> None:
     with (
         Shards(2, lease_s=LEASE_S) as shards,

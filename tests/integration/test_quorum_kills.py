@@ -62,6 +62,7 @@ def after(each: Worker, since_s: float) -> int:
             return int(clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path, mode: str) -> None:
     """The lease is far longer than the test: without a quorum the others would wait for it."""

@@ -131,6 +131,7 @@ def restored(me: Station, modes: list[str], job: str) -> list[tuple[int, int, fl
     return found
 
 
+@pytest.mark.slow
 def test_steps_continue_after_a_restore_and_a_change_of_the_mode(shards: Shards) -> None:
     """A round that was open when the checkpoint was taken is not in it."""
     modes = ["ssgd", "asgd", "staleness", "local(steps=4)"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.optim import lr_scheduler
 
@@ -57,6 +58,7 @@ def differences(title: str, ours: State, theirs: State, tolerance: float) -> lis
     return [f"{title}: {name}: {error}" for name, error in errors.items() if error > tolerance]
 
 
+@pytest.mark.slow
 def test_one_worker_trains_as_the_plain_script_does(shards: Shards) -> None:
     (found,) = shards.run(run_all, "ssgd", new_job(), num_workers=1)
     wrong = [
@@ -67,6 +69,7 @@ def test_one_worker_trains_as_the_plain_script_does(shards: Shards) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_two_workers_train_as_the_plain_script_does_with_both_batches(shards: Shards) -> None:
     first, second = shards.run(run_all, "ssgd", new_job())
     accuracy = first[OWN_BATCH].pop("accuracy")
@@ -82,6 +85,7 @@ def test_two_workers_train_as_the_plain_script_does_with_both_batches(shards: Sh
     assert all(np.array_equal(first[OWN_BATCH][name], second[OWN_BATCH][name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_every_recipe_runs_in_a_mode_with_delayed_pulls(shards: Shards) -> None:
     """Its promise is another one: after the end all workers have the same, finite weights."""
     first, second = shards.run(run_all, "ssd(steps=3, warmup=3)", new_job())
@@ -145,6 +149,7 @@ def follow_all(me: Station, job: str) -> dict[tuple[str, bool], State]:
     }
 
 
+@pytest.mark.slow
 def test_every_scheduler_of_torch_may_be_made_before_or_after_the_wrapper(shards: Shards) -> None:
     missing = set(lr_scheduler.__all__) - {"LRScheduler", "_LRScheduler"} - SCHEDULERS.keys()
     assert not missing
@@ -167,6 +172,7 @@ def launch(*words: object, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_the_first_worker_saves(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(endless())
@@ -184,6 +190,7 @@ def test_after_ctrl_c_the_first_worker_saves(tmp_path: Path) -> None:
     assert all(bool(values.isfinite().all()) for values in saved.values())
 
 
+@pytest.mark.slow
 def test_after_an_exception_in_one_worker_the_other_continues(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     broken = (

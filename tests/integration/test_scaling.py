@@ -106,6 +106,7 @@ def compare(me: Station, job: str, make: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_a_scaler_changes_no_bit_and_an_overflow_is_left_out_by_all(
     shards: Shards, make: str
@@ -284,6 +285,7 @@ def leave_out(me: Station) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_a_step_that_one_worker_leaves_out_is_said_to_all(shards: Shards) -> None:
     with shards.workers(leave_out) as workers:
         for worker in workers:

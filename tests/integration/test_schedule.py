@@ -174,6 +174,7 @@ def version_of(found: files.Found) -> int:
     return int(table["version"])
 
 
+@pytest.mark.slow
 def test_after_a_power_cut_training_continues_from_the_newest(tmp_path: Path) -> None:
     """All shards are of one step; a damaged one is passed over, and a checkpointer that died."""
     with start(tmp_path, "--shards", 2, "--checkpoint-s", 0.3) as first:
@@ -214,6 +215,7 @@ def test_after_a_power_cut_training_continues_from_the_newest(tmp_path: Path) ->
     worker.close()
 
 
+@pytest.mark.slow
 def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Path) -> None:
     """With compressed pulls the shard has forgotten the estimate, and begins with the whole."""
     options = ("--shards", 2, "--checkpoint-s", 0.3, "--durability", "memory")
@@ -237,6 +239,7 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
         shards.said("job had ended; it is not loaded")
 
 
+@pytest.mark.slow
 def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Path) -> None:
     options = ("--shards", 2, "--checkpoint-s", 3600, "--durability", "memory")
     with start(tmp_path, *options) as shards:
@@ -249,6 +252,7 @@ def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Pa
         worker.close()
 
 
+@pytest.mark.slow
 def test_shards_of_several_machines_start_from_the_checkpoints_of_shard_0(tmp_path: Path) -> None:
     """Each has a folder of its own; workers wait until shard 1 has its part again."""
     ports = free_ports(2)

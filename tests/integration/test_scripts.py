@@ -315,6 +315,7 @@ def run_all(me: Station) -> dict[str, State]:
     return {name: weights(run(Desk(me.rank, psworker.size()))) for name, run in SCRIPTS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_normal_script_trains_as_without_paceline(shards: Shards, num_workers: int) -> None:
     wrong = {}

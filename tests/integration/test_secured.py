@@ -51,6 +51,7 @@ def train(environment: dict[str, str]) -> tuple[str, str, float]:
     return name, shares, float(total)
 
 
+@pytest.mark.slow
 def test_every_plane_trains_to_the_same_weights_as_without(
     strong: Fortress, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from safetensors.torch import load_model
 from torch import nn
@@ -252,6 +253,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_sharded_models_of_two_groups_of_two_equal_one_process(
     shards: Shards, tmp_path: Path
 ) -> None:

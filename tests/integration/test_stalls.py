@@ -89,6 +89,7 @@ def test_a_worker_that_hangs_is_named_with_shard_slice_and_step(shards: Shards, 
             wait_until_said(named, first.written)
 
 
+@pytest.mark.slow
 def test_a_shard_that_hangs_is_named_with_worker_slice_and_step() -> None:
     job = new_job()
     with Shards(2) as shards, shards.workers(train, "ssgd", job=job) as workers:

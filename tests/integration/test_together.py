@@ -264,6 +264,7 @@ def test_half_precision_weights_are_float32_between_pulls(shards: Shards) -> Non
 # ----- jobs and buffers
 
 
+@pytest.mark.slow
 def test_jobs_on_the_same_shards_do_not_see_each_other(shards: Shards) -> None:
     alone = [shards.run(train, mode, False, 0.0) for mode in ("ssgd", "ssd(steps=2, warmup=1)")]
     with (

@@ -255,6 +255,7 @@ def train_jittered(me: Station, job: str, run: int) -> list[list[dict[str, np.nd
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_the_same_seed_gives_the_same_bits_in_every_synchronous_mode(
     shards: Shards, num_workers: int

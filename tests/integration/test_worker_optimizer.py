@@ -174,6 +174,7 @@ def train_alone() -> Weights:
     return run.weights()
 
 
+@pytest.mark.slow
 def test_workers_that_step_end_where_one_process_ends_and_resume_to_the_bit(shards: Shards) -> None:
     """Lion with a scaler and a clipped mean; Muon beside AdamW; Adafactor with absent gradients."""
     alone = train_alone()

@@ -142,6 +142,7 @@ def model(rule: OD, num_workers: int, steps: int) -> tuple[Vector, Vector]:
     return seen, history[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [

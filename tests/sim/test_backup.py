@@ -34,6 +34,7 @@ def test_one_slice_is_never_waited_for_in_vain(num_workers: int, backup: int) ->
         simulate(with_backup(seed, num_workers, backup, ONE_SLICE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "backup"), [(3, 1), (4, 2)])
 def test_slices_do_not_make_workers_wait_for_each_other(num_workers: int, backup: int) -> None:
     for seed in range(SEEDS):

@@ -30,6 +30,7 @@ def test_a_worker_may_be_killed_at_every_point(
         ContinuedWorld(replicas, MINIBATCHES, rank, [Kill(at=at, rank=rank)]).run()
 
 
+@pytest.mark.slow
 def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
     calm = ContinuedWorld((2, 1), 4, 5, [])
     calm.run()
@@ -37,6 +38,7 @@ def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
         ContinuedWorld((2, 1), 4, 5, [Kill(at=at, rank=0, returns=False)]).run()
 
 
+@pytest.mark.slow
 def test_several_deaths_at_drawn_points() -> None:
     assert [found for found in map(find_failure, range(100)) if found] == []
 

@@ -16,6 +16,7 @@ def test_without_failures_almost_all_computing_counts(name: str) -> None:
     assert counted == 6 * {goodput.ROUNDS_MODE: 4, goodput.PARALLEL_MODE: 22}[name]
 
 
+@pytest.mark.slow
 def test_failures_stop_a_mode_that_waits_for_all_and_not_rounds_with_a_quorum() -> None:
     kept = {}
     for name in (goodput.ROUNDS_MODE, goodput.PARALLEL_MODE):

@@ -17,6 +17,7 @@ from benchmarks import gpu, pages
 COMMAND = (sys.executable, "-m", gpu.MODULE, "--device", "cpu", "--models", "tiny")
 
 
+@pytest.mark.slow
 def test_the_program_runs_on_the_cpu_and_the_page_shows_its_result(tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
     options = ("--modes", "diloco", "--processes", "2", "--rounds", "1", "--json")

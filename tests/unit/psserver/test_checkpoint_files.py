@@ -193,6 +193,7 @@ def killed_at(number: int, act: Callable[[], object]) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path: Path) -> None:
     number = 0
     while True:

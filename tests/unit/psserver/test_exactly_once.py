@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -329,6 +330,7 @@ class Story(RuleBasedStateMachine):
         worker.has_pulled = True
 
 
+@pytest.mark.slow
 def test_every_push_counts_once_whatever_happens() -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(

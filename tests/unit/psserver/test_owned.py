@@ -81,6 +81,7 @@ def train(front: Front, rank: int) -> None:
         front.engine.requests.note_refused()
 
 
+@pytest.mark.slow
 def test_status_is_read_while_threads_push() -> None:
     async def scene(front: Front) -> None:
         await many_tables(front)

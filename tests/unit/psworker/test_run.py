@@ -50,6 +50,7 @@ def test_a_worker_that_fails_without_a_shard_has_a_code_of_its_own(
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_told_by_its_signal() -> None:
     assert ended(("sh", "-c", "kill -9 $$"))[0] == 128 + 9
 

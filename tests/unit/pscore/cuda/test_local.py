@@ -61,6 +61,7 @@ def assert_same(first: Any, second: Any) -> None:
     assert np.array_equal(first.numpy().view(np.uint32), second.numpy().view(np.uint32))
 
 
+@pytest.mark.slow
 def test_plain_steps_are_the_cpus(kernels: DeviceKernels) -> None:
     host, other = parts()
     for step in range(3):
