@@ -84,22 +84,22 @@ def test_bytes_on_a_slow_link_are_shares_of_those_of_ddp() -> None:
 
 
 def test_times_of_rounds_stand_beside_the_computing_in_them() -> None:
-    names = list(round_times.modes())
+    names = list(round_times.modes(steps=50))
     seconds = dict.fromkeys(names, 2.05) | {round_times.PLAIN: 2.0, round_times.BLOCKING: 3.0}
-    run = {"seconds": {"1 Gbit/s": seconds}}
+    run = {"seconds": {"50 steps": {"1 Gbit/s": seconds}}}
     rows = round_times.rows_of(run).splitlines()
-    assert rows[3] == "| blocking | 3.000 | +50.0 % |"
-    assert rows[-1] == "| mirror, 5 fragments | 2.050 | +2.5 % |"
-    assert round_times.verdict(run).endswith(": met at 1 Gbit/s.")
+    assert rows[0].startswith("| round | links | plain torch, s | blocking | late |")
+    assert rows[-1].startswith("| 50 steps | 1 Gbit/s | 2.000 | +50.0 % | +2.5 % |")
+    assert round_times.verdict(run).endswith(": met at 1 Gbit/s with 50 steps.")
     seconds["eager"] = 2.07
-    assert round_times.verdict(run).endswith(": **not met** at 1 Gbit/s.")
+    assert round_times.verdict(run).endswith(": **not met** at 1 Gbit/s with 50 steps.")
 
 
 def test_times_of_links_that_are_in_the_file_are_not_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Cluster:
-        def run(self, mode: str) -> list[float]:
+        def run(self, run: round_times.Run) -> list[float]:
             return [1.0, 2.0]
 
     @contextmanager
@@ -112,10 +112,12 @@ def test_times_of_links_that_are_in_the_file_are_not_measured_again(
     monkeypatch.setattr("benchmarks.forked.prepare", lambda: None)
     out = tmp_path / "times.json"
     first = round_times.measure(out)
-    assert made == ["100mbit", "1gbit", "1gbit"]
-    assert first["seconds"]["1 Gbit/s"]["mirror"] == 2.0  # The slowest worker's.
+    assert made == ["100mbit", "1gbit", "1gbit"] * 2
+    assert (
+        first["seconds"]["50 steps of 50 ms"]["1 Gbit/s"]["mirror"] == 2.0
+    )  # The slowest worker's.
     assert round_times.measure(out)["seconds"] == first["seconds"]
-    assert len(made) == 3
+    assert len(made) == 6
 
 
 def test_the_reach_of_mirror_is_shown_beside_rounds_that_block() -> None:
