@@ -152,6 +152,7 @@ def train_until_told(me: Station, mode: str, dies: bool) -> dict[str, Any]:
     return {"losses": losses, "models": models, "mean": weights_of(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ALL)
 def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
@@ -180,6 +181,7 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
                 assert relative_error(other["mean"][name], weight) < 0.2, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [*MODES, GLOO, SGP])
 def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
@@ -633,6 +635,7 @@ def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_i
         assert min(one.result(), new.result()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_training_continues_when_shard_0_is_killed(tmp_path: Path, mode: str) -> None:
     command = Command(tmp_path)

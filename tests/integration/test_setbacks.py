@@ -115,6 +115,7 @@ def train(me: Station, fault: Fault | None, options: dict[str, Any], ends: bool)
 DELAYED = "ssd(steps=2, warmup=1, local=sgd)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [

@@ -19,6 +19,7 @@ def test_an_undisturbed_run_counts_each_once() -> None:
     ContinuedWorld(REPLICAS, MINIBATCHES, 0, []).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize(("replicas", "every"), [(REPLICAS, 1), ((1, 1, 1), 3)], ids=str)
 def test_a_worker_may_be_killed_at_every_point(
