@@ -39,8 +39,6 @@ SEQUENCES = 2  # Of one process in one step.
 LR = 1e-3
 MODES = ("ssd(steps=3, warmup=2)", "diloco(steps=4)", "diloco(steps=4, overlap=eager, delay=1)")
 Weights = dict[str, npt.NDArray[np.float32]]
-SEQUENCES = 2  # Of one process in one step.
-LR = 1e-3
 
 
 class Block(nn.Module):
