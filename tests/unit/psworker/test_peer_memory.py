@@ -15,6 +15,7 @@ import pytest
 from pscore.errors import AccessError, ConfigError, PacelineError, RemoteProtocolError
 from pscore.memory.segment import PAGE, Segment
 from pscore.memory.slots import Slots
+from pscore.net import congestion
 from pscore.net.endpoint import Endpoint
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2
@@ -81,6 +82,22 @@ def test_long_arrays_lie_in_shared_memory_and_short_ones_in_their_frames(
         taken = receiver.mailbox.take(11, Tag(1, number, 0), 1.0)
         assert taken is not None
         assert np.array_equal(taken, sent)
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("local", "near_us", "is_far"),
+    [("", 0, True), ("", 10_000_000, False), ("same host", 0, False)],
+)
+def test_a_worker_is_far_if_the_round_trips_over_tcp_are_long(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, local: str, near_us: int, is_far: bool
+) -> None:
+    monkeypatch.setattr(congestion, "NEAR_US", near_us)
+    if not local:
+        receiver.peer.local = ""
+    link = PeerLink(receiver.peer, HOST)
+    give(link, 0, np.zeros(SHORT, np.float32))
+    assert link.is_far is is_far
     link.close()
 
 
