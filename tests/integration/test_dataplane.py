@@ -44,6 +44,7 @@ def train(me: Station, mode: str) -> tuple[set[str], dict[str, np.ndarray]]:
     return plane, weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=2)"])
 def test_every_data_plane_gives_the_same_bits(shards: Shards, mode: str) -> None:
     results = {
@@ -139,6 +140,7 @@ def test_with_overlap_each_slice_is_sent_without_checking_the_others(
         assert num_pushed == (num_before if overlap else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "overlap"), [*((mode, False) for mode in DELAYED), ("ssgd", True)]
 )

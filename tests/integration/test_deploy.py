@@ -195,6 +195,7 @@ def test_every_client_has_a_certificate_and_a_token(name: str) -> None:
         assert SERVICES[name]["depends_on"] == done
 
 
+@pytest.mark.slow
 def test_the_secrets_are_made_once_and_fit_the_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

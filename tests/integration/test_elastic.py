@@ -90,6 +90,7 @@ def impatient() -> Iterator[Shards]:
         yield started
 
 
+@pytest.mark.slow
 def test_workers_join_die_and_take_the_place_of_the_dead(impatient: Shards) -> None:
     job, bounds = new_job(), (1, 3)
     with joins(impatient, job, bounds, 2) as (first, second):

@@ -111,6 +111,7 @@ def impatient() -> Iterator[Shards]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_without_a_word_is_missed_for_a_lease(impatient: Shards) -> None:
     with impatient.workers(train, "ssgd", (LONG, SHORT), "exit") as (first, _):
         agree(first.result(), alone((LONG, SHORT)))
@@ -130,6 +131,7 @@ def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
         agree(weights, alone((LONG, SHORT)))
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_have_died_can_be_forgotten_and_starts_over(impatient: Shards) -> None:
     job = new_job()
     with impatient.workers(train, "ssgd", (SHORT, SHORT), "hold", job=job) as workers:
@@ -163,6 +165,7 @@ def train_on_signal(me: Station) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_held_up_comes_back_and_says_so(impatient: Shards) -> None:
     """As by a debugger, or a machine that sleeps: it is missed, and joins again."""
     with impatient.workers(train_on_signal) as (first, second):
@@ -275,6 +278,7 @@ def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_continue(
     assert not re.search(rf"worker lost .*job={job} .*silent_s=", shards.written())
 
 
+@pytest.mark.slow
 def test_a_shard_that_dies_is_an_error_that_names_it(script: Path) -> None:
     with Shards(2) as dying:
         env = dying.environment(0, 1, new_job()) | {"PACELINE_TIMEOUT_S": "1"}

@@ -67,6 +67,7 @@ def faulty_shards() -> object:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
 def test_faults_of_shards_change_no_bit(
     faulty_shards: Shards, expected: Weights, plane: str

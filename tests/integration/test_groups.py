@@ -530,6 +530,7 @@ def test_a_killed_process_ends_its_group_and_the_group_comes_back(shards: Shards
             assert np.array_equal(shared, np.full(4, 1.5, np.float32))
 
 
+@pytest.mark.slow
 def test_groups_join_and_leave_an_elastic_job(shards: Shards) -> None:
     job = new_job()
     with group_workers(shards, work_told, job, True, job=job, groups=(0,)) as first:

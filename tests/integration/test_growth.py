@@ -87,6 +87,7 @@ def resume(me: Station, saved: bytes) -> tuple[Weights, int]:
     return weights_of(model), steps
 
 
+@pytest.mark.slow
 def test_with_gradients_that_leave_during_backward_it_equals_torch(shards: Shards) -> None:
     plain = alone()
     first, second = shards.run(train, "ssgd", True)

@@ -200,6 +200,7 @@ def make_a_step(worker: ByHand) -> None:
     worker.push_gradient()
 
 
+@pytest.mark.slow
 def test_jobs_are_listed_and_forgotten(tmp_path: Path) -> None:
     state = tmp_path / "state"
     cluster = Cluster(Command(tmp_path), "--state-dir", state, "--checkpoint-s", 0.2, num_shards=1)

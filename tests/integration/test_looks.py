@@ -282,6 +282,7 @@ def report(me: Station) -> None:
     me.hear()
 
 
+@pytest.mark.slow
 def test_reported_values_travel_with_the_heartbeats(shards: Shards) -> None:
     job = new_job()
 

@@ -185,6 +185,7 @@ def place_of(log: Log, offer: Offer) -> int:
     return same[0]
 
 
+@pytest.mark.slow
 def test_mixes_of_real_workers_are_exact_to_the_bit(logs: list[Log]) -> None:
     states = {rank: START for rank in range(NUM)}
     offers = {(rank, o.number): o for rank, log in enumerate(logs) for o in log.offers}

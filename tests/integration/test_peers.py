@@ -71,6 +71,7 @@ def test_synchronous_modes_without_a_server_are_synchronous_sgd(shards: Shards) 
                 assert relative_error(ours[index][name], weight) <= limit, (mode, name)
 
 
+@pytest.mark.slow
 def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
     pairs = ("adpsgd", "adpsgd(exchange=atomic)")
     modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", *pairs, "sgp", "sgp(late=1)")
@@ -218,6 +219,7 @@ def wait_for_the_other(me: Station, mode: str) -> None:
     psworker.shutdown()
 
 
+@pytest.mark.slow
 def test_a_worker_names_the_one_for_which_it_waits(shards: Shards) -> None:
     said = re.compile(r"worker 0 has waited \d+ s for step [12] of worker 1")
 
@@ -296,6 +298,7 @@ def reference(num_workers: int, steps: int) -> dict[str, np.ndarray]:
     return weights_of(model)
 
 
+@pytest.mark.slow
 def test_modes_change_into_each_other_through_one_average(shards: Shards) -> None:
     found = shards.run(change_modes, num_workers=3)
     for one in found:
@@ -321,6 +324,7 @@ def change_kinds(me: Station, modes: tuple[str, ...]) -> list[dict[str, np.ndarr
     return [*starts, copy_of(model)]
 
 
+@pytest.mark.slow
 def test_a_job_changes_to_modes_without_a_server_and_back(shards: Shards) -> None:
     modes = ("ssgd", "allreduce", "ssgd", "adpsgd", "ssgd")
     found = shards.run(change_kinds, modes, num_workers=2)
@@ -401,6 +405,7 @@ def rarely() -> Iterator[Shards]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_may_end_at_different_steps(rarely: Shards, mode: str) -> None:
     for losses in rarely.run(end_unevenly, (mode,), num_workers=3):
@@ -618,6 +623,7 @@ def stops(worker: Worker) -> bool:
     return "for 1 more worker (1 of at least 2) to know who takes part" in worker.written()
 
 
+@pytest.mark.slow
 def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_its_least() -> None:
     env = {"PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}
     how: dict[str, Any] = {"num_workers": 1, "job": new_job(), "env": env}

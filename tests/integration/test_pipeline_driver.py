@@ -110,6 +110,7 @@ def find_and_train(me: Station, job: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
+@pytest.mark.slow
 def test_workers_find_their_plan(shards: Shards) -> None:
     with shards.workers(find_and_train, new_job(), num_workers=2) as workers:
         results = [worker.result() for worker in workers]
@@ -253,6 +254,7 @@ def wait_for_the_lost(me: Station) -> None:
         run.step(x.float(), y.float())
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_named() -> None:
     with (
         Shards(1) as shards,

@@ -563,6 +563,7 @@ def psserver_is_gone(psserver: Command, addresses: list[str]) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_embedded_servers_are_a_context_manager(psserver: Command) -> None:
     from psserver.process.embedded import start_embedded
 

@@ -108,6 +108,7 @@ def test_other_modes_share_the_estimate(shards: Shards, mode: str) -> None:
         assert all(np.isfinite(weight).all() for weight in found["final"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssd(steps=2, warmup=2, local=glu)", "ssd(steps=2, warmup=2)"])
 def test_modes_that_pull_seldom_have_the_same_bits_each_time(shards: Shards, mode: str) -> None:
     """The second one brings the optimizer's state with each pull, and with it the weights."""

@@ -330,6 +330,7 @@ def zeroed(me: Station, by_hand: bool) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 def test_after_a_step_gradients_may_be_written_where_no_pull_was_waited_for(
     shards: Shards,
 ) -> None:

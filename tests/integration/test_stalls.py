@@ -109,6 +109,7 @@ def test_a_shard_that_hangs_is_named_with_worker_slice_and_step() -> None:
             assert worker.hear() == STEPS + 1
 
 
+@pytest.mark.slow
 def test_workers_that_never_join_are_named(shards: Shards) -> None:
     """Three jobs at once: the waits for the reports are one."""
     with contextlib.ExitStack() as started:

@@ -141,6 +141,7 @@ def test_a_resumed_job_continues_to_the_bit(
         assert same(weights, whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_on_another_number_of_shards(shards: Shards) -> None:
     (whole, checkpoint), _ = shards.run(train, adam, "ssgd", True)
     with Shards(1) as one:
@@ -148,6 +149,7 @@ def test_a_checkpoint_loads_on_another_number_of_shards(shards: Shards) -> None:
             assert same(weights, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=3, warmup=2)", "ssd(steps=1, warmup=0)"])
 def test_a_checkpoint_changes_no_bit_of_training(shards: Shards, mode: str) -> None:
     with_it, without = (shards.run(train, sgd, mode, save) for save in (True, False))
@@ -155,6 +157,7 @@ def test_a_checkpoint_changes_no_bit_of_training(shards: Shards, mode: str) -> N
         assert same(with_it[rank][0], without[rank][0])
 
 
+@pytest.mark.slow
 def test_a_delayed_job_resumes_from_the_global_weights(shards: Shards) -> None:
     """Delayed by a pull that had been under way, so not to the bit; but no warm-up starts over."""
     mode = "ssd(steps=3, warmup=2)"

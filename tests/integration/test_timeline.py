@@ -116,6 +116,7 @@ def test_rounds_and_their_windows_are_shown(tmp_path: Path) -> None:
         assert len([push for push in pushes if push >= whole["ts"]]) >= 2
 
 
+@pytest.mark.slow
 def test_every_span_is_one_that_chrome_reads(joined: list[Event]) -> None:
     complete = [event for event in joined if event["ph"] == "X"]
     assert {event["ph"] for event in joined} == {"X", "M", "s", "f"}

@@ -95,6 +95,7 @@ def test_each_worker_clips_its_own_gradient(shards: Shards) -> None:
             assert relative_error(path[-1][name], expected) <= 2e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=2)"])
 def test_pushing_during_backward_changes_no_bit(shards: Shards, mode: str) -> None:
     runs = [shards.run(train, mode, overlap, 0.0) for overlap in (True, False)]
@@ -103,6 +104,7 @@ def test_pushing_during_backward_changes_no_bit(shards: Shards, mode: str) -> No
             assert same(early, late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["ssgd", "ssd(steps=3, warmup=1, local=glu)", "ssd(steps=2, warmup=1, mirror=kept)"]
 )

@@ -113,6 +113,7 @@ def train_alone(make: Make, schedule: Schedule, num_workers: int) -> dict[str, n
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "schedule"),
     [
@@ -215,6 +216,7 @@ def train_large(me: Station) -> tuple[int, dict[str, np.ndarray]]:
     return len(table_of(optimizer).flat.layout.slices), weights_of(model)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_spans_slices_on_both_shards_is_put_together(shards: Shards) -> None:
     # Means of the two steps: i + 0.5 and i + 1.5, so -0.5 * (2 i + 2); small: -0.5 * 2 * 0.5.
     expected = -(np.arange(LARGE, dtype=np.float32) % 1009 + 1)
