@@ -244,7 +244,6 @@ class Peers:
 
     def _want(self, wanted: Want) -> FloatArray | None:
         """Returns an array; None if the members change before it comes."""
-        what = f"step {wanted.tag.round} of worker {wanted.source}"
         found: list[FloatArray | None] = []
 
         def take() -> bool:
@@ -255,7 +254,7 @@ class Peers:
             found.append(values)
             return True
 
-        self._watched(lambda: what, take)
+        self._watched(lambda: f"step {wanted.tag.round} of worker {wanted.source}", take)
         self._heard_s = time.monotonic()
         return found[0]
 
@@ -291,8 +290,7 @@ class Peers:
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""
         gatherings: list[Gathering] = []
-        delay_s, first = MEET_S, self.epoch
-        awaited = "other workers"
+        delay_s, first, awaited = MEET_S, self.epoch, "other workers"
 
         def ask() -> bool:
             nonlocal awaited, delay_s
