@@ -80,7 +80,7 @@ class Exchange:
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
-        self.traffic, self.missed = Traffic(), Missed(len(own))
+        self.traffic, self.missed = Traffic(), Missed(len(own), spec.rule)
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
@@ -267,7 +267,7 @@ class Exchange:
         taking_part.step_aside(self.session, self.table, self._num_changes, step)
         self.session.barrier("mode")
         taking_part.change(self.session, self.table, self._num_changes, rule)
-        self.spec = replace(self.spec, rule=rule)
+        self.spec, self.missed.rule = replace(self.spec, rule=rule), rule
         self.ask_origin()
 
     def step_aside(self, step: int) -> None:

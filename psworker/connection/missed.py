@@ -10,6 +10,8 @@ import logging
 from collections import deque
 from collections.abc import Collection
 
+from pscore.rules.base import Rule
+
 log = logging.getLogger("paceline")
 RECENT_MAX = 64
 
@@ -21,13 +23,15 @@ class Missed:
         num_steps: Number of such steps.
         recent: The newest of them, as `optimizer.clock` counts; at most 64.
         pushed: Step of the last push of each slice.
+        rule: The table's mode: where a push ends a round of steps, the log calls it a push.
     """
 
-    def __init__(self, num_slices: int) -> None:
+    def __init__(self, num_slices: int, rule: Rule) -> None:
         """Starts with none, for a table of `num_slices` slices."""
         self.num_steps = 0
         self.recent: deque[int] = deque(maxlen=RECENT_MAX)
         self.pushed: dict[int, int] = {}
+        self.rule = rule
         self._num_slices = num_slices
         self._under_way: set[int] = set()  # Slices pushed in the step under way.
 
@@ -48,9 +52,10 @@ class Missed:
         self._add(step)
         if self.num_steps & (self.num_steps - 1) == 0:
             log.warning(
-                "worker %d: step %d does not count in slice %d, and perhaps in others: it came "
-                "when the shard had closed that step (late steps so far: %d)",
+                "worker %d: %s %d does not count in slice %d, and perhaps in others: it came "
+                "when the shard had closed it (late so far: %d)",
                 rank,
+                self._unit,
                 step,
                 index,
                 self.num_steps,
@@ -70,12 +75,16 @@ class Missed:
         num_unknown = len(self._under_way) - len(counted)
         self._under_way.clear()
         if len(counted) == self._num_slices:
-            return f"step {step} counts"
+            return f"{self._unit} {step} counts"
         self._add(step)
         if not counted and not num_unknown:
-            return f"step {step} does not count"
+            return f"{self._unit} {step} does not count"
         unknown = f", and perhaps in {num_unknown} more" if num_unknown else ""
-        return f"step {step} counts in {len(counted)} of {self._num_slices} slices{unknown}"
+        return f"{self._unit} {step} counts in {len(counted)} of {self._num_slices} slices{unknown}"
+
+    @property
+    def _unit(self) -> str:
+        return "push" if self.rule.outer_optimizer else "step"
 
     def _add(self, step: int) -> None:
         self.num_steps += 1

@@ -19,6 +19,7 @@ absent, so that the step ends on every worker; afterwards `step()` raises.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -39,6 +40,7 @@ from psworker.training.gradients import Gradients
 from psworker.training.table import GlobalState, TrainingTable
 from psworker.training.tracing import not_traced
 
+log = logging.getLogger("paceline")
 T = TypeVar("T")
 
 
@@ -153,9 +155,21 @@ class Recovery:
         table.rejoin()
         self._buffers.restart()
         table.begin(failure.step)
+        self._say_if_back(failure.step)
         self.failure = None
         self._gradients.end()
         self._gradients.begin_again()
+
+    def _say_if_back(self, former: int) -> None:
+        """Logs that steps which this worker had made are lost."""
+        table = self._table
+        if table.replica.step < former:
+            log.warning(
+                "worker %d goes back from step %d to step %d; what it made after that is lost",
+                table.session.rank,
+                former,
+                table.replica.step,
+            )
 
     def peek(self, num_state: int | None = None) -> GlobalState:
         """Returns `TrainingTable.peek`; a worker that the shards have declared lost rejoins first.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -237,6 +238,39 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
         victim = shards.pid(1)
         os.kill(victim, signal.SIGKILL)
         shards.said("job had ended; it is not loaded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "steps", "what"), [("ssgd", 1, "step"), ("local(steps=3)", 3, "push")]
+)
+def test_a_worker_says_how_far_its_job_goes_back(
+    tmp_path: Path, mode: str, steps: int, what: str
+) -> None:
+    """All shards are killed, and their memory is lost; the worker lives."""
+    options = ("--shards", 2, "--checkpoint-s", 0.3, "--durability", "memory")
+    with start(tmp_path, *options) as shards:
+        worker = shards.worker(mode)
+        run_until(worker, 5)
+        found = shards.newest()
+        while version_of(found) < 5:
+            found = shards.newest(found.sequence)
+        shards.schedule().suspend()
+        worker.tell("continue")
+        run_until(worker, 20)
+        for index in range(2):
+            os.kill(shards.pid(index), signal.SIGKILL)
+        worker.tell("continue")
+        now, _ = worker.hear(DEADLINE_S)
+        while now >= 20:  # The step under way may end before the worker notices.
+            worker.tell("continue")
+            now, _ = worker.hear(DEADLINE_S)
+        said = worker.written()
+        shards.schedule().resume()
+        ended(worker)
+    assert re.search(rf"worker 0 rejoins, {what} \d+ (does not count|counts in)", said)
+    (back,) = re.findall(r"worker 0 goes back from step (\d+) to step (\d+); ", said)
+    assert int(back[0]) >= 20 * steps > int(back[1]) == 5 * steps
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from pscore.rules import SSGD, LocalSGD
 from psworker.connection.missed import RECENT_MAX, Missed
 
 
@@ -13,7 +14,7 @@ def send_all(missed: Missed, step: int, num_slices: int = 3) -> None:
 
 
 def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    missed = Missed(3)
+    missed = Missed(3, SSGD())
     send_all(missed, 4)
     with caplog.at_level(logging.WARNING, "paceline"):
         missed.late(2, 1)
@@ -26,7 +27,7 @@ def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureF
 def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    missed = Missed(1)
+    missed = Missed(1, SSGD())
     with caplog.at_level(logging.WARNING, "paceline"):
         for step in range(100):
             missed.sent(0, step)
@@ -50,7 +51,7 @@ def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
 def test_of_a_step_that_is_given_up_counts_what_was_acknowledged(
     pushed: list[int], unanswered: list[int], text: str
 ) -> None:
-    missed = Missed(3)
+    missed = Missed(3, SSGD())
     send_all(missed, 4)
     missed.end_step()
     for index in pushed:
@@ -60,8 +61,17 @@ def test_of_a_step_that_is_given_up_counts_what_was_acknowledged(
     assert missed.give_up(8, []) == "step 8 does not count"
 
 
+def test_the_push_of_a_round_is_not_called_a_step() -> None:
+    missed = Missed(3, LocalSGD(steps=5))
+    send_all(missed, 4)
+    assert missed.give_up(4, [1, 2]) == "push 4 counts in 1 of 3 slices, and perhaps in 2 more"
+    missed.rule = SSGD()
+    send_all(missed, 5)
+    assert missed.give_up(5, []) == "step 5 counts"
+
+
 def test_between_two_steps_nothing_is_given_up() -> None:
-    missed = Missed(3)
+    missed = Missed(3, SSGD())
     send_all(missed, 4)
     missed.end_step()
     assert missed.give_up(None, []) == "no step was under way"
