@@ -37,7 +37,7 @@ run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
 # Byte code is kept whatever the machine's variables say: hundreds of processes import the same files.
-test: $(STAMP) ## the test suite, but for the tests that take about a second of CPU or more each
+test: $(STAMP) ## the test suite, but for the tests that take about half a second of CPU or more each
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow"
 
 test-slow: $(STAMP) ## those: kill loops, whole examples and scripts, sharded models

@@ -268,6 +268,7 @@ def test_many_half_hellos_stall_nobody_and_are_closed(stronghold: Fortress) -> N
     eventually(lambda: psutil.Process(stronghold.pid).num_threads() < 100)
 
 
+@pytest.mark.slow
 def test_a_message_without_a_token_is_not_read(stronghold: Fortress) -> None:
     """Four strangers push 64 MiB each, over and over; the shard keeps none of it."""
     frame = wire.encode(b"", bytes(64 * MIB))

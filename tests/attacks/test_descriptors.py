@@ -91,6 +91,7 @@ def knock(port: int, sent: bytes, number: int) -> list[socket.socket]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", ["socket", "grpc"])
 def test_more_strangers_than_descriptors_end_nothing(small: Small, plane: str) -> None:
     """Their connections stay open meanwhile, as far as the shard lets them."""

@@ -243,6 +243,7 @@ def test_a_replayed_session_changes_nothing() -> None:
     play(scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     """In a synchronous mode they wait, up to a limit; in an asynchronous one they are updates."""
@@ -268,6 +269,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_parked_payloads_are_all_that_a_flood_costs() -> None:
     async def scene(front: Front) -> None:
         await front.ready()

@@ -102,6 +102,7 @@ def test_every_lying_header_is_refused(frames: list[bytes]) -> None:
                 wire.decode(sealed)
 
 
+@pytest.mark.slow
 def test_a_shard_answers_no_frame_that_was_damaged(frames: list[bytes]) -> None:
     async def scene(front: Front) -> None:
         target = Target(front)
@@ -118,6 +119,7 @@ def test_a_shard_answers_no_frame_that_was_damaged(frames: list[bytes]) -> None:
     play(scene)
 
 
+@pytest.mark.slow
 def test_a_shard_survives_what_a_fuzzer_would_send() -> None:
     """The fuzzer's own loop (`fuzz_frames.py`), short and without its guide."""
 

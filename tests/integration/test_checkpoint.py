@@ -231,6 +231,7 @@ def follow(offset: int, outer: tuple[float, float], span: range) -> tuple[float,
     return start, speed
 
 
+@pytest.mark.slow
 def test_fragments_at_different_rounds_are_saved_after_the_same_number_of_them(
     shards: Shards, command: Command, tmp_path: Path
 ) -> None:

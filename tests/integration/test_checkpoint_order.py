@@ -55,6 +55,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_the_newest_of_an_asynchronous_job_is_restored(shards: Shards, tmp_path: Path) -> None:
     """Each has a place of its own in the order; a damaged one is refused, and the next taken."""
     command, folder, job = Command(tmp_path), tmp_path / "checkpoints", new_job()

@@ -178,6 +178,7 @@ def expect_refusal(shards: Shards, compression: str, where: str) -> None:
     assert (residual > 0.0) == (compression != "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "compression"), CASES)
 def test_gradients_on_a_device_move_the_weights_as_those_on_the_host(
     shards: Shards, mode: str, compression: str
@@ -201,6 +202,7 @@ def test_a_gradient_on_a_device_that_is_changed_after_it_has_left_is_an_error(
     shards.run(change_grad, STAND_IN, num_workers=1)
 
 
+@pytest.mark.slow
 def test_means_on_a_device_move_the_weights_as_those_on_the_host(shards: Shards) -> None:
     first, second = shards.run(step_on_workers, STAND_IN)
     host, _ = shards.run(step_on_workers, "cpu")

@@ -411,6 +411,7 @@ MISUSES = {
 }
 
 
+@pytest.mark.slow
 def test_features_that_a_step_lacks_are_refused_by_name(shards: Shards) -> None:
     (problems,) = shards.run(misuse, new_job(), num_workers=1)
     assert problems.keys() == MISUSES.keys()
@@ -454,6 +455,7 @@ def wait_until_said(worker: Worker, pattern: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_worker_names_its_reason_to_wait(shards: Shards) -> None:
     """A step that a peer does not make, weights that nobody uploads, an empty barrier."""
     with (

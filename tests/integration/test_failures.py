@@ -94,6 +94,7 @@ def test_no_mode_hangs_on_uneven_data(shards: Shards, mode: str) -> None:
         assert all(np.isfinite(weight).all() for weight in weights.values())
 
 
+@pytest.mark.slow
 def test_an_asynchronous_job_is_not_over_before_all_have_come(shards: Shards) -> None:
     job = new_job()
     with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[0], job=job) as (first,):
@@ -118,6 +119,7 @@ def test_a_worker_that_dies_without_a_word_is_missed_for_a_lease(impatient: Shar
     assert "worker lost" in impatient.written()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["ssgd", "ssd(steps=3, warmup=2)", "diloco(steps=2, overlap=mirror, fragments=2)"]
 )
@@ -227,6 +229,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("raise", 1)])
 def test_a_script_that_just_ends_or_fails_hangs_nobody(
     shards: Shards, script: Path, end: str, status: int
@@ -258,6 +261,7 @@ def train_in_two_parts(me: Station) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_continue(
     shards: Shards, script: Path
 ) -> None:

@@ -43,6 +43,7 @@ def expected(shards: Shards) -> Weights:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
 @pytest.mark.parametrize("fault", list(AT_THE_WORKER))
 def test_faults_of_workers_change_no_bit(

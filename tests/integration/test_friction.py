@@ -94,6 +94,7 @@ def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] sum 1.0", "[1] sum 1.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["broken", "closed"])
 def test_workers_continue_when_nobody_reads_what_they_print(tmp_path: Path, how: str) -> None:
     script = tmp_path / "much.py"

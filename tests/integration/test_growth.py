@@ -99,6 +99,7 @@ def test_with_gradients_that_leave_during_backward_it_equals_torch(shards: Shard
         assert same(weights, first[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssd(steps=3, warmup=2)", "local(steps=3)", "asgd"])
 def test_in_other_modes_all_workers_continue_with_one_model(shards: Shards, mode: str) -> None:
     (first, _), (second, _) = shards.run(train, mode)
@@ -134,6 +135,7 @@ def grow_with(me: Station | None, kind: str) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_equals_torch_wherever_the_optimizer_runs(shards: Shards, kind: str) -> None:
     plain = grow_with(None, kind)
@@ -170,6 +172,7 @@ def stay(me: Station, num_steps: int) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_later_declares_the_grown_model(shards: Shards) -> None:
     """And an export has the weights of the newest table."""
     job = new_job()

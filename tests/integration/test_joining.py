@@ -63,6 +63,7 @@ def version(address: str, job: str) -> int:
     return int(found.tables[0].version_max)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ahead"), [("ssgd", 1), ("ssd(steps=3, warmup=0)", 2)])
 def test_the_first_step_of_a_worker_that_joins_counts_whole(
     shards: Shards, mode: str, ahead: int

@@ -95,6 +95,7 @@ def broadcast(me: Station, root: int) -> list[list[float]]:
     return [value.flatten().tolist() for value in model.state_dict().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", [0, 2])
 def test_broadcast_takes_the_values_of_the_root(shards: Shards, root: int) -> None:
     torch.manual_seed(root)

@@ -106,6 +106,7 @@ def od_sgd(num_workers: int) -> tuple[list[list[Array]], Array]:
     return paths, shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "num_workers"), [(OD_MODES[0], 2), (OD_MODES[0], 3), (OD_MODES[1], 2)]
 )
@@ -375,6 +376,7 @@ def work_twice(me: Station, job: str, modes: tuple[str, str], steps: int) -> lis
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", ["sgd", "glu", "mirror"])
 def test_the_warm_up_of_ssd_is_ssgd_to_the_bit(shards: Shards, local: str) -> None:
     modes = ("ssgd", f"ssd(steps=2, warmup=6, local={local})")
@@ -414,6 +416,7 @@ def test_an_asgd_worker_waits_for_its_own_update_only(shards: Shards) -> None:
         assert second.result() == (110.0, 110.0)
 
 
+@pytest.mark.slow
 def test_asgd_loses_no_gradient_of_workers_that_race(shards: Shards) -> None:
     with shards.workers(sum_up, 30, False, num_workers=3) as workers:
         for worker in workers:

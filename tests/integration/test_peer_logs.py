@@ -249,6 +249,7 @@ def test_real_workers_follow_the_replay_of_their_events(logs: list[Log]) -> None
     assert all(sum(event.what == "write" for event in log.events) == STEPS for log in logs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "order"), [("exp", "awc"), ("ring", "atc")])
 def test_every_step_of_real_workers_is_that_of_the_formula(
     shards: Shards, graph: str, order: str

@@ -447,6 +447,7 @@ def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:
     return {"last": last, "names": names, "end": copy_of(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", NAMES)
 def test_shards_keep_the_average_of_the_last_models(
     shards: Shards, tmp_path: Path, mode: str

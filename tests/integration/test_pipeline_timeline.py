@@ -35,6 +35,7 @@ def named(events: list[Event], what: str) -> dict[int, Event]:
     return {event["args"]["number"]: event for event in found}
 
 
+@pytest.mark.slow
 def test_each_worker_has_a_file_with_the_minibatches_of_its_replica(workers: list[Any]) -> None:
     of_replica = [range(0, TOTAL, 2), range(1, TOTAL, 2), range(TOTAL)]
     for events, numbers in zip(workers, of_replica, strict=True):

@@ -93,6 +93,7 @@ def test_the_bytes_pulled_are_those_of_the_deltas(shards: Shards) -> None:
     assert found["pulled"] == (1 + STEPS) * exact + trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", ["fp16", "1bit", "topk(ratio=0.05)", "randomk(ratio=0.05)"])
 def test_pulls_alone_can_be_compressed(shards: Shards, compressor: str) -> None:
     first, second = shards.run(train, "ssgd", {"pull_compression": compressor})
@@ -101,6 +102,7 @@ def test_pulls_alone_can_be_compressed(shards: Shards, compressor: str) -> None:
     assert first["resyncs"] == second["resyncs"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["asgd", "ssp(bound=1)", "dcasgd", "cd(steps=3, warmup=1)"])
 def test_other_modes_share_the_estimate(shards: Shards, mode: str) -> None:
     for found in shards.run(train, mode, TWO_BIT):

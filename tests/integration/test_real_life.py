@@ -304,6 +304,7 @@ def run_wrapped(me: Station, scenario: Scenario) -> Weights:
     return scenario(lambda optimizer, named: psworker.DistributedOptimizer(optimizer, named))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_wrapper_behaves_as_torch_does(shards: Shards, scenario: Scenario) -> None:
     """To 2e-6: a few units of float32's last place in each of some ten steps."""
@@ -373,6 +374,7 @@ def run_again(me: Station, mode: str) -> tuple[Weights, str]:
     return weights_of(model), str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=2)"])
 def test_a_cell_that_is_run_again_trains_with_the_new_wrapper_alone(
     shards: Shards, mode: str

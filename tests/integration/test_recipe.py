@@ -140,6 +140,7 @@ def test_steps_continue_after_a_restore_and_a_change_of_the_mode(shards: Shards)
         assert [rest for _, *rest in found] == [[NUM_STEPS, 16 * NUM_STEPS]] * len(modes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "resumed"),
     [*((mode, False) for mode in MODES), ("ssgd", True), ("asgd", True), ("local(steps=4)", True)],

@@ -76,6 +76,7 @@ def train_alone(inner: str, rounds: int, outer: torch.optim.Optimizer | None = N
     return weights_of(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", list(INNER))
 def test_local_sgd_is_the_mean_of_models_trained_apart(shards: Shards, inner: str) -> None:
     first, second = shards.run(train, "local(steps=5)", inner)
@@ -84,6 +85,7 @@ def test_local_sgd_is_the_mean_of_models_trained_apart(shards: Shards, inner: st
         assert relative_error(first[name], weight) <= 1e-5, name
 
 
+@pytest.mark.slow
 def test_diloco_is_nesterov_over_the_means_of_models_trained_apart(shards: Shards) -> None:
     outer = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.9, nesterov=True)
     first, second = shards.run(train, "diloco(steps=8)", "adamw")
@@ -166,6 +168,7 @@ def train_by_speed(me: Station) -> tuple[list[int], float, float, int]:
     return result
 
 
+@pytest.mark.slow
 def test_a_worker_at_half_speed_makes_half_the_steps_of_a_round(shards: Shards) -> None:
     """Moves of 8/8 and 4/8, weighed by their steps: (8 * 1 + 4 * 1/2) / 12 a round."""
     first, second = shards.run(train_by_speed)
@@ -423,6 +426,7 @@ def train_as_simulated(
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options"),
     [

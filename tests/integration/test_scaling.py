@@ -147,6 +147,7 @@ def alone(me: Station, make: str) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_two_workers_with_scalers_train_as_one_process_does(shards: Shards, make: str) -> None:
     model = make_model()
@@ -256,6 +257,7 @@ def overflow_alone(me: Station, mode: str) -> tuple[float, int, bool]:
     return scale, clock, is_finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd(backup=1)", "asgd"])
 def test_where_workers_need_not_wait_each_leaves_out_its_own_step(
     shards: Shards, mode: str

@@ -93,6 +93,7 @@ def model(way: Sequence[tuple[int, str]]) -> tuple[list[list[Array]], Array]:
     return paths, shard
 
 
+@pytest.mark.slow
 def test_ssgd_to_ssd_and_back_follows_a_model_of_it(shards: Shards) -> None:
     results = shards.run(work_along, WAY)
     expected, end = model(WAY)
@@ -153,6 +154,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_gradient_counts_once(shards: Shards, name: str) -> None:
     modes, steps, shares = CHANGES[name]

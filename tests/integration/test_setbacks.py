@@ -136,6 +136,7 @@ def test_a_step_that_was_refused_here_has_not_been(shards: Shards, mode: str, fa
     assert same(first, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "mode", "compression"),
     [
@@ -154,6 +155,7 @@ def test_slices_that_have_left_count_once_and_the_others_later(
     assert same(first, second) or mode == "asgd"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [spoil_gradient, overflow])
 def test_training_may_end_behind_an_error(shards: Shards, fault: Fault) -> None:
     options = {"mode": "ssgd", "compression": "2bit", "overlap": True}
@@ -198,6 +200,7 @@ def be_refused(me: Station, mode: str, scale: float) -> tuple[int, dict[str, np.
     return clock, weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "scale"), [("ssgd", 0.0), ("ssd(steps=2, warmup=1)", 0.0), ("ssgd", 1.0)]
 )

@@ -73,6 +73,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "od"])
 def test_a_worker_that_hangs_is_named_with_shard_slice_and_step(shards: Shards, mode: str) -> None:
     job = new_job()

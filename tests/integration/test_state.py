@@ -124,6 +124,7 @@ def resume(me: Station, make: Make, mode: str, checkpoint: bytes) -> Weights:
     return weights_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "mode", "num_workers"),
     [

@@ -168,6 +168,7 @@ def end(me: Station, whole: bool) -> tuple[Weights, Weights, str]:
     return weights, seen, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_training_has_an_end_with_the_global_weights_in_the_model(
     shards: Shards, whole: bool
@@ -203,6 +204,7 @@ def load_late(me: Station, mode: str, whole: bool) -> float:
     return max(weight.abs().max().item() for weight in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=0)"])
 @pytest.mark.parametrize("whole", [True, False])
 def test_weights_that_are_changed_in_place_are_warned_of(

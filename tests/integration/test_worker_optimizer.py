@@ -209,6 +209,7 @@ def train_until_told(me: Station) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_again_is_refused_and_the_others_continue(
     shards: Shards, tmp_path: Path
 ) -> None:

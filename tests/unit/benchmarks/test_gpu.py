@@ -49,6 +49,7 @@ def test_without_a_result_the_page_says_so(tmp_path: Path) -> None:
     assert pages.gpu(tmp_path / "none.json") == "No GPU has been measured yet."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "gpt"])
 def test_inputs_and_classes_fit_the_model(name: str) -> None:
     model = gpu.MODELS[name]._replace(batch=1)

@@ -36,6 +36,7 @@ def test_every_run_of_a_sweep_is_one_and_has_a_name_of_its_own(sweep: str) -> No
     assert len({setting.name for setting in settings}) == len(settings)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_stops_the_synchronous_modes_and_not_the_asynchronous_ones() -> None:
     paces = {}
     for mode in ("ssgd", "ssgd(backup=1)", "asgd"):

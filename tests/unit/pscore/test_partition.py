@@ -73,6 +73,7 @@ def test_slices_are_the_flat_vector_cut_in_order(numels: list[int], num_shards: 
     assert all(0 < part.numel <= SLICE_NUMEL_MAX for part in layout.slices)
 
 
+@pytest.mark.slow
 @given(NUMELS, SHARDS)
 @settings(max_examples=100)
 def test_segments_agree_with_the_offsets(numels: list[int], num_shards: int) -> None:
@@ -292,6 +293,7 @@ def test_tensors_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         make_layout(model([1, 1, 1, 1]), 1)
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_planned_in_little_memory() -> None:
     """A declaration that is accepted must not cost a shard its memory before a byte has come."""
     layout = make_layout([tensor("w", NUMEL_MAX)], 2)

@@ -216,6 +216,7 @@ def test_the_table_of_exit_codes_is_complete_and_in_the_help() -> None:
     assert all(f"{code:>2}  {MEANINGS[code]}" in shown for code in Exit)
 
 
+@pytest.mark.slow
 def test_the_daemon_has_no_torch(tmp_path: Path) -> None:
     import subprocess
     import sys

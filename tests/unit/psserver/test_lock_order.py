@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pscore.net import sockets, wire
 from pscore.net.listener import Listener
@@ -145,6 +146,7 @@ def makes_lock(path: Path) -> bool:
     return any(ast.unparse(c.func) in ("threading.Lock", "threading.RLock") for c in calls)
 
 
+@pytest.mark.slow
 def test_every_lock_of_a_shard_has_a_place_in_the_order() -> None:
     paths = [path for path in modules_or_skip(*PACKAGES) if makes_lock(path)]
     modules = {name(path).removesuffix(".py").replace("/", ".") for path in paths}

@@ -185,6 +185,7 @@ def started(keeper: Keeper) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_it_is_started_once_and_ends_when_it_is_asked_to(tmp_path: Path, has_folder: bool) -> None:
     """Also where it can take no last one."""
@@ -241,6 +242,7 @@ def test_without_a_start_there_is_nothing_to_end() -> None:
     keeper.close()
 
 
+@pytest.mark.slow
 def test_its_lines_rotate_the_log_of_the_supervisor(tmp_path: Path) -> None:
     """It may outlast every line of the supervisor's, so it rotates the file that both write."""
     log = tmp_path / "supervisor.log"

@@ -77,6 +77,7 @@ def test_an_asynchronous_mode_follows_its_equation(mode: str) -> None:
     assert_follows(cluster, *MODELS[mode](cluster, rule).follow())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SYNCHRONOUS)
 def test_a_synchronous_mode_has_the_same_bits(mode: str) -> None:
     without, with_looks = (train(parse_mode(mode), looks=looks) for looks in (False, True))

@@ -27,6 +27,7 @@ def compiled(text: str, architecture: str) -> tuple[bytes, str]:
     return bytes(code), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
     code, said = compiled(source(), architecture)
