@@ -15,7 +15,7 @@ from benchmarks import round_links, round_reach, round_tables, round_times, roun
 from benchmarks.chars import PART
 from benchmarks.images import Images
 
-LOSSES = {0.1: 3.0, 0.2: 2.5, 0.4: 2.0, 0.7: 2.2, 1.0: math.nan}
+LOSSES = {0.05: 3.5, 0.1: 3.0, 0.2: 2.5, 0.4: 2.0, 0.7: 2.2, 1.0: math.nan}
 
 
 def arguments(out: Path, seeds: int) -> argparse.Namespace:
@@ -28,10 +28,11 @@ def search(
     form: str,
     num_seeds: int = 2,
     known: Mapping[str, float | None] | None = None,
+    losses: Mapping[float, float] = LOSSES,
 ) -> rounds.Found:
     def train(setting: rounds.Setting, outer_lr: float, seed: int) -> float:
         trained.append((outer_lr, seed))
-        return LOSSES[outer_lr] + 0.1 * seed
+        return losses[outer_lr] + 0.1 * seed
 
     trained: list[tuple[float, int]] = []
     monkeypatch.setattr(rounds.Setting, "train", train)
@@ -45,9 +46,18 @@ def test_the_walk_ends_at_the_best_rate_from_either_side(monkeypatch: pytest.Mon
     above, below = (search(monkeypatch, form) for form in ("mirror", "late"))
     assert above.rate == below.rate == 0.4
     assert above.losses == below.losses == [2.0, 2.1]
-    assert above.tried == {"0.2": 2.5, "0.4": 2.0, "0.7": 2.2, "1": None}
-    assert below.tried == {"0.1": 3.0, "0.2": 2.5, "0.4": 2.0, "0.7": 2.2}
+    assert above.tried == {"0.05": 3.5, "0.2": 2.5, "0.4": 2.0, "0.7": 2.2, "1": None}
+    assert below.tried == {"0.05": 3.5, "0.1": 3.0, "0.2": 2.5, "0.4": 2.0, "0.7": 2.2}
     assert search(monkeypatch, "mirror", known={"0.7": 2.2, "1": None}) == above
+
+
+def test_the_walk_begins_at_the_better_of_a_low_and_a_high_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = LOSSES | {0.025: 1.7, 0.05: 1.5}
+    found = search(monkeypatch, "mirror", losses=losses)
+    assert found.rate == 0.05
+    assert found.tried == {"0.025": 1.7, "0.05": 1.5, "0.1": 3.0, "0.7": 2.2}
 
 
 def test_a_result_continues_where_it_was_ended_and_is_shown(
