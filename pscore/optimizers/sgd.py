@@ -119,7 +119,7 @@ class SGD(Optimizer):
                 if row[NESTEROV] and lr:
                     made.add_(old).mul_(1.0 / (1.0 + momentum))
                 velocity.copy_(made if lr else old)
-                made.copy_(velocity - old)
+                made.copy_(velocity).sub_(old)
         return mean
 
 

@@ -23,7 +23,7 @@ from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.model.copies import Done, copies_of
 from psworker.model.device import is_on_device
-from psworker.model.finite import not_finite
+from psworker.model.finite import is_finite, not_finite
 from psworker.model.grad_views import GradViews, dense, is_plain
 
 log = logging.getLogger("paceline")
@@ -174,13 +174,15 @@ class FlatModel:
         else:
             self.grads = torch.zeros(layout.numel, device=self.device)
         self.weights = torch.zeros(layout.numel, device=self.device)
+        # Made once, because steps without a push need them too, and each takes microseconds.
+        self._grads_of = [self.grads[spec.start : spec.stop] for spec in layout.slices]
         self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
         starts = np.array(layout.offsets, dtype=np.int64)
         numels = [spec.numel for spec in layout.tensors]
         self._spans = np.stack((starts, starts + numels), axis=1)
         self.views = GradViews(self.parameters, layout, self._grads_host if has_views else None)
         self._cast: list[int] = []  # Parameters that are not views of the weights.
-        self._homes: dict[int, int] = {}  # Addresses of the other parameters' weights.
+        self._homes: dict[int, int] = {}  # Addresses in the flat weights of the other parameters.
         self.gather_weights()
         self._adopt_weights()
         self._has_warned = False
@@ -216,9 +218,8 @@ class FlatModel:
         """Copies the parameters into the flat weights, unless they are views of them."""
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters):
-                flat = self.weight(index)
-                if parameter.data_ptr() != flat.data_ptr():
-                    flat.copy_(parameter.detach().reshape(-1))
+                if parameter.data_ptr() != self._homes.get(index):
+                    self.weight(index).copy_(parameter.detach().reshape(-1))
 
     def scatter_weights(self) -> None:
         """Casts the flat weights into the parameters that are not views of them."""
@@ -288,8 +289,7 @@ class FlatModel:
 
     def grads_of(self, index: int) -> torch.Tensor:
         """Returns the flat gradient of slice `index`, `(numel,) float32`."""
-        spec = self.layout.slices[index]
-        return self.grads[spec.start : spec.stop]
+        return self._grads_of[index]
 
     def present(self, index: int) -> int:
         """Returns which segments of slice `index` have a gradient: bit i stands for segment i."""
@@ -373,7 +373,7 @@ class FlatModel:
         """
         part = self.state_view(self.grads, index)
         part.copy_(dense(grad))
-        if not bool(torch.isfinite(part).all()):
+        if not is_finite(part):
             raise not_finite(self.layout.tensors[index].name, dense(grad), step)
 
     def _gather_on_device(self, indices: Iterable[int]) -> None:

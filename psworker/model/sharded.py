@@ -19,7 +19,7 @@ from psworker.group.local_group import LocalGroup
 from psworker.group.routes import Routes
 from psworker.model import dtensors
 from psworker.model.device import is_on_device
-from psworker.model.finite import not_finite
+from psworker.model.finite import is_finite, not_finite
 from psworker.model.flat import FlatModel
 from psworker.model.grad_views import dense
 
@@ -127,7 +127,7 @@ class ShardedModel(FlatModel):
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 grad = dtensors.local(dense(parameter.grad))
-                if not bool(torch.isfinite(grad).all()):
+                if not is_finite(grad):
                     raise not_finite(self.layout.tensors[index].name, grad, step)
 
     def check_weights(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
 from pscore.rules.base import takes_all
 from psworker.model.dtensors import local
+from psworker.model.finite import is_finite
 from psworker.model.grad_views import dense
 from psworker.training.agreement import together
 from psworker.training.attempts import Attempts
@@ -177,7 +178,7 @@ def _flat(table: TrainingTable) -> torch.Tensor:
 def _checked(flat: torch.Tensor) -> torch.Tensor:
     """Returns a vector on the host, then 0; if it is not finite, zeros, then 1."""
     flat = torch.cat([flat.cpu(), torch.zeros(1)])
-    if not bool(torch.isfinite(flat).all()):
+    if not is_finite(flat):
         flat.zero_()
         flat[-1] = 1.0
     return flat

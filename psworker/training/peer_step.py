@@ -18,7 +18,7 @@ from pscore.types import FloatArray
 from psworker.connection.trace import local_update, peer_step
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
-from psworker.model.finite import is_finite_sum, not_finite
+from psworker.model.finite import is_finite, not_finite
 from psworker.model.grad_views import is_plain
 from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
@@ -147,9 +147,7 @@ class PeerStep(AloneStep):
         flat = self._table.flat
         for index, parameter in enumerate(flat.parameters):
             grad = parameter.grad
-            if grad is None or is_finite_sum(grad):
-                continue  # Much faster than looking at each element.
-            if not bool(torch.isfinite(grad).all()):
+            if grad is not None and not is_finite(grad):
                 raise not_finite(flat.layout.tensors[index].name, grad, self._number)
 
     # ----- Model
