@@ -80,7 +80,7 @@ class Exchange:
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
-        self.traffic, self.missed = Traffic(), Missed(len(own), spec.rule)
+        self.traffic, self.missed = Traffic(), Missed(len(own))
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
@@ -218,7 +218,7 @@ class Exchange:
             reply = self.answers.wait(future, index, what)
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
-                self.missed.late(self.session.rank, index)
+                self.missed.late(self.session.rank, index, self.spec.rule)
             self._residuals.settle(index, reply)
 
     def flush(self) -> None:
@@ -229,7 +229,7 @@ class Exchange:
     def give_up_step(self, step: int | None, problem: BaseException) -> None:
         """Gives up the step under way, if any, and logs whether it counts (`Missed.give_up`)."""
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
-        came = self.missed.give_up(step, unanswered)
+        came = self.missed.give_up(step, unanswered, self.spec.rule)
         why = str(problem) or type(problem).__name__
         log.warning("worker %d rejoins, %s: %s", self.session.rank, came, why)
 
@@ -267,7 +267,7 @@ class Exchange:
         taking_part.step_aside(self.session, self.table, self._num_changes, step)
         self.session.barrier("mode")
         taking_part.change(self.session, self.table, self._num_changes, rule)
-        self.spec, self.missed.rule = replace(self.spec, rule=rule), rule
+        self.spec = replace(self.spec, rule=rule)
         self.ask_origin()
 
     def step_aside(self, step: int) -> None:

@@ -23,15 +23,13 @@ class Missed:
         num_steps: Number of such steps.
         recent: The newest of them, as `optimizer.clock` counts; at most 64.
         pushed: Step of the last push of each slice.
-        rule: The table's mode: where a push ends a round of steps, the log calls it a push.
     """
 
-    def __init__(self, num_slices: int, rule: Rule) -> None:
+    def __init__(self, num_slices: int) -> None:
         """Starts with none, for a table of `num_slices` slices."""
         self.num_steps = 0
         self.recent: deque[int] = deque(maxlen=RECENT_MAX)
         self.pushed: dict[int, int] = {}
-        self.rule = rule
         self._num_slices = num_slices
         self._under_way: set[int] = set()  # Slices pushed in the step under way.
 
@@ -44,7 +42,7 @@ class Missed:
         """Records the end of a step: the next push belongs to another."""
         self._under_way.clear()
 
-    def late(self, rank: int, index: int) -> None:
+    def late(self, rank: int, index: int, rule: Rule) -> None:
         """Records that a slice's last push was too late; warns of the 1st, 2nd, 4th, ... step."""
         step = self.pushed[index]
         if step in self.recent:
@@ -55,18 +53,19 @@ class Missed:
                 "worker %d: %s %d does not count in slice %d, and perhaps in others: it came "
                 "when the shard had closed it (late so far: %d)",
                 rank,
-                self._unit,
+                _unit(rule),
                 step,
                 index,
                 self.num_steps,
             )
 
-    def give_up(self, step: int | None, unanswered: Collection[int]) -> str:
+    def give_up(self, step: int | None, unanswered: Collection[int], rule: Rule) -> str:
         """Gives up the step under way; returns a sentence that says whether it counts.
 
         Args:
             step: Its number, used if nothing of it was pushed; None: there may be none.
             unanswered: Slices whose last push may have been counted or not.
+            rule: The table's mode.
         """
         step = max((self.pushed[index] for index in self._under_way), default=step)
         if step is None:
@@ -75,17 +74,20 @@ class Missed:
         num_unknown = len(self._under_way) - len(counted)
         self._under_way.clear()
         if len(counted) == self._num_slices:
-            return f"{self._unit} {step} counts"
+            return f"{_unit(rule)} {step} counts"
         self._add(step)
         if not counted and not num_unknown:
-            return f"{self._unit} {step} does not count"
+            return f"{_unit(rule)} {step} does not count"
         unknown = f", and perhaps in {num_unknown} more" if num_unknown else ""
-        return f"{self._unit} {step} counts in {len(counted)} of {self._num_slices} slices{unknown}"
-
-    @property
-    def _unit(self) -> str:
-        return "push" if self.rule.outer_optimizer else "step"
+        return (
+            f"{_unit(rule)} {step} counts in {len(counted)} of {self._num_slices} slices{unknown}"
+        )
 
     def _add(self, step: int) -> None:
         self.num_steps += 1
         self.recent.append(step)
+
+
+def _unit(rule: Rule) -> str:
+    """Returns the word for one push in the log; that of a mode with rounds holds many steps."""
+    return "push" if rule.outer_optimizer else "step"

@@ -15,7 +15,7 @@ from pscore.errors import GradientError
 from pscore.types import Role
 from psworker.group.local_group import LocalGroup, Pending
 from psworker.model.device import is_on_device
-from psworker.model.finite import is_finite_sum
+from psworker.model.finite import is_finite
 from psworker.training.gradients import Gradients
 from psworker.training.overlap import INSTEAD, Overlap
 from psworker.training.table import TrainingTable
@@ -83,7 +83,7 @@ class GroupGradients(Gradients):
                 continue
             pending.wait()
             grad = self._flat.grads_of(index)
-            if not (is_on_device(grad) or is_finite_sum(grad)):
+            if not (is_on_device(grad) or is_finite(grad)):
                 return  # `step` raises the error.
             if self.samples:
                 self._flat.grads_of(index).div_(self.samples)

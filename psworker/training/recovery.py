@@ -161,11 +161,11 @@ class Recovery:
         self._gradients.begin_again()
 
     def _say_if_back(self, former: int) -> None:
-        """Logs that steps which this worker had made are lost."""
+        """Logs that the job is behind the step at which this worker was."""
         table = self._table
         if table.replica.step < former:
             log.warning(
-                "worker %d goes back from step %d to step %d; what it made after that is lost",
+                "worker %d goes back from step %d to step %d, from which the job continues",
                 table.session.rank,
                 former,
                 table.replica.step,

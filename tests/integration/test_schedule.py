@@ -54,6 +54,16 @@ class Start:
 
         return eventually(found)[0]
 
+    @contextlib.contextmanager
+    def without_checkpoints(self) -> Iterator[None]:
+        """Stops that process for a time."""
+        schedule = self.schedule()
+        schedule.suspend()
+        try:
+            yield
+        finally:
+            schedule.resume()
+
     def newest(self, beyond: int = 0) -> files.Found:
         """Waits for a checkpoint whose number is larger than `beyond`."""
         found = eventually(
@@ -255,21 +265,20 @@ def test_a_worker_says_how_far_its_job_goes_back(
         found = shards.newest()
         while version_of(found) < 5:
             found = shards.newest(found.sequence)
-        shards.schedule().suspend()
-        worker.tell("continue")
-        run_until(worker, 20)
-        for index in range(2):
-            os.kill(shards.pid(index), signal.SIGKILL)
-        worker.tell("continue")
-        now, _ = worker.hear(DEADLINE_S)
-        while now >= 20:  # The step under way may end before the worker notices.
+        with shards.without_checkpoints():
+            worker.tell("continue")
+            run_until(worker, 20)
+            for index in range(2):
+                os.kill(shards.pid(index), signal.SIGKILL)
             worker.tell("continue")
             now, _ = worker.hear(DEADLINE_S)
-        said = worker.written()
-        shards.schedule().resume()
+            while now >= 20:  # The step under way may end before the worker notices.
+                worker.tell("continue")
+                now, _ = worker.hear(DEADLINE_S)
+            said = worker.written()
         ended(worker)
     assert re.search(rf"worker 0 rejoins, {what} \d+ (does not count|counts in)", said)
-    (back,) = re.findall(r"worker 0 goes back from step (\d+) to step (\d+); ", said)
+    (back,) = re.findall(r"worker 0 goes back from step (\d+) to step (\d+), ", said)
     assert int(back[0]) >= 20 * steps > int(back[1]) == 5 * steps
 
 

@@ -14,6 +14,7 @@ SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
 
 SEEDS_PER_TEST = 16
 TESTS_PER_RULE = 2  # With eleven rules, 352 seeds; `make simulate` runs 10,000 and more.
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, TESTS_PER_RULE))]
 
 
 def test_every_rule_is_simulated() -> None:
@@ -21,7 +22,7 @@ def test_every_rule_is_simulated() -> None:
     assert len(SERVED) * SEEDS_PER_TEST * TESTS_PER_RULE >= 350
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", SERVED)
 def test_no_invariant_breaks(name: str, part: int) -> None:
     for seed in range(part * SEEDS_PER_TEST, (part + 1) * SEEDS_PER_TEST):

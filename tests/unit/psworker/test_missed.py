@@ -14,11 +14,11 @@ def send_all(missed: Missed, step: int, num_slices: int = 3) -> None:
 
 
 def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    missed = Missed(3, SSGD())
+    missed = Missed(3)
     send_all(missed, 4)
     with caplog.at_level(logging.WARNING, "paceline"):
-        missed.late(2, 1)
-        missed.late(2, 0)
+        missed.late(2, 1, SSGD())
+        missed.late(2, 0, SSGD())
     assert (missed.num_steps, list(missed.recent)) == (1, [4])
     (text,) = caplog.messages
     assert text.startswith("worker 2: step 4 does not count in slice 1, and perhaps in others")
@@ -27,11 +27,11 @@ def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureF
 def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    missed = Missed(1, SSGD())
+    missed = Missed(1)
     with caplog.at_level(logging.WARNING, "paceline"):
         for step in range(100):
             missed.sent(0, step)
-            missed.late(0, 0)
+            missed.late(0, 0, SSGD())
             missed.end_step()
     assert missed.num_steps == 100
     assert len(caplog.messages) == 7
@@ -51,28 +51,26 @@ def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
 def test_of_a_step_that_is_given_up_counts_what_was_acknowledged(
     pushed: list[int], unanswered: list[int], text: str
 ) -> None:
-    missed = Missed(3, SSGD())
+    missed = Missed(3)
     send_all(missed, 4)
     missed.end_step()
     for index in pushed:
         missed.sent(index, 5)
-    assert missed.give_up(7, unanswered) == text
+    assert missed.give_up(7, unanswered, SSGD()) == text
     assert missed.num_steps == (text != "step 5 counts")
-    assert missed.give_up(8, []) == "step 8 does not count"
+    assert missed.give_up(8, [], SSGD()) == "step 8 does not count"
 
 
 def test_the_push_of_a_round_is_not_called_a_step() -> None:
-    missed = Missed(3, LocalSGD(steps=5))
+    missed = Missed(3)
     send_all(missed, 4)
-    assert missed.give_up(4, [1, 2]) == "push 4 counts in 1 of 3 slices, and perhaps in 2 more"
-    missed.rule = SSGD()
-    send_all(missed, 5)
-    assert missed.give_up(5, []) == "step 5 counts"
+    text = missed.give_up(4, [1, 2], LocalSGD(steps=5))
+    assert text == "push 4 counts in 1 of 3 slices, and perhaps in 2 more"
 
 
 def test_between_two_steps_nothing_is_given_up() -> None:
-    missed = Missed(3, SSGD())
+    missed = Missed(3)
     send_all(missed, 4)
     missed.end_step()
-    assert missed.give_up(None, []) == "no step was under way"
+    assert missed.give_up(None, [], SSGD()) == "no step was under way"
     assert missed.num_steps == 0
