@@ -170,7 +170,7 @@ def test_a_first_step_that_some_slices_have_closed_is_caught(
 
 
 def test_a_step_that_is_late_without_a_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Missed, "late", lambda self, rank, index: None)
+    monkeypatch.setattr(Missed, "late", lambda self, rank, index, rule: None)
     assert "steps were late" in first_failure("ssgd")
 
 
