@@ -22,6 +22,7 @@ fault a minute; else it is what one fault of the loop costs, spread over a minut
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import random
@@ -38,7 +39,15 @@ import numpy as np
 from benchmarks import kit, measured
 from benchmarks.survival import proof
 from benchmarks.survival.cluster import Cluster, Setup
-from benchmarks.survival.faults import FAULTS, KILLS, ROLES, Fault, FaultInjector, possible
+from benchmarks.survival.faults import KILLS
+from benchmarks.survival.injector import (
+    FAULTS,
+    MONITORS,
+    ROLES,
+    Fault,
+    FaultInjector,
+    possible,
+)
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
 MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.
@@ -89,17 +98,18 @@ class Outcome:
     skipped: list[str]
     failures: list[str]
     bystanders: list[str]  # Healthy processes that ended.
-    num_status: int
-    status_s: float  # Seconds for which `status` was polled.
+    figures: dict[str, float]  # Of faults and monitors, by their names in the JSON.
 
 
 def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[str]) -> Outcome:
     """Runs a cluster for about so long, with faults, and proves what its weights hold."""
-    with Cluster(setup) as cluster:
+    with Cluster(setup) as cluster, contextlib.ExitStack() as monitors:
         injector = FaultInjector(cluster, random.Random(seed), possible(cluster, kinds))
         started_s = time.monotonic()
         cluster.progress.mark(started_s)
         cluster.await_all(injector.everything())
+        for monitor in MONITORS:
+            monitors.enter_context(monitor(injector))
         end_s = time.monotonic() + seconds - FINISH_S - (time.monotonic() - started_s)
         calm_s = time.monotonic()
         cluster.watch(max(3.0, CALM_SHARE * seconds))
@@ -113,6 +123,7 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
             lost_s = took_s * (1.0 - cluster.progress.rate(loop_s, time.monotonic()) / rate)
             kept = 1.0 - lost_s / max(1, len(injector.faults) - before) / 60.0
         weights = cluster.finish()
+        monitors.close()
         by_step = setup.mode.partition("(")[0] == "ssgd"
         return Outcome(
             proof=proof.check(cluster.books, weights, by_step=by_step, eras=cluster.eras),
@@ -123,8 +134,7 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
             skipped=cluster.skipped,
             failures=cluster.failures,
             bystanders=injector.bystanders,
-            num_status=injector.num_status,
-            status_s=injector.status_s,
+            figures=injector.figures,
         )
 
 
@@ -208,8 +218,8 @@ def show(outcome: Outcome, setup: Setup) -> None:
         print(f"ended with an error: {text}")
     for text in outcome.bystanders:
         print(f"healthy, and ended: {text}")
-    if outcome.num_status:
-        print(f"{outcome.num_status:,} answers to status in {outcome.status_s:.1f} s of polling")
+    for name, value in outcome.figures.items():
+        print(f"{name}: {value:,.6g}")
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -225,8 +235,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "open_out": found.open_out,
         "rolled_back": found.rolled_back,
         "healthy_ended": len(outcome.bystanders),
-        "status_answers": outcome.num_status,
-        "status_s": round(outcome.status_s, 1),
+        **{name: round(value, 2) for name, value in outcome.figures.items()},
         "faults": len(outcome.faults),
         "recovery_s": {kind: summary(outcome.faults, kind)["median"] for kind in KILLS},
         "recovery": {kind: summary(outcome.faults, kind) for kind in FAULTS},

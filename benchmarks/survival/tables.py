@@ -8,36 +8,24 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.survival.faults import STATUS_CLIENTS, STATUS_HZ
+from benchmarks.survival.injector import FAULTS
 from benchmarks.survival.shards import CHECKPOINT_S
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "recovery.json"
 CHAOS = RESULTS.parent / "chaos.json"
 SIMULATED = RESULTS.parent / "goodput.json"
 GOODPUT, NEAR = 0.95, 0.01  # Targets of rounds under kills: tokens that count, and the loss.
+NONE = {"count": 0}  # The recoveries from a kind that a run did not make.
 TARGET = 0.9  # Of the throughput without faults, with one fault a minute.
-NAMES = {
-    "worker": "a worker is killed",
-    "shard": "a shard is killed",
-    "coordinator": "the coordinator (shard 0) is killed",
-    "worker and shard": "a worker and a shard are killed at once",
-    "power cut": "everything is killed at once, and the boot is another",
-    "worker stopped": "a worker is stopped for up to 6 s, twice its lease",
-    "shard stopped": "a shard is stopped for up to 4.5 s",
-    "link cut": "a link is cut for up to 4.5 s",
-    "link slow": "a link has a hundredth of its rate",
-    "disk full": "the shards' disk is full for up to 4.5 s, and a shard is killed meanwhile",
-    "descriptors": "a shard has 600 connections to each port, and a worker is killed meanwhile",
-    "status polled": "`status` is polled from 8 clients",
-}
 
 
 def recovery() -> str:
     """Returns the recoveries from each kind of fault, and the sums of the proof."""
     run = _runs()["all faults"]
     rows = [
-        [name, str(found["count"]), f"{found['median']:.2g} s", f"{found['p99']:.2g} s"]
-        for kind, name in NAMES.items()
-        if (found := run["recovery"][kind])["count"]
+        [kind.label, str(found["count"]), f"{found['median']:.2g} s", f"{found['p99']:.2g} s"]
+        for name, kind in FAULTS.items()
+        if (found := run["recovery"].get(name, NONE))["count"]
     ]
     kept = 100 * run["throughput_kept"]
     is_met = "met" if run["throughput_kept"] >= TARGET else "**not met**"

@@ -12,7 +12,7 @@ from benchmarks import pipeline, pipeline_learning, recovery, soak, straggler
 from benchmarks.__main__ import find
 from benchmarks.learning import runs, sweeps
 from benchmarks.netlab import bits_per_s
-from benchmarks.survival import faults
+from benchmarks.survival import injector
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import Compute
@@ -140,7 +140,7 @@ def test_a_divergence_is_null_in_json() -> None:
 
 def test_recoveries_are_summed_up_by_kind() -> None:
     times_s = (0.5, 0.1, 0.3)
-    found = [faults.Fault(kind="shard", what="", at_s=0.0, recovery_s=t) for t in times_s]
+    found = [injector.Fault(kind="shard", what="", at_s=0.0, recovery_s=t) for t in times_s]
     assert recovery.summary(found, "shard") == {"median": 0.3, "p99": 0.5, "count": 3}
     assert recovery.summary(found, "worker") == {"median": None, "p99": None, "count": 0}
 
