@@ -3,8 +3,10 @@
     python scripts/gen_proto.py            # write
     python scripts/gen_proto.py --check    # compare only; exit status 1 where something differs
 
-The output depends on the `.proto` files and on the version of grpcio-tools alone. protoc writes
-imports as if `proto/` were on the path; they are rewritten to where the files are.
+The output depends on the `.proto` files and on the versions of grpcio-tools and mypy-protobuf
+alone. mypy-protobuf writes the types of the services' stubs, so that mypy checks each field of a
+request and of an answer. The generators write imports as if `proto/` were on the path; they are
+rewritten to where the files are.
 """
 
 import argparse
@@ -20,6 +22,7 @@ PROTO = ROOT / "proto"
 TARGET = ROOT / "pscore" / "pb"
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
 SERVICE = re.compile(r"^service ", re.M)
+GRPC_TYPES = f"#!{sys.executable}\nfrom mypy_protobuf.main import grpc\ngrpc()\n"  # A plug-in.
 INIT = '"""Generated from proto/ by scripts/gen_proto.py; never edited."""\n'
 
 
@@ -29,10 +32,13 @@ def generate(folder: Path) -> dict[Path, str]:
     if not sources:
         sys.exit("gen_proto: there is no proto/ps/v1/*.proto")
     services = [name for name in sources if SERVICE.search((PROTO / name).read_text())]
-    for kinds, names in ((("python", "pyi"), sources), (("grpc_python",), services)):
+    plugin = folder / "grpc_types"
+    plugin.write_text(GRPC_TYPES)
+    plugin.chmod(0o700)
+    for kinds, names in ((("python", "pyi"), sources), (("grpc_python", "mypy_grpc"), services)):
         outputs = [f"--{kind}_out={folder}" for kind in kinds]
-        includes = [f"-I{PROTO}", f"-I{WELL_KNOWN}"]
-        if protoc.main(["protoc", *includes, *outputs, *names]) != 0:
+        flags = [f"-I{PROTO}", f"-I{WELL_KNOWN}", f"--plugin=protoc-gen-mypy_grpc={plugin}"]
+        if protoc.main(["protoc", *flags, *outputs, *names]) != 0:
             sys.exit("gen_proto: protoc refused a file, see above")
     texts = {
         path.relative_to(folder): re.sub(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import grpc
 
@@ -42,7 +41,7 @@ class Asker:
         calls = [self._call(index) for index in range(len(self.addresses))]
         return [self._answer(index, call) for index, call in enumerate(calls)]
 
-    def _call(self, index: int) -> Any:
+    def _call(self, index: int) -> grpc.CallFuture[pb.StatusReply]:
         channel = self._channels[index]
         if channel is None:
             channel = self._channels[index] = self._credentials.channel(self.addresses[index])
@@ -50,9 +49,9 @@ class Asker:
         timeout_s = SILENT_S_MAX if index in self._silent else ANSWER_S_MAX
         return stub.Status.future(pb.StatusRequest(), timeout=timeout_s)
 
-    def _answer(self, index: int, call: Any) -> Answer:
+    def _answer(self, index: int, call: grpc.CallFuture[pb.StatusReply]) -> Answer:
         try:
-            reply: pb.StatusReply = call.result()
+            reply = call.result()
         except grpc.RpcError as problem:
             # A new connection: gRPC would wait longer and longer before it tries again.
             self._silent.add(index)

@@ -1,9 +1,11 @@
 """The process that takes scheduled checkpoints: one for all shards of a start, beside them.
 
-Every few seconds each job that has changed is written as `psserver checkpoint` would write it. One
-process does it, one job after the other, so no two are ever taken at once. It is a process of its
-own because it holds a copy of a whole job: memory or disk that run out end a checkpoint here, and
-no shard and no supervisor. A checkpoint that fails is logged and tried again at the next turn.
+Every few seconds each job that has changed is written as `psserver checkpoint` would write it, one
+job after the other. Each has a thread, so a job whose workers do not answer delays only its own
+checkpoint: the jobs after it wait at most half of the interval, together, and then start beside it.
+It is a process of its own because it holds a copy of a whole job: memory or disk that run out end
+a checkpoint here, and no shard and no supervisor. A checkpoint that fails is logged and tried again
+at the next turn.
 
 The supervisor (checkpoint_keeper.py) holds its standard input: the line `last` asks for a last
 checkpoint of each job, the end of the input ends the process at once.
@@ -12,18 +14,22 @@ checkpoint of each job, the end of the input ends the process at once.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import structlog
 
 from pscore.errors import PacelineError
-from pscore.net.credentials import read_credentials
+from pscore.net.credentials import Credentials, read_credentials
 from pscore.pb.ps.v1 import control_pb2
+from psserver.decisions.shard import JOBS_MAX
 from psserver.exits import Exit
 from psserver.logs import setup
 from psserver.process.shard_plan import SchedulePlan
@@ -35,6 +41,7 @@ log = structlog.get_logger()
 LOCK = ".schedule"
 KEEP = 3
 LAST = "last"
+LAST_PATIENCE_S = 1.0  # Seconds that the last checkpoints wait for each other, of `--grace-s`.
 
 Mark = tuple[object, ...]  # Differs when a job has something new to be saved.
 
@@ -49,6 +56,8 @@ class Schedule:
         self._last = threading.Event()
         self._refused: set[str] = set()  # Jobs without weights on the shards.
         self._taken: dict[str, Mark] = {}  # By job: its mark at its newest checkpoint.
+        self._pool = ThreadPoolExecutor(JOBS_MAX, thread_name_prefix="checkpoint")
+        self._under_way: dict[str, Future[None]] = {}  # By job: its newest checkpoint.
         self._lock_fd: int | None = None
 
     def run(self) -> None:
@@ -56,7 +65,7 @@ class Schedule:
         is_last = False
         while not is_last:
             is_last = self._last.wait(self._plan.every_s)
-            self.take()
+            self.take(is_last=is_last)
 
     def listen(self) -> None:
         """Waits for words of the supervisor; ends the process when that is gone."""
@@ -65,8 +74,16 @@ class Schedule:
                 self._last.set()
         os._exit(Exit.OK)
 
-    def take(self) -> None:
-        """Writes a checkpoint of each job that has changed since its last one."""
+    def take(self, *, is_last: bool = False) -> None:
+        """Writes a checkpoint of each job that has changed since its last one.
+
+        Returns when all are written, or a little after half of the interval: those that take longer
+        continue in their threads, and the next turn starts no other one of the same job.
+
+        Args:
+            is_last: Return only when all are written, also those that were under way before.
+        """
+        self._forget_done()
         try:
             self._claim()
             credentials = read_credentials(token_file=self._plan.token_file)
@@ -74,25 +91,55 @@ class Schedule:
         except (PacelineError, OSError) as problem:
             log.warning("no checkpoints written; the last ones are kept", reason=str(problem))
             return
+        patience_s = min(self._plan.every_s / 2, LAST_PATIENCE_S if is_last else math.inf)
+        deadline_s = time.monotonic() + patience_s
         for job in statuses[0].jobs:
+            former = self._under_way.get(job.job)
             mark = mark_of(statuses, job.job)
-            if mark is None or mark == self._taken.get(job.job):
+            if mark is None or (former is not None and not is_last):
                 continue
             if not holds_weights(job):
                 self._refuse(job.job)
                 continue
-            try:
-                taken = capture(self._plan.addresses, credentials, job.job, weights_only=False)
-                path = write(self._folder, taken, keep=KEEP)
-            except (PacelineError, OSError, MemoryError) as problem:
-                log.warning(
-                    "no checkpoint written; the last one is kept",
-                    job=job.job,
-                    reason=str(problem) or type(problem).__name__,
-                )
-                continue
-            self._taken[job.job] = mark
-            log.info("checkpoint written", job=job.job, at=taken.position, path=str(path))
+            started = self._pool.submit(self._save, job.job, mark, credentials, former)
+            self._under_way[job.job] = started
+            wait([started], max(0.0, deadline_s - time.monotonic()))
+        if is_last:
+            wait(self._under_way.values())
+        self._forget_done()
+
+    def _save(
+        self, job: str, mark: Mark, credentials: Credentials, former: Future[None] | None
+    ) -> None:
+        """Writes a checkpoint of one job, after its `former` one; runs in a thread of its own."""
+        if former is not None:
+            wait([former])
+        if mark == self._taken.get(job):
+            return
+        try:
+            taken = capture(self._plan.addresses, credentials, job, weights_only=False)
+            path = write(self._folder, taken, keep=KEEP)
+        except (PacelineError, OSError, MemoryError) as problem:
+            log.warning(
+                "no checkpoint written; the last one is kept",
+                job=job,
+                reason=str(problem) or type(problem).__name__,
+            )
+            return
+        self._taken[job] = mark
+        log.info("checkpoint written", job=job, at=taken.position, path=str(path))
+
+    def _forget_done(self) -> None:
+        """Forgets the checkpoints that are done, and logs the errors that no one expects."""
+        for job, one in list(self._under_way.items()):
+            if one.done():
+                del self._under_way[job]
+                if (problem := one.exception()) is not None:
+                    log.error(
+                        "no checkpoint written because of a bug; the last one is kept",
+                        job=job,
+                        exc_info=problem,
+                    )
 
     def _refuse(self, job: str) -> None:
         """Logs once that a job has no checkpoints."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,6 +20,8 @@ from psserver.exits import CommandError, Exit
 
 ANSWER_S_MAX = 5.0
 POLL_S = 0.05
+
+Reply = TypeVar("Reply")
 
 
 def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[pb.StatusReply]:
@@ -39,14 +41,14 @@ def answers(
     Raises:
         CommandError: None of them answers, or one refuses; says which, and how long it was asked.
     """
-    silent: list[CommandError] = []
-    replies = _ask_all(addresses, credentials, _ask_status, silent)
+    found = _ask_each(addresses, credentials, _ask_status)
+    silent = [answer for answer in found if isinstance(answer, CommandError)]
     if len(silent) == len(addresses):
         raise silent[0]
-    return replies
+    return found
 
 
-def _ask_status(channel: grpc.Channel) -> Any:
+def _ask_status(channel: grpc.Channel) -> grpc.CallFuture[pb.StatusReply]:
     stub = control_pb2_grpc.ControlStub(channel)
     return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
 
@@ -58,7 +60,7 @@ def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[
         CommandError: Nobody answers there.
     """
 
-    def ask(channel: grpc.Channel) -> Any:
+    def ask(channel: grpc.Channel) -> grpc.CallFuture[pb.DescribeReply]:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Describe.future(pb.DescribeRequest(), timeout=ANSWER_S_MAX)
 
@@ -74,7 +76,7 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
         CommandError: One of them does not answer at first, or still does in the end.
     """
 
-    def ask(channel: grpc.Channel) -> Any:
+    def ask(channel: grpc.Channel) -> grpc.CallFuture[pb.DrainReply]:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
 
@@ -102,7 +104,7 @@ def forget(
         CommandError: One of them does not answer, or refuses.
     """
 
-    def ask(channel: grpc.Channel) -> Any:
+    def ask(channel: grpc.Channel) -> grpc.CallFuture[pb.ForgetReply]:
         stub = control_pb2_grpc.ControlStub(channel)
         request = pb.ForgetRequest(job=job, force=is_forced)
         return stub.Forget.future(request, timeout=ANSWER_S_MAX)
@@ -136,22 +138,42 @@ def readiness(
 def _ask_all(
     addresses: Sequence[str],
     credentials: Credentials,
-    ask: Callable[[grpc.Channel], Any],
-    silent: list[CommandError] | None = None,
-) -> list[Any]:
-    """Returns all answers; a missing one becomes an error, which is raised if `silent` is None."""
+    ask: Callable[[grpc.Channel], grpc.CallFuture[Reply]],
+) -> list[Reply]:
+    """Returns all answers.
+
+    Raises:
+        CommandError: A shard does not answer, or refuses.
+    """
+    replies: list[Reply] = []
+    for answer in _ask_each(addresses, credentials, ask):
+        if isinstance(answer, CommandError):
+            raise answer
+        replies.append(answer)
+    return replies
+
+
+def _ask_each(
+    addresses: Sequence[str],
+    credentials: Credentials,
+    ask: Callable[[grpc.Channel], grpc.CallFuture[Reply]],
+) -> list[Reply | CommandError]:
+    """Returns all answers; an error in the place of each that is missing.
+
+    Raises:
+        CommandError: A shard refuses.
+    """
     started_s = time.monotonic()
     channels = [credentials.channel(address) for address in addresses]
     try:
         calls = [ask(channel) for channel in channels]
-        replies: list[Any] = []
+        replies: list[Reply | CommandError] = []
         for address, call in zip(addresses, calls, strict=True):
             try:
                 replies.append(_answer(address, call, started_s, credentials))
             except CommandError as problem:
-                if silent is None or problem.code is not Exit.NO_ANSWER:
+                if problem.code is not Exit.NO_ANSWER:
                     raise
-                silent.append(problem)
                 replies.append(problem)
         return replies
     finally:
@@ -159,7 +181,9 @@ def _ask_all(
             channel.close()
 
 
-def _answer(address: str, call: Any, started_s: float, credentials: Credentials) -> Any:
+def _answer(
+    address: str, call: grpc.CallFuture[Reply], started_s: float, credentials: Credentials
+) -> Reply:
     try:
         return call.result()
     except grpc.RpcError as problem:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -40,6 +40,10 @@ WAIT_MS = 2000
 RESIDUALS_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
 ATTEMPTS = 8
 
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Stub = checkpoint_pb2_grpc.CheckpointsStub
+
 
 class Shards:
     """Connections to the shards of a job."""
@@ -48,16 +52,26 @@ class Shards:
         """Connects lazily."""
         self.addresses = addresses
         self._channels = [credentials.channel(address) for address in addresses]
-        self.stubs = [checkpoint_pb2_grpc.CheckpointsStub(channel) for channel in self._channels]
+        self.stubs = [Stub(channel) for channel in self._channels]
 
-    def call(self, shard: int, method: str, request: Any) -> Any:
+    def call(
+        self,
+        shard: int,
+        method: Callable[[Stub], grpc.UnaryUnaryMultiCallable[Request, Reply]],
+        request: Request,
+    ) -> Reply:
         """Makes one call.
+
+        Args:
+            shard: Index of the shard.
+            method: Returns the method of the shard's stub.
+            request: Its argument.
 
         Raises:
             CommandError: The shard does not answer, or refuses.
         """
         try:
-            return getattr(self.stubs[shard], method)(request, timeout=CALL_TIMEOUT_S)
+            return method(self.stubs[shard])(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
             error = error_of(failure, self.addresses[shard])
             raise CommandError(Exit.NO_ANSWER, f"{self.addresses[shard]}: {error}") from failure
@@ -161,7 +175,7 @@ def _capture_table(
                 return state
         finally:
             for shard in range(len(shards.stubs)):
-                shards.call(shard, "Release", pb.ReleaseRequest(id=name))
+                shards.call(shard, lambda stub: stub.Release, pb.ReleaseRequest(id=name))
         if not all(reply.by_step for reply in replies):
             version = -1
         elif any(reply.state == pb.CAPTURE_PASSED for reply in replies):
@@ -199,7 +213,9 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
     """
     everybody = range(len(shards.stubs))
     deadline_s = time.monotonic() + RESIDUALS_WAIT_S
-    replies = [shards.call(shard, "Capture", request) for shard in everybody]  # All are armed.
+    replies = [
+        shards.call(shard, lambda stub: stub.Capture, request) for shard in everybody
+    ]  # All are armed.
     if not all(reply.by_step for reply in replies) and request.version >= 0:
         for reply in replies:
             reply.state = pb.CAPTURE_PASSED
@@ -207,14 +223,16 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
     while not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
         with ThreadPoolExecutor(len(everybody)) as pool:  # All wait at once.
             replies = list(
-                pool.map(lambda shard: shards.call(shard, "Capture", request), everybody)
+                pool.map(
+                    lambda shard: shards.call(shard, lambda stub: stub.Capture, request), everybody
+                )
             )
         states = {reply.state for reply in replies}
         is_idle = pb.CAPTURE_WAITING in states and max(r.version_max for r in replies) > gone
         if is_idle or states == {pb.CAPTURE_DONE}:
             break
         if time.monotonic() > deadline_s:
-            ranks = sorted({rank for reply in replies for rank in reply.residual_requests})
+            ranks = sorted({rank for reply in replies for rank in reply.missing})
             awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
             raise CommandError(
                 Exit.NO_ANSWER,
@@ -246,7 +264,7 @@ def _read(
                 request = pb.ReadRequest(
                     id=name, slice=part.index, array=array, offset=offset, nbytes=CHUNK_NBYTES
                 )
-                data = shards.call(part.shard, "Read", request).data
+                data = shards.call(part.shard, lambda stub: stub.Read, request).data
                 target[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
     versions = {entry["version"] for entry in slices.values()}
     return TableState(
@@ -305,11 +323,11 @@ def restore(
     shards = Shards(addresses, credentials)
     try:
         for shard in chosen:
-            shards.call(shard, "Prepare", request)
+            shards.call(shard, lambda stub: stub.Prepare, request)
         for shard, message in messages(name, checkpoint, len(addresses), chosen):
-            shards.call(shard, "Write", message)
+            shards.call(shard, lambda stub: stub.Write, message)
         for shard in chosen:
-            shards.call(shard, "Finish", pb.FinishRequest(id=name))
+            shards.call(shard, lambda stub: stub.Finish, pb.FinishRequest(id=name))
     finally:
         shards.close()
 

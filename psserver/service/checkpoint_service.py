@@ -18,6 +18,7 @@ import structlog
 from pscore.errors import LimitError, RemoteProtocolError
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
+from psserver.decisions.shard import JOBS_MAX
 from psserver.engine.capture import PENDING, CaptureState, TableCapture, capture
 from psserver.engine.engine import Engine
 from psserver.service.barrier_wait import WAIT_S_MAX
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 IDLE_S = 60.0
-CAPTURES_MAX = 8
+CAPTURES_MAX = JOBS_MAX + 8  # A scheduled one of each job, and some more.
 READ_NBYTES_MAX = 1 << 23
 POLL_S = 0.02
 RESIDUALS_POLL_S = 0.1  # Each looks at every slice and rank.

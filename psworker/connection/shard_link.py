@@ -86,8 +86,7 @@ class Link:
             if not isinstance(error, TransportError):
                 raise error from None
             return ()
-        requests: Sequence[pb.ResidualRequest] = reply.residual_requests
-        return requests
+        return reply.residual_requests
 
     @property
     def silent_s(self) -> float:

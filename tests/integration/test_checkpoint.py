@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
+from pscore.net.credentials import ANYONE
+from psserver.exits import CommandError
+from psserver.remote import checkpoint
 from tests.integration.cluster import Shards, Station, Worker, new_job
 from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, same, weights_of
@@ -259,6 +263,22 @@ def test_fragments_at_different_rounds_are_saved_after_the_same_number_of_them(
     for first, ends in restored:
         assert first == ended
         assert ends == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_residuals_that_do_not_come_are_named_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoint, "RESIDUALS_WAIT_S", 0.5)
+    job = new_job()
+    with (
+        Shards(1, lease_s=3000) as shards,
+        shards.workers(train, "2bit", num_workers=1, job=job) as (worker,),
+    ):
+        worker.hear()
+        worker.kill(signal.SIGSTOP)
+        with pytest.raises(CommandError, match=r"has not sent its residuals: \[0\]; the job"):
+            checkpoint.capture(shards.addresses, ANYONE, job, weights_only=False)
 
 
 def test_errors_of_the_command_are_one_sentence(

@@ -79,7 +79,7 @@ class Start:
 
         return eventually(lines)[0]
 
-    def worker(self, *options: object) -> Worker:
+    def worker(self, *options: object, job: str = JOB) -> Worker:
         return Worker(
             train,
             0,
@@ -88,7 +88,7 @@ class Start:
                 "RANK": "0",
                 "WORLD_SIZE": "1",
                 "PACELINE_SERVERS": ",".join(self.addresses),
-                "PACELINE_JOB": JOB,
+                "PACELINE_JOB": job,
             },
         )
 
@@ -224,6 +224,25 @@ def test_after_a_power_cut_training_continues_from_the_newest(tmp_path: Path) ->
     assert (last.sequence, version_of(last)) == (100000000, 11)
     worker.kill()
     worker.close()
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_answer_delays_no_checkpoint_of_another(tmp_path: Path) -> None:
+    options = ("--checkpoint-s", 1, "--lease-s", 3000)
+    with (
+        start(tmp_path, *options) as shards,
+        contextlib.closing(shards.worker("ssgd", "2bit", job="stopped")) as stopped,
+        contextlib.closing(shards.worker()) as worker,
+    ):
+        run_until(stopped, 2)
+        stopped.kill(signal.SIGSTOP)  # It would wait for the test, but its residual is missing now.
+        beyond = 8  # More than there would be if each waited for the stopped one for a minute.
+        while (
+            max((c.sequence for c in files.newest(shards.folder).get(JOB, [])), default=0) < beyond
+        ):
+            worker.hear(DEADLINE_S)
+            worker.tell("continue")
+        ended(worker)
 
 
 @pytest.mark.slow

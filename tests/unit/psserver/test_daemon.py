@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ from psserver.process.shard_plan import ShardPlan, report_from_json, report_to_j
 from psserver.service.control import ControlServicer
 from tests.unit.psserver.test_supervisor import make_plan
 
-Stub = control_pb2_grpc.ControlStub
+Stub: TypeAlias = "control_pb2_grpc.ControlAsyncStub"
 
 
 def with_daemon(use: Callable[[Daemon, Stub], Awaitable[None]]) -> None:
@@ -31,7 +32,7 @@ def with_daemon(use: Callable[[Daemon, Stub], Awaitable[None]]) -> None:
         daemon = Daemon(make_plan(num_shards=1))
         ready = await daemon.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ready.port}") as channel:
-            await use(daemon, Stub(channel))
+            await use(daemon, control_pb2_grpc.ControlStub(channel))
         await daemon.end()
 
     asyncio.run(run())

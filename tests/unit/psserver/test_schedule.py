@@ -137,6 +137,47 @@ def test_a_failed_checkpoint_is_announced_and_tried_again(
     assert names(tmp_path) == ["a-00000001", "a-00000002", "b-00000001"]
 
 
+def test_a_job_that_does_not_answer_delays_only_its_own_checkpoint(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    def capture(addresses: object, credentials: object, job: str, **_: Any) -> Any:
+        if job.startswith("stuck"):
+            assert may_go_on.wait(200.0)
+            raise CommandError(Exit.NO_ANSWER, "a worker has not sent its residuals: [0]")
+        return make(float(cluster.versions[job]), job)
+
+    monkeypatch.setattr(checkpoint_schedule, "capture", capture)
+    cluster.versions = {"stuck": 1, "stuck too": 1, "z": 1}
+    taker = Schedule(replace(plan_of(tmp_path), every_s=0.01))
+    for cluster.versions["z"] in (1, 2, 3):
+        taker.take()
+        newest = f"z-{cluster.versions['z']:08d}"
+        eventually(lambda newest=newest: newest in names(tmp_path))  # type: ignore[misc]
+    cluster.versions["z"] = 4
+    with capture_logs() as lines:
+        may_go_on.set()
+        taker.take(is_last=True)
+    assert names(tmp_path)[-1] == "z-00000004"
+    refused = [line["job"] for line in lines if line["event"].startswith("no checkpoint written")]
+    assert set(refused) == {"stuck", "stuck too"}
+
+
+def test_a_bug_in_one_checkpoint_ends_no_other_one(cluster: Cluster, tmp_path: Path) -> None:
+    taker = Schedule(plan_of(tmp_path))
+    cluster.versions = {"a": 1, "b": 1}
+    cluster.failing = {"a": AttributeError("residual_requests")}
+    with capture_logs() as lines:
+        taker.take()
+    assert names(tmp_path) == ["b-00000001"]
+    (line,) = [line for line in lines if line["log_level"] == "error"]
+    assert (line["job"], line["exc_info"]) == ("a", cluster.failing["a"])
+    cluster.failing = {}
+    taker.take()
+    assert names(tmp_path) == ["a-00000001", "b-00000001"]
+
+
 def test_two_starts_do_not_write_into_one_folder(cluster: Cluster, tmp_path: Path) -> None:
     cluster.versions = {"a": 1}
     Schedule(plan_of(tmp_path)).take()
