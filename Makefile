@@ -15,8 +15,10 @@ LOWEST_PYTHON ?= $(BIN)/python
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
+FAST := tests/unit/psserver tests/unit/psworker tests/house tests/golden tests/paper/test_asgd.py \
+	tests/paper/test_od.py tests/paper/test_ssp.py tests/paper/test_dcasgd.py tests/paper/test_diloco.py
 
-.PHONY: .cupy simulate help setup run test test-slow test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
+.PHONY: .cupy simulate help setup run test test-fast test-slow test-lowest format check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -37,8 +39,12 @@ run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
 # Byte code is kept whatever the machine's variables say: hundreds of processes import the same files.
-test: $(STAMP) ## the test suite, but for the tests that take about half a second of CPU or more each
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow"
+# Alone, a folder or file runs whole; a single file needs no four processes.
+test: $(STAMP) ## the test suite, but for the tests that take about half a second of CPU or more each; T= one file or folder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(or $(T),-n 4 --dist worksteal -m "not slow")
+
+test-fast: $(STAMP) ## under a minute: formulas of the rules, state machines, the house rules
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not slow" $(FAST)
 
 test-slow: $(STAMP) ## those: kill loops, whole examples and scripts, sharded models
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal -m slow
@@ -51,6 +57,10 @@ test-lowest: $(STAMP) ## the quick tests on the lowest version of everything (LO
 		--constraint .venv-lowest/lowest.txt --editable '.[dev]'
 	.venv-lowest/bin/python -m pytest -n 2 -W ignore::DeprecationWarning $(QUICK)
 
+format: $(STAMP) ## format the code, and repair what the linter can
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format .
+
 check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,9 +71,10 @@ check-deploy: $(STAMP) .venv-ray/ready ## deploy/ on Kubernetes and Slurm, Ray, 
 	$(BIN)/python -m scripts.check_deploy
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
 
-docs: $(STAMP) ## the documentation as a site, in build/site
+docs: $(STAMP) ## the documentation as a site, built and served at http://127.0.0.1:8000: its search needs a server
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "open build/site/index.html"
+	@echo "http://127.0.0.1:8000 shows the site until Ctrl-C; its files are in build/site"
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 proto: $(STAMP) ## regenerate pscore/pb from proto/
 	$(BIN)/python scripts/gen_proto.py

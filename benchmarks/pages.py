@@ -168,6 +168,8 @@ def dashboard() -> str:
 RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
 DASHBOARD = ROOT / "docs" / "results" / "dashboard.json"
 HOSTS = ROOT / "docs" / "results" / "hosts.json"
+STRAGGLER = ROOT / "docs" / "results" / "straggler.json"
+RECOVERY = ROOT / "docs" / "results" / "recovery.json"
 STEP_HOSTS = ROOT / "docs" / "results" / "step_hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
@@ -324,6 +326,23 @@ def hosts() -> str:
         ]
     head = ["hosts", "mode", "step, ms", "max(compute, bytes / bandwidth), ms"]
     return f"{figures['date']}, {figures['machine']}.\n\n" + table(head, rows, "llrr")
+
+
+def reasons() -> str:
+    """Returns the README's three reasons, with figures of the newest results."""
+    step_ms = json.loads(HOSTS.read_text())["four_hosts"]["step_ms"]
+    paces = json.loads(STRAGGLER.read_text())
+    waits, backup = (paces[mode]["10x"] / paces[mode]["none"] for mode in ("ssgd", "ssgd backup=1"))
+    run = json.loads(RECOVERY.read_text())["all faults"]
+    return f"""\
+- **A slow network.** Four hosts at 500 Mbit/s: a step takes {step_ms["ddp_gloo"]:.0f} ms with DDP
+  over Gloo, and **{step_ms["ssd"]:.0f} ms** in `ssd` ([hosts](docs/hosts.md)).
+- **A slow machine.** One of eight workers is ten times slower: the others keep {waits:.0%} of
+  their pace if they wait for it, and **{backup:.0%}** in `ssgd(backup=1)`
+  ([in simulated time](docs/convergence.md)).
+- **A killed process.** {run["faults"]} faults in ten minutes (`kill -9`, cut links, full disks,
+  power cuts), {run["pushes"]:,} pushes acknowledged: **{run["lost"]} lost, {run["double"]} counted
+  twice** ([recovery](docs/recovery.md))."""
 
 
 def step_hosts() -> str:
@@ -522,6 +541,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "slowdowns": slowdowns,
     "targets": targets,
     "hosts": hosts,
+    "reasons": reasons,
     "step hosts": step_hosts,
     "gpu": gpu,
     "overlap": overlap,
@@ -534,6 +554,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **round_tables.BLOCKS,
 }
 PAGES = (
+    "README.md",
     "docs/compressors.md",
     "docs/dashboard.md",
     "docs/convergence.md",

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: parts of the site beyond `docs/`, and links that leave that folder.
 
-README.md is the first page, ARCHITECTURE.md another, a linked file of the repository a page with
-its text.
+README.md is the first page, and the other pages at the top of the repository are pages too. A linked
+file of the repository becomes a page with its text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
-PAGES = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md"}
+PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security-policy.md",
+    "CHANGELOG.md": "changelog.md",
+}
 SOURCES = "source"  # Folder of the pages that show files of the repository.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash", ".json": "json"}
 

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md has every folder, every thread and every duty that the code has."""
+"""Rule 9: ARCHITECTURE.md has every folder, every thread and every duty that the code has."""
 
 import ast
 import re

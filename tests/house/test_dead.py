@@ -1,4 +1,4 @@
-"""Nothing is there for nobody: errors are raised, verdicts given, functions and classes used."""
+"""Rule 10: errors are raised, verdicts are given, functions and classes are used."""
 
 import ast
 import functools
@@ -110,7 +110,7 @@ def unused(names: dict[str, Names], known: set[str]) -> set[str]:
 
 def test_every_function_and_class_is_used_or_documented() -> None:
     """A name that tests alone use is not part of the product."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     documented = {
         word
         for page in pages

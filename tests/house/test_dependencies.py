@@ -1,4 +1,4 @@
-"""Imports and the dependencies in pyproject.toml agree, both ways."""
+"""Rule 11: Imports and the dependencies in pyproject.toml agree, both ways."""
 
 import ast
 import functools

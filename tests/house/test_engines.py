@@ -1,4 +1,4 @@
-"""The pages of the engines answer the same questions, and the concepts show every mode."""
+"""Rule 9: The pages of the engines answer the same questions, and the concepts show every mode."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A package is floors, a folder each: a file imports from its own folder and from those below."""
+"""Rule 1: a file imports from its own folder and from those below it in its package."""
 
 import graphlib
 

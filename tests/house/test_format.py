@@ -1,4 +1,4 @@
-"""docs/format.md has the sizes, magics, limits and fields that the code has."""
+"""Rule 9: docs/format.md has the sizes, magics, limits and fields that the code has."""
 
 import re
 from math import ceil

@@ -1,4 +1,4 @@
-"""2.11: the committed stubs are what the generator writes."""
+"""Rule 9: The committed stubs are what the generator writes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Rule 3: permitted imports, read from the files and from a fresh interpreter."""
+"""Rules 1 and 3: Permitted imports, read from the files and from a fresh interpreter."""
 
 import ast
 import subprocess

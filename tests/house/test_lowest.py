@@ -1,4 +1,4 @@
-"""Every dependency has a lowest version, which `make test-lowest` installs."""
+"""Rule 11: Every dependency has a lowest version, which `make test-lowest` installs."""
 
 import tomllib
 

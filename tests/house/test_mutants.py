@@ -1,4 +1,4 @@
-"""`scripts/mutants.py` still finds the terms that it deletes, and leaves out no rule."""
+"""Rule 6: `scripts/mutants.py` still finds the terms that it deletes, and leaves out no rule."""
 
 import importlib.util
 import sys

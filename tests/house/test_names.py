@@ -1,4 +1,4 @@
-"""Rules 21 and 22: docs/gradient.md names code that exists; public names are listed and sorted."""
+"""Rules 4 and 9: docs/gradient.md names code that exists; public names are listed and sorted."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Every plug-in names its source (rule 7), and nothing asks for a plug-in's name."""
+"""Rule 6: Every plug-in names its source, and nothing asks for a plug-in's name."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Tests use public names; the few private ones that they read become fewer."""
+"""Rule 8: Tests use public names; the few private ones that they read become fewer."""
 
 import ast
 from collections import Counter

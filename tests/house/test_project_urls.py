@@ -1,4 +1,4 @@
-"""A package names the addresses of the repository that it is built of."""
+"""Rule 9: A package names the addresses of the repository that it is built of."""
 
 import subprocess
 import sys

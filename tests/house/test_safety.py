@@ -1,4 +1,4 @@
-"""Rule 12 and DESIGN 5: no broad except, nothing unpickled or evaluated, no machine's paths."""
+"""Rule 12: No broad except, nothing unpickled or evaluated, no machine's paths."""
 
 import ast
 import re

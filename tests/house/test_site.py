@@ -1,4 +1,4 @@
-"""The site of the documentation builds strictly: no link, anchor or page is lost."""
+"""Rule 9: The site of the documentation builds strictly: no link, anchor or page is lost."""
 
 import subprocess
 import sys

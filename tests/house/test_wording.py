@@ -1,4 +1,4 @@
-"""Plain English: how docstrings begin, and clauses with *who* or *what* and no noun before it."""
+"""Rule 5: how docstrings begin, and clauses with *who* or *what* and no noun before it."""
 
 import ast
 import io

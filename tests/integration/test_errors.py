@@ -1,4 +1,4 @@
-"""Messages for users: each names the thing that is wrong."""
+"""Rule 7: messages for users name the thing that is wrong."""
 
 import re
 import socket

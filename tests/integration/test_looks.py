@@ -1,4 +1,4 @@
-"""Looks at the weights change nothing and show the shards' own, in every mode and phase."""
+"""Rule 13: looks at the weights change nothing and show the shards' own, in every mode and phase."""
 
 import contextlib
 import os
