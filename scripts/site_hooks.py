@@ -1,7 +1,7 @@
 """Hooks of mkdocs: parts of the site beyond `docs/`, and links that leave that folder.
 
-README.md is the first page, and the other pages at the top of the repository are pages too. A linked
-file of the repository becomes a page with its text.
+README.md is the first page, and the other pages at the top of the repository are pages too. A
+linked file of the repository becomes a page with its text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rule 13: looks at the weights change nothing and show the shards' own, in every mode and phase."""
+"""Rule 13: looks at the weights change nothing and show the shards' own, in every mode."""
 
 import contextlib
 import os
