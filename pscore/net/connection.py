@@ -93,7 +93,8 @@ class Connection:
 
     Attributes:
         buffers: Memory for payloads.
-        is_known: Set by the handler once the peer has named itself in a way that can be checked.
+        is_known: Whether the peer has shown a token, or has named itself in a way that the handler
+            can check.
         send: Sends a reply, `(envelope, arrays=(), release=None)`, from any thread. Without
             `release`, which is called when the arrays have been sent, they are only valid during
             the call.
@@ -106,6 +107,7 @@ class Connection:
         *,
         peer: str = "",
         on_admitted: Callable[[], None] = lambda: None,
+        on_known: Callable[[], None] = lambda: None,
         unknown: Budget | None = None,
     ) -> None:
         """Owns an accepted connection from now on.
@@ -115,12 +117,14 @@ class Connection:
             service: Admits the peer and handles its frames.
             peer: The host at the other end, for the log.
             on_admitted: Called when the first message has come and was accepted.
+            on_known: Called once, after `on_admitted`, when the peer is known.
             unknown: Bytes of headers that unknown peers may have under way.
         """
         self._stream = stream
         self._service = service
         self._peer = peer
         self._on_admitted = on_admitted
+        self._on_known = on_known
         self._unknown = unknown
         self._reserved_nbytes = 0  # Bytes of `unknown`, for the header that is being read.
         self._reader = sockets.ReadAhead(stream)
@@ -165,6 +169,12 @@ class Connection:
         """Refuses request `number`."""
         self.send(pb.Envelope(id=number, failed=failure_of(error)))
 
+    def note_known(self) -> None:
+        """Notes that the peer is no stranger; the handler calls it, perhaps often."""
+        if not self.is_known:
+            self.is_known = True
+            self._on_known()
+
     def close(self) -> None:
         """Closes the connection and releases the payloads that it was sending."""
         self.buffers.close()
@@ -207,6 +217,8 @@ class Connection:
         except OSError as problem:  # The process ends, and has closed it.
             raise TransportError(f"connection closed: {problem}") from problem
         self._on_admitted()
+        if service.needs_token:
+            self.note_known()
         return incoming
 
     def _reserve(self, nbytes: int) -> None:

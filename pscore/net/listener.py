@@ -1,9 +1,10 @@
 """Accepts connections on TCP, with or without TLS, and on Unix sockets of the same host.
 
 A new connection has a few seconds for the TLS handshake and for its first message. If too many are
-still at that, the oldest is closed, so that slow peers cannot exhaust the listener. If there is no
-file descriptor or thread for one more, new connections are refused, which is logged sparsely, and
-the listener continues: it ends when its owner stops it, and in no other way.
+still at that, one of them is closed (`crowd`), so that slow peers cannot exhaust the listener. If
+there are too many connections in all, or there is no file descriptor or thread for one more, one of
+a stranger is closed; without any, new connections are refused, which is logged sparsely, and the
+listener continues: it ends when its owner stops it, and in no other way.
 
 A connection to a Unix socket is accepted only from a process of the same user.
 """
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from pscore.net import connection as connections
-from pscore.net import descriptors, sockets, tls
+from pscore.net import crowd, descriptors, sockets, tls
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection, Service
 from pscore.net.endpoint import peer_user
@@ -39,40 +40,40 @@ THIS_HOST = "this host"  # Other end of a Unix socket, for the log.
 Serve = Callable[[socket.socket], None]
 
 
-class PendingConnections:
-    """Connections before their first message; the oldest is closed when there are too many."""
+class Strangers:
+    """Connections of peers that are not known yet; too many of them are closed (`crowd`)."""
 
     def __init__(self, num_max: int) -> None:
         """Keeps at most `num_max`."""
         self.num_max = num_max
         self._lock = threading.Lock()
-        self._pending: dict[socket.socket, None] = {}  # In order of arrival.
+        self._held: dict[socket.socket, str] = {}  # With their addresses, in order of arrival.
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._held)
 
-    def add(self, accepted: socket.socket) -> None:
-        """Adds a new connection; closes the oldest one if that is one too many."""
+    def add(self, accepted: socket.socket, address: str) -> None:
+        """Adds a connection; closes one if that is one too many."""
         with self._lock:
-            self._pending[accepted] = None
-            is_full = len(self._pending) > self.num_max
+            self._held[accepted] = address
+            is_full = len(self._held) > self.num_max
         if is_full:
-            self.drop_oldest()
+            self.drop_one()
 
     def remove(self, accepted: socket.socket) -> None:
-        """Removes a connection whose first message has come, or that has ended."""
+        """Removes a connection whose peer is known now, or that has ended."""
         with self._lock:
-            self._pending.pop(accepted, None)
+            self._held.pop(accepted, None)
 
-    def drop_oldest(self) -> bool:
-        """Shuts the oldest connection down; returns whether there was one."""
+    def drop_one(self) -> bool:
+        """Shuts a connection down; returns whether there was one."""
         with self._lock:
-            if not self._pending:
+            if not self._held:
                 return False
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
+            dropped = crowd.to_close(list(self._held.items()))
+            del self._held[dropped]
             with contextlib.suppress(OSError):  # It may have ended by itself.
-                oldest.shutdown(socket.SHUT_RDWR)
+                dropped.shutdown(socket.SHUT_RDWR)
         return True
 
 
@@ -113,7 +114,8 @@ class Listener:
         self._service = service
         self._context = context
         share = PENDING_SHARE if context is None else 2 * PENDING_SHARE  # TLS needs a copy.
-        self._pending = PendingConnections(min(PENDING_MAX, descriptors.limit() // share))
+        self._pending = Strangers(min(PENDING_MAX, descriptors.limit() // share))
+        self._greeted = Strangers(CONNECTIONS_MAX)  # Their first message named no known worker.
         self._threads: list[threading.Thread] = []
         self._is_closing = False
         self._refused_s = -math.inf  # Time of the last refusal for lack of resources.
@@ -198,12 +200,13 @@ class Listener:
 
     def _start_serving(self, accepted: socket.socket, serve: Serve) -> None:
         """Starts a thread for a new connection, or closes it."""
-        if len(self._connections) >= CONNECTIONS_MAX:
-            self._note_refusal(f"{CONNECTIONS_MAX} connections are open already")
-        elif descriptors.is_scarce(accepted.fileno()) and not self._pending.drop_oldest():
-            self._note_refusal(f"few of the {descriptors.limit()} file descriptors are left")
+        is_full = len(self._connections) >= CONNECTIONS_MAX
+        is_scarce = descriptors.is_scarce(accepted.fileno())
+        if (is_full or is_scarce) and not (self._pending.drop_one() or self._greeted.drop_one()):
+            few = f"few of the {descriptors.limit()} file descriptors are left"
+            self._note_refusal(few if is_scarce else f"{CONNECTIONS_MAX} connections are open")
         elif _is_of_this_user(accepted):
-            self._pending.add(accepted)
+            self._pending.add(accepted, peer_of(accepted))
             try:
                 threading.Thread(
                     target=serve, args=(accepted,), name="data-read", daemon=True
@@ -236,7 +239,8 @@ class Listener:
                 stream,
                 self._service,
                 peer=peer,
-                on_admitted=lambda: self._pending.remove(accepted),
+                on_admitted=lambda: self._on_admitted(accepted, peer),
+                on_known=lambda: self._greeted.remove(accepted),
                 unknown=self._unknown,
             )
             self._connections[connection] = threading.current_thread()
@@ -244,7 +248,12 @@ class Listener:
                 connection.serve(deadline_s)
             finally:
                 self._pending.remove(accepted)
+                self._greeted.remove(accepted)
                 del self._connections[connection]
+
+    def _on_admitted(self, accepted: socket.socket, peer: str) -> None:
+        self._pending.remove(accepted)
+        self._greeted.add(accepted, peer)
 
     def _secured(self, accepted: socket.socket, deadline_s: float) -> tls.Stream:
         """Returns the connection, with TLS if it came over TCP and there is a context.
@@ -273,7 +282,7 @@ def peer_of(accepted: socket.socket) -> str:
         return "gone"
 
 
-def _served_within(pending: PendingConnections, serve: Serve) -> Serve:
+def _served_within(pending: Strangers, serve: Serve) -> Serve:
     """Returns a function that serves a connection of one short exchange, and closes it."""
 
     def serve_once(accepted: socket.socket) -> None:

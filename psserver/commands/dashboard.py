@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import ssl
@@ -18,11 +19,12 @@ from psserver.access.files import Trust, require_whole
 from psserver.commands.find import Found
 from psserver.dashboard import terminal
 from psserver.dashboard.history import History
-from psserver.dashboard.server import Guard, Server
+from psserver.dashboard.server import REQUEST_S_MAX, Guard, Page
 from psserver.dashboard.watch import POLL_S, Asker, Watch
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.status import WIDTH
+from psserver.service.web import WebServer
 
 PORT_MAX = 65535
 
@@ -59,25 +61,28 @@ def run_page(
         )
     ask.answers(found.addresses, found.credentials)
     history = History()
-    guard = Guard(token, is_local=is_loopback(host))
-    try:
-        server = Server((host, port), history, guard, context)
-    except OSError as problem:
-        raise CommandError(
-            Exit.PORT_TAKEN,
-            f"cannot listen on {listen}: {problem.strerror or problem}; choose another address "
-            "with --listen",
-        ) from problem
+    page = Page(history, Guard(token, is_local=is_loopback(host)))
+    server = WebServer(page.answer, seconds_max=REQUEST_S_MAX, context=context)
     watch = Watch(Asker(found.addresses, found.credentials), history)
-    watch.start()
-    scheme = "http" if context is None else "https"
-    address = join_address(host, int(server.server_address[1]))
-    how = " (any user name; the password is the token)" if token else ""
-    sys.stdout.write(f"dashboard at {scheme}://{address}/{how}\n")
-    sys.stdout.flush()
+
+    async def serve() -> None:
+        try:
+            bound = await server.start(host, port)
+        except OSError as problem:
+            raise CommandError(
+                Exit.PORT_TAKEN,
+                f"cannot listen on {listen}: {problem.strerror or problem}; choose another address "
+                "with --listen",
+            ) from problem
+        watch.start()
+        scheme = "http" if context is None else "https"
+        how = " (any user name; the password is the token)" if token else ""
+        sys.stdout.write(f"dashboard at {scheme}://{join_address(host, bound)}/{how}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
     try:
-        with server:
-            server.serve_forever(poll_interval=0.5)
+        asyncio.run(serve())
     finally:
         watch.end()
 

@@ -1,4 +1,4 @@
-"""Serves the page and its numbers over HTTP, with the TLS and the token that shards have.
+"""The page and its numbers over HTTP, with the TLS and the token that shards have.
 
     /            the page; /page.js and /page.css beside it
     /api/view    the newest status as JSON; ?since=T leaves out rows and events up to time T
@@ -11,21 +11,16 @@ names of jobs and workers as text. Requests change nothing.
 from __future__ import annotations
 
 import base64
-import binascii
 import hmac
 import json
-import socket
-import ssl
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from psserver.dashboard.history import History
 
-REQUEST_S_MAX = 10.0
-CONNECTIONS_MAX = 32
+REQUEST_S_MAX = 30.0  # For one connection: a view of six hours has megabytes.
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
@@ -77,7 +72,7 @@ class Guard:
         elif scheme.lower() == "basic":
             try:
                 given = base64.b64decode(rest.strip(), validate=True).partition(b":")[2]
-            except binascii.Error:
+            except ValueError:  # Not base64, or not even ASCII.
                 return False
         return hmac.compare_digest(given, self._token)
 
@@ -89,114 +84,51 @@ def split_host(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
-
-    protocol_version = "HTTP/1.1"
-    server_version = "psserver"
-    sys_version = ""
-    timeout = REQUEST_S_MAX
-    server: Server
-
-    def do_GET(self) -> None:
-        """Answers a request for a file or for numbers."""
-        url = urlsplit(self.path)
-        if not self.server.guard.names_us(self.headers.get("Host", "")):
-            self._send(403, "text/plain", b"the Host header names another machine\n")
-        elif not self.server.guard.admits(self.headers.get("Authorization", "")):
-            ask = {"WWW-Authenticate": 'Basic realm="psserver dashboard: the token as password"'}
-            self._send(401, "text/plain", b"the token is missing or wrong\n", ask)
-        elif url.path == "/api/view":
-            body = json.dumps(self.server.history.view(_since(url.query))).encode()
-            self._send(200, "application/json", body)
-        elif url.path in self.server.files:
-            body, kind = self.server.files[url.path]
-            self._send(200, kind, body)
-        else:
-            self._send(404, "text/plain", b"there are / and /api/view\n")
-
-    def _send(
-        self, code: int, kind: str, body: bytes, headers: dict[str, str] | None = None
-    ) -> None:
-        self.send_response(code)
-        for name, value in {**HEADERS, **(headers or {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: a page asks every second."""
-
-
-def _since(query: str) -> float:
-    """Returns the time that a query names; 0 if it names none."""
-    try:
-        return float(parse_qs(query)["since"][0])
-    except (KeyError, ValueError):
-        return 0.0
-
-
-class Server(ThreadingHTTPServer):
-    """The server of the page: a thread for each connection, a few at once.
+class Page:
+    """The page, its files and its numbers.
 
     Attributes:
-        history: The numbers.
         guard: Decides which requests are answered.
-        files: The page: body and type by path.
+        files: Body and type by path.
     """
 
-    daemon_threads = True
-    request_queue_size = CONNECTIONS_MAX
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        history: History,
-        guard: Guard,
-        context: ssl.SSLContext | None = None,
-    ) -> None:
-        """Binds.
-
-        Args:
-            address: Host and port to listen on; port 0 takes a free one.
-            history: The numbers.
-            guard: Decides which requests are answered.
-            context: TLS; None: none.
-
-        Raises:
-            OSError: The address cannot be bound.
-        """
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        self.history = history
+    def __init__(self, history: History, guard: Guard) -> None:
+        """Shows `history` to those that `guard` admits."""
+        self._history = history
         self.guard = guard
         folder = resources.files("psserver.dashboard") / "page"
         self.files = {
             path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }
-        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        super().__init__(address, Handler)
-        if context is not None:
-            # The handshake is made by the thread of the connection, at its first read.
-            self.socket = context.wrap_socket(
-                self.socket, server_side=True, do_handshake_on_connect=False
-            )
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers a connection in a thread of its own, unless there are too many."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+    async def answer(self, request: Request) -> Response:
+        """Returns the response to a request."""
+        response = self._response(request)
+        response.headers.update(HEADERS)
+        return response
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers a connection, and frees its place."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def _response(self, request: Request) -> Response:
+        path = request.scope["path"]
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("GET or HEAD\n", 405)
+        if not self.guard.names_us(request.headers.get("host", "")):
+            return PlainTextResponse("the Host header names another machine\n", 403)
+        if not self.guard.admits(request.headers.get("authorization", "")):
+            ask = {"WWW-Authenticate": 'Basic realm="psserver dashboard: the token as password"'}
+            return PlainTextResponse("the token is missing or wrong\n", 401, ask)
+        if path == "/api/view":
+            since_s = _since(request.query_params.get("since", ""))
+            body = json.dumps(self._history.view(since_s)).encode()
+            return Response(body, media_type="application/json")
+        if path in self.files:
+            body, kind = self.files[path]
+            return Response(body, headers={"content-type": kind})
+        return PlainTextResponse("there are / and /api/view\n", 404)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Reports nothing: a peer has closed its connection, or does not speak TLS."""
+
+def _since(text: str) -> float:
+    """Returns the time that a query names; 0 if it names none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

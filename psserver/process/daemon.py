@@ -60,8 +60,9 @@ from psserver.remote.checkpoint_files import Checkpoint, set_aside
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
-from psserver.service.metrics import MetricsPage
+from psserver.service.metrics import REQUEST_S_MAX, MetricsPage
 from psserver.service.refusals import ErrorInterceptor
+from psserver.service.web import WebServer
 
 log = structlog.get_logger()
 
@@ -113,11 +114,9 @@ class Daemon:
         self._data: Listener | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._page = MetricsPage(
-            self.engine,
-            is_ready=lambda: self.is_ready,
-            authorizer=self._authorizer,
-            context=plan.trust.context(mutual=False),
+        page = MetricsPage(self.engine, lambda: self.is_ready, self._authorizer)
+        self._web = WebServer(
+            page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)
         )
 
     def _make_server(self) -> grpc.aio.Server:
@@ -181,7 +180,7 @@ class Daemon:
         metrics_port = None
         if self.plan.metrics_port is not None:
             try:
-                metrics_port = await self._page.start(self.plan.host, self.plan.metrics_port)
+                metrics_port = await self._web.start(self.plan.host, self.plan.metrics_port)
             except OSError as problem:
                 raise bind_error(
                     problem, self.plan.host, self.plan.metrics_port, "--metrics-port"
@@ -215,7 +214,7 @@ class Daemon:
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)
         is_over = await self._finish()
-        await self._page.stop()
+        await self._web.stop()
         if self._timeline is not None:
             self._timeline.write()
         spans.flush("psserver")

@@ -171,7 +171,7 @@ class DataHandler:
     def _note_sender(self, sender: pb.Sender) -> None:
         """Records a worker that the engine knows."""
         self._sender = sender
-        self._connection.is_known = True
+        self._connection.note_known()
 
 
 class SocketReply:

@@ -7,13 +7,14 @@ when it is asked for, so that counting costs the pushes next to nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import math
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from pscore.errors import AccessError
 from pscore.net import wire
@@ -29,10 +30,7 @@ from psserver.service.job_metrics import job_metrics
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily, Metric
 
-REQUEST_NBYTES_MAX = 8 << 10
-REQUEST_S_MAX = 5.0
-CONNECTIONS_MAX = 32
-TEXT = "text/plain; charset=utf-8"
+REQUEST_S_MAX = 5.0  # For one connection.
 
 
 class ShardCollector:
@@ -172,14 +170,13 @@ def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFam
 
 
 class MetricsPage:
-    """A small HTTP server inside the shard's event loop."""
+    """The page of one shard."""
 
     def __init__(
         self,
         engine: Engine,
         is_ready: Callable[[], bool],
         authorizer: Authorizer | None = None,
-        context: ssl.SSLContext | None = None,
     ) -> None:
         """Shows `engine`.
 
@@ -187,84 +184,35 @@ class MetricsPage:
             engine: The shard.
             is_ready: Unless it is, `/healthz` says 503.
             authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
-            context: TLS; None: none.
         """
         self._engine = engine
         self._authorizer = Authorizer() if authorizer is None else authorizer
-        self._context = context
         self._is_ready = is_ready
-        self._server: asyncio.Server | None = None
-        self._num_open = 0
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens, and returns the port.
-
-        Raises:
-            OSError: The port cannot be bound.
-        """
-        limits = {} if self._context is None else {"ssl_handshake_timeout": REQUEST_S_MAX}
-        self._server = await asyncio.start_server(
-            self._serve, host, port, limit=REQUEST_NBYTES_MAX, ssl=self._context, **limits
-        )
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def stop(self) -> None:
-        """Stops listening."""
-        if self._server is not None:
-            self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._num_open < CONNECTIONS_MAX:
-            self._num_open += 1
-            try:
-                await self._serve_one(reader, writer)
-            finally:
-                self._num_open -= 1
-        writer.close()
-
-    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(
-            OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
-        ):
-            async with asyncio.timeout(REQUEST_S_MAX):
-                request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._answer(request))
-                await writer.drain()
-
-    async def _answer(self, request: bytes) -> bytes:
-        method, _, rest = request.partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
-        if method not in (b"GET", b"HEAD"):
-            status, kind, body = "405 Method Not Allowed", TEXT, b"GET or HEAD\n"
-        elif path == b"/metrics" and (refusal := self._refusal(request)):
-            status, kind, body = "401 Unauthorized", TEXT, refusal
-        elif path == b"/metrics":
-            status, (kind, body) = "200 OK", await self._metrics()
-        elif path == b"/healthz":
+    async def answer(self, request: Request) -> Response:
+        """Returns the response to a request."""
+        path = request.scope["path"]
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("GET or HEAD\n", 405)
+        if path == "/metrics":
+            if refusal := self._refusal(request.headers.get("authorization", "")):
+                return PlainTextResponse(refusal, 401)
+            kind, body = await self._metrics()
+            return Response(body, headers={"content-type": kind})
+        if path == "/healthz":
             ready = self._is_ready()
-            status, kind = ("200 OK" if ready else "503 Service Unavailable"), TEXT
-            body = b"ready\n" if ready else b"draining\n"
-        else:
-            status, kind, body = "404 Not Found", TEXT, b"/metrics or /healthz\n"
-        head = (
-            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n"
-        )
-        return head.encode() + (b"" if method == b"HEAD" else body)
+            return PlainTextResponse("ready\n" if ready else "draining\n", 200 if ready else 503)
+        return PlainTextResponse("/metrics or /healthz\n", 404)
 
-    def _refusal(self, request: bytes) -> bytes:
+    def _refusal(self, authorization: str) -> str:
         """Returns why a peer may not see the numbers; empty if it may."""
-        secret = ""
-        for line in request.decode("latin-1").split("\r\n")[1:]:
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "authorization":
-                secret = value.strip().removeprefix("Bearer ").strip()
+        secret = authorization.strip().removeprefix("Bearer ").strip()
         try:
             self._authorizer.admit(secret).require_control("/metrics")
         except AccessError as error:
             self._authorizer.refused(error, "/metrics")
-            return f"{error}; send it as Authorization: Bearer TOKEN\n".encode()
-        return b""
+            return f"{error}; send it as Authorization: Bearer TOKEN\n"
+        return ""
 
     async def _metrics(self) -> tuple[str, bytes]:
         # Its import takes longer than a push may wait.

@@ -178,7 +178,7 @@ class PeerHandler:
         service.require_same_job(message.sender)
         if nbytes % FLOAT_NBYTES or nbytes > PART_NUMEL * FLOAT_NBYTES:
             raise LimitError(f"{nbytes} bytes between workers, at most {PART_NUMEL} numbers wanted")
-        self._connection.is_known = True
+        self._connection.note_known()
         if is_shared:
             incoming.read_into()
             return service.receivers.of(message.sender, message.slot).take(number, message.slot)

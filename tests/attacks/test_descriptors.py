@@ -225,6 +225,36 @@ def test_the_last_descriptors_are_not_for_newcomers(monkeypatch: pytest.MonkeyPa
     play(scene)
 
 
+def test_a_newcomer_gets_the_place_of_a_stranger_that_has_spoken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no token is needed, a first message makes nobody known; naming a live worker does."""
+
+    async def scene(front: Front) -> None:
+        await ready(front, 1 << 30)
+        with listening(front) as server:
+            known, stranger = Peer(server), Peer(server)
+            known.ask()
+            assert known.answer().pulled.ready
+            hello = data_pb2.Envelope(id=3, hello=data_pb2.Hello())
+            stranger.socket.sendall(wire.encode(hello.SerializeToString()))
+            assert stranger.answer().WhichOneof("body") == "hello"
+            monkeypatch.setattr(listener, "CONNECTIONS_MAX", 2)
+            newcomer = Peer(server)
+            assert stranger.is_cut()
+            newcomer.ask()
+            assert newcomer.answer().pulled.ready
+            eventually(lambda: len(server._connections) == 2)
+            late = Peer(server)
+            assert late.is_cut()  # The others are known.
+            known.ask()
+            assert known.answer().pulled.ready
+            for peer in (known, stranger, newcomer, late):
+                peer.socket.close()
+
+    play(scene)
+
+
 def test_a_scarce_descriptor_is_one_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "limit", lambda: 1000)
     assert [descriptors.is_scarce(number) for number in (935, 936)] == [False, True]

@@ -38,7 +38,7 @@ class Handler:
             raise LimitError(f"tensor of {incoming.payload_nbytes} bytes")
         data = self._connection.buffers.take(incoming.payload_nbytes, "a tensor")
         incoming.read_into(memoryview(data))
-        self._connection.is_known = True
+        self._connection.note_known()
         self._service.seen.append(envelope.push.step)
         reply = pb.Envelope(id=envelope.id, pushed=pb.PushReply(version=envelope.push.step))
         self._connection.send(reply, [data + np.uint8(1)], lambda: None)

@@ -1,12 +1,15 @@
 """The dashboard's history and events, its requests, and its view for a terminal."""
 
+import asyncio
 import base64
 import copy
 import http.client
 import io
 import json
+import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,9 +18,11 @@ from rich.console import Console
 from psserver.dashboard import terminal
 from psserver.dashboard.events import changes
 from psserver.dashboard.history import COARSE, FINE_MAX, History
-from psserver.dashboard.server import FILES, Guard, Server
+from psserver.dashboard.server import FILES, Guard, Page
+from psserver.service.web import WebServer
 
 TOKEN = "0123456789abcdef-token"
+WAIT_S = 200.0
 WAIT = "step 7 of worker 63 (process 9 on h)"
 
 
@@ -194,21 +199,36 @@ def test_workers_come_and_go_and_checkpoints_are_taken() -> None:
 # ----- requests
 
 
+@dataclass
+class Served:
+    page: Page
+    port: int
+
+
 @pytest.fixture(params=["", TOKEN])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[Served]:
     history = History()
     history.add(1.0, status(step=3))
-    made = Server(("127.0.0.1", 0), history, Guard(request.param, is_local=True))
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    page = Page(history, Guard(request.param, is_local=True))
+    ports: queue.Queue[int] = queue.Queue()
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        web = WebServer(page.answer, seconds_max=WAIT_S)
+        ports.put(await web.start("127.0.0.1", 0))
+        await over.wait()
+        await web.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    yield made
-    made.shutdown()
+    yield Served(page, ports.get(timeout=WAIT_S))
+    loop.call_soon_threadsafe(over.set)
     thread.join()
-    made.server_close()
+    loop.close()
 
 
-def get(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=200)
+def get(server: Served, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()
@@ -220,21 +240,21 @@ def basic(secret: str) -> str:
     return "Basic " + base64.b64encode(f"any:{secret}".encode()).decode()
 
 
-def test_the_page_and_its_numbers_need_the_token_if_there_is_one(server: Server) -> None:
-    is_open = server.guard.admits("")
+def test_the_page_and_its_numbers_need_the_token_if_there_is_one(server: Served) -> None:
+    is_open = server.page.guard.admits("")
     paths = [*FILES, "/api/view"]
     for path in paths:
         assert get(server, path)[0] == (200 if is_open else 401)
         assert get(server, path, Authorization=f"Bearer {TOKEN}")[0] == 200
         assert get(server, path, Authorization=basic(TOKEN))[0] == 200
     if not is_open:
-        for wrong in (basic("x"), "Basic %", "Bearer ", f"Digest {TOKEN}", "Basic"):
+        for wrong in (basic("x"), "Basic %", "Basic \xff", "Bearer ", f"Digest {TOKEN}", "Basic"):
             code, _, headers = get(server, "/api/view", Authorization=wrong)
             assert code == 401
-            assert headers["WWW-Authenticate"].startswith("Basic ")
+            assert headers["www-authenticate"].startswith("Basic ")
     _, body, headers = get(server, "/api/view", Authorization=f"Bearer {TOKEN}")
     assert json.loads(body)["status"]["jobs"][0]["step"] == 3
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "default-src 'none'" in headers["content-security-policy"]
     assert get(server, "/../pyproject.toml", Authorization=f"Bearer {TOKEN}")[0] == 404
     assert get(server, "/api/view?since=x", Authorization=f"Bearer {TOKEN}")[0] == 200
 
@@ -246,8 +266,8 @@ def test_a_name_that_points_here_reads_nothing_without_a_token() -> None:
     assert Guard(TOKEN, is_local=False).names_us("gpu1.example")
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_makes_no_html_of_texts(server: Server) -> None:
-    text = "".join(body.decode() for body, _ in server.files.values())
+def test_the_page_loads_nothing_from_elsewhere_and_makes_no_html_of_texts(server: Served) -> None:
+    text = "".join(body.decode() for body, _ in server.page.files.values())
     assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "")
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert word not in text

@@ -1,12 +1,15 @@
 """The metrics page over a shard in this process."""
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from pscore.types import Verdict
 from psserver.decisions.directory import PeerReport
@@ -15,13 +18,11 @@ from psserver.decisions.pace import Pace
 from psserver.decisions.shard import Shard
 from psserver.decisions.stages import StageReport
 from psserver.engine.engine import Engine
-from psserver.service.metrics import (
-    CONNECTIONS_MAX,
-    REQUEST_NBYTES_MAX,
-    MetricsPage,
-    ShardCollector,
-)
+from psserver.service.metrics import MetricsPage, ShardCollector
+from psserver.service.web import REQUEST_NBYTES_MAX, WebServer
 from scripts import grafana
+
+WAIT_S = 200.0
 
 
 def make_engine() -> Engine:
@@ -34,14 +35,15 @@ def make_engine() -> Engine:
 
 
 async def ask(page: MetricsPage, *requests: bytes) -> list[bytes]:
-    port = await page.start("127.0.0.1", 0)
+    server = WebServer(page.answer, seconds_max=WAIT_S)
+    port = await server.start("127.0.0.1", 0)
     answers = []
     for request in requests:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request)
         answers.append(await reader.read())
         writer.close()
-    await page.stop()
+    await server.stop()
     return answers
 
 
@@ -181,9 +183,9 @@ def test_healthz_tells_ready_from_draining() -> None:
     ("request_", "begins"),
     [
         (get("/"), b"HTTP/1.1 404"),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405"),
-        (b"\r\n\r\n", b"HTTP/1.1 405"),
-        (b"x" * (2 * REQUEST_NBYTES_MAX), b""),
+        (b"POST /metrics HTTP/1.1\r\nHost: here\r\n\r\n", b"HTTP/1.1 405"),
+        (b"\r\n\r\n", b"HTTP/1.1 400"),
+        (b"x" * (2 * REQUEST_NBYTES_MAX), b"HTTP/1.1 4"),
     ],
 )
 def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
@@ -194,32 +196,54 @@ def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
     assert answer[: len(begins) or None] == begins
 
 
-def test_one_connection_too_many_is_closed_and_the_page_continues() -> None:
+def test_a_connection_that_takes_too_long_is_closed() -> None:
     async def scene() -> None:
-        page = MetricsPage(make_engine(), lambda: True)
-        port = await page.start("127.0.0.1", 0)
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
-        while page._num_open < CONNECTIONS_MAX:
-            await asyncio.sleep(0)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await reader.read() == b""
+        server = WebServer(MetricsPage(make_engine(), lambda: True).answer, seconds_max=0.01)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", await server.start("127.0.0.1", 0)
+        )
+        writer.write(get("/healthz")[:-1])
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
         writer.close()
-        for _, writer in silent:
-            writer.close()
-        while page._num_open:
-            await asyncio.sleep(0)
-        (answer,) = [await asyncio.open_connection("127.0.0.1", port)]
-        answer[1].write(get("/healthz"))
-        assert (await answer[0].read()).startswith(b"HTTP/1.1 200")
-        answer[1].close()
-        await page.stop()
+        await server.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_newcomer_gets_the_place_of_one_that_has_not_asked() -> None:
+    """The answer to a request is under way all the while, and keeps its place."""
+
+    async def scene() -> None:
+        asked, may_end = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: Request) -> Response:
+            asked.set()
+            await may_end.wait()
+            return PlainTextResponse("here")
+
+        server = WebServer(answer, seconds_max=WAIT_S)
+        server._connections_max = 2
+        port = await server.start("127.0.0.1", 0)
+        first, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get("/"))
+        await asked.wait()
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for reader, _ in idle[:-1]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        may_end.set()
+        assert (await first.read()).endswith(b"here")
+        for _, each in [(first, writer), *idle]:
+            each.close()
+        await server.stop()
 
     asyncio.run(scene())
 
 
 def test_head_has_no_body() -> None:
     page = MetricsPage(make_engine(), lambda: True)
-    (answer,) = asyncio.run(ask(page, b"HEAD /healthz HTTP/1.1\r\n\r\n"))
+    (answer,) = asyncio.run(ask(page, b"HEAD /healthz HTTP/1.1\r\nHost: here\r\n\r\n"))
     assert answer.endswith(b"\r\n\r\n")
 
 
