@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from psserver.dashboard.history import History
 
-REQUEST_S_MAX = 30.0  # For one connection: a view of six hours has megabytes.
+REQUEST_S_MAX = 30.0  # Limit for one connection; a view of six hours has megabytes.
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),

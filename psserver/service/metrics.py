@@ -30,7 +30,7 @@ from psserver.service.job_metrics import job_metrics
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily, Metric
 
-REQUEST_S_MAX = 5.0  # For one connection.
+REQUEST_S_MAX = 5.0  # Limit for one connection.
 
 
 class ShardCollector:

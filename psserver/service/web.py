@@ -26,7 +26,7 @@ from pscore.net import crowd, descriptors
 CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.
 BACKLOG = 256
-REQUEST_NBYTES_MAX = 8 << 10  # Of the head of a request; no body is read.
+REQUEST_NBYTES_MAX = 8 << 10  # The head of a request; no body is read.
 PAUSE_S = 0.1
 
 Answer = Callable[[Request], Awaitable[Response]]
