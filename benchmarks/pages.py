@@ -402,49 +402,6 @@ def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
 
 
-def versions() -> str:
-    """Returns a round of two checkouts by turns, from the result file."""
-    path = ROOT / "docs" / "results" / "versions.json"
-    run = json.loads(path.read_text(encoding="utf-8"))
-    rows = []
-    for case in run["cases"]:
-        other, this = (case[name] for name in ("the other", "this one"))
-        rows.append(
-            [
-                PATHS[case["plane"]],
-                f"`{case['case']}`",
-                *(f"{found['median_ms']:.3g} ({found['cpu_ms']:.3g})" for found in (other, this)),
-                f"{100 * (this['median_ms'] / other['median_ms'] - 1):+.1f} %",
-            ]
-        )
-    names = [f"{run[name]}, ms (CPU ms)" for name in ("other", "commit")]
-    about = f"`{run['command']}`, {run['date']}, {run['machine']}:"
-    blocks = [about, table(["path", "case", *names, "median round"], rows, "llrrr")]
-    if run["models"]:
-        blocks.append(_small_models(run))
-    return "\n\n".join(blocks)
-
-
-def _small_models(run: dict[str, Any]) -> str:
-    """Returns the steps per second of both versions with small models, as a table."""
-    rows = []
-    for case in run["models"]:
-        other, this = (case[name] for name in ("the other", "this one"))
-        rows.append(
-            [
-                f"`{case['model']}`, `{case['mode']}`",
-                PATHS[case["plane"]],
-                *(
-                    f"{one['steps_per_s']:.4g} ({one['percent_of_torch']:.0f} %)"
-                    for one in (other, this)
-                ),
-                f"{100 * (this['steps_per_s'] / other['steps_per_s'] - 1):+.1f} %",
-            ]
-        )
-    names = [f"{run[name]}, steps/s (of plain torch)" for name in ("other", "commit")]
-    return table(["model, mode", "path", *names, "steps/s"], rows, "llrrr")
-
-
 FALL = 0.05  # Share by which a figure may fall without a word about it.
 
 
@@ -468,7 +425,7 @@ def slowdowns() -> str:
             )
     text = "; ".join(found) or "nothing is slower"
     since = f"- **Compared with {run['other']}**, the last version before the present folders"
-    return f"{since}, by turns ({run['date']}, [figures](notes/dataplane.md)): {text}."
+    return f"{since}, by turns ({run['date']}): {text}."
 
 
 # ----- the cost of not overlapping: docs/training.md
@@ -509,7 +466,7 @@ def pipeline() -> str:
     """Returns the minibatches a second of a pipeline and its rivals, if there is a result file."""
     command = "`python -m benchmarks.pipeline --json --results docs/results/pipeline.json`"
     if not PIPELINE.exists():
-        return f"Not measured yet on a quiet machine: {command}; [first trials](notes/trials.md)."
+        return f"Not measured yet on a quiet machine: {command}."
     run = json.loads(PIPELINE.read_text(encoding="utf-8"))
     rows = [
         [
@@ -537,7 +494,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dashboard": dashboard,
     "metrics": metrics,
     "transport": transport,
-    "versions": versions,
     "slowdowns": slowdowns,
     "targets": targets,
     "hosts": hosts,
@@ -561,7 +517,6 @@ PAGES = (
     "docs/dataplane.md",
     "docs/gpu.md",
     "docs/links.md",
-    "docs/notes/dataplane.md",
     "docs/pipelines.md",
     "docs/recovery.md",
     "docs/reference.md",

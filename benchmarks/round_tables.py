@@ -80,9 +80,7 @@ def times() -> str:
     """Returns the times of rounds on slow links, beside their computing."""
     command = "`python -m benchmarks.rounds --times --out docs/results/round_times.json`"
     if not ROUND_TIMES.exists():
-        return (
-            f"Not measured yet on a quiet machine: {command}; [first trials](../notes/trials.md)."
-        )
+        return f"Not measured yet on a quiet machine: {command}."
     run = json.loads(ROUND_TIMES.read_text(encoding="utf-8"))
     return (
         f"{command}, {run['date']}, {run['machine']}. {round_times.verdict(run)}\n\n"

@@ -149,7 +149,7 @@ def _cuts(numel: int, num_shards: int) -> list[int]:
     A shard's part of the model is at least `SLICES_PER_SHARD` slices, so that pushes, updates and
     pulls overlap, and so that all shards' links are busy from the first gradients on; but no slice
     is shorter than `SLICE_NUMEL_FINE` for that. A smaller model has one slice on each shard, unless
-    they would be shorter than `SLICE_NUMEL_MIN`. docs/notes/dataplane.md has the measurement.
+    they would be shorter than `SLICE_NUMEL_MIN`.
     """
     per_shard = -(-numel // num_shards)
     longest = min(SLICE_NUMEL_MAX, max(SLICE_NUMEL_FINE, -(-per_shard // SLICES_PER_SHARD)))

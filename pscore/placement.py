@@ -1,7 +1,7 @@
 """Thresholds that decide how a worker moves its gradients and weights.
 
 The thresholds of a shard are in `psserver/engine/placement.py`. The values were measured on a
-machine of 2 cores; docs/notes/dataplane.md has the trials.
+machine of 2 cores.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class WorkerPlacement:
     """Smallest `.grad`, in bytes, that becomes a view of the flat gradients, where that is allowed.
 
     A view costs a few microseconds of Python a step, the copy of a smaller gradient less. Gain: 0.7
-    to 1.0 instead of 1.7 gradients' worth of memory above plain torch in ssgd, in the trial of
-    docs/notes/dataplane.md (memory of two workers).
+    to 1.0 instead of 1.7 gradients' worth of memory above plain torch in ssgd with
+    two workers.
     """
 
     mapped_nbytes_min: int = 1 << 20

@@ -3,7 +3,7 @@
 A host has several such connections, which send in bursts. When one of them pauses, a window lets
 the others use its share at once. A paced rate (BBR) needs many round trips to rise: on four hosts
 links were idle for a fifth of the time, and one such connection among 24 made each step a fifth
-longer (docs/notes/dataplane.md). So within a data centre a paced congestion control is left out,
+longer. So within a data centre a paced congestion control is left out,
 unless the route of the connection asks for it.
 
 A connection begins without pacing, because pacing cannot be undone: a connection that was made with

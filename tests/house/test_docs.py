@@ -72,11 +72,8 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 
 
 def test_every_source_file_that_is_named_exists() -> None:
-    """Notes keep the names of their day."""
-    pages = [page for page in PAGES if page.parent.name != "notes"]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     named = re.findall(
-        r"`((?:psserver|psworker|pscore|tests|examples|benchmarks)/[\w/]+\.py)", text
+        r"`((?:psserver|psworker|pscore|tests|examples|benchmarks)/[\w/]+\.py)", TEXT
     )
     assert named
     assert not [path for path in named if "NAME" not in path and not (ROOT / path).exists()]

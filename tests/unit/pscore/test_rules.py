@@ -242,7 +242,7 @@ def test_a_step_follows_from_the_pushes_that_lie_behind_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1bit", "2bit", "topk", "randomk", "dgc", "sparseloco"])
 def test_few_bits_with_error_feedback_and_momentum_over_rounds_are_cautioned(name: str) -> None:
-    """Both count the same past twice: on quadratics that diverged (docs/notes/trials.md)."""
+    """Both count the same past twice: on quadratics that diverged."""
     compressor = parse_compressor(name)
     for rule in (DiLoCo(), SlowMo()):
         assert f"and compression {name}: most of a move waits" in rule.caution(compressor)
