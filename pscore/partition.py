@@ -28,6 +28,9 @@ SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_cuts`.
 TENSORS_MAX = 1 << 17
 NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
 DIMENSIONS_MAX = 64  # As in torch.
+NAMES_RESERVED = frozenset({"__metadata__"})  # By safetensors, in which checkpoints are written.
+HEADER_NBYTES_MAX = 100_000_000  # Of a safetensors file: names, shapes and places of all tensors.
+HEADER_NBYTES_TENSOR, HEADER_NBYTES_DIMENSION = 96, 13  # At most, beside the name.
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -124,23 +127,54 @@ def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:
         )
     seen: set[str] = set()
     for spec in tensors:
-        if spec.name in seen:
-            raise ConfigError(f"two parameters are named {spec.name!r}")
-        seen.add(spec.name)
-        if spec.dtype not in DTYPES:
-            raise ConfigError(
-                f"{spec.name!r} is {spec.dtype}, must be {', '.join(DTYPES)}; train a float64 "
-                "model as model.float(), and keep a complex parameter as torch.view_as_real of it"
-            )
-        if len(spec.shape) > DIMENSIONS_MAX:
-            raise ConfigError(
-                f"{spec.name!r} has {len(spec.shape)} dimensions, at most {DIMENSIONS_MAX}"
-            )
-        if any(size < 0 for size in spec.shape) or not 0 < spec.numel <= NUMEL_MAX:
-            raise ConfigError(f"{spec.name!r} has shape {list(spec.shape)}: {spec.numel} elements")
+        _check_name(spec.name, seen)
+        _check_tensor(spec)
     numel = sum(spec.numel for spec in tensors)
     if numel > NUMEL_MAX:  # The plan itself is in proportion to it.
         raise ConfigError(f"the model has {numel} elements, at most {NUMEL_MAX}")
+    nbytes = sum(_header_nbytes(spec) for spec in tensors)
+    if nbytes > HEADER_NBYTES_MAX:
+        raise ConfigError(
+            f"names and shapes of the model's tensors need {nbytes} bytes in a checkpoint, at most "
+            f"{HEADER_NBYTES_MAX}; give the parameters shorter names"
+        )
+
+
+def _check_name(name: str, seen: set[str]) -> None:
+    """Refuses a parameter's name that no checkpoint can hold, or that is one of `seen`."""
+    if name in seen:
+        raise ConfigError(f"two parameters are named {name!r}")
+    seen.add(name)
+    if name in NAMES_RESERVED:
+        raise ConfigError(
+            f"a parameter is named {name!r}; checkpoints are safetensors files, in which this name "
+            "has another meaning: give it another name"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as problem:
+        raise ConfigError(f"a parameter's name {name!a} is not Unicode") from problem
+
+
+def _check_tensor(spec: TensorSpec) -> None:
+    """Refuses a dtype or a shape that no shard accepts."""
+    if spec.dtype not in DTYPES:
+        raise ConfigError(
+            f"{spec.name!r} is {spec.dtype}, must be {', '.join(DTYPES)}; train a float64 "
+            "model as model.float(), and keep a complex parameter as torch.view_as_real of it"
+        )
+    if len(spec.shape) > DIMENSIONS_MAX:
+        raise ConfigError(
+            f"{spec.name!r} has {len(spec.shape)} dimensions, at most {DIMENSIONS_MAX}"
+        )
+    if any(size < 0 for size in spec.shape) or not 0 < spec.numel <= NUMEL_MAX:
+        raise ConfigError(f"{spec.name!r} has shape {list(spec.shape)}: {spec.numel} elements")
+
+
+def _header_nbytes(spec: TensorSpec) -> int:
+    """Returns the most bytes of a tensor in the header of a safetensors file."""
+    dimensions_nbytes = HEADER_NBYTES_DIMENSION * len(spec.shape)
+    return len(json.dumps(spec.name)) + HEADER_NBYTES_TENSOR + dimensions_nbytes
 
 
 def _cuts(numel: int, num_shards: int) -> list[int]:

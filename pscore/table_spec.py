@@ -26,6 +26,7 @@ RAW = NoCompression()
 START = Origin()
 GROWN = "+"  # In the name of a table that follows another: `model+1` after `model`.
 COUNT_MAX = 1 << 48  # Largest number of steps or pushes that a record may name.
+SHOWN_MAX = 40  # Characters of a wrong value in a message.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,28 +143,55 @@ class TableSpec:
 
         Raises:
             ConfigError: A rule, compressor or argument does not exist, the compressor is not one
-                for pulls, or the origin is not two counts.
+                for pulls, or a number is not a count.
             LookupError, TypeError, ValueError: The record has another form.
         """
-        tensors = [TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in record["tensors"]]
+        tensors = [_tensor_from_json(tensor) for tensor in record["tensors"]]
         pulls = make_compressor(*record.get("pull_compressor", (RAW.name, {})))
         require_for_pulls(pulls)
-        clock, step = origin = record.get("origin", (0, 0))
-        if not all(0 <= int(count) <= COUNT_MAX for count in origin):
-            raise ConfigError(
-                f"table {record['name']!r}: steps are counted from {origin!r}, two counts wanted"
-            )
+        clock, step = record.get("origin", (0, 0))
         return cls(
-            name=record["name"],
+            name=str(record["name"]),
             tensors=tuple(tensors),
-            num_shards=record["num_shards"],
+            num_shards=count_of(record["num_shards"], "the number of shards"),
             rule=make_rule(*record["rule"]),
             compressor=make_compressor(*record["compressor"]),
-            optimizer=record["optimizer"],
-            num_groups=record["num_groups"],
+            optimizer=str(record["optimizer"]),
+            num_groups=count_of(record["num_groups"], "the number of parameter groups"),
             pull_compressor=pulls,
-            origin=Origin(int(clock), int(step)),
+            origin=Origin(count_of(clock, "the first clock"), count_of(step, "the first step")),
         )
+
+
+def count_of(value: object, what: str, *, least: int = 0, most: int = COUNT_MAX) -> int:
+    """Returns a number that a record gives, if it is an integer in a range.
+
+    Args:
+        value: The number, as JSON gives it.
+        what: What it counts, for the message.
+        least: The smallest one.
+        most: The largest one.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if type(value) is not int or not least <= value <= most:
+        shown = repr(value)[:SHOWN_MAX]
+        raise ConfigError(f"{what} is {shown}, must be an integer in {least}..{most}")
+    return value
+
+
+def _tensor_from_json(record: Mapping[str, Any]) -> TensorSpec:
+    tensor = TensorSpec(
+        **{
+            **record,
+            "shape": tuple(count_of(size, "a length of a tensor") for size in record["shape"]),
+        }
+    )
+    count_of(tensor.group, "the parameter group of a tensor")
+    if not (isinstance(tensor.name, str) and isinstance(tensor.compress, bool)):
+        raise TypeError(f"{tensor} is not the declaration of a tensor")
+    return tensor
 
 
 def plugin_to_proto(plugin: Rule | Compressor) -> pb.Plugin:

@@ -35,10 +35,13 @@ import structlog
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from pscore.errors import ConfigError
 from pscore.memory.descriptor import Descriptor
 from pscore.observe.boot import boot_id
+from pscore.table_spec import count_of
 from pscore.types import FloatArray
 from psserver.decisions.lifetime import digest
+from psserver.durability.records import RANDOM_MAX
 from psserver.durability.sealed import (
     Meta,
     WeightsFile,
@@ -78,7 +81,7 @@ class JobJournal:
             return
         if (folder / LOST).exists():
             raise ValueError(str(read_json(folder / LOST)["reason"]))
-        self.seal = int(self.read_job()["seal"])
+        self.seal = count_of(self.read_job()["seal"], "the seal of the journal", most=RANDOM_MAX)
         self.arena = Arena(folder / ARENA)
         if self.arena.seal != self.seal:
             raise ValueError(f"{self.arena.path} is not the arena of this journal")
@@ -216,16 +219,16 @@ class JournalDir:
         stamp: Meta = {}
         with contextlib.suppress(OSError, ValueError):
             stamp = read_json(folder / STAMP)
-        known = stamp.get("instance")
+        known, recoveries = _instance_of(stamp), stamp.get("recoveries")
         if (found := _format_of(folder / STAMP)) is not None and found != FORMAT:
             log.error("journals of another format are left untouched", folder=str(folder))
-        elif isinstance(known, int) and stamp.get("boot") == boot_id():
+        elif known is not None and stamp.get("boot") == boot_id():
             self.instance = known
-            recoveries = stamp.get("recoveries")
-            self.num_recoveries = recoveries if isinstance(recoveries, int) else 0
+            with contextlib.suppress(ConfigError):
+                self.num_recoveries = count_of(recoveries, "a number of recoveries")
             self._unseal()
             return
-        elif isinstance(known, int) and self._sealed() == known:
+        elif known is not None and self._sealed() == known:
             self.instance = known
             log.info("journals of another boot, which ended in order", folder=str(folder))
             self._try_stamp()
@@ -326,8 +329,7 @@ class JournalDir:
     def _sealed(self) -> int | None:
         """Returns the instance that has sealed the journals; None: they are not sealed."""
         with contextlib.suppress(OSError, ValueError):
-            instance = read_json(self.folder / CLOSED).get("instance")
-            return instance if isinstance(instance, int) else None
+            return _instance_of(read_json(self.folder / CLOSED))
         return None
 
     def _unseal(self) -> None:
@@ -378,6 +380,13 @@ class JournalDir:
             self._write_stamp()
         except OSError as problem:
             log.error("the stamp of the journals cannot be written", reason=str(problem))
+
+
+def _instance_of(meta: Meta) -> int | None:
+    """Returns the instance in a file; None if it names none that a message can hold."""
+    with contextlib.suppress(ConfigError):
+        return count_of(meta.get("instance"), "an instance", most=RANDOM_MAX)
+    return None
 
 
 def _format_of(stamp: Path) -> int | None:

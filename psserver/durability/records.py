@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pscore.table_spec import count_of
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.shard import Job
+
+INT32_MAX = (1 << 31) - 1  # Of a field `int32` of a message.
+UINT32_MAX = (1 << 32) - 1
+RANDOM_MAX = (1 << 64) - 1  # Of incarnations and instances, which are drawn: `fixed64`.
 
 
 def members_to_json(job: Job) -> list[dict[str, Any]]:
@@ -27,20 +33,34 @@ def members_to_json(job: Job) -> list[dict[str, Any]]:
 
 
 def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
-    """Returns the workers in a record; those that were live have a new lease."""
+    """Returns the workers in a record; those that were live have a new lease.
+
+    Raises:
+        ConfigError: A number is not a count.
+        LookupError, TypeError, ValueError: The record has another form.
+    """
     return [
         Member(
-            rank=entry["rank"],
-            incarnation=entry["incarnation"],
-            spent=tuple(entry.get("spent", ())),
-            restart=entry["restart"],
-            host=entry["host"],
-            pid=entry["pid"],
+            rank=count_of(entry["rank"], "a rank", most=meta["num_workers"] - 1),
+            incarnation=count_of(entry["incarnation"], "an incarnation", most=RANDOM_MAX),
+            spent=incarnations_of(entry.get("spent", ())),
+            restart=count_of(entry["restart"], "a number of restarts", most=UINT32_MAX),
+            host=str(entry["host"]),
+            pid=count_of(entry["pid"], "a process number", most=UINT32_MAX),
             heard_s=now_s,
             presence=Presence(entry["presence"]),
         )
         for entry in meta["members"]
     ]
+
+
+def incarnations_of(spent: Sequence[object]) -> tuple[int, ...]:
+    """Returns the incarnations in a record.
+
+    Raises:
+        ConfigError: One of them is not one.
+    """
+    return tuple(count_of(one, "an incarnation", most=RANDOM_MAX) for one in spent)
 
 
 def sync(path: Path) -> None:

@@ -17,11 +17,12 @@ import structlog
 from pscore.errors import LimitError, PacelineError
 from pscore.memory.segment import Segment, WeightsMap
 from pscore.rules import make_rule
-from pscore.table_spec import TableSpec
+from pscore.table_spec import TableSpec, count_of
 from pscore.types import FloatArray, IntArray
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
+from psserver.decisions.membership import WORKERS_MAX
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table, num_changing
 from psserver.durability import records
@@ -33,7 +34,9 @@ from psserver.slices.pool import NUMBERS
 log = structlog.get_logger()
 RECORDS_NBYTES = 8192  # For the two records of a slice, with some workers.
 # Raised by reading a damaged journal, or a whole one of another version of this program.
-UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, PacelineError)
+UNUSABLE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PacelineError,
+)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,12 +103,12 @@ class JobRecorder:
             self.note_residuals({})
 
     def read_residuals(self) -> dict[str, FloatArray]:
-        """Returns the arrays of `note_residuals`; nothing if they cannot be read."""
-        try:
-            return {} if self._journal is None else self._journal.read_residuals()
-        except ValueError as problem:
-            log.error("residuals cannot be used", job=self._job.name, reason=str(problem))
-            return {}
+        """Returns the arrays of `note_residuals`.
+
+        Raises:
+            ValueError: They cannot be read.
+        """
+        return {} if self._journal is None else self._journal.read_residuals()
 
     def make_memory(
         self, table: Table, free_one: Callable[[], bool] = lambda: False
@@ -263,21 +266,24 @@ class Recovery:
         journal = JobJournal(path)
         meta = journal.read_job()
         tables = journal.read_tables(meta["num_tables"])
-        members = records.members_of(meta, now_s)
+        num_workers = count_of(meta["num_workers"], "the number of workers", most=WORKERS_MAX)
         job = self._shard.restore(
             meta["name"],
-            meta["num_workers"],
-            members,
-            meta["min_workers"],
+            num_workers,
+            records.members_of(meta, now_s),
+            count_of(meta["min_workers"], "the least number of workers", most=num_workers),
             has_ended=meta["ended"],
             is_restored=meta["restored"],
-            spent={int(rank): tuple(spent) for rank, spent in meta["spent"].items()},
+            spent={
+                int(rank): records.incarnations_of(spent) for rank, spent in meta["spent"].items()
+            },
         )
-        job.life.number = meta["life"]
         recorder = JobRecorder(job, self._folder, journal)
         try:
+            job.life.number = count_of(meta["life"], "the life of the job", most=records.UINT32_MAX)
             for name, number, ranks, *rest in meta["barriers"]:
-                job.barriers.by_name[name] = Barrier(number, set(ranks), *rest)
+                round_ = count_of(number, f"the round of barrier {name!r}")
+                job.barriers.by_name[name] = Barrier(round_, set(ranks), *rest)
             begin(job, recorder, [self._open(job, recorder, entry) for entry in tables])
         except UNUSABLE:
             del self._shard.jobs[job.name]
@@ -287,7 +293,8 @@ class Recovery:
     def _open(self, job: Job, recorder: JobRecorder, entry: Meta) -> tuple[Table, TableMemory]:
         """Returns a recorded table with its memory."""
         table, _ = self._shard.define(job, TableSpec.from_json(entry["spec"]))
-        table.epoch = entry["epoch"]
+        what = f"the number of changes of the mode of table {table.spec.name!r}"
+        table.epoch = count_of(entry["epoch"], what, most=records.INT32_MAX)
         table.former = None if entry["former"] is None else make_rule(*entry["former"])
         table.participants.aside |= {
             int(rank): tuple(change) for rank, change in entry["aside"].items()

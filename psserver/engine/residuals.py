@@ -214,13 +214,28 @@ class Residuals:
         }
 
     def recover(self, arrays: Mapping[str, FloatArray]) -> None:
-        """Keeps the arrays of `to_record` of a former process, but for workers that have pushed."""
+        """Keeps the arrays of `to_record` of a former process, but for workers that have pushed.
+
+        Raises:
+            ValueError, UnknownJobError: A name or an array is not one of this job.
+        """
         for path, array in arrays.items():
             number, index, first, name = path.split("/")
-            table = self._job.table(int(number))
-            counted = table.clocks[int(index)].counted.get(int(name.split(".")[1]), Progress())
+            table, found = self._job.table(int(number)), NAME.fullmatch(name)
+            part = table.specs.get(int(index))
+            if (
+                found is None
+                or part is None
+                or (array.shape, array.dtype)
+                != (
+                    (part.numel,),
+                    np.float32,
+                )
+            ):
+                raise ValueError(f"{path!r} is not the residual of a slice of this job")
+            counted = table.clocks[part.index].counted.get(int(found[1]), Progress())
             if _newest(counted) < int(first):
-                self.keep(table, int(index), name, array, int(first))
+                self.keep(table, part.index, name, array, int(first))
 
     def pushed(self, address: Address, rank: int) -> None:
         """Drops the kept residual of a slice: its worker has fetched and used it."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import structlog
+
 from pscore.compressors.base import Compressor
+from pscore.errors import UnknownJobError
 from pscore.types import Push
 from psserver.decisions.open_step import OpenStep
 from psserver.decisions.progress import Token
@@ -15,6 +18,8 @@ from psserver.engine.job import Request, RunningJob, RunningTable
 from psserver.slices.base import Payload, Store
 from psserver.slices.journal import SliceJournal
 from psserver.slices.sums import RAW
+
+log = structlog.get_logger()
 
 
 def recover(engine: Engine, inspect: Callable[[Store], None] | None = None) -> list[str]:
@@ -32,7 +37,10 @@ def recover(engine: Engine, inspect: Callable[[Store], None] | None = None) -> l
                     if inspect is not None:
                         inspect(queue.store)
                     _resume_slice(engine, job, running, index)
-            job.residuals.recover(job.recorder.read_residuals())
+            try:
+                job.residuals.recover(job.recorder.read_residuals())
+            except (ValueError, UnknownJobError) as problem:
+                log.error("residuals cannot be used", job=job.name, reason=str(problem))
         if engine.jobs:
             engine.recovery.note_recovered()
         return list(engine.jobs)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import structlog
 
-from pscore.errors import PacelineError
+from pscore.errors import ConfigError, LimitError, PacelineError
 from pscore.net.credentials import Credentials
+from psserver.decisions.shard import require_name
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
@@ -43,27 +44,31 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
     half = marker.read_text(encoding="utf-8") if marker is not None and marker.exists() else None
     loaded: dict[str, Checkpoint] = {}
     for job, found in newest(folder).items():
+        try:
+            require_name("job", job)
+        except ConfigError as problem:
+            log.error("checkpoint cannot be used", path=str(found[0].path), reason=str(problem))
+            continue
         if job in engine.shard.jobs and job != half:
             continue  # Its journal is newer.
         if found[0].manifest.get("finished"):
             log.info("job had ended; it is not loaded", job=job, path=str(found[0].path))
             continue
-        chosen = _newest_good(job, found)
+        chosen = _newest_good(engine, job, found)
         if chosen is None:
             continue
-        path, checkpoint = chosen
+        path, checkpoint, upload = chosen
         try:
             if marker is not None:
                 marker.write_text(job, encoding="utf-8")
-            deliver(engine, checkpoint, job)
+            index, num_shards = engine.shard.index, engine.shard.num_shards
+            for _, message in shards.messages("", checkpoint, num_shards, [index]):
+                upload.write(message)
+            upload.finish()
             if marker is not None:
                 marker.unlink()
         except (PacelineError, OSError) as problem:
-            raise CommandError(
-                Exit.STATE_DIR,
-                f"cannot load {path}: {problem}; make room for it, or move its checkpoints away "
-                f"if job {job!r} is not to be continued",
-            ) from problem
+            raise _no_room(path, job, problem) from problem
         loaded[job] = checkpoint
         log.warning(
             "job recovered from its newest checkpoint",
@@ -74,27 +79,33 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
     return loaded
 
 
-def _newest_good(job: str, found: Sequence[Found]) -> tuple[Path, Checkpoint] | None:
+def _newest_good(
+    engine: Engine, job: str, found: Sequence[Found]
+) -> tuple[Path, Checkpoint, CheckpointUpload] | None:
+    """Returns where the newest good checkpoint is, the checkpoint, and its declared job.
+
+    Raises:
+        CommandError: There is no memory for it.
+    """
     for one in found:
         try:
-            return one.path, verified(one)
-        except PROBLEMS as problem:
+            checkpoint = verified(one)
+            request = shards.preparation("", checkpoint, job, engine.shard.num_shards)
+            return one.path, checkpoint, CheckpointUpload(request, engine, 0)
+        except LimitError as problem:
+            raise _no_room(one.path, job, problem) from problem
+        except (*PROBLEMS, PacelineError) as problem:
             log.error("checkpoint cannot be used", job=job, path=str(one.path), reason=str(problem))
     log.error("no checkpoint of a job can be used; the job would start over", job=job)
     return None
 
 
-def deliver(engine: Engine, checkpoint: Checkpoint, job: str) -> None:
-    """Makes a job of this shard's part of a checkpoint.
-
-    Raises:
-        PacelineError: The shard cannot hold it.
-    """
-    index, num_shards = engine.shard.index, engine.shard.num_shards
-    upload = CheckpointUpload(shards.preparation("", checkpoint, job, num_shards), engine, 0)
-    for _, message in shards.messages("", checkpoint, num_shards, [index]):
-        upload.write(message)
-    upload.finish()
+def _no_room(path: Path, job: str, problem: Exception) -> CommandError:
+    return CommandError(
+        Exit.STATE_DIR,
+        f"cannot load {path}: {problem}; make room for it, or move its checkpoints away if job "
+        f"{job!r} is not to be continued",
+    )
 
 
 def bring(

@@ -21,10 +21,13 @@ from pathlib import Path
 
 import psutil
 
+from pscore.errors import ConfigError
 from pscore.observe.boot import began
+from pscore.table_spec import count_of
 from psserver.exits import CommandError, Exit
 
 FILE = "run.json"
+PID_MAX, PORT_MAX = (1 << 31) - 1, (1 << 16) - 1
 FREE = "free-"  # Begins the name of a run on free ports; the number of its process follows.
 
 
@@ -178,6 +181,14 @@ def _read(file: Path) -> Run | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         values["shards"] = [ShardRun(**shard) for shard in values["shards"]]
-        return Run(**values)
-    except (OSError, ValueError, TypeError, KeyError):
+        run = Run(**values)
+        for pid in (run.pid, *(shard.pid for shard in run.shards)):
+            if pid is not None:
+                count_of(pid, "a process number", least=1, most=PID_MAX)
+        for port in (run.port, *(shard.port for shard in run.shards)):
+            count_of(port, "a port", most=PORT_MAX)
+        if not all(isinstance(address, str) for address in run.addresses):
+            raise TypeError("an address is not text")
+    except (OSError, ValueError, TypeError, KeyError, ConfigError):
         return None
+    return run

@@ -32,7 +32,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
-from pscore.table_spec import GROWN, TableSpec
+from pscore.table_spec import COUNT_MAX, GROWN, TableSpec, count_of
 from pscore.types import FloatArray
+from psserver.decisions.membership import WORKERS_MAX
 from psserver.durability import records
 from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
@@ -52,15 +53,16 @@ MANIFEST = "manifest.json"
 DRAFT = ".draft-"
 LOCK = ".lock"
 ASIDE = "forgotten"  # In the folder: checkpoints of jobs that are not to be loaded.
-SLUG_LENGTH_MAX = 64
+SLUG_LENGTH_MAX, SLUG_NBYTES_MAX = 64, 200  # Of a folder's name, without its number.
 NAME = re.compile(r"(.*)-(\d{8,})")
 
 Tensors = Mapping[str, FloatArray]
 Tell = Callable[[str], None]
 # Errors of reading a file of any content.
 PROBLEMS = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, ConfigError,
+    OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, ConfigError,
 )  # fmt: skip
+ARRAY = re.compile(r"[a-zA-Z0-9_.]+")  # Names of arrays, which are parts of files' names.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,7 +198,11 @@ def set_aside(folder: Path, job: str) -> Path | None:
 def newest_table(checkpoint: Checkpoint) -> TableState:
     """Returns the first table, or the last of those that follow it because the model has grown."""
     stem = checkpoint.tables[0].spec.name + GROWN
-    following = [table for table in checkpoint.tables if table.spec.name.startswith(stem)]
+    following = [
+        table
+        for table in checkpoint.tables
+        if table.spec.name.startswith(stem) and table.spec.name.removeprefix(stem).isdecimal()
+    ]
     return max(
         following,
         key=lambda table: int(table.spec.name.removeprefix(stem)),
@@ -251,7 +257,7 @@ def _publish(draft: Path, checkpoint: Checkpoint, hashes: dict[str, str]) -> tup
         taken = [found.sequence for found in scan(folder) if found.may_be_of(checkpoint.job)]
         names = [NAME.fullmatch(name) for name in os.listdir(folder)]
         taken += [int(name[2]) for name in names if name is not None and name[1] == slug]
-        sequence = max(taken, default=0) + 1
+        sequence = max((number for number in taken if number < COUNT_MAX), default=0) + 1
         path = draft / MANIFEST
         manifest = _manifest(checkpoint, sequence, hashes)
         path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -311,7 +317,9 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _slug(job: str) -> str:
     """Returns a job's name as a folder's name can hold it; others may have the same."""
-    return re.sub(r"[^\w.=@+-]", "_", job)[:SLUG_LENGTH_MAX].lstrip(".") or "job"
+    slug = re.sub(r"[^\w.=@+-]", "_", job)[:SLUG_LENGTH_MAX].encode()[:SLUG_NBYTES_MAX]
+    # A dot at the beginning would hide the folder, a minus would make an option of its name.
+    return slug.decode(errors="ignore").lstrip(".-") or "job"
 
 
 def _file_name(table: int, array: str) -> str:
@@ -403,29 +411,72 @@ def verified(found: Found) -> Checkpoint:
     if found.problem:
         raise ValueError(found.problem)
     manifest = found.manifest
+    num_workers = count_of(
+        manifest["num_workers"], "the number of workers", least=1, most=WORKERS_MAX
+    )
     checkpoint = Checkpoint(
         job=str(found.job),
-        num_workers=int(manifest["num_workers"]),
-        min_workers=int(manifest["min_workers"]),
+        num_workers=num_workers,
+        min_workers=count_of(
+            manifest["min_workers"], "the least number of workers", most=num_workers
+        ),
         is_finished=bool(manifest["finished"]),
     )
+    if not manifest["tables"]:
+        raise ValueError("it has no tables")
     for number, entry in enumerate(manifest["tables"]):
         spec = TableSpec.from_json(entry["spec"])
+        for array in entry["arrays"]:
+            if not ARRAY.fullmatch(array):
+                raise ValueError(f"an array is named {array!r}")
         files = {array: found.path / _file_name(number, array) for array in entry["arrays"]}
         for array, file in files.items():
             if _hash(file) != manifest["sha256"][file.name]:
                 raise ValueError(f"{file.name} has changed since it was written")
             _require_tensors(file, spec, only_compressed=is_residual(array))
-        table = TableState(
-            spec=spec,
-            version=int(entry["version"]),
-            slices=entry["slices"],
-            counts=[int(count) for count in entry["counts"]],
-            arrays={array: _File(file) for array, file in files.items()},
+        checkpoint.tables.append(
+            TableState(
+                spec=spec,
+                version=count_of(entry["version"], "a version", least=-1),
+                slices=_slices_of(entry["slices"]),
+                counts=_counts_of(entry["counts"], spec),
+                arrays={array: _File(file) for array, file in files.items()},
+            )
         )
-        _ = table.updates, table.clock  # They are numbers, or this raises.
-        checkpoint.tables.append(table)
     return checkpoint
+
+
+def _slices_of(slices: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the versions and clocks of slices.
+
+    Raises:
+        ConfigError: One of them is not a count.
+    """
+    return {
+        index: {
+            "version": count_of(entry["version"], f"the version of slice {index}", least=-1),
+            "clocks": {
+                rank: count_of(clock, f"the clock of worker {rank} in slice {index}")
+                for rank, clock in entry["clocks"].items()
+            },
+        }
+        for index, entry in slices.items()
+    }
+
+
+def _counts_of(counts: Sequence[object], spec: TableSpec) -> list[int]:
+    """Returns the optimizer's steps of each tensor of a table.
+
+    Raises:
+        ConfigError: One of them is not a count.
+        ValueError: There are more or fewer than tensors.
+    """
+    if len(counts) != len(spec.tensors):
+        raise ValueError(f"{len(counts)} counts of steps for {len(spec.tensors)} tensors")
+    return [
+        count_of(count, f"the optimizer's steps of tensor {tensor.name!r}")
+        for count, tensor in zip(counts, spec.tensors, strict=True)
+    ]
 
 
 class _File(Mapping[str, FloatArray]):
@@ -460,7 +511,9 @@ def _look(path: Path) -> Found:
             )
         if manifest["digest"] != _digest(manifest):
             raise ValueError(f"{MANIFEST} has changed since it was written")
-        job, sequence = str(manifest["job"]), int(manifest["sequence"])
+        job, sequence = manifest["job"], count_of(manifest["sequence"], "its sequence")
+        if not isinstance(job, str):
+            raise TypeError("its job has no name")
     except (*PROBLEMS, RecursionError) as problem:
         return Found(path=path, job=None, sequence=number, problem=_reason(problem))
     return Found(path=path, job=job, sequence=sequence, manifest=manifest)

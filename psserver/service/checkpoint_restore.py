@@ -16,8 +16,10 @@ from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
-from pscore.table_spec import TableSpec
+from pscore.table_spec import TableSpec, count_of
 from pscore.types import Origin, SliceSpec
+from psserver.decisions.membership import Membership
+from psserver.decisions.table import make_table
 from psserver.engine.engine import Engine
 from psserver.engine.host_memory import available_nbytes
 from psserver.engine.residuals import is_residual
@@ -25,7 +27,6 @@ from psserver.engine.restore import RestoredTable, require_free, restore
 
 UPLOADS_MAX = 8
 NAME_LENGTH_MAX = 256
-VERSION_MAX = 1 << 48  # Largest version of a slice, far beyond any run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,10 @@ class CheckpointUpload:
         self.touched_s = engine.now()
         self._engine = engine
         require_free(engine, self.job)
+        members = Membership(request.num_workers, 0.0, request.min_workers)
         self._tables = [_declared(text, engine) for text in request.tables]
+        for number, table in enumerate(self._tables):  # All that `Engine.define` would refuse.
+            make_table(table.spec, number, engine.shard.index, members, is_kept=False)
         self.nbytes = sum(table.nbytes for table in self._tables)
         what = f"the checkpoint of job {self.job!r} on shard {engine.shard.index}"
         with engine.lock:
@@ -150,10 +154,10 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
     try:
         about = json.loads(text)
         spec = TableSpec.from_json(about["spec"])
-        version = int(about["version"])
-        clock = int(about.get("clock", version))
+        version = count_of(about["version"], f"the version of table {spec.name!r}")
+        clock = count_of(about.get("clock", version), f"the clock of table {spec.name!r}")
         spec = replace(spec, origin=Origin(clock, spec.origin.step))
-        counts = [int(count) for count in about["counts"]]
+        counts = [count_of(count, "the optimizer's steps of a tensor") for count in about["counts"]]
         names = frozenset(str(name) for name in about["arrays"])
     except (ValueError, KeyError, TypeError) as problem:
         raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
@@ -164,10 +168,6 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
         raise RemoteProtocolError(
             f"table {spec.name!r} of the checkpoint: optimizer {spec.optimizer!r}, {len(counts)} "
             f"counts for {len(spec.tensors)} tensors"
-        )
-    if not (0 <= version <= VERSION_MAX and 0 <= clock <= VERSION_MAX):
-        raise RemoteProtocolError(
-            f"table {spec.name!r} of the checkpoint has version {version} and clock {clock}"
         )
     wanted = {
         "weights",

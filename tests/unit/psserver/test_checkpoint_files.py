@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -135,13 +136,16 @@ def test_jobs_share_a_folder_and_each_keeps_its_own(tmp_path: Path) -> None:
     assert refusal.value.code is Exit.USAGE
 
 
-@pytest.mark.parametrize("job", ["..", ".", "a/../../b", "\x1b[31m", "x" * 256, " ", "ü"])
+@pytest.mark.parametrize(
+    "job", ["..", ".", "a/../../b", "\x1b[31m", "x" * 256, " ", "ü", "-rf", "--", chr(0x20000) * 64]
+)
 def test_a_name_stays_in_the_folder(tmp_path: Path, job: str) -> None:
     path = files.write(tmp_path / "in", make(1.0, job), keep=1)
     assert path.parent == tmp_path / "in"
     assert os.listdir(tmp_path) == ["in"]
     assert len(path.name) < 80
     assert path.name.isprintable()
+    assert path.name[0] not in ".-"  # A hidden folder, or an option of `rm`.
     assert value_of(tmp_path / "in") == 1.0
 
 
@@ -294,6 +298,12 @@ def spoil_manifest(path: Path, **changes: Any) -> None:
     (path / files.MANIFEST).write_text(json.dumps(manifest))
 
 
+def spoil_table(path: Path, **changes: Any) -> None:
+    """Changes values of the first table of a manifest, with a digest that fits."""
+    (table,) = json.loads((path / files.MANIFEST).read_text())["tables"]
+    spoil_manifest(path, tables=[table | changes])
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit of weights": (lambda p: flip(p / "model.safetensors"), "model.safetensors has changed"),
     "bit of state": (lambda p: flip(p / "momentum_buffer.safetensors"), "momentum_buffer"),
@@ -309,6 +319,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a text for a number": (lambda p: spoil_manifest(p, num_workers="two"), "two"),
     "null for tables": (lambda p: spoil_manifest(p, tables=None), ""),
     "numbers for tables": (lambda p: spoil_manifest(p, tables=[1]), ""),
+    "a large number": (
+        lambda p: spoil_table(p, counts=[10**30]),
+        "the optimizer's steps of tensor",
+    ),
+    "a number too many": (lambda p: spoil_table(p, counts=[7, 7]), "2 counts of steps for 1"),
+    "infinity": (
+        lambda p: spoil_table(p, version=math.inf),
+        "a version is inf, must be an integer",
+    ),
+    "another folder": (lambda p: spoil_table(p, arrays=["../weights"]), "is named '../weights'"),
+    "a large sequence": (lambda p: spoil_manifest(p, sequence=10**30), "its sequence is 1000"),
 }
 
 

@@ -1,10 +1,15 @@
 """The start of a shard: from its journals, else from the newest good checkpoint of each job."""
 
+import copy
+import json
+import math
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +63,48 @@ def test_the_newest_good_one_of_each_job_is_loaded(tmp_path: Path) -> None:
     assert "job had ended; it is not loaded" in events
     (told,) = [line for line in lines if line["event"].startswith("job recovered")]
     assert (told["at"], told["path"]) == ("7 updates", str(tmp_path / "run_1-00000001"))
+
+
+WRONG = [10**30, -7, 1.5, math.inf, math.nan, "x", "", None, True, [], {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_no_value_of_a_manifest_ends_a_shard(tmp_path: Path, wrong: object) -> None:
+    """Each value in turn is wrong, under a digest that fits; an older checkpoint is there."""
+    files.write(tmp_path, make(1.0), keep=3)
+    path = files.write(tmp_path, make(2.0), keep=3) / files.MANIFEST
+    whole = json.loads(path.read_text())
+    values = set()
+    for place in places_in(whole):
+        spoilt = replaced(whole, place, wrong)
+        spoilt["digest"] = files._digest(spoilt)
+        path.write_text(json.dumps(spoilt))
+        engine = begin()
+        load(engine, tmp_path, None)
+        if JOB in engine.jobs:  # Else its name is another one now, or it has ended.
+            values.add(weight_of(engine))
+    assert 1.0 in values
+
+
+def places_in(value: object, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Returns the way to each value in a JSON value."""
+    if place:
+        yield place
+    inner = value.items() if isinstance(value, dict) else ()
+    inner = enumerate(value) if isinstance(value, list) else inner
+    for key, one in inner:
+        yield from places_in(one, (*place, key))
+
+
+def replaced(whole: Any, place: tuple[Any, ...], wrong: object) -> Any:
+    """Returns a copy of a JSON value with another value at one place."""
+    copied = copy.deepcopy(whole)
+    target = copied
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = wrong
+    return copied
 
 
 def test_an_asynchronous_job_continues_beyond_all_that_was_counted(tmp_path: Path) -> None:

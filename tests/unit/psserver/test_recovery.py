@@ -12,6 +12,7 @@ import pytest
 from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError, StateLostError
 from pscore.memory.segment import PAGE
+from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
@@ -28,6 +29,7 @@ from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import stores_of
+from tests.unit.psserver.test_loading import WRONG, places_in, replaced
 
 STEPS = 30
 SPEC = TableSpec(
@@ -217,6 +219,28 @@ def test_a_damaged_job_is_refused_by_name_and_not_started_over(folder: Path, dam
     again.engine.join("a", 1, worker(9))
     again.kill()
     assert Process(folder).engine.shard.lifetimes.lost == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("name", ["job.json", "0.json", "../stamp.json"])
+def test_no_value_of_a_journal_ends_a_shard(folder: Path, name: str, wrong: object) -> None:
+    """Each value in turn is wrong, under a hash that fits."""
+    path = job_folder(folder) / name
+    content = path.read_bytes()
+    for place in places_in(read_json(path)):
+        path.write_bytes(content)
+        write_json(path, replaced(read_json(path), place, wrong))
+        copied = folder.parent / "copied"
+        shutil.copytree(folder, copied)
+        process = Process(copied)
+        rank = process.engine.join("b", 1, worker(8)).welcome(worker(8))
+        assert rank.num_workers == 1
+        pb.DescribeReply(instance=process.journals.instance)
+        for job in process.engine.jobs.values():
+            pb.JoinReply(life=job.job.life.number)
+        process.kill()
+        shutil.rmtree(copied)
 
 
 @pytest.mark.parametrize("where", ["weights", "state"])

@@ -1,10 +1,12 @@
 """Run files: found while their process lives, and in nobody else's directory."""
 
+import json
+import math
 import os
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -104,6 +106,19 @@ def test_a_zombie_does_not_count() -> None:
     assert not replace(make_run(), pid=child.pid, began=since).is_alive()
     child.wait()
     child.stdout.close()
+
+
+@pytest.mark.parametrize("wrong", [10**30, -1, "x", 1.5, True, math.nan])
+@pytest.mark.parametrize("name", ["pid", "port"])
+def test_a_run_file_with_a_wrong_number_is_skipped(
+    tmp_path: Path, name: str, wrong: object
+) -> None:
+    directory = RunDirectory(tmp_path)
+    run = asdict(make_run())
+    (shard,) = run["shards"]
+    for spoilt in (run | {name: wrong}, run | {"shards": [shard | {name: wrong}]}):
+        (directory.make("7070") / run_dir.FILE).write_text(json.dumps(spoilt))
+        assert directory.runs() == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"shards": [{}]}', "[1]"])
