@@ -189,8 +189,9 @@ def _tensor_from_json(record: Mapping[str, Any]) -> TensorSpec:
         }
     )
     count_of(tensor.group, "the parameter group of a tensor")
-    if not (isinstance(tensor.name, str) and isinstance(tensor.compress, bool)):
-        raise TypeError(f"{tensor} is not the declaration of a tensor")
+    for value, kind in ((record["name"], str), (record.get("compress", False), bool)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{tensor} is not the declaration of a tensor")
     return tensor
 
 
