@@ -20,7 +20,7 @@ import numpy as np
 
 from pscore.compressors.base import Compressor
 from pscore.errors import RemoteProtocolError
-from pscore.types import ANY_STEP, FloatArray
+from pscore.types import ANY_STEP, FloatArray, SliceSpec
 from psserver.decisions.membership import Presence
 from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Address, Job
@@ -223,15 +223,7 @@ class Residuals:
             number, index, first, name = path.split("/")
             table, found = self._job.table(int(number)), NAME.fullmatch(name)
             part = table.specs.get(int(index))
-            if (
-                found is None
-                or part is None
-                or (array.shape, array.dtype)
-                != (
-                    (part.numel,),
-                    np.float32,
-                )
-            ):
+            if found is None or part is None or not _is_of(array, part):
                 raise ValueError(f"{path!r} is not the residual of a slice of this job")
             counted = table.clocks[part.index].counted.get(int(found[1]), Progress())
             if _newest(counted) < int(first):
@@ -257,3 +249,8 @@ def _last(counted: Progress, step: int) -> int:
     """Returns the last counted push up to `step`; -1: none."""
     known = [other for other in counted.ahead if other <= step]
     return max([*known, min(counted.clock - 1, step)])
+
+
+def _is_of(array: FloatArray, part: SliceSpec) -> bool:
+    """Returns whether an array of a file is as long as a slice, and float32."""
+    return (array.dtype.str, array.shape) == ("<f4", (part.numel,))

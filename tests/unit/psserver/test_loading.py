@@ -91,8 +91,11 @@ def places_in(value: object, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
     """Returns the way to each value in a JSON value."""
     if place:
         yield place
-    inner = value.items() if isinstance(value, dict) else ()
-    inner = enumerate(value) if isinstance(value, list) else inner
+    inner: list[tuple[Any, object]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, list):
+        inner = list(enumerate(value))
     for key, one in inner:
         yield from places_in(one, (*place, key))
 
