@@ -168,7 +168,7 @@ def count_of(value: object, what: str, *, least: int = 0, most: int = COUNT_MAX)
 
     Args:
         value: The number, as JSON gives it.
-        what: What it counts, for the message.
+        what: Its name in the message.
         least: The smallest one.
         most: The largest one.
 

@@ -11,9 +11,11 @@ from pscore.table_spec import count_of
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.shard import Job
 
-INT32_MAX = (1 << 31) - 1  # Of a field `int32` of a message.
+# The largest values of fields `int32`, `uint32` and `fixed64` of messages; incarnations and
+# instances are drawn up to the last.
+INT32_MAX = (1 << 31) - 1
 UINT32_MAX = (1 << 32) - 1
-RANDOM_MAX = (1 << 64) - 1  # Of incarnations and instances, which are drawn: `fixed64`.
+RANDOM_MAX = (1 << 64) - 1
 
 
 def members_to_json(job: Job) -> list[dict[str, Any]]:

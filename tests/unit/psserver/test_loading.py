@@ -27,7 +27,7 @@ from psserver.process.checkpoint_loading import MARKER, load
 from psserver.remote import checkpoint_files as files
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import stores_of
-from tests.unit.psserver.test_checkpoint_files import flip, make
+from tests.unit.psserver.test_checkpoint_files import flip, make, spoil_manifest
 
 JOB = "run/1"
 FORK = multiprocessing.get_context("fork")
@@ -73,13 +73,11 @@ WRONG = [10**30, -7, 1.5, math.inf, math.nan, "x", "", None, True, [], {}]
 def test_no_value_of_a_manifest_ends_a_shard(tmp_path: Path, wrong: object) -> None:
     """Each value in turn is wrong, under a digest that fits; an older checkpoint is there."""
     files.write(tmp_path, make(1.0), keep=3)
-    path = files.write(tmp_path, make(2.0), keep=3) / files.MANIFEST
-    whole = json.loads(path.read_text())
+    path = files.write(tmp_path, make(2.0), keep=3)
+    whole = json.loads((path / files.MANIFEST).read_text())
     values = set()
     for place in places_in(whole):
-        spoilt = replaced(whole, place, wrong)
-        spoilt["digest"] = files._digest(spoilt)
-        path.write_text(json.dumps(spoilt))
+        spoil_manifest(path, **replaced(whole, place, wrong))
         engine = begin()
         load(engine, tmp_path, None)
         if JOB in engine.jobs:  # Else its name is another one now, or it has ended.
