@@ -50,7 +50,9 @@ def run(mode: str, factor: int = 1, steps: int = STEPS) -> PeerWorld:
     rule = parse_mode(mode)
     assert isinstance(rule, Decentralised)
     return PeerWorld(
-        *(rule, gradient, np.zeros(NUMEL, np.float32)),
+        rule,
+        gradient,
+        np.zeros(NUMEL, np.float32),
         num_workers=NUM,
         steps=steps,
         lr=LR,

@@ -160,7 +160,9 @@ def check(case: PeerCase) -> PeerWorld:
         return np.zeros_like(found) if case.is_still else found
 
     world = PeerWorld(
-        *(case.rule, gradient, starts[0]),
+        case.rule,
+        gradient,
+        starts[0],
         num_workers=case.num,
         steps=case.steps,
         lr=LR,

@@ -344,7 +344,7 @@ class SimulatedPeer:
             # The second time under the epoch of the first answer.
             expected, self.is_short = self.world.expected(), self.world.is_short
             directory.arrive(
-                *(peer, self.epoch, expected, self.since), is_short=self.is_short, again=again
+                peer, self.epoch, expected, self.since, is_short=self.is_short, again=again
             )
             self.epoch = directory.epoch
         self._asked = wanted

@@ -38,7 +38,9 @@ def draw(rule: str) -> str:
 
     num = len(COMPUTE_S)
     world = PeerWorld(
-        *(parsed, still, np.zeros(1, np.float32)),
+        parsed,
+        still,
+        np.zeros(1, np.float32),
         num_workers=num,
         steps=steps,
         lr=0.1,

@@ -153,7 +153,9 @@ def _among_workers(rule: Decentralised, task: tasks.Task, steps: int) -> tuple[n
 
     draw = np.random.default_rng(task.seed)
     world = PeerWorld(
-        *(rule, gradient, flat.weights()),
+        rule,
+        gradient,
+        flat.weights(),
         num_workers=NUM_WORKERS,
         steps=steps,
         lr=_cosine(LR, steps),

@@ -394,7 +394,8 @@ def show(findings: Sequence[Finding]) -> None:
         text = f"{finding.what}\n-> {finding.do}" if finding.do else finding.what
         color = colors[finding.state]
         grid.add_row(
-            *(f"[{color}]{finding.state}[/]", finding.check),
+            f"[{color}]{finding.state}[/]",
+            finding.check,
             *(escape(printable(words, keep="\n")) for words in (finding.about, text)),
         )
     console = Console(highlight=False)

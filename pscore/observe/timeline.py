@@ -87,7 +87,9 @@ class Timeline:
         if num_dropped:
             log.warning(
                 "%s has only the last %d spans, %d before them are gone",
-                *(self.path, len(spans), num_dropped),
+                self.path,
+                len(spans),
+                num_dropped,
             )
         pid = os.getpid()
         trace = {

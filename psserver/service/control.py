@@ -293,7 +293,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             view = job.part(request.table, peer.rank, peer.incarnation)
         else:
             view = job.meet(
-                *(request.table, peer_of(peer), request.epoch, request.since), again=request.again
+                request.table, peer_of(peer), request.epoch, request.since, again=request.again
             )
         return pb.MeetReply(
             epoch=view.epoch,

@@ -76,7 +76,7 @@ class SliceStore:
         self._state = OptimizerState(spec, optimizer, self._pool)
         self.counts = self._state.counts
         self._sums = Sums(
-            *(spec.numel, rule, self._pool, self._memory, self.copies, observer, self.progress)
+            spec.numel, rule, self._pool, self._memory, self.copies, observer, self.progress
         )
         if journal is not None and not journal.is_new:
             self._recover(journal)

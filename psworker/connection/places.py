@@ -43,7 +43,9 @@ class PlaceWait:
             self._say_s *= 2
             log.warning(
                 "this worker has waited %.0f s for a free rank in job %r: %s",
-                *(waited_s, self._job, problem),
+                waited_s,
+                self._job,
+                problem,
             )
 
 

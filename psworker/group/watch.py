@@ -187,7 +187,8 @@ class Watch:
                     log.warning(
                         "the first process of this group has done its part, and has waited %.0f s "
                         "for process %s",
-                        *(waited_s, ", ".join(map(str, others))),
+                        waited_s,
+                        ", ".join(map(str, others)),
                     )
 
     # ----- the thread
@@ -244,7 +245,8 @@ class Watch:
             self._say_s *= 2
             log.warning(
                 "process %d has waited %.0f s for the other processes of its group",
-                *(self._rank, now_s - since_s),
+                self._rank,
+                now_s - since_s,
             )
 
     def _tell(self, line: bytes) -> None:

@@ -54,7 +54,8 @@ def choose_group(choice: Choice, environment: Environment) -> LocalGroup | None:
     log.info(
         "two levels: %d processes of torch's group are worker %s; gradients are averaged among "
         "them first (local_group=None turns it off)",
-        *(size, "of a number from the shards" if worker < 0 else f"{worker} of {num_workers}"),
+        size,
+        "of a number from the shards" if worker < 0 else f"{worker} of {num_workers}",
     )
     return LocalGroup(group, worker=worker, num_workers=num_workers)
 

@@ -189,7 +189,10 @@ class PeerLink:
                 say_s *= 2
                 log.warning(
                     "worker %d at %s cannot be reached for %.0f s: %s",
-                    *(self.peer.rank, self.address, waited_s, self.problem),
+                    self.peer.rank,
+                    self.address,
+                    waited_s,
+                    self.problem,
                 )
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, DELAY_S_MAX)

@@ -47,9 +47,7 @@ def open_listener(session: Session, service: PeerService) -> tuple[Listener, con
     problem = OSError("no port is given")
     for port in session.peer_ports:
         try:
-            listener = Listener(
-                *(service, host, port, local), context=context, others=service.others
-            )
+            listener = Listener(service, host, port, local, context=context, others=service.others)
         except OSError as failure:
             problem = failure
             continue

@@ -421,7 +421,11 @@ def _replace_table(
     name, num_shards = growth.next_name(former.name), len(former.session.links)
     spec = wrapper._declaration.spec(name, wrapper, rule, plugin, num_shards)
     table = TrainingTable(
-        *(former.session, spec, parameters, plugin, early.has_views),
+        former.session,
+        spec,
+        parameters,
+        plugin,
+        early.has_views,
         samples=wrapper.samples,
     )
     wrapper._inner.param_groups = wrapper.param_groups

@@ -108,7 +108,12 @@ class TrainingTable:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
         self.replica = Replica(
-            *(self.flat.layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            self.flat.layout,
+            spec.rule,
+            optimizer,
+            num_groups,
+            weights,
+            session.rank,
             own=own,
             num_workers=session.num_workers,
         )

@@ -11,7 +11,8 @@ from tests.house.source import PACKAGES, modules_or_skip, name, parse
 COLUMNS_MAX = 100
 FUNCTION_LINES_MAX = 70
 CLASS_NAMES_MAX = 20
-OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")
+PROGRAMS = ("examples", "benchmarks", "scripts")
+OUTSIDE_PACKAGES = ("tests", *PROGRAMS)
 
 
 def too_wide(text: str) -> list[str]:
@@ -70,6 +71,25 @@ def test_no_class_shows_more_than_20_names() -> None:
     }
     over = {where: number for where, number in numbers.items() if number > CLASS_NAMES_MAX}
     assert not over
+
+
+def packed(text: str) -> list[str]:
+    """Returns the calls with arguments that are packed into a literal and unpacked at once."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node.func)}"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        if any(
+            isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List)
+            for argument in node.args
+        )
+    ]
+
+
+def test_no_arguments_are_packed_to_be_unpacked_at_once() -> None:
+    assert not problems_of(packed, modules_or_skip(*PACKAGES, *PROGRAMS))
+    assert packed("f(*(a, b))") == ["line 1: f"]
+    assert not packed("f(*a, *(b for b in c))")
 
 
 def test_source_is_ascii() -> None:
