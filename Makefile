@@ -117,7 +117,7 @@ test-ray: $(STAMP) .venv-ray/ready ## examples/ray_train.py on a real Ray, with 
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda$$cuda]"; }
 
 test-gpu: $(if $(GPU_PYTHON),,.cupy) ## what needs a CUDA device, and the figures of docs/gpu.md; GPU_PYTHON= an interpreter with all installed
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -n 4 --dist worksteal -W default tests/gpu
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -n 4 --dist worksteal -W default -m gpu tests/gpu
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu --json --results docs/results/gpu.json
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.pages
 

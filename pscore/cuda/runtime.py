@@ -1,7 +1,8 @@
-"""Compiles the kernels with CuPy, and starts them on torch's memory and torch's current stream.
+"""Compiles the kernels with NVRTC, and starts them on torch's memory and torch's current stream.
 
-CuPy compiles with NVRTC at the first use and caches the result on disk. Nothing here waits for the
-device. Without CuPy `launcher` logs once what to install, and torch does the work.
+NVRTC and the start of kernels are CuPy's. A process compiles all kernels when it starts the first
+one, in about two seconds. Nothing here waits for the device. Without CuPy `launcher` logs once what
+to install, and torch does the work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from pscore.cuda.encoders import THREADS, Launch
-from pscore.cuda.sources import OPTIONS, source
+from pscore.cuda.sources import OPTIONS, names, source
 
 log = logging.getLogger("paceline")
 DEFAULT_CUDA = 12
@@ -43,16 +44,58 @@ def _launcher(index: int) -> Launch | None:
     if importlib.util.find_spec("cupy") is None:
         log.warning("%s", advice(torch.version.cuda))
         return None
-    import cupy
+    from cupy.cuda import function
 
-    module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
     functions: dict[str, Callable[..., None]] = {}
 
     def launch(name: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
-        stream = torch.cuda.current_stream(index).cuda_stream
-        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
-            if name not in functions:
-                functions[name] = module.get_function(name)
-            functions[name]((num_blocks,), (THREADS,), arguments)
+        # CuPy's own guard would make a context on the device that was current before.
+        with torch.cuda.device(index):
+            if not functions:
+                module = function.Module()
+                module.load(compiled(torch.cuda.get_device_capability(index)))
+                functions.update({known: module.get_function(known) for known in names()})
+            stream = Stream(torch.cuda.current_stream(index).cuda_stream)
+            functions[name]((num_blocks,), (THREADS,), arguments, 0, stream)
 
     return launch
+
+
+class Stream:
+    """A stream of torch, as CuPy's functions read it.
+
+    Attributes:
+        ptr: Its `cudaStream_t`.
+    """
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        """Keeps the address; the stream is torch's."""
+        self.ptr = ptr
+
+
+@functools.cache
+def compiled(capability: tuple[int, int]) -> bytes:
+    """Returns the machine code of all kernels, compiled with `OPTIONS`; it needs no device.
+
+    CuPy's RawModule would add -ftz=true, which flushes denormals to zero: the CPU's payloads and
+    residuals keep them.
+
+    Args:
+        capability: Compute capability of the device, such as (9, 0).
+
+    Raises:
+        RuntimeError: NVRTC refuses the source; the message is its log.
+    """
+    from cupy.cuda import nvrtc
+
+    major, minor = capability
+    program = nvrtc.createProgram(source(), "paceline.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture=sm_{major}{minor}"))
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as problem:
+        raise RuntimeError(nvrtc.getProgramLog(program)) from problem
+    finally:
+        nvrtc.destroyProgram(program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 FILES = ("common.cu", "dense.cu", "sparse.cu", "local.cu")
@@ -13,3 +14,8 @@ def source() -> str:
     """Returns the text of all kernels."""
     folder = Path(__file__).parent
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in FILES)
+
+
+def names() -> list[str]:
+    """Returns the names of all kernels."""
+    return re.findall(r'extern "C" __global__ void (\w+)\(', source())

@@ -58,6 +58,14 @@ class DC(LocalUpdate):
         decay_column, sign_column = hyper_columns(part)
         old = _array(part, "weights_before", like=part.weights)
         square = _array(part, "mean_square") if self.is_adaptive else old
+        if part.kernels is not None:
+            factors, columns = (
+                (self.control, self.decay, self.lr_scale),
+                (decay_column, sign_column),
+            )
+            arrays, adapts = (old, square), self.is_adaptive
+            part.kernels.dc(part, grad, arrays, factors, columns, is_adaptive=adapts)
+            return
         if part.weights.device.type == "cpu":
             _update(
                 part.weights.numpy(),
@@ -75,14 +83,6 @@ class DC(LocalUpdate):
                 decay_column,
                 sign_column,
             )
-            return
-        if part.kernels is not None:
-            factors, columns = (
-                (self.control, self.decay, self.lr_scale),
-                (decay_column, sign_column),
-            )
-            arrays, adapts = (old, square), self.is_adaptive
-            part.kernels.dc(part, grad, arrays, factors, columns, is_adaptive=adapts)
             return
         for index, (start, stop) in enumerate(part.segments.bounds.tolist()):
             row = part.hyper[part.segments.groups[index]].tolist()

@@ -84,6 +84,10 @@ class GLU(LocalUpdate):
         if part.num_made < self.local_warmup:
             scale *= (part.num_made + 1) / self.local_warmup
         inverse = self.inverse(part)
+        if part.kernels is not None:
+            factors = (self.alpha, self.beta, scale)
+            part.kernels.glu(part, grad, before, factors, inverse, (decay_column, sign_column))
+            return
         if part.weights.device.type == "cpu":
             _update(
                 part.weights.numpy(),
@@ -100,10 +104,6 @@ class GLU(LocalUpdate):
                 decay_column,
                 sign_column,
             )
-            return
-        if part.kernels is not None:
-            factors = (self.alpha, self.beta, scale)
-            part.kernels.glu(part, grad, before, factors, inverse, (decay_column, sign_column))
             return
         for index in np.flatnonzero(part.active):
             group = part.segments.groups[index]

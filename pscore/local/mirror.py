@@ -55,7 +55,7 @@ class Mirror(LocalUpdate):
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes one step of the shard's optimizer in place."""
         state = optimizer_state(part)
-        if part.weights.device.type != "cpu":
+        if part.kernels is not None or part.weights.device.type != "cpu":
             part.optimizer.step_device(
                 DeviceStep(
                     weights=part.weights,

@@ -68,6 +68,10 @@ class Secant(LocalUpdate):
         scale = self.lr_scale
         if part.num_made < self.local_warmup:
             scale *= (part.num_made + 1) / self.local_warmup
+        if part.kernels is not None:
+            factors = (self.alpha, self.beta, scale)
+            part.kernels.secant(part, grad, sync, factors, (decay_column, sign_column))
+            return
         if part.weights.device.type == "cpu":
             _update(
                 part.weights.numpy(),
@@ -83,10 +87,6 @@ class Secant(LocalUpdate):
                 decay_column,
                 sign_column,
             )
-            return
-        if part.kernels is not None:
-            factors = (self.alpha, self.beta, scale)
-            part.kernels.secant(part, grad, sync, factors, (decay_column, sign_column))
             return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()
@@ -115,7 +115,7 @@ class Secant(LocalUpdate):
                 sync.zero_()
             return
         shrinks, rates = passed(part, num_updates)
-        if part.weights.device.type == "cpu":
+        if part.weights.device.type == "cpu" and part.kernels is None:
             _rebase(
                 part.weights.numpy(),
                 weights.numpy(),

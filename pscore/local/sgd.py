@@ -41,6 +41,9 @@ class PlainSGD(LocalUpdate):
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes the step."""
         decay_column, sign_column = hyper_columns(part)
+        if part.kernels is not None:
+            part.kernels.sgd(part, grad, self.lr_scale, decay_column, sign_column)
+            return
         if part.weights.device.type == "cpu":
             _update(
                 part.weights.numpy(),
@@ -53,9 +56,6 @@ class PlainSGD(LocalUpdate):
                 decay_column,
                 sign_column,
             )
-            return
-        if part.kernels is not None:
-            part.kernels.sgd(part, grad, self.lr_scale, decay_column, sign_column)
             return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()
