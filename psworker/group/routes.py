@@ -87,6 +87,7 @@ class Routes:
                 chosen,
                 [(piece.owner, _part(parts[piece.tensor], piece)) for piece in sent],
                 [(piece.holder, self._room(memory, piece)) for piece in come],
+                memory,
             )
 
     def spread(self, memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -104,6 +105,7 @@ class Routes:
                 pieces,
                 [(piece.holder, self._room(memory, piece)) for piece in sent],
                 [(piece.owner, _part(parts[piece.tensor], piece)) for piece in come],
+                memory,
             )
 
     def _move(
@@ -111,6 +113,7 @@ class Routes:
         pieces: Sequence[Piece],
         sent: Sequence[tuple[int, torch.Tensor]],
         come: Sequence[tuple[int, torch.Tensor]],
+        memory: torch.Tensor,
     ) -> None:
         """Copies tensors from each process to each; both sides have them in one order.
 
@@ -118,6 +121,7 @@ class Routes:
             pieces: All that move, between any two processes.
             sent: Tensors that leave, each with its receiver.
             come: Memory for tensors that arrive, each with its sender.
+            memory: A tensor on their device: a process without any takes part with empty ones.
         """
         rank, size = self._group.rank, self._group.size
         kept = [tensor for receiver, tensor in sent if receiver == rank]
@@ -134,20 +138,12 @@ class Routes:
             counts_given[receiver] += tensor.numel() if receiver != rank else 0
         for sender, tensor in come:
             counts_taken[sender] += tensor.numel() if sender != rank else 0
-        source = torch.cat(given) if given else self._empty(kept, taken)
+        source = torch.cat(given) if given else memory.new_empty(0)
         target = source.new_empty(sum(counts_taken))
         self._group.exchange(target, source, counts_taken, counts_given).wait()
         parts = torch.split_with_sizes(target, [one.numel() for one in taken])
         for tensor, values in zip(taken, parts, strict=True):
             tensor.copy_(values)
-
-    @staticmethod
-    def _empty(*near: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns an empty tensor on the device of the others."""
-        for tensors in near:
-            if tensors:
-                return tensors[0].new_empty(0)
-        return torch.empty(0)
 
     def _room(self, memory: torch.Tensor, piece: Piece) -> torch.Tensor:
         start = self.memory.slices[piece.slice].start + piece.inner

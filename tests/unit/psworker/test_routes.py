@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -126,3 +127,28 @@ def test_a_slice_is_pushed_by_the_process_that_holds_it() -> None:
     assert routes.own == list(range(half))
     assert routes.here == routes.own
     assert routes.memory.numel == sum(layout.slices[index].numel for index in routes.own)
+
+
+def test_a_process_without_a_piece_takes_part_on_the_models_device() -> None:
+    """A backend of GPUs refuses tensors of the CPU. The device `meta` stands for a GPU here."""
+    device = torch.device("meta")
+    shape = (50257, 768)  # The embedding of GPT-2: each round has parts of some processes only.
+    layout = make_layout([TensorSpec(name="embedding", shape=shape, dtype="float32")], 1)
+    spans = [[part] for part in rows(4, shape)]
+    given: list[torch.Tensor] = []
+
+    @dataclass
+    class Group(FakeGroup):
+        def exchange(self, taken: torch.Tensor, source: torch.Tensor, *counts: object) -> Any:
+            given.extend((taken, source))
+            return SimpleNamespace(wait=lambda: None)
+
+    for rank in range(4):
+        routes = Routes(layout, spans, cast(Any, Group(rank, 4)))
+        memory = torch.zeros(routes.memory.numel, device=device)
+        (first, last) = spans[rank][0]
+        parts = [torch.zeros(last - first, device=device)]
+        routes.collect(parts, memory)
+        routes.spread(memory, parts)
+    assert given
+    assert all(tensor.device.type == "meta" for tensor in given)
