@@ -2,4 +2,7 @@
 
 from importlib import metadata
 
-VERSION = metadata.version("paceline")
+try:
+    VERSION = metadata.version("paceline")
+except metadata.PackageNotFoundError:  # A tree of sources beside the installed dependencies.
+    VERSION = "0+unknown"
