@@ -203,11 +203,10 @@ class Host:
 
 
 class Device:
-    """A GPU."""
+    """A GPU, or the CPU in place of one."""
 
-    def __init__(self, numel: int, rounds: int) -> None:
-        self.numel, self.rounds = numel, rounds
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, numel: int, rounds: int, device: torch.device) -> None:
+        self.numel, self.rounds, self.device = numel, rounds, device
         self.grad = torch.from_numpy(gradient(numel)).to(self.device)
         self.target = torch.zeros_like(self.grad)
 
@@ -215,15 +214,17 @@ class Device:
         """Measures by the device's own clock beside copies."""
 
         def now() -> float:
-            torch.cuda.synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
             return time.perf_counter()
 
         copy = lambda: self.target.copy_(self.grad)  # noqa: E731
         return measure(what, nbytes, self.numel, work, copy, self.rounds, now)
 
     def compressor(self, name: str) -> Measured | None:
-        """Measures encode; None where the host has to."""
-        encoder = make_encoder(parse_compressor(name), self.numel, self.device)
+        """Measures encode; None where the host has to, or nothing is encoded."""
+        compressor = parse_compressor(name)
+        encoder = None if compressor.is_raw else make_encoder(compressor, self.numel, self.device)
         if encoder is None:
             return None
         work = lambda: encoder.encode(self.grad, seed=1, step=1 << 30)  # noqa: E731
@@ -345,14 +346,14 @@ def on_host(numel: int, rounds: int, names: list[str]) -> tuple[dict[str, Any], 
     return shares, bars
 
 
-def on_device(numel: int, rounds: int, names: Sequence[str]) -> list[Measured]:
-    """Measures the GPU, prints its table, and returns it: compressors, local updates, torch."""
-    device = Device(numel, rounds)
-    if launcher(device.device) is None:
+def on_device(numel: int, rounds: int, names: Sequence[str], where: torch.device) -> list[Measured]:
+    """Measures a device, prints its table, and returns it: compressors, local updates, torch."""
+    device = Device(numel, rounds, where)
+    if launcher(where) is None:
         print(advice(torch.version.cuda))
     encoded = [item for name in names if (item := device.compressor(name)) is not None]
     found = [*encoded, *device.updates(), *device.torchs()]
-    title = f"{numel / 1e6:g} million float32 on {torch.cuda.get_device_name()}, {rounds} rounds"
+    title = f"{numel / 1e6:g} million float32 on {where}, {rounds} rounds"
     kit.show(title, COLUMNS, [item.row() for item in found])
     return found
 
@@ -371,7 +372,8 @@ def main() -> None:
     shares, bars = on_host(numel, options.rounds, options.only)
     on_gpu = None
     if torch.cuda.is_available():
-        found = on_device(numel, options.rounds, options.only)
+        where = torch.device("cuda", torch.cuda.current_device())
+        found = on_device(numel, options.rounds, options.only, where)
         on_gpu = {item.what: {"of_copy": item.of_copy} for item in found}
     kit.plot_bars(
         options.out / "compressors.png",

@@ -280,12 +280,12 @@ def main() -> None:
         "kernels": [],
         "steps": [],
     }
-    if options.device == "cuda":
-        from benchmarks import compressors
+    from benchmarks import compressors
 
-        for item in compressors.on_device(options.numel, KERNEL_ROUNDS, compressors.NAMES):
-            figures["kernels"].append(dict(zip(KERNEL_COLUMNS, item.row(), strict=True)))
-        keep(figures, options.results)
+    where = torch.empty(0, device=options.device).device
+    for item in compressors.on_device(options.numel, KERNEL_ROUNDS, compressors.NAMES, where):
+        figures["kernels"].append(dict(zip(KERNEL_COLUMNS, item.row(), strict=True)))
+    keep(figures, options.results)
     for model in options.models.split(","):
         for num_processes in map(int, options.processes.split(",")):
             for row in measure(model, num_processes, options):
