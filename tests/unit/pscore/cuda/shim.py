@@ -17,7 +17,7 @@ from pscore.cuda.sources import names, source
 
 FLAGS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC"),
-    # What C++ leaves undefined, such as a misaligned float4, ends the process: SIGILL.
+    # Undefined behaviour, such as a load of a misaligned float4, ends the process: SIGILL.
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"),
 )
 

@@ -28,7 +28,7 @@ class StandIn:
 
     NVRTCError = NVRTCError
 
-    def createProgram(self, text: str, name: str, headers: object, included: object) -> Any:  # noqa: N802
+    def createProgram(self, text: str, name: str, *none: object) -> Any:  # noqa: N802
         try:
             status, program = nvidia.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
         except RuntimeError as problem:  # Of cuda-pathfinder, which looks for the library.
@@ -63,7 +63,7 @@ class StandIn:
 
 
 class Watched:
-    """NVRTC, with what it made of each program: that is lost when the program is destroyed."""
+    """NVRTC, with log and PTX of each program, which are lost when it is destroyed."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

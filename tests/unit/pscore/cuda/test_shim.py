@@ -1,4 +1,4 @@
-"""What the shim would find: a lost barrier, a misaligned load, flushed denormals."""
+"""The shim finds a lost barrier, a misaligned load and flushed denormals."""
 
 import ctypes
 import signal
