@@ -11,11 +11,25 @@ from benchmarks.learning.runs import COLUMNS, Row, cells, collect, load
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 LONG = "convergence.jsonl"  # The runs of `--sweep full`.
-LOSSES = ("run", "test accuracy, %", "from ssgd", "test loss", "train loss")
-BRIEF = ("run", "seeds", "test accuracy, %", "from ssgd")
-SHORT = (*LOSSES, "simulated s", "% at equal s", "MB pulled")
+BRIEF = ("run", "test accuracy, %", "from ssgd")
+SHORT = (*BRIEF, "simulated s", "% at equal s", "MB pulled")
 SEEDS = ("run", "seeds", *SHORT[1:])
-TUNED_AT = (5, 8, 16)  # The values of k of which the tuned secant has long runs.
+SECANT = (
+    "ssgd",
+    "mirror k=5",
+    "glu k=5",
+    "secant k=5",
+    "secant k=5, lr_scale=0.5",
+    "secant k=5, lr_scale=1.4",
+    "secant k=5, alpha=1, beta=0.5",
+    "secant k=5, alpha=2, beta=0.8",
+    "secant k=5, alpha=4, beta=0.5",
+    "secant k=5, local_warmup=100",
+    "mirror k=16",
+    "secant k=16",
+    "secant k=16, warmup=200",
+)  # The other runs of the file differ from these by no more than the text says.
+MODES = (*SEEDS[:-1], "MB pushed", "MB pulled")
 
 
 def table(file: str, columns: Iterable[str], names: Iterable[str] = ()) -> str:
@@ -46,17 +60,19 @@ def local_updates() -> str:
 
 def modes() -> str:
     """Returns the table of the modes that have no k."""
-    return table(LONG, COLUMNS, [setting.name for setting in sweeps.modes()])
+    return table(LONG, MODES, [setting.name for setting in sweeps.modes()])
 
 
-def tuned() -> str:
-    """Returns the table of the tuned secant in long runs."""
-    names = [
-        f"{name.format(k)}"
-        for k in TUNED_AT
-        for name in ("mirror k={}", "secant k={}", "secant k={}, lr_scale=1.4, beta=0.8")
+def stragglers() -> str:
+    """Returns the table of one slow worker of eight, of `benchmarks.straggler`."""
+    found = json.loads((RESULTS / "straggler.json").read_text(encoding="utf-8"))
+    rows = [
+        f"{mode} | {item['none']:.1f} | {item['10x']:.1f} | {item['100x']:.1f} | "
+        f"{item['pace']:.2f} | {item['pace, hiccups']:.2f}"
+        for mode, item in found.items()
     ]
-    return table(LONG, BRIEF, names)
+    head = "mode | none | 10x | 100x | pace at 100x | pace, steps slow now and then"
+    return "\n".join(f"| {row} |" for row in (head, "---" + " | --:" * 5, *rows))
 
 
 def daemons() -> str:
@@ -77,9 +93,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "local updates": local_updates,
     "modes": modes,
     "spread": lambda: table("spread.jsonl", SEEDS),
-    "secant": lambda: table("secant.jsonl", LOSSES),
-    "tuned": tuned,
+    "secant": lambda: table("secant.jsonl", BRIEF, SECANT),
     "adam": lambda: table("adam.jsonl", SHORT),
-    "gap": lambda: table("gap.jsonl", ("run", "lr", *SHORT[1:-2])),
+    "gap": lambda: table("gap.jsonl", ("run", *SHORT[1:-2])),
+    "stragglers": stragglers,
     "resnet": lambda: table("resnet.jsonl", SEEDS),
 }
