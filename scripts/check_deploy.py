@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,9 @@ PACKAGES = ("kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
 # The oldest and the newest version of Kubernetes that the documents are checked for.
 VERSIONS = ("1.29", "1.37")
 SECRETS = "tls.shardSecret=paceline-shard,tls.workerSecret=paceline-worker"
+CERT_MANAGER = "tls.certManager.enabled=true,tls.certManager.issuerRef.name=ca"
+# Names of releases: Helm takes 53 letters, and points.
+NAMES = ("train", "v1.2", "a-release-with-a-name-of-as-many-letters-as-helm-takes"[:53])
 # Sets of values that users have; each is rendered and validated.
 VALUES = {
     "default": "",
@@ -50,6 +54,13 @@ VALUES = {
     "placed": "nodeSelector.pool=cpu,priorityClassName=high,spread=false,"
     "tolerations[0].key=dedicated,tolerations[0].operator=Exists",
     "no budget": "podDisruptionBudget.enabled=false,terminationGracePeriodSeconds=120",
+    "digest": f"image.digest=sha256:{'0' * 64}",
+    "numbers": "image.tag=20261125,settings.memory_mb=2000000,settings.lease_s=0.5,"
+    "podLabels.version=2,podAnnotations.build=12345678,annotations.team=7,annotations.on=true",
+    "volumes that exist": "persistence.storageClass=",
+    "OpenShift": "openshift=true",
+    "cert-manager": CERT_MANAGER,
+    "cert-manager and Prometheus": f"{CERT_MANAGER},serviceMonitor.enabled=true",
     "settings": "settings.threads=4,settings.lease_s=5,log.level=debug,extraEnv[0].name=A,"
     "extraEnv[0].value=b",
 }
@@ -62,9 +73,24 @@ REFUSED = {
     "settings.port=1": "port",
     "tls.shardSecret=a": "workerSecret",
     "terminationGracePeriodSeconds=5": "terminationGracePeriodSeconds",
+    "podLabels.app\\.kubernetes\\.io/name=a": "app.kubernetes.io/name",
+    "podLabels.app\\.kubernetes\\.io/instance=a": "app.kubernetes.io/instance",
+    "image.digest=latest": "digest",
+    "tls.certManager.enabled=true": "issuerRef",
+}
+# Values that an upgrade of a release with the default ones must refuse, and a part of the message.
+FIXED = {
+    "shards=3": "runs with 2 shards, and shards is 3",
+    "persistence.enabled=false": "runs with persistence.enabled true, and this upgrade has false",
+    "persistence.size=1Ti": "runs with persistence.size 20Gi, and this upgrade has 1Ti",
+    "persistence.storageClass=": "runs with persistence.storageClass",
+    "tls.enabled=false,insecure=true": "runs with tls.enabled true, and this upgrade has false",
 }
 # Kinds that only operators know: no schema of Kubernetes has them.
-OPERATORS = ("ServiceMonitor", "PrometheusRule", "JobSet", "TrainJob", "TrainingRuntime")
+OPERATORS = (
+    *("ServiceMonitor", "PrometheusRule", "JobSet", "TrainJob", "TrainingRuntime"),
+    "Certificate",
+)
 
 
 def main() -> int:
@@ -78,7 +104,10 @@ def main() -> int:
     checks: list[tuple[str, Callable[[], None]]] = [
         ("helm lint", lint),
         ("wrong values are refused", refuse),
-        ("another number of shards is refused", refuse_resize),
+        ("an upgrade keeps what is fixed", refuse_upgrades),
+        ("two renders are the same", compare_renders),
+        *[(f"a release called {name}", partial(check_values, "", name)) for name in NAMES],
+        ("values become strings and numbers as written", check_numbers),
         *[(f"values: {name}", partial(check_values, text)) for name, text in VALUES.items()],
         ("kustomize base equals the chart", compare_base),
         *[(f"example: {path.name}", partial(check_example, path)) for path in examples()],
@@ -153,12 +182,10 @@ def require(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-def render(values: str) -> list[dict[str, Any]]:
+def render(values: str, name: str = "paceline") -> list[dict[str, Any]]:
     """Returns the documents of the chart for `values`, written as for `helm --set`."""
     words = ["--set", values] if values else []
-    return load(
-        require(call("helm", "template", "paceline", CHART, "--namespace", "train", *words))
-    )
+    return load(require(call("helm", "template", name, CHART, "--namespace", "train", *words)))
 
 
 def load(text: str) -> list[dict[str, Any]]:
@@ -171,9 +198,44 @@ def examples() -> list[Path]:
     return sorted(EXAMPLES.glob("*.yaml"))
 
 
-def check_values(values: str) -> None:
+def check_values(values: str, name: str = "paceline") -> None:
     """Checks what the chart renders for a set of values."""
-    validate(render(values))
+    validate(render(values, name))
+
+
+def compare_renders() -> None:
+    """Checks that certificates which the chart does not make leave each render the same."""
+    for values in (SECRETS, CERT_MANAGER):
+        first, second = render(values), render(values)
+        if first != second:
+            raise CheckError(f"two renders with --set {values} differ")
+        if any(each["kind"] == "Secret" for each in first):
+            raise CheckError(f"the chart makes a secret with --set {values}")
+
+
+def check_numbers() -> None:
+    """Checks numbers of a file with values, which Helm reads as floating-point numbers."""
+    values = {
+        "image": {"tag": 20261125},
+        "settings": {"memory_mb": 2_000_000, "lease_s": 0.5},
+        "persistence": {"storageClass": ""},
+        "podLabels": {"version": 2_000_000},
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        found = load(require(call("helm", "template", "paceline", CHART, "--values", file.name)))
+    (shards,) = (each["spec"] for each in found if each["kind"] == "StatefulSet")
+    (container,) = shards["template"]["spec"]["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    expected = ("paceline:20261125", "2000000", "0.5", "", "2000000")
+    read = (
+        *(container["image"], env["PACELINE_MEMORY_MB"], env["PACELINE_LEASE_S"]),
+        shards["volumeClaimTemplates"][0]["spec"].get("storageClassName"),
+        shards["template"]["metadata"]["labels"]["version"],
+    )
+    if read != expected:
+        raise CheckError(f"{read} instead of {expected}")
 
 
 def check_example(path: Path) -> None:
@@ -196,21 +258,36 @@ def refuse() -> None:
             )
 
 
-def refuse_resize() -> None:
-    """Checks that an upgrade keeps the number of shards that the release runs with."""
-    (running,) = (each for each in render("shards=2") if each["kind"] == "StatefulSet")
+def refuse_upgrades() -> None:
+    """Checks that an upgrade keeps what the release runs with, and may change the rest."""
+    (running,) = (each for each in render("") if each["kind"] == "StatefulSet")
     # As Helm marks the objects of a release.
     release = {"release-name": "paceline", "release-namespace": "train"}
     running["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "Helm"
-    running["metadata"]["annotations"] = {f"meta.helm.sh/{key}": it for key, it in release.items()}
+    running["metadata"]["annotations"] |= {f"meta.helm.sh/{key}": it for key, it in release.items()}
+    _upgrade(running, "image.tag=next,settings.threads=2,podLabels.version=2,log.level=debug")
+    for values, message in FIXED.items():
+        _upgrade(running, values, message)
+    for key in ("protocol", "journal"):
+        fixed = json.loads(running["metadata"]["annotations"]["paceline.dev/fixed"])
+        older = json.dumps({**fixed, key: "0"})
+        metadata = running["metadata"]
+        annotations = {**metadata["annotations"], "paceline.dev/fixed": older}
+        former = {**running, "metadata": {**metadata, "annotations": annotations}}
+        _upgrade(former, "image.tag=next", f"runs with {key} 0, and this upgrade has")
+
+
+def _upgrade(running: dict[str, Any], values: str, message: str = "") -> None:
+    """Renders an upgrade of a release whose StatefulSet is given; with a message it must fail."""
     with cluster_api.serving("train", running) as address:
         words: list[str | Path] = ["helm", "template", "paceline", CHART, "--namespace", "train"]
         words += ["--dry-run=server", "--disable-openapi-validation", "--kube-apiserver", address]
-        words += ["--set", "podDisruptionBudget.enabled=false", "--set"]
-        require(call(*words, "shards=2,image.tag=next"))
-        done = call(*words, "shards=3")
-    if not done.returncode or "runs with 2 shards, and shards is 3" not in done.stderr:
-        raise CheckError(f"a third shard is not refused: {done.stderr}")
+        words += ["--set", f"podDisruptionBudget.enabled=false,{values}"]
+        done = call(*words)
+    if not message:
+        require(done)
+    elif not done.returncode or message not in done.stderr:
+        raise CheckError(f"an upgrade with {values} is not refused: {done.stderr}")
 
 
 def validate(documents: list[dict[str, Any]]) -> None:
@@ -269,7 +346,12 @@ def compare_base() -> None:
         raise CheckError("run: python -m scripts.check_deploy --write")
     built = load(require(call("kubectl", "kustomize", KUSTOMIZE)))
     validate(built)
-    if {each["kind"] for each in built} != {"Service", "StatefulSet", "PodDisruptionBudget"}:
+    if {each["kind"] for each in built} != {
+        "ConfigMap",
+        "Service",
+        "StatefulSet",
+        "PodDisruptionBudget",
+    }:
         raise CheckError(f"the base has {sorted(each['kind'] for each in built)}")
 
 

@@ -39,7 +39,7 @@ def serving(namespace: str, stateful_set: Mapping[str, Any]) -> Iterator[str]:
     objects: dict[str, Mapping[str, Any]] = {
         "/version": {"major": "1", "minor": "37", "gitVersion": "v1.37.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
-        "/api/v1": resources("v1", "Secret", "Service"),
+        "/api/v1": resources("v1", "ConfigMap", "Secret", "Service"),
         "/apis": {
             "kind": "APIGroupList",
             "groups": [{"name": "apps", "versions": [GROUP], "preferredVersion": GROUP}],

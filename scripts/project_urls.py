@@ -2,11 +2,10 @@
 
 hatchling calls it for a wheel and for a source package (`[tool.hatch.metadata.hooks.custom]` in
 pyproject.toml). A clone of a fork names the fork. The addresses are those that GitHub, GitLab and
-Gitea have in common. Of a clone of a folder, `Source` is that folder; of a repository that was not
-cloned it is the repository itself. Files without a git repository give a package without addresses.
+Gitea have in common. A clone of a local folder gives a package without addresses, as files without
+a git repository do: a path of the machine that has built a package helps nobody else.
 """
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -19,17 +18,15 @@ WEB = re.compile(r"https?://(?:[^/@]*@)?(?P<host>[^/]+)/(?P<path>.+)")
 SSH = re.compile(r"(?:ssh://)?[^/@]+@(?P<host>[^/:]+)(?::\d+/|[:/])(?P<path>.+)")
 
 
-def urls_of(remote: str, root: Path) -> dict[str, str]:
+def urls_of(remote: str) -> dict[str, str]:
     """Returns the addresses of a repository by label, without names and tokens.
 
     Args:
         remote: Address that the checkout was cloned from; empty if it was not cloned.
-        root: Folder of the checkout.
     """
     found = WEB.fullmatch(remote) or SSH.fullmatch(remote)
     if found is None:
-        folder = os.path.normpath(root.resolve() / remote.removeprefix("file://"))
-        return {"Source": Path(folder).as_uri()}
+        return {}
     base = f"https://{found['host']}/{found['path'].removesuffix('/').removesuffix('.git')}"
     return {"Source": base, "Documentation": f"{base}#readme", "Issues": f"{base}/issues"}
 
@@ -54,4 +51,4 @@ class ProjectUrls(MetadataHookInterface):
         top = answer_of_git(root, "rev-parse", "--show-toplevel")
         remote = answer_of_git(root, "config", "--get", "remote.origin.url")
         is_checkout = bool(top) and Path(top).samefile(root)
-        metadata["urls"] = urls_of(remote, root) if is_checkout else {}
+        metadata["urls"] = urls_of(remote) if is_checkout else {}

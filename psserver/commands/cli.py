@@ -133,6 +133,9 @@ def start(
     restart: Annotated[
         bool | None, typer.Option(help="Restart a shard that dies [--restart].")
     ] = None,
+    alive_file: Annotated[
+        Path | None, typer.Option(help="File to touch every 10 s while the shards work.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the shards.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of that certificate.")] = None,
     tls_client_ca: Annotated[

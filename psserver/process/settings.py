@@ -93,6 +93,9 @@ class ServerSettings(BaseSettings):
     `trace.shard0.json` and so on, for `psworker timeline`. By default no trace is recorded."""
     restart: bool = True
     """Whether a shard that dies is started again."""
+    alive_file: Path | None = None
+    """File whose time of change is set every 10 s while the shards work, for the liveness check of
+    an engine: if it has not changed for two minutes, a shard hangs. By default none."""
     tls_cert: Path | None = None
     """Certificate of the shards, with `tls_key`: all connections are TLS then."""
     tls_key: Path | None = None

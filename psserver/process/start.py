@@ -53,13 +53,14 @@ class Launch:
     detached: bool
     cluster: str = ""
     is_told: bool = False
-    service: ServiceManager = field(default_factory=ServiceManager.of)
+    service: ServiceManager = field(init=False)
     keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
-        """Sets a unique name for a cluster that has none."""
+        """Sets a unique name for a cluster that has none, and finds the service manager."""
         self.cluster = self.settings.server.cluster or secrets.token_hex(4)
         self.keeper = Keeper(self.settings.server.grace_s)
+        self.service = ServiceManager.of(self.settings.server.alive_file)
 
     def run(self) -> Exit:
         """Supervises the shards until they end.

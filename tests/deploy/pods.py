@@ -2,8 +2,8 @@
 
 Each pod gets a network namespace with an address, the names of its peers in /etc/hosts, a root file
 system that is read-only where the document says so, its volumes, its secrets with their modes, its
-environment, its user, and its probes. It cannot show scheduling, the kubelet's own timing,
-image pulls, storage classes.
+environment, its user, and its probes. The examples are at /app, as in the image. It cannot show
+scheduling, the kubelet's own timing, image pulls, storage classes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -39,13 +40,17 @@ for base in /etc /var/lib /root; do
         -o lowerdir=$base,upperdir={scratch}/upper$base,workdir={scratch}/work$base
 done
 cp {hosts} /etc/hosts
+mount --bind {app} /app
 {mounts}
 {read_only}
-cd {cwd}
+cd /app
 exec setpriv --reuid {user} --regid {group} --groups {fs_group} --no-new-privs \
     --inh-caps=-all --bounding-set=-all -- {command}
 """
 READ_ONLY = "mount -o remount,bind,ro /"
+APP = Path("/app")
+# User, group and group of files that OpenShift gives a pod which names none.
+OPENSHIFT = {"runAsUser": 1000650000, "runAsGroup": 0, "fsGroup": 1000650000}
 
 
 @dataclass
@@ -69,6 +74,11 @@ class Pod:
         return dict(container)
 
     @property
+    def security(self) -> Document:
+        """User and groups of its processes and files."""
+        return OPENSHIFT | dict(self.spec["securityContext"])
+
+    @property
     def log(self) -> Path:
         """Output of the newest start."""
         return self.folder / f"log{self.starts}"
@@ -81,12 +91,14 @@ class Cluster:
     documents: list[Document]
     folder: Path
     path: str  # PATH inside the pods.
-    cwd: Path
+    app: Path  # Folder of the examples, which the pods have at /app.
     pods: dict[str, Pod] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
     _num_moves: int = 0
 
     def __enter__(self) -> Cluster:
+        self._has_made_app = not APP.exists()
+        APP.mkdir(exist_ok=True)
         self._switch = self._namespace("switch")
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "addr", "add", "10.78.0.1/24", "dev", "bridge")
@@ -114,6 +126,8 @@ class Cluster:
                 pod.process.wait()
         while self._names:
             subprocess.run(["ip", "netns", "delete", self._names.pop()], check=False)
+        if self._has_made_app:
+            APP.rmdir()
 
     def start(self, name: str) -> None:
         """Starts a pod, for the first time or anew, as its controller would."""
@@ -124,19 +138,21 @@ class Cluster:
         # Overlays need a file system that can be an upper one, which /tmp may not be.
         hosts = pod.folder / "hosts"
         hosts.write_text(self._hosts)
-        security, container = pod.spec["securityContext"], pod.container
+        security, container = pod.security, pod.container
         script = ENTER.format(
             scratch=scratch,
             hosts=hosts,
             mounts="\n".join(self._mounts(pod)),
             read_only=READ_ONLY if container["securityContext"]["readOnlyRootFilesystem"] else "",
-            cwd=self.cwd,
+            app=self.app,
             user=security["runAsUser"],
             group=security["runAsGroup"],
             fs_group=security["fsGroup"],
             command=shlex.join([*container["command"], *container.get("args", [])]),
         )
         environment = {"PATH": self.path, "HOME": "/", "PYTHONUNBUFFERED": "1"}
+        for each in container.get("envFrom", []):
+            environment |= self._find("ConfigMap", each["configMapRef"]["name"])["data"]
         environment |= {each["name"]: self._value(pod, each) for each in container["env"]}
         # The command is process 1 of its namespace, which no signal ends that it does not handle,
         # unless the pod's containers share one with the pod's own process.
@@ -170,6 +186,36 @@ class Cluster:
         )  # fmt: skip
         return asked.returncode == 0
 
+    def is_alive(self, name: str) -> bool:
+        """Runs a pod's liveness command in it."""
+        pod = self.pods[name]
+        words = pod.container["livenessProbe"]["exec"]["command"]
+        inside = ["nsenter", f"--target={self._first(pod)}", "--mount", "--pid", "--"]
+        return subprocess.run([*inside, *words], check=False).returncode == 0
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to every process of a pod but the first."""
+        for process in psutil.Process(self._first(self.pods[name])).children(recursive=True):
+            process.send_signal(number)
+
+    @contextmanager
+    def flooded(self, name: str, port: int, count: int) -> Iterator[None]:
+        """Holds connections to a port of a pod open that send nothing."""
+        program = (
+            "import socket, sys\n"
+            "address = (sys.argv[1], int(sys.argv[2]))\n"
+            "held = [socket.create_connection(address) for _ in range(int(sys.argv[3]))]\n"
+            "print(len(held), flush=True)\n"
+            "sys.stdin.read()"
+        )
+        words = ["ip", "netns", "exec", self._switch, sys.executable, "-c", program]
+        words += [self.pods[name].address, str(port), str(count)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(words, text=True, **pipes) as process:  # type: ignore[call-overload]
+            assert process.stdout.readline().strip() == str(count)
+            yield
+            process.stdin.close()
+
     def drain(self, name: str) -> int:
         """Ends a pod as a drained node does, SIGKILL after the grace period; returns its status."""
         pod = self.pods[name]
@@ -200,18 +246,21 @@ class Cluster:
         )
         for pod in self.pods.values():
             if pod.process is not None and pod.process.poll() is None:
-                first = psutil.Process(pod.process.pid)
-                inside = (first.children() or [first])[0].pid
-                words = ["nsenter", f"--target={inside}", "--mount", "tee", "/etc/hosts"]
+                words = ["nsenter", f"--target={self._first(pod)}", "--mount"]
+                words += ["tee", "/etc/hosts"]
                 subprocess.run(
                     words, input=self._hosts, text=True, stdout=subprocess.DEVNULL, check=True
                 )
 
-    def _kill(self, pod: Pod, number: int) -> None:
-        """Sends a signal to the container's first process, which unshare has forked."""
+    def _first(self, pod: Pod) -> int:
+        """Returns the container's first process, which unshare has forked."""
         assert pod.process is not None
         below = psutil.Process(pod.process.pid).children()
-        os.kill(below[0].pid if below else pod.process.pid, number)
+        return below[0].pid if below else pod.process.pid
+
+    def _kill(self, pod: Pod, number: int) -> None:
+        """Sends a signal to the container's first process."""
+        os.kill(self._first(pod), number)
 
     def wait(self, what: str, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Waits for a condition.
@@ -259,24 +308,37 @@ class Cluster:
             if name in volumes:
                 source = pod.folder / f"{name}{pod.starts}"
             source.mkdir(exist_ok=True)
-            os.chown(source, 0, pod.spec["securityContext"]["fsGroup"])
+            os.chown(source, 0, pod.security["fsGroup"])
             source.chmod(0o2775)
-            if "secret" in volumes.get(name, {}):
-                self._write_secret(source, volumes[name]["secret"], pod)
+            if "projected" in volumes.get(name, {}):
+                self._write_secrets(source, volumes[name]["projected"], pod)
             lines += [f"mkdir -p {path}", f"mount --bind {source} {path}"]
             lines += [f"mount -o remount,bind,ro {path}"] if mount.get("readOnly") else []
         return lines
 
-    def _write_secret(self, folder: Path, volume: Document, pod: Pod) -> None:
-        (secret,) = (
+    def _write_secrets(self, folder: Path, volume: Document, pod: Pod) -> None:
+        for source in (each["secret"] for each in volume["sources"]):
+            if source.get("optional", False) and not self._has("Secret", source["name"]):
+                continue
+            for name, text in self._find("Secret", source["name"])["data"].items():
+                path = folder / name
+                path.write_bytes(base64.b64decode(text))
+                os.chown(path, 0, pod.security["fsGroup"])
+                path.chmod(volume["defaultMode"])
+
+    def _has(self, kind: str, name: str) -> bool:
+        return any(
+            (each["kind"], each["metadata"]["name"]) == (kind, name) for each in self.documents
+        )
+
+    def _find(self, kind: str, name: str) -> Document:
+        """Returns the only document of a kind and name."""
+        assert self._has(kind, name), f"there is no {kind} {name}"
+        (found,) = (
             each for each in self.documents
-            if each["kind"] == "Secret" and each["metadata"]["name"] == volume["secretName"]
+            if (each["kind"], each["metadata"]["name"]) == (kind, name)
         )  # fmt: skip
-        for name, text in secret["data"].items():
-            path = folder / name
-            path.write_bytes(base64.b64decode(text))
-            os.chown(path, 0, pod.spec["securityContext"]["fsGroup"])
-            path.chmod(volume["defaultMode"])
+        return found
 
     def _value(self, pod: Pod, entry: Document) -> str:
         if "value" in entry:

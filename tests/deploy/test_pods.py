@@ -28,9 +28,9 @@ pytestmark = [
 ]
 
 
-def rendered(example: str) -> list[Document]:
+def rendered(example: str, *values: str) -> list[Document]:
     done = subprocess.run(
-        [HELM, "template", "paceline", ROOT / "deploy" / "chart"],
+        [HELM, "template", "paceline", ROOT / "deploy" / "chart", *values],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     job = (ROOT / "deploy" / "kubernetes" / example).read_text()
@@ -45,7 +45,10 @@ def started(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
         if parent != Path("/") and parent.stat().st_uid == os.getuid():
             parent.chmod(parent.stat().st_mode | 0o055)
     path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
-    with Cluster(documents, folder, path, ROOT) as cluster:
+    # Only the examples, as in the image: other files of the repository are not there.
+    app = folder / "app"
+    shutil.copytree(ROOT / "examples", app / "examples")
+    with Cluster(documents, folder, path, app) as cluster:
         shards = [name for name in cluster.pods if name.startswith("paceline-")]
         for name in shards:
             cluster.start(name)
@@ -115,3 +118,29 @@ def test_the_pods_of_an_elastic_job_come_and_go(tmp_path: Path) -> None:
         assert cluster.drain(first) == -signal.SIGTERM
         for name in (second, third):
             assert "800 steps" in end(cluster, name)
+
+
+@pytest.mark.timeout(900)
+def test_neither_load_nor_strangers_end_a_shard_that_works_and_one_that_hangs_is_found(
+    tmp_path: Path,
+) -> None:
+    """Liveness asks no port. OpenShift gives the pods a user that no image knows."""
+    documents = rendered("elastic-job.yaml", "--set", "shards=1,openshift=true")
+    with started(tmp_path, documents) as cluster:
+        name = "paceline-0"
+        assert cluster.is_alive(name)
+        with cluster.flooded(name, 8070, 100), cluster.flooded(name, 7070, 100):
+            assert cluster.is_alive(name)
+        cluster.wait("not ready after a flood", partial(cluster.is_ready, name), 60)
+        cluster.signal(name, signal.SIGSTOP)
+        cluster.wait("a shard that hangs is alive", lambda: not cluster.is_alive(name), 300)
+        cluster.signal(name, signal.SIGCONT)
+        cluster.wait("a shard that works is not alive", lambda: cluster.is_alive(name), 60)
+        # The engine restarts a shard's process that dies: its container ends.
+        cluster.signal(name, signal.SIGKILL)
+        process = cluster.pods[name].process
+        assert process is not None
+        cluster.wait("the container goes on", partial(has_ended, process), 60)
+        assert process.returncode != 0
+        cluster.start(name)
+        cluster.wait("not ready after a restart", partial(cluster.is_ready, name), 60)

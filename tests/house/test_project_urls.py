@@ -27,20 +27,14 @@ URLS = {"Source": BASE, "Documentation": f"{BASE}#readme", "Issues": f"{BASE}/is
     ],
 )
 def test_the_addresses_hold_neither_names_nor_tokens(remote: str) -> None:
-    assert urls_of(remote, ROOT) == URLS
+    assert urls_of(remote) == URLS
 
 
 @pytest.mark.parametrize(
-    ("remote", "folder"),
-    [
-        ("", "/srv/work/paceline"),
-        ("/srv/git/paceline", "/srv/git/paceline"),
-        ("file:///srv/git/paceline.git", "/srv/git/paceline.git"),
-        ("../up", "/srv/work/up"),
-    ],
+    "remote", ["", "/srv/git/paceline", "file:///srv/git/paceline.git", "../up"]
 )
-def test_the_source_of_a_clone_of_a_folder_is_that_folder(remote: str, folder: str) -> None:
-    assert urls_of(remote, Path("/srv/work/paceline")) == {"Source": f"file://{folder}"}
+def test_a_package_names_no_path_of_the_machine_that_has_built_it(remote: str) -> None:
+    assert urls_of(remote) == {}
 
 
 def metadata_of(folder: Path) -> Metadata:

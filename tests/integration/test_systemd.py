@@ -6,12 +6,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from psserver.process.notify import ServiceManager
+from psserver.process.notify import ALIVE_S, ServiceManager
 from tests.house.source import ROOT
 from tests.integration.command import Command, eventually
 
@@ -32,9 +33,8 @@ def heard(systemd: socket.socket) -> str:
 
 
 def test_messages_go_to_the_socket_that_systemd_names(systemd: socket.socket) -> None:
-    manager = ServiceManager.of(
-        {"NOTIFY_SOCKET": str(systemd.getsockname()), "WATCHDOG_USEC": "2500000"}
-    )
+    environment = {"NOTIFY_SOCKET": str(systemd.getsockname()), "WATCHDOG_USEC": "2500000"}
+    manager = ServiceManager.of(environment=environment)
     assert manager.watchdog_s == 2.5
     manager.ready("2 shard(s)")
     manager.alive()
@@ -48,8 +48,8 @@ def test_messages_go_to_the_socket_that_systemd_names(systemd: socket.socket) ->
 
 def test_a_watchdog_for_another_process_is_not_ours(tmp_path: Path) -> None:
     environment = {"NOTIFY_SOCKET": "x", "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}
-    assert ServiceManager.of(environment).watchdog_s == 0.0
-    assert ServiceManager.of({}) == ServiceManager()
+    assert ServiceManager.of(environment=environment).watchdog_s == 0.0
+    assert ServiceManager.of(environment={}) == ServiceManager()
     ServiceManager(str(tmp_path / "nobody")).ready("")
 
 
@@ -75,6 +75,26 @@ def test_systemd_hears_of_the_start_of_a_hanging_shard_and_of_the_end(
         while (message := heard(systemd)) == "WATCHDOG=1":
             pass
         assert message == "STOPPING=1"
+
+
+@pytest.mark.slow
+def test_the_file_for_signs_of_life_grows_old_while_a_shard_hangs(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    psserver = Command(tmp_path)
+    psserver.environment["PACELINE_ALIVE_FILE"] = str(alive)
+    with psserver.spawn("start", "--port", 0) as process:
+        eventually(alive.exists)
+        first_ns = alive.stat().st_mtime_ns
+        eventually(lambda: alive.stat().st_mtime_ns > first_ns)
+        (shard,) = (each["pid"] for each in psserver.run_file()["shards"])
+        os.kill(shard, signal.SIGSTOP)
+        try:
+            # Older than the 30 s after which a silent shard counts as one that hangs, and a part.
+            eventually(lambda: time.time() - alive.stat().st_mtime > 1.5 * ALIVE_S)
+        finally:
+            os.kill(shard, signal.SIGCONT)
+        eventually(lambda: time.time() - alive.stat().st_mtime < ALIVE_S)
+        process.terminate()
 
 
 def is_silent(systemd: socket.socket) -> bool:
