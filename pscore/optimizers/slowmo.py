@@ -10,7 +10,8 @@ ICLR 2020, arXiv:1910.00643, algorithm 1.
 The division by the inner learning rate is what makes it another optimizer than SGD with momentum:
 when a schedule changes lr, the momentum of earlier rounds shrinks along with it.
 
-Differs from the paper: with lr = 0, where the weights have not moved, nothing is divided: u decays.
+Differs from the paper: with lr = 0, as in the last step of a schedule, nothing is divided: the move
+of the round, made by its steps with other rates, counts by w - slow_lr * d, and u decays.
 """
 
 from __future__ import annotations
@@ -72,8 +73,11 @@ class SlowMo(Optimizer):
             if slow_momentum == 0.0:
                 part.sub_(direction, alpha=slow_lr)
                 continue
-            buffer.mul_(slow_momentum).add_(direction, alpha=1.0 / lr if lr else 0.0)
-            part.sub_(buffer, alpha=slow_lr * lr)
+            buffer.mul_(slow_momentum)
+            if lr:
+                part.sub_(buffer.add_(direction, alpha=1.0 / lr), alpha=slow_lr * lr)
+            else:
+                part.sub_(direction, alpha=slow_lr)
 
     def infer(
         self,
@@ -83,18 +87,20 @@ class SlowMo(Optimizer):
         segments: SegmentTable,
         hyper: HyperArray,
     ) -> Any:
-        """Solves a slow step for its gradient, the mean move; one with a rate of 0 shows none."""
+        """Solves a slow step for its gradient, the mean move; one with a `slow_lr` of 0 shows none.
+
+        With an inner rate of 0 the step has no part of the momentum, which decays.
+        """
         mean = before.new_zeros(before.shape)
         for (start, stop), group in zip(segments.bounds, segments.groups, strict=True):
             lr, slow_lr, slow_momentum = hyper[group].tolist()
             made, buffer = mean[start:stop], state[0][start:stop]
-            rate = slow_lr * lr if slow_momentum else slow_lr
-            if rate:
-                made.copy_(before[start:stop]).sub_(after[start:stop]).mul_(1.0 / rate)
-            if slow_momentum:
-                old = buffer * slow_momentum
-                buffer.copy_(made if rate else old)
-                made.copy_(buffer - old).mul_(lr)
+            if slow_lr:
+                made.copy_(before[start:stop]).sub_(after[start:stop]).mul_(1.0 / slow_lr)
+            buffer.mul_(slow_momentum or 1.0)
+            if slow_momentum and lr and slow_lr:
+                made.sub_(buffer, alpha=lr)
+                buffer.add_(made, alpha=1.0 / lr)
         return mean
 
 
@@ -110,9 +116,12 @@ def _step(
     slow_lr: np.float32,
     momentum: np.float32,
 ) -> None:
-    if momentum == 0.0:
+    if momentum == 0.0 or inverse == 0.0:
         for i in range(len(out)):
             out[i] = weights[i] - slow_lr * (grad[i] * scale)
+        if momentum != 0.0:
+            for i in range(len(out)):
+                buffer[i] *= momentum
         return
     for i in range(len(out)):
         buffer[i] = momentum * buffer[i] + grad[i] * scale * inverse

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError
-from pscore.optimizers.base import SliceStep
+from pscore.optimizers.base import DeviceStep, SliceStep
 from pscore.optimizers.slowmo import SlowMo as SlowStep
 from pscore.rules import SlowMo
 from pscore.types import SegmentTable
 from tests.harness import NUMEL, Cluster, Vector, assert_follows, quadratic
 from tests.paper.inner import Inner
+from tests.paper.overlapped import Rounds
 from tests.paper.rounds import WORKERS, model
 
 
@@ -54,6 +55,67 @@ def test_a_learning_rate_of_zero_divides_nothing() -> None:
     bench.step(1.0, 1.0, [0.5, 1.0, 0.5])
     assert bench.step(0.0, 1.0, [0.0, 1.0, 0.5]) == 7.0
     assert bench.buffer.tolist() == [1.0]
+
+
+def test_a_round_that_ends_with_a_learning_rate_of_zero_counts() -> None:
+    """Its earlier steps have moved the weights by 3; the momentum adds 0 times u, and decays."""
+    bench = Bench(8.0)
+    bench.step(1.0, 1.0, [0.5, 1.0, 0.5])
+    assert bench.step(3.0, 1.0, [0.0, 1.0, 0.5]) == 4.0
+    assert bench.buffer.tolist() == [1.0]
+    assert bench.step(0.0, 1.0, [0.5, 1.0, 0.5]) == 3.75  # u = 1/2, times 1/2.
+
+
+@pytest.mark.parametrize("overlap", ["none", "mirror", "blend", "late"])
+@pytest.mark.parametrize("still", [{0}, {3, 7}, {4, 8}, {9}, {14, 19, 24}, set(range(10, 15))])
+def test_rounds_with_steps_that_do_not_move_follow_the_equation(
+    overlap: str, still: set[int]
+) -> None:
+    """Learning rates of 0 in the first, the last, one or every step of rounds of five steps."""
+    rule = SlowMo(steps=5, slow_lr=0.8, slow_momentum=0.6, overlap=overlap, delay=2)
+
+    def rate(step: int) -> float:
+        return 0.0 if step in still else 0.1
+
+    def make() -> Inner:
+        return Inner(lambda p: torch.optim.SGD(p, lr=0.1), rate)
+
+    cluster = Cluster(
+        rule, quadratic, num_workers=WORKERS, inner=make(), lr=rate, steps=60, seed=1
+    ).train()
+    lasts = iter(rate(step) for step in range(4, 60, 5))
+
+    def outer(weights: Vector, slow: Vector, move: Vector) -> tuple[Vector, Vector]:
+        if not last:
+            return weights - 0.8 * move, 0.6 * slow
+        slow = 0.6 * slow + move / last
+        return weights - 0.8 * last * slow, slow
+
+    class Ending(Rounds):
+        """Rounds whose outer step takes the rate of the last step of each."""
+
+        def end_round(self) -> None:
+            nonlocal last
+            last = next(lasts)
+            super().end_round()
+
+    last = 0.0
+    expected = Ending(overlap, outer, steps=5, delay=2, num_workers=WORKERS)
+    assert_follows(cluster, *expected.run(make(), 60))
+
+
+@pytest.mark.parametrize("row", [[0.5, 2.0, 0.25], [0.0, 2.0, 0.25], [0.5, 2.0, 0.0], [0.0] * 3])
+def test_a_step_on_tensors_is_the_same_and_can_be_solved_for_its_move(row: list[float]) -> None:
+    bench = Bench(8.0)
+    bench.buffer[0] = 4.0
+    after = bench.step(3.0, 1.0, row)
+    weights, move, buffer, solved = (torch.tensor([value]) for value in (8.0, 3.0, 4.0, 4.0))
+    segments = SegmentTable(bounds=np.array([[0, 1]]), groups=np.zeros(1, np.int64))
+    counts, ones, hyper = np.zeros(1, np.int64), np.ones(1, np.int64), np.array([row])
+    SlowStep().step_device(DeviceStep(weights, move, [buffer], segments, counts, ones, hyper))
+    assert (weights.item(), buffer.item()) == (after, bench.buffer[0])
+    found = SlowStep().infer(torch.tensor([8.0]), weights, [solved], segments, hyper)
+    assert (found.item(), solved.item()) == (3.0 if row[1] else 0.0, buffer.item())
 
 
 def test_the_warm_up_is_the_mean_and_leaves_the_slow_momentum_alone() -> None:
