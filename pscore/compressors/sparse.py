@@ -52,9 +52,9 @@ def stride(numel: int) -> int:
 
 
 def sample_rank(k: int, numel: int) -> int:
-    """Returns the rank in a sample that corresponds to the k-th largest of all."""
+    """Returns the rank in a sample that corresponds to the k-th largest of all; 0 of none."""
     num_samples = -(-numel // stride(numel))
-    return min(num_samples, -(-k * num_samples // numel))
+    return min(num_samples, -(-k * num_samples // max(1, numel)))
 
 
 def payload_nbytes(count: int) -> int:

@@ -78,6 +78,26 @@ def test_zeros_cost_nothing_and_say_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_of_no_element_is_sent_as_one(name: str) -> None:
+    compressor, nothing = parse_compressor(name), np.zeros(0, np.float32)
+    assert decode(compressor, Sender(compressor, 0).encode(nothing), 0).shape == (0,)
+    compressor.decode_add(Sender(compressor, 0).encode(nothing), nothing, 0.5, assign=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_of_one_element_is_sent_or_kept(name: str) -> None:
+    compressor, grad = parse_compressor(name), np.array([0.75], np.float32)
+    sender = Sender(compressor, 1)
+    sent = [decode(compressor, sender.encode(grad, seed=step), 1)[0] for step in range(64)]
+    if name in FORGETTING:
+        assert np.isfinite(sent).all() and max(sent) > 0
+    elif name in WITH_RESIDUAL:
+        assert sum(sent) + sender.residual[0] == pytest.approx(48.0, rel=1e-6)
+    else:  # A random number of two neighbours; its mean is the gradient.
+        assert abs(sum(sent) / 64 - 0.75) < 0.25
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_same_seed_makes_the_same_bytes_and_another_size_fits(name: str) -> None:
     compressor = parse_compressor(name)
     for numel in SIZES:
