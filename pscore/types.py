@@ -135,7 +135,7 @@ class Pull:
     """One pull, as a shard decides about it."""
 
     worker: int
-    clock: int  # Steps this worker has pushed before it asked.
+    clock: int  # One more than the step of this worker's last push before it asked; 0: none.
     min_version: int  # Never answered with an older version.
     with_state: bool = False  # The optimizer's state travels with the weights.
     begins: bool = False  # The worker has just (re)joined, and pushes no step before `clock`.

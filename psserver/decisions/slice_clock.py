@@ -343,7 +343,7 @@ class SliceClock(SliceState):
         """Answers the pulls that have become readable, in the order of their arrival."""
         if self.version < 0 or not self._pulls:
             return []
-        ready = self._pulls.take_readable(self._open.rule, self, self.window.holds)
+        ready = self._pulls.take_readable(self._open.rule, self, self._holds)
         if not ready:
             return []
         workers, by_step = self._workers, self._open.rule.by_step
@@ -361,6 +361,18 @@ class SliceClock(SliceState):
             )
             for token, pull in ready
         ]
+
+    def _holds(self, pull: Pull) -> bool:
+        """Returns whether a pull waits for a move of its worker that may enter a later round.
+
+        It waits until the move is in, which another connection may bring later than the pull, and
+        then for the round that a late move has entered.
+        """
+        is_exempt = pull.is_look or pull.begins or not pull.clock
+        if is_exempt or self._open.rule.window_s is None:
+            return False
+        is_in = pull.clock - 1 in self._workers.counted.get(pull.worker, Progress())
+        return not is_in or self.window.holds(pull.worker)
 
     def _acknowledge(self, token: Token, verdict: Verdict, push: Push | None = None) -> Acknowledge:
         return Acknowledge(token=token, verdict=verdict, version=self.version, push=push)

@@ -16,20 +16,20 @@ class WaitingPulls(dict[Token, Pull]):
     """
 
     def take_readable(
-        self, rule: Rule, clocks: SliceClocks, holds: Callable[[int], bool]
+        self, rule: Rule, clocks: SliceClocks, holds: Callable[[Pull], bool]
     ) -> list[tuple[Token, Pull]]:
         """Removes and returns the pulls that can be answered, in the order of their arrival.
 
         Args:
             rule: The table's mode.
             clocks: The state of the slice that the mode decides by.
-            holds: Whether a worker that trains waits for the open step too.
+            holds: Whether the pull waits for a move of its own worker too.
         """
         ready = [
             (token, pull)
             for token, pull in self.items()
             if rule.readable(clocks, pull.worker, pull.clock, pull.min_version)
-            and (pull.is_look or pull.begins or not pull.clock or not holds(pull.worker))
+            and not holds(pull)
         ]
         for token, _ in ready:
             del self[token]

@@ -107,9 +107,10 @@ class Window:
         The weights before do not have the move. The pull waits no longer than a round takes: if the
         others have ended, nobody may close it.
         """
-        if not self._holds_late or worker not in self._late_s or self._round_s is None:
+        if not self._holds_late or worker not in self._late_s:
             return False
-        return self.now_s - self._late_s[worker] < self._round_s
+        longest_s = FIRST_S if self._round_s is None else self._round_s
+        return self.now_s - self._late_s[worker] < longest_s
 
     def closed_elsewhere(self, step: int) -> None:
         """Records that the rounds before `step` have closed in other slices.

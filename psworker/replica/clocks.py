@@ -44,6 +44,7 @@ class Clocks:
         # Caches in a mode by step, by fragment; empty after a change of a slice.
         self._oldest: dict[int, int] = {}
         self._next: dict[int, int] = {}
+        self._sent: dict[int, int] = {}  # In a mode by step, by fragment: see `num_sent`.
         self.fragments: list[int]
         self.divide()
 
@@ -79,6 +80,14 @@ class Clocks:
         if fragment not in self._oldest:  # Cached: there may be many slices.
             self._oldest[fragment] = min(self.counts[own] for own in self._of[fragment])
         return self._oldest[fragment]
+
+    def num_sent(self, index: int) -> int:
+        """Returns one more than the step of the last push that a pull of a slice waits for.
+
+        It differs from `count` in a mode by step where rounds are left out: no push of those comes.
+        0: this worker has pushed nothing since it began.
+        """
+        return self._sent.get(self.fragments[index], 0) if self.rule.by_step else self.count(index)
 
     def known_count(self, index: int) -> int:
         """Returns `count`, or 0 where only another process of the group knows it."""
@@ -205,6 +214,9 @@ class Clocks:
         made = [self.next_push(index) + (fragment in fragments) for index, fragment in pairs]
         self.counts = [max(pair) for pair in zip(self.counts, made, strict=True)]
         self._forget()
+        if self.rule.by_step:
+            pushed = [slices[0] for q, slices in enumerate(self._of) if slices and q in fragments]
+            self._sent |= {self.fragments[index]: self.count(index) for index in pushed}
 
     def pulled(self, index: int, clock: int, version: int) -> None:
         """Records a pull that has landed; call it before the slice gets its new version.
@@ -225,6 +237,7 @@ class Clocks:
         """Sets the count of each slice: the step of this worker's next push of it."""
         self.counts = list(steps)
         self._forget()
+        self._sent.clear()
 
     def restart(self, rule: Rule) -> None:
         """Starts again, maybe under another rule; the next pulls bring the counts."""

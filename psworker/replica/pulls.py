@@ -118,8 +118,10 @@ class Pulls:
         if index in self.early:
             return
         with_state = with_state or self._local.needs_state(index)
-        clock = self._clocks.count(index) if clock is None else clock
-        oldest = self._clocks.oldest_version(clock) if oldest is None else oldest
+        if oldest is None:
+            known = self._clocks.count(index) if clock is None else clock
+            oldest = self._clocks.oldest_version(known)
+        clock = self._clocks.num_sent(index) if clock is None else clock
         room = self._buffers.room(index, self._local.local_update, oldest)
         state_room = [] if early else self._buffers.state_room(index, self._local.local_update)
         in_use = in_use or (early and self._local.local_update is not None)

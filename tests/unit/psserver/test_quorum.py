@@ -256,6 +256,47 @@ def test_a_late_worker_gets_the_weights_that_have_its_move() -> None:
     assert bench.at(29.0, 0, 2)[-1] == "answer pull2 v3"
 
 
+def test_a_pull_that_overtakes_its_workers_late_move_waits_for_it() -> None:
+    """They come over different connections. Version 1 is there, and cannot have the move."""
+    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    for step, now_s in ((0, 10.0), (1, 20.0)):
+        for worker in (0, 1):
+            bench.at(now_s, worker, step)
+    assert bench.pull(2, 1, 1) == []
+    assert bench.tick(25.0) == []
+    assert bench.at(26.0, 2, 0) == ["set 2@0 x1 in 2", "ack 2@0 ACCEPTED v2"]
+    assert bench.at(29.0, 0, 2)[-2:] == ["update 2 x0.5 -> v3", "answer pull2 v3"]
+
+
+def test_a_pull_that_overtakes_a_move_in_time_waits_for_it() -> None:
+    """With fragments too, where a late worker waits for no round."""
+    for fragments in (1, 2):
+        bench = Timed(LocalSGD(quorum=1, window=0.0, fragments=fragments), 2)
+        bench.at(10.0, 0, 0)
+        assert bench.pull(1, 1, 1) == []
+        late = bench.at(10.5, 1, 0)
+        assert late[0] == "set 1@0 x1 in 1"
+        assert bench.clock.version == 2  # Its move is a quorum.
+        assert late[-1] == "answer pull1 v2"
+
+
+def test_a_worker_that_has_left_rounds_out_waits_for_no_move_of_theirs() -> None:
+    bench = late_of_two_rounds()
+    bench.at(29.0, 0, 2)
+    assert bench.at(29.5, 2, 3)[-1] == "ack 2@3 ACCEPTED v3"  # It has pushed neither 1 nor 2.
+    assert bench.pull(2, 4, 3) == ["answer pull2 v3"]
+
+
+def test_a_move_that_is_late_for_the_first_round_is_in_its_workers_next_weights() -> None:
+    """No round has been measured: the pull waits for a second."""
+    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    for worker in (0, 1, 2):
+        bench.at(10.0 + worker / 4, worker, 0)
+    assert bench.pull(2, 1, 1) == []
+    assert bench.tick(11.4) == []
+    assert bench.tick(11.5) == ["answer pull2 v1"]
+
+
 def test_a_late_worker_waits_no_longer_than_a_round_takes() -> None:
     """The others have ended, and stay for an evaluation: nobody closes the round."""
     bench = late_of_two_rounds()
