@@ -90,7 +90,7 @@ def test_a_gradient_of_one_element_is_sent_or_kept(name: str) -> None:
     sender = Sender(compressor, 1)
     sent = [decode(compressor, sender.encode(grad, seed=step), 1)[0] for step in range(64)]
     if name in FORGETTING:
-        assert np.isfinite(sent).all() and max(sent) > 0
+        assert 0 < max(sent) < 100
     elif name in WITH_RESIDUAL:
         assert sum(sent) + sender.residual[0] == pytest.approx(48.0, rel=1e-6)
     else:  # A random number of two neighbours; its mean is the gradient.
