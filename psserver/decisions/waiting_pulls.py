@@ -28,8 +28,7 @@ class WaitingPulls(dict[Token, Pull]):
         ready = [
             (token, pull)
             for token, pull in self.items()
-            if rule.readable(clocks, pull.worker, pull.clock, pull.min_version)
-            and not holds(pull)
+            if rule.readable(clocks, pull.worker, pull.clock, pull.min_version) and not holds(pull)
         ]
         for token, _ in ready:
             del self[token]
