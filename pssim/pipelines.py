@@ -136,9 +136,13 @@ class PipelineWorld:
 
     def _update(self, rank: int, number: int) -> None:
         stage = self.places[rank].stage
-        there = [other for other in self.group(stage) if self._waits[other] is not None]
+        updates = {other: self._waits[other] for other in self.group(stage)}
+        weights = {other: it.weight for other, it in updates.items() if isinstance(it, Update)}
+        there = [*weights]
         for together in zip(*(self.modules[other].parameters() for other in there), strict=True):
-            mean = torch.stack([p.grad for p in together if p.grad is not None]).mean(0)
+            pairs = zip(together, weights.values(), strict=True)
+            total = torch.stack([p.grad * weight for p, weight in pairs if p.grad is not None])
+            mean = total.sum(0) / sum(weights.values())
             for parameter in together:
                 parameter.grad = mean.clone()
         self.before_update(stage, number)

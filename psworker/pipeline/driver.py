@@ -52,6 +52,7 @@ class Work:
         versions: Returns the versions of the weights for a place.
         parts: Returns the stage's weights and optimizer state, for a checkpoint.
         step_aside: Asks the shards not to wait for this replica's gradients any more.
+        weigh: Multiplies the weight of this replica's next gradient in the replicas' mean.
         is_shared: Whether the optimizer is on the shards, and weights have a place for pulls.
     """
 
@@ -61,6 +62,7 @@ class Work:
     versions: Callable[[Place], Stash]
     parts: Callable[[], tuple[Tensors, Tensors]]
     step_aside: Callable[[], None] = lambda: None
+    weigh: Callable[[float], None] = lambda _: None
     is_shared: bool = False
 
 
@@ -285,6 +287,7 @@ class Driver:
         return found
 
     def _update(self, wait: Update) -> None:
+        self._work.weigh(wait.weight)
         self._work.optimizer.step()
 
     def _collect(self, number: int, weights: Tensors, state: Tensors) -> StageWaits:

@@ -216,6 +216,11 @@ class Pipeline:
             weights = {name: value.detach().clone() for name, value in self.state_dict().items()}
         return weights, optimizer_state(self.optimizer, self._parameter_names())
 
+    def _weigh(self, weight: float) -> None:
+        """Multiplies the weight of the next gradient; one replica has no mean."""
+        if isinstance(self.optimizer, DistributedOptimizer):
+            self.optimizer.samples *= weight
+
     def _parameter_names(self) -> dict[int, str]:
         return {id(p): self._names[name] for name, p in self.module.named_parameters()}
 
@@ -240,6 +245,7 @@ class Pipeline:
             versions=self._versions,
             parts=self._parts,
             step_aside=lambda: None if steps is None else steps.step_aside(),
+            weigh=self._weigh,
             is_shared=steps is not None,
         )
         if not self._continues:

@@ -254,11 +254,16 @@ class Order:
         self._ended += 1
         return self._ended == self._versions.updates_every
 
-    def updated(self) -> int:
-        """Counts an update; returns how many backwards it held."""
+    def updated(self) -> tuple[int, float]:
+        """Counts an update.
+
+        Returns:
+            The backwards of this replica in it, and their number over that of a full update: the
+            weight of their mean, as the last update may hold more minibatches on other replicas.
+        """
         held, self._ended = self._ended, 0
         self.newest += 1
-        return held
+        return held, held / self._versions.updates_every
 
     @property
     def has_rest(self) -> bool:

@@ -37,6 +37,7 @@ class Update(NamedTuple):
 
     number: int
     minibatch: int = -1  # The last one in it.
+    weight: float = 1.0  # Of this replica's gradient in the mean over the replicas.
 
 
 Waits = Generator[Receive | Update, Any, None]
@@ -167,12 +168,12 @@ class StageReplica:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _update(self) -> Waits:
-        held = self._order.updated()
+        held, weight = self._order.updated()
         for parameter in self._parameters:
             if held > 1 and parameter.grad is not None:
                 parameter.grad /= held
         self.ring.update(self._order.oldest())
-        yield Update(self._order.newest, self._last)
+        yield Update(self._order.newest, self._last, weight)
         for parameter in self._parameters:
             parameter.grad = None
         self.ring.add(self._order.newest)

@@ -181,6 +181,31 @@ def test_every_version_of_every_stage_is_that_of_the_formulas(
         assert replica.ring.most <= limit
 
 
+@pytest.mark.parametrize("replicas", [(1,), (2,), (2, 1), (1, 2), (2, 2), (2, 2, 1), (4, 2)])
+@pytest.mark.parametrize("total", [*range(1, 8), 9, 38, 39])
+def test_the_last_update_is_the_mean_of_its_minibatches(
+    replicas: tuple[int, ...], total: int
+) -> None:
+    """Of an update of 4 minibatches there may be 1 to 3: two on one replica, one on another."""
+    for seed in range(3):
+        pipes = Pipes(VERSIONS["2bw"], replicas, "sgd")
+        pipes.run(data(total), seed)
+        assert_equal(pipes.history, oracle("2bw", replicas, "sgd", total))
+
+
+@pytest.mark.parametrize("kind", VERSIONS)
+@pytest.mark.parametrize("total", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2), (2, 2, 1)])
+def test_few_minibatches_are_trained_on_as_the_formulas_say(
+    kind: str, total: int, replicas: tuple[int, ...]
+) -> None:
+    if kind == "2bw" and 4 % replicas[0]:
+        return
+    pipes = Pipes(VERSIONS[kind], replicas, "sgd")
+    pipes.run(data(total), seed=total)
+    assert_equal(pipes.history, oracle(kind, replicas, "sgd", total))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_messages_changes_nothing(seed: int) -> None:
     pipes = Pipes(Stash, (2, 2, 1), "sgd")
