@@ -87,6 +87,8 @@ class Rule(ABC):
             torch optimizer between rounds; empty if the shards run the user's.
         round_role: The push that ends a round of such a mode: `DELTA` or `MODEL`.
         gossip: Name of the workers' exchange with each other (psworker/gossip); empty: none.
+        alike: Whether all workers make the same steps with the wrapped optimizer, so that their
+            models stay equal. It demands that its states are equal too when the mode begins.
     """
 
     name: ClassVar[str]
@@ -96,6 +98,7 @@ class Rule(ABC):
     outer_optimizer: ClassVar[str] = ""
     round_role: ClassVar[Role] = Role.DELTA
     gossip: ClassVar[str] = ""
+    alike: ClassVar[bool] = False
 
     # ----- server half
 

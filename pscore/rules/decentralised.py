@@ -35,9 +35,6 @@ class Decentralised(Synchronous):
 
     average_every: int = 50
 
-    alike: ClassVar[bool] = False
-    """Whether all workers have the same model at every step."""
-
     outer_optimizer: ClassVar[str] = "assign"
     round_role: ClassVar[Role] = Role.MODEL
 

@@ -64,6 +64,7 @@ def hand_over(
     kept: Kept,
     inner: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
+    rule: Rule,
     optimizer: Optimizer,
 ) -> Kept:
     """Returns the state for the next table, and gives the wrapped optimizer its own.
@@ -76,17 +77,21 @@ def hand_over(
         kept: The result of `growth.leave`.
         inner: The wrapped optimizer.
         groups: The parameter groups.
-        optimizer: The shards' optimizer in the next mode.
+        rule: The next mode.
+        optimizer: The shards' optimizer in it.
 
     Raises:
         PacelineError: A shard does not answer.
     """
+    if former.rule.outer_optimizer and rule.alike:
+        former.local_step.share_state()
     if not former.rule.outer_optimizer:
         plain = {"state": {}, "param_groups": _numbered(groups)}
         state = torch_state(former, recovery, groups, plain, None)
         inner.load_state_dict({"state": state["state"], "param_groups": plain["param_groups"]})
         inner.param_groups = groups
-    means, counts = _means(former, inner, optimizer)
+    # The state of an optimizer over rounds, which the shards run in some modes, begins anew.
+    means, counts = _means(former, {} if rule.outer_optimizer else inner.state, optimizer)
     return replace(kept, state=means, counts=counts)
 
 
@@ -101,13 +106,13 @@ def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _means(
-    table: TrainingTable, inner: torch.optim.Optimizer, optimizer: Optimizer
+    table: TrainingTable, state: Mapping[Any, Mapping[str, Any]], optimizer: Optimizer
 ) -> tuple[dict[str, np.ndarray], list[int]]:
     """Returns the mean of the workers' states as the shards keep it, and steps per parameter."""
     counts = [0] * len(table.layout.tensors)
     flat = {name: np.zeros(table.layout.numel, np.float32) for name in optimizer.state_names}
     for index, parameter in enumerate(table.flat.parameters) if flat else ():
-        entry: Mapping[str, Any] = inner.state.get(parameter, {})
+        entry: Mapping[str, Any] = state.get(parameter, {})
         counts[index] = int(entry.get("step", bool(entry)))
         for name, array in flat.items():
             fill(table, optimizer, array, entry.get(name), index, name)

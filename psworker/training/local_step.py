@@ -31,5 +31,12 @@ class LocalStep:
     def close(self) -> None:
         """Ends."""
 
+    def share_state(self) -> None:
+        """Makes the wrapped optimizer's state the same on all workers; all of them call it.
+
+        Raises:
+            PacelineError: A shard does not answer.
+        """
+
     def note_average(self, average: torch.Tensor) -> None:
         """Notes an average of all models, `(layout.numel,)`."""

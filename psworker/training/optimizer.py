@@ -390,7 +390,7 @@ def _set_mode(wrapper: DistributedOptimizer, rule: Rule) -> None:
     require_sizes(rule, former.session.num_workers, 0)
     kept = growth.leave(former, wrapper._recovery)
     groups = wrapper.param_groups
-    kept = handover.hand_over(former, wrapper._recovery, kept, inner, groups, plugin)
+    kept = handover.hand_over(former, wrapper._recovery, kept, inner, groups, rule, plugin)
     former.local_step.close()
     _replace_table(wrapper, kept, rule, plugin)
 

@@ -29,7 +29,7 @@ def unpack(
     Args:
         optimizer: Optimizer of the same class, with parameters of the same shapes.
         values: The vector; empty: the other optimizer has no state.
-        parameters: The trained parameters, whose values may change.
+        parameters: The trained parameters.
 
     Raises:
         ConfigError: The state has another length than this optimizer's.
@@ -37,12 +37,7 @@ def unpack(
     if not len(values):
         return
     if not optimizer.state:
-        grads = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
+        complete(optimizer, parameters)
     tensors = list(_tensors(optimizer))
     wanted = sum(part.numel() for part in tensors)
     if wanted != len(values):
@@ -56,6 +51,23 @@ def unpack(
             piece = torch.from_numpy(values[start : start + part.numel()])
             part.copy_(piece.view(part.shape))
             start += part.numel()
+
+
+def complete(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Makes the state of each parameter that has none yet, by a step with a gradient of zero.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: The trained parameters; their values and gradients stay.
+    """
+    kept = [(parameter, parameter.grad, parameter.detach().clone()) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None if optimizer.state.get(parameter) else torch.zeros_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, grad, value in kept:
+            parameter.grad = grad
+            parameter.copy_(value)
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

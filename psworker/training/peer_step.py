@@ -24,6 +24,7 @@ from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
 from psworker.training.optimizer_state import pack, unpack
 from psworker.training.parts import refuse_in_group
+from psworker.training.shared_state import share_state
 from psworker.training.table import TrainingTable
 
 
@@ -39,6 +40,10 @@ class AloneStep(LocalStep):
         """Makes one step, unless the script leaves it out."""
         if not skips:
             self._update()
+
+    def share_state(self) -> None:
+        """Makes the wrapped optimizer's state the mean of those of all workers."""
+        share_state(self._inner, self._table)
 
     def _update(self) -> None:
         table = self._table

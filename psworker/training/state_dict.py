@@ -144,6 +144,8 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     table.session.barrier(BARRIER)
     if table.session.process_rank == 0:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
+    if table.rule.alike:  # Each worker may have loaded a state of its own.
+        table.local_step.share_state()
     table.continue_from(loaded.step, loaded.samples_seen, BARRIER)
     table.exchange.load_compressor_state(loaded.compressor)
 

@@ -319,6 +319,8 @@ class TrainingTable:
         self._warn_of(rule)
         refuse_in_group(rule, self.optimizer, self.group)
         self.settle()
+        if rule.alike:
+            self.local_step.share_state()
         self.parts.meet()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)

@@ -16,7 +16,7 @@ from tests.integration.cluster import Shards, Station, WorkerError, new_job
 from tests.paper import test_pipeline as model
 from tests.paper.test_pipeline_flush import one_process
 
-TOTAL = 13  # Not a multiple of two: the last round of two replicas holds one minibatch.
+TOTALS = (13, 15)  # Not a multiple of two: the last round of two replicas holds one minibatch.
 CASES = [((2, 2), "1f1b", "weights"), ((1, 1), "1f1b", "vertical"), ((2, 1), "2bw", "weights")]
 CASES += [((2, 1), "Schedule1F1B", "weights"), ((2, 2), "ScheduleGPipe", "weights")]
 
@@ -25,7 +25,9 @@ def whole_model(number: int) -> nn.Sequential:
     return nn.Sequential(*model.make_stages(number)).float()
 
 
-def train(me: Station, job: str, cases: list[tuple[tuple[int, ...], str, str]]) -> list[object]:
+def train(
+    me: Station, job: str, cases: list[tuple[tuple[int, ...], str, str]], total: int
+) -> list[object]:
     """Trains each case in turn; those with fewer workers leave the last ones out."""
     results: list[object] = []
     for number, (replicas, schedule, stash) in enumerate(cases):
@@ -44,7 +46,7 @@ def train(me: Station, job: str, cases: list[tuple[tuple[int, ...], str, str]]) 
             job=f"{job}-{number}",
             num_workers=sum(replicas),
         )
-        losses = [run.step(x.float(), y.float()) for x, y in model.data(TOTAL)]
+        losses = [run.step(x.float(), y.float()) for x, y in model.data(total)]
         run.finish()
         state = {name: value.double().numpy() for name, value in run.state_dict().items()}
         results.append((run.place.stage, run.place.replica, state, run.losses, losses))
@@ -52,17 +54,19 @@ def train(me: Station, job: str, cases: list[tuple[tuple[int, ...], str, str]]) 
 
 
 @pytest.mark.slow
-def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
-    with shards.workers(train, new_job(), CASES, num_workers=4) as workers:
+@pytest.mark.parametrize("total", TOTALS)
+def test_real_workers_train_as_the_formulas_say(shards: Shards, total: int) -> None:
+    """The last update of four minibatches has one, or two on one replica and one on another."""
+    with shards.workers(train, new_job(), CASES, total, num_workers=4) as workers:
         by_rank = [worker.result() for worker in workers]
     for number, (replicas, schedule, stash) in enumerate(CASES):
         kind = "2bw" if schedule == "2bw" else {"weights": "stash"}.get(stash, stash)
         is_flushed = schedule.startswith("Schedule")
         if is_flushed:
-            alone, _ = one_process(len(replicas), 4, TOTAL)
+            alone, _ = one_process(len(replicas), 4, total)
             expected = [[{**stage.state_dict()}] for stage in alone.children()]
         else:
-            expected = model.oracle(kind, replicas, "sgd", TOTAL)
+            expected = model.oracle(kind, replicas, "sgd", total)
         seen: set[int] = set()
         for rank in range(sum(replicas)):
             stage, replica, state, losses, returned = by_rank[rank][number]
@@ -75,7 +79,7 @@ def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
                 seen |= losses.keys()
                 if not is_flushed:  # There a loss is known behind the last one of its update.
                     assert [m for m, loss in enumerate(returned) if loss is not None] == [*losses]
-        assert seen == set(range(TOTAL))
+        assert seen == set(range(total))
 
 
 def make_wide(*sizes: int) -> nn.Sequential:

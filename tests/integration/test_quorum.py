@@ -24,8 +24,11 @@ class Overtaken:
         self._push, self._pull = transport.push, transport.pull
         self._held: list[PushCall] = []
         self.was_answered: list[bool] = []  # Each pull, before the push in front of it was sent.
-        transport.push = self._held.append  # type: ignore[method-assign]
+        transport.push = self.push  # type: ignore[method-assign]
         transport.pull = self.pull  # type: ignore[method-assign]
+
+    def push(self, call: PushCall) -> None:
+        self._held.append(call)
 
     def pull(self, call: PullCall) -> None:
         self._pull(call)

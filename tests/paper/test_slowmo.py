@@ -66,7 +66,7 @@ def test_a_round_that_ends_with_a_learning_rate_of_zero_counts() -> None:
     assert bench.step(0.0, 1.0, [0.5, 1.0, 0.5]) == 3.75  # u = 1/2, times 1/2.
 
 
-@pytest.mark.parametrize("overlap", ["none", "mirror", "blend", "late"])
+@pytest.mark.parametrize("overlap", ["none", "mirror", "blend", "late", "eager"])
 @pytest.mark.parametrize("still", [{0}, {3, 7}, {4, 8}, {9}, {14, 19, 24}, set(range(10, 15))])
 def test_rounds_with_steps_that_do_not_move_follow_the_equation(
     overlap: str, still: set[int]
@@ -83,23 +83,21 @@ def test_rounds_with_steps_that_do_not_move_follow_the_equation(
     cluster = Cluster(
         rule, quadratic, num_workers=WORKERS, inner=make(), lr=rate, steps=60, seed=1
     ).train()
-    lasts = iter(rate(step) for step in range(4, 60, 5))
+    lasts, last = iter(rate(step) for step in range(4, 60, 5)), [0.0]
 
     def outer(weights: Vector, slow: Vector, move: Vector) -> tuple[Vector, Vector]:
-        if not last:
+        if not last[0]:
             return weights - 0.8 * move, 0.6 * slow
-        slow = 0.6 * slow + move / last
-        return weights - 0.8 * last * slow, slow
+        slow = 0.6 * slow + move / last[0]
+        return weights - 0.8 * last[0] * slow, slow
 
     class Ending(Rounds):
         """Rounds whose outer step takes the rate of the last step of each."""
 
         def end_round(self) -> None:
-            nonlocal last
-            last = next(lasts)
+            last[:] = [next(lasts)]
             super().end_round()
 
-    last = 0.0
     expected = Ending(overlap, outer, steps=5, delay=2, num_workers=WORKERS)
     assert_follows(cluster, *expected.run(make(), 60))
 
