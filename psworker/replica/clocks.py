@@ -46,17 +46,7 @@ class Clocks:
         self._next: dict[int, int] = {}
         self._sent: dict[int, int] = {}  # In a mode by step, by fragment: see `num_sent`.
         self.fragments: list[int]
-        self.divide()
-
-    def divide(self) -> None:
-        """Divides the slices into the fragments of the mode."""
-        schedule = self.rule.schedule
-        numels = [len(part.weights) for part in self._parts]
-        self.fragments = [0] * len(numels) if schedule is None else schedule.assign(numels)
-        self._of = [
-            [own for own in self._own if self.fragments[own] == fragment]
-            for fragment in range(1 if schedule is None else schedule.number)
-        ]
+        self._divide()
 
     @property
     def num_fragments(self) -> int:
@@ -242,8 +232,18 @@ class Clocks:
     def restart(self, rule: Rule) -> None:
         """Starts again, maybe under another rule; the next pulls bring the counts."""
         self.rule = rule
-        self.divide()
+        self._divide()
         self.begin_at([0] * len(self.counts))
+
+    def _divide(self) -> None:
+        """Divides the slices into the fragments of the mode."""
+        schedule = self.rule.schedule
+        numels = [len(part.weights) for part in self._parts]
+        self.fragments = [0] * len(numels) if schedule is None else schedule.assign(numels)
+        self._of = [
+            [own for own in self._own if self.fragments[own] == fragment]
+            for fragment in range(1 if schedule is None else schedule.number)
+        ]
 
     def _expected(self, indices: Sequence[int]) -> list[int]:
         """Returns the step that each of some slices expects next of this worker."""
