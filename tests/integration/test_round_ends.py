@@ -1,4 +1,4 @@
-"""What ends an open round before its time, and what then becomes of an answer under way."""
+"""Rounds that end before their time, and the answers that are under way then."""
 
 from typing import Any
 
