@@ -45,7 +45,7 @@ def share_state(inner: torch.optim.Optimizer, table: TrainingTable) -> None:
     if len(own) < length:
         complete(inner, parameters)
         own = pack(inner)
-    # The mean of what it lacks of each follows: so numbers that are equal on all stay as they are.
+    # The mean of the differences to it is added, so numbers that are equal on all stay so.
     weight, name = float(has_any), f"{table.name}.state{length}"
     mean = _mean(name, own, weight)
     unpack(inner, mean + _mean(name, own - mean, weight), parameters)

@@ -1,4 +1,4 @@
-"""Every change from one mode to another: what the next mode demands to be equal is equal."""
+"""Every change from one mode to another: all is equal that the next mode demands to be so."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -63,7 +63,7 @@ class Leg:
     Attributes:
         models: Its model before the first step, and after each.
         momentum: That of the optimizer before the first step: the shards', or its own.
-        refused: What a change to each mode that is not possible has raised.
+        refused: The message of a change to each mode that is not possible.
     """
 
     models: list[Array]
@@ -72,7 +72,7 @@ class Leg:
 
 
 def momentum_of(optimizer: psworker.DistributedOptimizer, weight: torch.nn.Parameter) -> Array:
-    """Returns the momentum of who runs the wrapped optimizer; zeros before its first step."""
+    """Returns the momentum on the shards, or here if this worker runs the optimizer; or zeros."""
     if table_of(optimizer).rule.outer_optimizer:
         state = wrapped_by(optimizer).state.get(weight, {})
     else:
