@@ -26,6 +26,7 @@ from cryptography.x509.oid import ExtensionOID
 from pscore.errors import PacelineError
 from pscore.memory.segment import Segment
 from pscore.net import tls, wire
+from pscore.net.addresses import explain_silence, is_open_elsewhere
 from pscore.net.credentials import Credentials
 from pscore.net.rpc import RETRYABLE, error_of
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -112,13 +113,12 @@ def reach(address: str, credentials: Credentials) -> list[Finding]:
     try:
         socket.create_connection((host, int(port)), tls.PROBE_TIMEOUT_S).close()
     except OSError as problem:
-        do = (
+        do = explain_silence(address) or (
             f"start the shard (psserver start --port {port}), correct the address, or open the "
             "port in the firewall"
         )
         return [wrong("port", address, f"cannot connect: {problem}", do)]
-    where = ", ".join(sorted({str(entry[4][0]) for entry in found}))
-    findings = [good("port", address, f"a server listens ({where})")]
+    findings = [good("port", address, _listens(found, int(port)))]
     if reason := tls.diagnose(address, credentials):
         what, _, do = str(reason).partition("; ")
         findings.append(wrong("TLS", address, what, do))
@@ -414,6 +414,15 @@ def _refusal(check: str, address: str, failure: grpc.RpcError) -> Finding:
         what = f"no answer within {ASK_TIMEOUT_S:g} s: {failure.details()}"
         do = "correct the address, or read the shard's log (psserver logs)"
     return wrong(check, address, what, do)
+
+
+def _listens(found: Sequence[Any], port: int) -> str:
+    """Returns the finding about a port that is open, with the machines that reach it."""
+    where = ", ".join(sorted({str(entry[4][0]) for entry in found}))
+    what = f"a server listens ({where})"
+    if _is_near(found) and is_open_elsewhere(port) is False:
+        what += ", on loopback only: for workers on other machines start it with --host ADDRESS"
+    return what
 
 
 def _is_near(found: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
 from psserver.exits import CommandError, Exit
 from psserver.process.run_dir import Run, RunDirectory
@@ -39,16 +40,14 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
 
     Raises:
         CommandError: There are none, or several and it is not clear which.
-        ConfigError: The variables name files that cannot be used, or an argument would have no
-            effect.
+        ConfigError: The variables name files that cannot be used, an address is malformed, or an
+            argument would have no effect.
     """
     require_one_way(servers, port, state_dir)
     if port is None and state_dir is None:
         servers = servers or os.environ.get("PACELINE_SERVERS")
     if servers:
-        addresses = [part.strip() for part in servers.split(",") if part.strip()]
-        for address in addresses:
-            _require_address(address)
+        addresses = list(parse_addresses(servers))
         return Found(addresses=addresses, run=None, credentials=read_credentials())
     runs = RunDirectory(_state_dir(state_dir)).runs()
     chosen = [run for run in runs if port in (None, run.port)]
@@ -123,9 +122,3 @@ def end(run: Run) -> None:
 def _state_dir(flag: Path | None) -> Path | None:
     variable = os.environ.get("PACELINE_STATE_DIR")
     return flag or (Path(variable) if variable else None)
-
-
-def _require_address(address: str) -> None:
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isdecimal():
-        raise CommandError(Exit.USAGE, f"address {address!r} must look like host:port")

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S
@@ -131,7 +132,7 @@ class ServerSettings(BaseSettings):
         """Addresses of all shards, in order, at a shard 0 that is started by itself."""
         if self.shard_index != 0 or self.shard_addresses is None:
             return []
-        return [address.strip() for address in self.shard_addresses.split(",")]
+        return list(parse_addresses(self.shard_addresses))
 
     @property
     def takes_checkpoints(self) -> bool:
@@ -347,10 +348,10 @@ def _check_checkpoints(settings: Settings) -> None:
         raise ConfigError(
             "server.shard_addresses is for shards that are started one by one, with --shard-index"
         )
-    for address in (addresses := server.shard_addresses.split(",")):
-        host, _, port = address.strip().rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"server.shard_addresses has {address!r}, must be host:port")
+    try:
+        addresses = parse_addresses(server.shard_addresses)
+    except ConfigError as problem:
+        raise ConfigError(f"server.shard_addresses: {problem}") from problem
     if len(addresses) != server.shards:
         raise ConfigError(
             f"server.shard_addresses has {len(addresses)} addresses for {server.shards} shards"

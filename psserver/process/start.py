@@ -18,7 +18,7 @@ import structlog
 from pscore.errors import ConfigError
 from pscore.net import faults
 from pscore.observe.boot import began
-from pscore.text import join_address
+from pscore.text import is_loopback, join_address
 from psserver.durability.journal_dir import TemporaryJournalDir
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
@@ -246,6 +246,8 @@ class Launch:
             f"stop: psserver stop {which}",
             *self._access(),
         ]
+        if is_loopback(run.host):
+            hints.append("only this machine reaches the shards; for others: --host ADDRESS")
         if pages:
             hints.append(f"metrics: {pages}")
         if self.detached:

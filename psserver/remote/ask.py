@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pscore.errors import AccessError
+from pscore.net.addresses import explain_silence
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.rpc import RETRYABLE, error_of
 from pscore.net.tls import diagnose
@@ -200,6 +201,7 @@ def _answer(
             what = f"{address} is another service, not a shard of psserver"
         elif call.code() in RETRYABLE:
             what = f"nothing answers at {address} (waited {waited_s:.1f} s)"
+            how = explain_silence(address) or how
         else:
             what = f"{address} answers {call.code().name}: {call.details()}"
         raise CommandError(Exit.NO_ANSWER, f"{what}; {how}") from problem

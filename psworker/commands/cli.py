@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ from psworker.commands.run import (
     worker_command,
 )
 from psworker.exits import MEANINGS, Exit
+from psworker.job.place import DEFAULT_JOB, Flags, find_place, parse_workers
 from psworker.pipeline.plan_file import read_plan
 
 PROGRAM = "psworker"
@@ -79,27 +81,44 @@ def _options(
     """Options of every command."""
 
 
+# Options of `run` for the place of its workers.
+Elastic = Annotated[
+    str | None,
+    typer.Option(metavar="MIN:MAX", help="Let workers join and leave: MIN to MAX of them."),
+]
+PipelineFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PACELINE_PIPELINE",
+        metavar="FILE",
+        help="A plan that psworker plan --save-plan wrote: start its workers, and give it to "
+        "psworker.Pipeline.",
+    ),
+]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        "-n",
+        metavar="N|gpu",
+        help="Number of workers to start here, or gpu: one for each GPU [1, or MIN].",
+    ),
+]
+Nnodes = Annotated[int | None, typer.Option(help="Number of hosts that run this command.", min=1)]
+NodeRank = Annotated[int | None, typer.Option(help="With --nnodes: number of this host, from 0.")]
+
+
 @app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False})
 def run(
     *,
     command: Annotated[
         list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
     ],
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Number of workers to start [1, or MIN].")
-    ] = None,
-    elastic: Annotated[
-        str | None,
-        typer.Option(metavar="MIN:MAX", help="Let workers join and leave: MIN to MAX of them."),
-    ] = None,
-    pipeline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A plan that psworker plan --save-plan wrote: start its workers, and give it to "
-            "psworker.Pipeline.",
-        ),
-    ] = None,
+    workers: Workers = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    elastic: Elastic = None,
+    pipeline: PipelineFile = None,
     servers: Annotated[
         str | None,
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
@@ -108,7 +127,11 @@ def run(
         int | None, typer.Option(help="Number of shards to start if no servers are given [1].")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
+        str | None,
+        typer.Option(
+            envvar="PACELINE_JOB",
+            help="Name of the job [a new one; `default` if other machines may join it].",
+        ),
     ] = None,
     on_failure: Annotated[
         OnFailure | None,
@@ -132,19 +155,24 @@ def run(
             f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
             "leave out --shards, or unset PACELINE_SERVERS"
         )
-    bounds = None if elastic is None else parse_elastic(elastic)
+    flags = Flags(
+        workers=None if workers is None else parse_workers(workers),
+        elastic=None if elastic is None else parse_elastic(elastic),
+        nnodes=nnodes,
+        node_rank=node_rank,
+    )
+    place = find_place(flags if pipeline is None else _of_pipeline(pipeline, flags), os.environ)
     if on_failure is None:
-        on_failure = OnFailure.STOP if bounds is None else OnFailure.CONTINUE
-    if pipeline is not None:
-        workers = _pipeline_workers(pipeline, workers, bounds)
+        on_failure = OnFailure.STOP if place.elastic is None else OnFailure.CONTINUE
+    # Launches that join the same job have to agree on its name.
+    is_shared = place.has_others or (place.elastic is not None and addresses != ())
     plan = LaunchPlan(
         command=worker_command(command),
-        num_workers=(1 if bounds is None else bounds[0]) if workers is None else workers,
-        elastic=bounds,
+        place=place,
         pipeline="" if pipeline is None else str(pipeline.absolute()),
         servers=addresses,
         num_shards=1 if shards is None else shards,
-        job=job or new_job(),
+        job=job or (DEFAULT_JOB if is_shared else new_job()),
         on_failure=on_failure,
         grace_s=grace_s,
     )
@@ -437,23 +465,30 @@ def exit_code(problem: PacelineError) -> Exit:
     return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
 
 
-def _pipeline_workers(path: Path, workers: int | None, bounds: tuple[int, int] | None) -> int:
-    """Returns the workers of the plan in a file.
+def _of_pipeline(path: Path, flags: Flags) -> Flags:
+    """Returns the flags with this host's share of the workers of the plan in a file.
 
     Raises:
         ConfigError: It is none, or another number of workers is asked for.
     """
-    plan = read_plan(path)
-    if bounds is not None:
+    plan, hosts = read_plan(path), flags.nnodes or 1
+    if flags.elastic is not None:
         raise ConfigError(
             "--elastic has no effect with --pipeline: the plan has a fixed number of workers"
         )
-    if workers not in (None, plan.workers):
+    if plan.workers % hosts:
         raise ConfigError(
-            f"--workers is {workers}, but the plan {path}, {plan.name}, has {plan.workers}: leave "
-            f"out --workers, or make a plan for {workers}"
+            f"the plan {path}, {plan.name}, has {plan.workers} workers, which {hosts} hosts cannot "
+            "share equally: make a plan for another number of workers"
         )
-    return plan.workers
+    here = plan.workers // hosts
+    if flags.workers not in (None, here):
+        raise ConfigError(
+            f"--workers is {flags.workers}, but the plan {path}, {plan.name}, has {here}"
+            f"{' for each host' if hosts > 1 else ''}: leave out --workers, or make a plan for "
+            f"{(flags.workers or 1) * hosts}"
+        )
+    return replace(flags, workers=here)
 
 
 def _show_modes(listed_modes: dict[str, dict[str, object]]) -> None:
@@ -485,9 +520,10 @@ def _tell(line: str) -> None:
 def _addresses(servers: str | None) -> tuple[str, ...]:
     """Returns the servers of the flag, else those that the environment names; ignores its rank."""
     with commandline.importing(PROGRAM):
-        from psworker.job.environment import Environment, parse_servers
+        from pscore.net.addresses import parse_addresses
+        from psworker.job.environment import Environment
 
-    if found := parse_servers(servers):
+    if found := parse_addresses(servers):
         return found
     wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
     return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import EVERY, read_credentials
 from pscore.observe import doctor
 from pscore.observe.doctor import Finding
 from pscore.partition import fingerprint
 from pscore.types import TensorSpec
 from psworker.commands.model_plan import shapes_of
-from psworker.job.environment import Environment, parse_servers
+from psworker.job.environment import Environment
 
 
 def examine(servers: str | None, job: str | None, model: str | None) -> list[Finding]:
@@ -32,7 +33,7 @@ def examine(servers: str | None, job: str | None, model: str | None) -> list[Fin
     findings = doctor.examine_machine()
     try:
         environment = Environment.read()
-        addresses = parse_servers(servers) or environment.servers
+        addresses = parse_addresses(servers) or environment.servers
         credentials = read_credentials(os.environ, job=job or EVERY)
     except ConfigError as problem:
         what, _, do = str(problem).partition("; ")

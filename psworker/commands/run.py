@@ -27,15 +27,15 @@ from typing import IO
 
 from pscore.commandline import is_debugging
 from pscore.errors import ConfigError
+from pscore.net.addresses import PROBE_TIMEOUT_S, explain_silence, split_address
 from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
 from psworker.job.own_shards import OwnShards, start_shards
+from psworker.job.place import Place
 from psworker.pipeline.plan_file import read_plan
 
-WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
-PROBE_TIMEOUT_S = 2.0
 READERS_TIMEOUT_S = 2.0  # A worker's children may hold its output open after its end.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHARDS = -1  # Instead of a rank: the shards that were started for this job.
@@ -54,9 +54,10 @@ REPLACED_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
-# Variables that `torch.distributed.init_process_group` reads. A job with a fixed number of workers
-# sets them all; an elastic job none, because its ranks come from the shards and its size changes.
-PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Where `torch.distributed.init_process_group` meets. A launch that starts all workers of a job sets
+# them. For a job on several machines the user does, if the script needs them. An elastic job has no
+# rank and no world size either, because its ranks come from the shards and its size changes.
+STORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 MASTER_ADDR = "127.0.0.1"  # All workers of one launch are on this machine.
 # Variables for other shards than those started for the job.
 FOREIGN_VARIABLES = (
@@ -82,8 +83,7 @@ class LaunchPlan:
     """One job on this machine."""
 
     command: tuple[str, ...]  # The command line of each worker.
-    num_workers: int  # Workers to start here.
-    elastic: tuple[int, int] | None = None  # Minimum and maximum of the job's workers.
+    place: Place  # The workers to start here.
     pipeline: str = ""  # Path of the plan of a pipeline for the workers; empty: they have none.
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: shards are started for this job.
     num_shards: int = 1  # Shards started for this job.
@@ -97,14 +97,14 @@ class LaunchPlan:
         """Checks the user's arguments.
 
         Raises:
-            ConfigError: The number of workers is not one that there can be.
+            ConfigError: The shards of a job on several machines are not named, or the period is
+                negative.
         """
-        if not 1 <= self.num_workers <= WORKERS_MAX:
-            raise ConfigError(f"--workers is {self.num_workers}, must be in 1..{WORKERS_MAX}")
-        if self.elastic is not None and not 1 <= self.num_workers <= self.elastic[1]:
+        if self.place.has_others and not self.servers:
             raise ConfigError(
-                f"--workers is {self.num_workers}, must be in 1..{self.elastic[1]}, the most that "
-                "--elastic allows"
+                "the job has workers on other machines, and no server address is given: start "
+                "shards with `psserver start --host ADDRESS`, and set "
+                "PACELINE_SERVERS=host:port,... on every machine (docs/machines.md)"
             )
         if self.grace_s < 0:
             raise ConfigError(f"--grace-s is {self.grace_s:g}, must not be negative")
@@ -190,14 +190,14 @@ class Launch:
         if not self._is_quiet:
             self._introduce(servers)
         self.plan = replace(self.plan, master_port=free_port())  # The shards have theirs already.
-        for rank in range(self.plan.num_workers):
+        first = self.plan.place.first_rank
+        for rank in range(first, first + self.plan.place.num_workers):
             self._start_worker(rank, servers)
 
     def _introduce(self, servers: Sequence[str]) -> None:
         here = "" if self.plan.servers else " on this machine"
-        bounds = "" if self.plan.elastic is None else " of {} to {}".format(*self.plan.elastic)
         self._tell(
-            f"job {self.plan.job}: {count(self.plan.num_workers, 'worker')}{bounds}, "
+            f"job {self.plan.job}: {describe(self.plan.place)}, "
             f"{count(len(servers), 'shard')}{here} ({','.join(servers)})"
         )
         if self.plan.pipeline:
@@ -205,7 +205,7 @@ class Launch:
             self._tell(f"pipeline {pipeline.name}: {pipeline.places()}")
         if "OMP_NUM_THREADS" not in os.environ:
             self._tell(
-                f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
+                f"OMP_NUM_THREADS={threads_each(self.plan.place.num_workers)} for each worker "
                 f"({count(num_cores(), 'core')}); set it to use another number"
             )
 
@@ -319,7 +319,8 @@ class Launch:
             return SIGNAL_BASE - status
         silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
         if silent:
-            self._tell(f"no shard listens at {', '.join(silent)}; start shards with psserver start")
+            remedy = explain_silence(silent[0]) or "start shards with psserver start"
+            self._tell(f"no shard listens at {', '.join(silent)}; {remedy}")
             return Exit.NO_SHARDS
         return status
 
@@ -399,44 +400,45 @@ def worker_environment(
     plan: LaunchPlan, rank: int, servers: Sequence[str], base: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables of one worker: torchrun's names, and ours for job and servers."""
+    place = plan.place
     replaced = {
         *REPLACED_VARIABLES,
-        *PLACE_VARIABLES,
+        "RANK",
+        "WORLD_SIZE",
+        *(() if place.has_others else STORE_VARIABLES),
         *(FOREIGN_VARIABLES if plan.token_file else ()),
     }
-    place = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(plan.num_workers),
-        "MASTER_ADDR": MASTER_ADDR,
-        "MASTER_PORT": str(plan.master_port),
-    }
-    if plan.elastic is not None:
-        least, most = plan.elastic
-        place = {"PACELINE_MIN_WORKERS": str(least), "PACELINE_MAX_WORKERS": str(most)}
+    own = {"RANK": str(rank), "WORLD_SIZE": str(place.job_workers)}
+    if place.elastic is not None:
+        least, most = place.elastic
+        own = {"PACELINE_MIN_WORKERS": str(least), "PACELINE_MAX_WORKERS": str(most)}
+    elif not place.has_others:
+        own |= {"MASTER_ADDR": MASTER_ADDR, "MASTER_PORT": str(plan.master_port)}
     kept = {name: value for name, value in base.items() if name not in replaced}
     if plan.pipeline:
         kept["PACELINE_PIPELINE"] = plan.pipeline
     if plan.token_file:
         kept["PACELINE_TOKEN_FILE"] = plan.token_file
     return {
-        "OMP_NUM_THREADS": str(threads_each(plan.num_workers)),
+        "OMP_NUM_THREADS": str(threads_each(place.num_workers)),
         "PYTHONUNBUFFERED": "1",
         **kept,
-        **place,
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(plan.num_workers),
+        **own,
+        "LOCAL_RANK": str(rank - place.first_rank),
+        "LOCAL_WORLD_SIZE": str(place.num_workers),
         "PACELINE_JOB": plan.job,
         "PACELINE_SERVERS": ",".join(servers),
     }
 
 
 def unreachable(servers: Sequence[str]) -> list[str]:
-    """Returns the addresses at which no process listens."""
+    """Returns the addresses of ports at which no process listens."""
     found = []
     for address in servers:
-        host, _, port = address.rpartition(":")
+        if address.startswith("unix:"):
+            continue
         try:
-            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+            socket.create_connection(split_address(address), PROBE_TIMEOUT_S).close()
         except OSError:
             found.append(address)
     return found
@@ -474,6 +476,18 @@ def num_cores() -> int:
 def threads_each(num_workers: int) -> int:
     """Returns the number of threads for one of `num_workers` on this machine's cores."""
     return max(1, num_cores() // num_workers)
+
+
+def describe(place: Place) -> str:
+    """Returns `2 workers`, with their ranks or the bounds if the job has more."""
+    workers = count(place.num_workers, "worker")
+    if place.elastic is not None:
+        return "{} of {} to {}".format(workers, *place.elastic)
+    if place.num_workers == place.job_workers:
+        return workers
+    last = place.first_rank + place.num_workers - 1
+    ranks = f"rank {last}" if last == place.first_rank else f"ranks {place.first_rank} to {last}"
+    return f"{workers} of {place.job_workers} ({ranks})"
 
 
 def count(number: int, noun: str) -> str:

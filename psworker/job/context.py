@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from pscore.observe.timeline import Timeline, open_timeline
 from psworker.connection.session import Session
 from psworker.group.local_group import LocalGroup
-from psworker.job.environment import Environment, parse_servers
+from psworker.job.environment import Environment
 from psworker.job.grouping import Choice, choose_group
 from psworker.job.local_shards import await_others, find_or_start
 from psworker.job.own_shards import OwnShards
@@ -139,7 +140,7 @@ def join(
         timeout_s=environment.timeout_s if timeout_s is None else timeout_s,
         **paths,
     )
-    addresses = parse_servers(servers) or environment.servers
+    addresses = parse_addresses(servers) or environment.servers
     shards = None
     if not addresses:
         addresses, token_file, shards = find_or_start(environment)
@@ -203,7 +204,7 @@ def _check_same(
         "min_workers": session.min_workers,
         "servers": tuple(link.address for link in session.links),
     }
-    for name, value in {**given, "servers": parse_servers(servers) or None}.items():
+    for name, value in {**given, "servers": parse_addresses(servers) or None}.items():
         if value is not None and value != held[name]:
             raise ConfigError(
                 f"this process has joined with {name}={held[name]!r}; call psworker.shutdown() "

@@ -31,10 +31,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
+from psworker.job.place import DEFAULT_JOB
 
 log = logging.getLogger("paceline")
-DEFAULT_JOB = "default"
 RANKS = (
     "PACELINE_RANK",
     "PACELINE_NUM_WORKERS",
@@ -134,7 +135,7 @@ class Environment:
                 "the servers, and there is no scheduler"
             )
         return cls(
-            servers=parse_servers(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
+            servers=parse_addresses(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
             rank=rank if num_workers > 1 else 0,
             num_workers=num_workers,
             local_rank=_number(variables, max(rank, 0), "PACELINE_LOCAL_RANK", "LOCAL_RANK"),
@@ -158,27 +159,6 @@ class Environment:
             peer_host=_host(variables, "PACELINE_PEER_HOST"),
             peer_ports=_ports(variables, "PACELINE_PEER_PORTS"),
         )
-
-
-def parse_servers(servers: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns addresses from `host:port,host:port` or a list of them.
-
-    Raises:
-        ConfigError: One of them is not an address.
-    """
-    listed = servers.split(",") if isinstance(servers, str) else list(servers or ())
-    addresses = tuple(address.strip() for address in listed if address.strip())
-    for address in addresses:
-        host, colon, port = address.rpartition(":")
-        if address.startswith("unix:"):
-            continue
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(
-                f"server address {address!r} must look like host:port or unix:///path"
-            )
-    if len(set(addresses)) != len(addresses):
-        raise ConfigError(f"a server address is given twice in {', '.join(addresses)}")
-    return addresses
 
 
 def _with_slurm(variables: Mapping[str, str]) -> Mapping[str, str]:
@@ -257,4 +237,4 @@ def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:
     first = _number(variables, 0, "DMLC_PS_ROOT_PORT")
     addresses = tuple(f"{host}:{first + index}" for index in range(count))
     log.info("DMLC_PS_ROOT_URI and _PORT used as PACELINE_SERVERS=%s", ",".join(addresses))
-    return parse_servers(list(addresses))
+    return parse_addresses(addresses)

@@ -14,6 +14,7 @@ from torch import nn
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from pscore.observe.timeline import open_timeline
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
@@ -21,7 +22,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psworker.connection.session import Session
 from psworker.job import context
-from psworker.job.environment import Environment, parse_servers
+from psworker.job.environment import Environment
 from psworker.peers.peers import Peers
 from psworker.pipeline.chain import Block, chain_of, joined, names_of
 from psworker.pipeline.checkpoint import Checkpoint, Tensors, optimizer_state
@@ -290,7 +291,7 @@ def _joins(
     found = Environment.read()
     return replace(
         found,
-        servers=parse_servers(servers) or found.servers,
+        servers=parse_addresses(servers) or found.servers,
         job=job or found.job,
         rank=found.rank if rank is None else rank,
         num_workers=num_workers or found.num_workers,

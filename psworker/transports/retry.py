@@ -17,6 +17,7 @@ from pscore.errors import (
     TransportError,
 )
 from pscore.net import rpc
+from pscore.net.addresses import explain_silence
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -85,13 +86,16 @@ class RetryPolicy:
                 raise self._unavailable(waited_s, error)
             if waited_s >= said_s:
                 said_s *= 2
-                log.warning("%s has not answered for %.0f s", self.address, waited_s)
+                why = explain_silence(self.address)
+                text = "%s has not answered for %.0f s%s"
+                log.warning(text, self.address, waited_s, why and f": {why}")
             time.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, DELAY_S_MAX)
 
     def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:
         port = self.address.rpartition(":")[2]
+        remedy = explain_silence(self.address) or f"start one with `psserver start --port {port}`"
         return ServerUnavailableError(
-            f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); start one with "
-            f"`psserver start --port {port}`, or set PACELINE_SERVERS or servers= to its address"
+            f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); {remedy}, or "
+            "set PACELINE_SERVERS or servers= to its address"
         )

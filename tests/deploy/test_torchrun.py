@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import psutil
 import pytest
 import torch
 
+from tests.deploy.shells import FIRST, SECOND, two_hosts
+from tests.house.source import ROOT
 from tests.integration.cluster import Shards, clean_environment
 
 STEPS = 1500
@@ -166,3 +169,28 @@ def test_the_workers_of_other_hosts_train_on_when_a_host_is_lost(
         first.close()
         second.close()
     assert len(re.findall(r"begins at step \d+", first.said)) == 1  # It was not started again.
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes a network namespace")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2")
+def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
+    """As printed, but for one worker a host instead of eight."""
+    page = (ROOT / "docs" / "torchrun.md").read_text(encoding="utf-8")
+    shards, workers = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert "--nproc-per-node 8" in workers
+    with two_hosts(tmp_path) as shells:
+        code, said = shells[FIRST].run(shards)
+        assert code == 0, said
+        assert f"PACELINE_SERVERS={FIRST}:7070,{FIRST}:7071" in said
+        secrets = shells[FIRST].folder / "secrets"
+        there = shells[SECOND].folder / "secrets"
+        there.mkdir(mode=0o700)
+        for name in ("ca.pem", "client.pem", "client.key", "token"):
+            shutil.copy2(secrets / name, there)
+        for shell in shells.values():
+            (shell.folder / "train.py").write_text(SCRIPT.replace("STEPS", "20"))
+        commands = workers.replace("--nproc-per-node 8", "--nproc-per-node 1")
+        running = [shell.start(commands) for shell in shells.values()]
+        said = "".join(each.communicate()[0] for each in running)
+        assert [each.returncode for each in running] == [0, 0], said
+        assert sorted(re.findall(r"rank (\d) ends", said)) == ["0", "1"]

@@ -31,6 +31,7 @@ from psworker.commands.demo.train import BATCH
 from psworker.commands.run import Launch, LaunchPlan, count, new_job, worker_command
 from psworker.exits import Exit
 from psworker.job.own_shards import start_shards
+from psworker.job.place import Place
 
 STEPS_PER_REFRESH = 5
 MEGABYTE = 1e6
@@ -117,7 +118,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
             for key, mode in modes.items():
                 launch_plan = LaunchPlan(
                     command=_command(plan, mode, folder),
-                    num_workers=plan.num_workers,
+                    place=Place.alone(plan.num_workers),
                     servers=shards.addresses,
                     token_file=shards.token_file,
                     job=new_job("demo"),

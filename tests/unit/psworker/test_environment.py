@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from pscore.errors import ConfigError
-from psworker.job.environment import Environment, parse_servers
+from psworker.job.environment import Environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -99,23 +99,6 @@ def test_an_empty_variable_counts_as_none() -> None:
 def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Environment.read(variables)
-
-
-def test_servers_are_a_comma_list_in_the_order_of_the_shards() -> None:
-    assert parse_servers(" a:1 , b:2,") == ("a:1", "b:2")
-    assert parse_servers(["[::1]:70", "unix:///run/shard0"]) == ("[::1]:70", "unix:///run/shard0")
-    assert parse_servers(None) == ()
-
-
-@pytest.mark.parametrize("servers", ["a", "a:", ":7", "a:x", "a:0", "a:65536"])
-def test_a_wrong_address_is_refused(servers: str) -> None:
-    with pytest.raises(ConfigError, match="must look like host:port or unix:///path"):
-        parse_servers(servers)
-
-
-def test_an_address_that_stands_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="given twice"):
-        parse_servers("a:1,a:1")
 
 
 # ----- elastic jobs

@@ -13,16 +13,17 @@ from psworker.commands import run
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import Launch, LaunchPlan, worker_command, worker_environment
 from psworker.exits import Exit
+from psworker.job.place import Place
 
 
 def plan(num_workers: int = 2) -> LaunchPlan:
-    return LaunchPlan(command=("true",), num_workers=num_workers, job="run-1")
+    return LaunchPlan(command=("true",), place=Place.alone(num_workers), job="run-1")
 
 
 def ended(command: tuple[str, ...], *servers: str) -> tuple[int, list[str]]:
     """Runs one worker to its end; returns the exit code of the job and its messages."""
     told: list[str] = []
-    job = LaunchPlan(command=command, num_workers=1, servers=servers, job="run-1")
+    job = LaunchPlan(command=command, place=Place.alone(1), servers=servers, job="run-1")
     code = Launch(job, write=plain, tell=told.append, is_quiet=True).run()
     return code, told
 
@@ -99,18 +100,12 @@ def test_nothing_around_tells_a_worker_another_place() -> None:
 
 
 def test_the_shards_give_the_ranks_of_an_elastic_job() -> None:
-    elastic = replace(plan(), elastic=(2, 8))
+    elastic = replace(plan(), place=Place(num_workers=2, job_workers=8, elastic=(2, 8)))
     given = worker_environment(elastic, 1, ["a:1"], {})
     assert (given["PACELINE_MIN_WORKERS"], given["PACELINE_MAX_WORKERS"]) == ("2", "8")
     assert (given["LOCAL_RANK"], given["LOCAL_WORLD_SIZE"]) == ("1", "2")
     around = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
     assert not around.keys() & worker_environment(elastic, 1, ["a:1"], around).keys()
-
-
-def test_no_more_workers_start_than_an_elastic_job_may_have() -> None:
-    assert replace(plan(8), elastic=(2, 8)).num_workers == 8
-    with pytest.raises(ConfigError, match=r"--workers is 9, must be in 1\.\.8, the most that"):
-        replace(plan(8), elastic=(2, 8), num_workers=9)
 
 
 @pytest.mark.parametrize("text", ["", "3", "0:3", "3:2", "a:b", "1:2:3", ":4", "-1:3"])
@@ -135,15 +130,22 @@ def test_threads_that_are_set_stay() -> None:
     assert worker_environment(plan(), 0, [], {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize("num_workers", [1, 1024])
-def test_the_number_of_workers_may_reach_its_limits(num_workers: int) -> None:
-    assert plan(num_workers).num_workers == num_workers
+def test_the_workers_of_a_host_have_their_ranks_in_the_job_and_their_places_on_it() -> None:
+    second = Place(num_workers=2, first_rank=2, job_workers=4, has_others=True)
+    several = replace(plan(), place=second, servers=("a:1",))
+    around = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
+    given = worker_environment(several, 3, ["a:1"], around)
+    place = {name: given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    assert place == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("host0", "29500")
+    assert "MASTER_ADDR" not in worker_environment(several, 3, ["a:1"], {})
+    assert run.describe(second) == "2 workers of 4 (ranks 2 to 3)"
 
 
-@pytest.mark.parametrize("num_workers", [0, 1025])
-def test_the_number_of_workers_may_not_pass_its_limits(num_workers: int) -> None:
-    with pytest.raises(ConfigError, match=f"--workers is {num_workers}, must be in 1..1024"):
-        plan(num_workers)
+def test_a_job_on_several_machines_needs_shards_that_all_of_them_reach() -> None:
+    second = Place(num_workers=1, first_rank=1, job_workers=2, has_others=True)
+    with pytest.raises(ConfigError, match="workers on other machines, and no server address"):
+        replace(plan(), place=second)
 
 
 def test_each_launch_has_a_job_of_its_own() -> None:

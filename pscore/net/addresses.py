@@ -1,0 +1,126 @@
+"""Addresses of shards: reads what people write, and explains why nothing listens at one."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable
+
+import psutil
+
+from pscore.errors import ConfigError
+from pscore.text import is_loopback
+
+PORT_MAX = (1 << 16) - 1
+PROBE_TIMEOUT_S = 2.0
+SHAPE = "must look like host:port or unix:///path"
+
+
+def parse_addresses(text: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Returns addresses from `host:port,host:port` or a list of them.
+
+    Raises:
+        ConfigError: One of them is not an address; says what is wrong with it.
+    """
+    listed = text.split(",") if isinstance(text, str) else list(text or ())
+    addresses = tuple(address.strip() for address in listed if address.strip())
+    for address in addresses:
+        if not address.startswith("unix:"):
+            split_address(address)
+    if len(set(addresses)) != len(addresses):
+        raise ConfigError(f"a server address is given twice in {', '.join(addresses)}")
+    return addresses
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of `host:port`; the host of an IPv6 address has no brackets.
+
+    Raises:
+        ConfigError: It is none; says what is wrong with it.
+    """
+    if reason := _fault(address):
+        raise ConfigError(f"server address {address!r} {SHAPE}: {reason}")
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _fault(address: str) -> str:
+    """Returns the reason why a text is no `host:port`; empty if it is one."""
+    scheme, found, rest = address.partition("://")
+    if found:
+        return f"an address has no scheme; leave out {scheme + '://'!r}: {rest}"
+    if re.search(r"[;\s]", address):
+        return "separate addresses with commas, without spaces or semicolons"
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        return f"the port is missing, such as {address}:7070"
+    if not host:
+        return "the host is missing"
+    is_bracketed = re.fullmatch(r"\[[0-9A-Fa-f:.]+(%\w+)?\]", host) is not None
+    if ":" in host and not is_bracketed:
+        return f"put an IPv6 address into brackets: [{host}]:{port}"
+    if not is_bracketed and re.fullmatch(r"[\w.-]+", host) is None:
+        return f"{host!r} is not the name or the address of a host"
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= PORT_MAX):
+        return f"the port is {port!r}, and ports are 1 to {PORT_MAX}"
+    return ""
+
+
+def explain_silence(address: str) -> str:
+    """Returns the likely reason why no shard can be reached at an address; empty: none is known.
+
+    A shard that listens on loopback is the usual one: it works on its own machine, and every other
+    machine finds its port closed.
+    """
+    if address.startswith("unix:"):
+        return ""
+    host, port = split_address(address)
+    if is_loopback(host) or _probe(host, port) != "refused":
+        return ""
+    remedy = f"psserver start --host {host}"
+    if _is_own(host) and _probe("127.0.0.1", port) == "open":
+        return (
+            f"the server on port {port} of this machine listens on loopback only, which no other "
+            f"machine reaches: stop it, and start it with `{remedy}`"
+        )
+    return (
+        f"{host} can be reached, and its port {port} is closed: no shard runs there, or it listens "
+        f"on loopback only, the default of psserver start; start it there with `{remedy}`"
+    )
+
+
+def is_open_elsewhere(port: int) -> bool | None:
+    """Returns whether a port that is open on loopback is open for other machines too.
+
+    None: this machine has no address that others could reach.
+    """
+    own = [host for host in own_hosts() if not is_loopback(host)]
+    return any(_probe(host, port) == "open" for host in own) if own else None
+
+
+def own_hosts() -> list[str]:
+    """Returns the IP addresses of this machine, without those that need a scope."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    listed = [each for entries in psutil.net_if_addrs().values() for each in entries]
+    return [each.address for each in listed if each.family in families and "%" not in each.address]
+
+
+def _is_own(host: str) -> bool:
+    """Returns whether a host is this machine."""
+    own = set(own_hosts())
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(str(entry[4][0]) in own for entry in found)
+
+
+def _probe(host: str, port: int) -> str:
+    """Returns `open`, `refused` or `silent`."""
+    try:
+        socket.create_connection((host, port), PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError:
+        return "silent"
+    return "open"
