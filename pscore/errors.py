@@ -18,6 +18,7 @@
     |   |-- UnknownJobError         the shard does not know this job or table
     |   |-- ReplacedError           the shards continue without this incarnation of the worker
     |   `-- StateLostError          a shard has lost the job's weights
+    |-- ThreadError                 a thread of this process has failed, which only a bug can cause
     |-- GroupError                  another process of this worker's group has ended
     `-- TransportError              the network or the peer's process failed; a retry may help
         `-- ServerUnavailableError  no process answers at this address
@@ -44,6 +45,10 @@ class GradientError(PacelineError):
 
 class GroupError(PacelineError):
     """Another process of this worker's group has ended, or a collective of the group failed."""
+
+
+class ThreadError(PacelineError):
+    """A thread of this process ended by an unexpected error, so what it would have done fails."""
 
 
 class RemoteProtocolError(PacelineError):

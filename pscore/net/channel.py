@@ -9,9 +9,12 @@ A channel knows frames and ids. The meaning of a reply is a function given to it
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,8 +23,11 @@ from pscore.errors import DecodeError, PacelineError, TransportError
 from pscore.net import faults, sockets, tls
 from pscore.net.endpoint import error_of, parse_envelope
 from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.threads import OwnedThread
 
 JOIN_TIMEOUT_S = 5.0
+STEADY_S = 5.0  # A connection that has lasted so long was a good one.
+PAUSE_S = 0.05  # Before another connection in place of one that was not.
 
 
 class Call(Protocol):
@@ -43,6 +49,7 @@ class FrameChannel(Generic[C]):
         connect: Callable[[], tls.Stream],
         on_reply: Callable[[pb.Envelope, C, sockets.Incoming], pb.Envelope | None],
         name: str,
+        limit_s: float = math.inf,
     ) -> None:
         """Does not connect yet.
 
@@ -52,6 +59,8 @@ class FrameChannel(Generic[C]):
             on_reply: Reads the payload of a reply and completes its call, on the reading thread.
                 It returns None, or a further request of the same call.
             name: Name of the thread, and of the point at which faults strike.
+            limit_s: Longest time in which connections break again and again without a reply, in
+                seconds; then the channel ends.
         """
         self._connect = connect
         self._on_reply = on_reply
@@ -63,7 +72,9 @@ class FrameChannel(Generic[C]):
         self._is_closed = False
         self._failure: PacelineError | None = None
         self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
-        self._thread = threading.Thread(target=self._run, name=f"data-{name}", daemon=True)
+        self._limit_s = limit_s
+        self._broke_s = math.inf  # Time of the first break since a reply, or a steady connection.
+        self._thread = OwnedThread(self._run, f"data-{name}", self._fail)
 
     @property
     def is_connected(self) -> bool:
@@ -112,14 +123,16 @@ class FrameChannel(Generic[C]):
             self._send_all(self._stream, sockets.frame_parts(header, payload))
         except TransportError:
             self._shut()
+        except BaseException:  # The peer has a part of a frame, behind which no other may come.
+            self._shut()
+            raise
 
     def _shut(self) -> None:
+        """Ends the connection, which the reading thread notices and closes."""
         stream = self._stream
         if stream is not None:
-            try:
+            with contextlib.suppress(OSError):  # It has ended already.
                 stream.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                stream.close()
 
     # ----- the reading thread
 
@@ -127,11 +140,13 @@ class FrameChannel(Generic[C]):
         try:
             while not self._is_closed:
                 stream = self._connect()
+                began_s = time.monotonic()
                 with stream:
                     self._resume(stream)
-                    self._read(stream)
+                    problem = self._read(stream)
                 with self._sending:
                     self._stream = None
+                self._note_break(began_s, problem)
             self._fail(TransportError("the connection was closed"))
         except PacelineError as error:
             self._fail(error)
@@ -147,19 +162,42 @@ class FrameChannel(Generic[C]):
             for _, header, payload in unanswered:
                 self._send(header, payload)
 
-    def _read(self, stream: tls.Stream) -> None:
+    def _read(self, stream: tls.Stream) -> str:
+        """Reads replies until the connection breaks; returns the reason."""
         reader = sockets.ReadAhead(stream)
         try:
             while (incoming := sockets.read_header(reader)) is not None:
                 self._dispatch(incoming)
-        except (TransportError, DecodeError):
-            return  # The caller connects again and repeats the requests.
+                self._broke_s = math.inf
+        except (TransportError, DecodeError) as problem:
+            return str(problem)  # The caller connects again and repeats the requests.
+        return "the other side has closed it"
+
+    def _note_break(self, began_s: float, problem: str) -> None:
+        """Pauses before the next connection, unless this one has lasted.
+
+        Raises:
+            TransportError: No connection has lasted, and no reply has come, for `limit_s`.
+        """
+        now_s = time.monotonic()
+        if now_s - began_s >= STEADY_S:
+            self._broke_s = math.inf
+        if self._broke_s == math.inf:
+            self._broke_s = now_s
+            return
+        if now_s - self._broke_s >= self._limit_s:
+            raise TransportError(
+                f"the connection breaks again and again, and no reply has come for "
+                f"{now_s - self._broke_s:.1f} s: {problem}"
+            )
+        time.sleep(PAUSE_S)
 
     def _dispatch(self, incoming: sockets.Incoming) -> None:
         envelope = parse_envelope(incoming.header)
         with self._lock:
             item = self._open.get(envelope.id)
-        if item is None:
+        if item is None or item[0].done.done():
+            self._forget(envelope.id)
             incoming.skip()
             return
         call = item[0]

@@ -24,6 +24,9 @@ import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
+from pscore.errors import ThreadError
+from pscore.threads import OwnedThread
+
 UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
 PACED = b"bbr"  # Begin of the names of congestion controls that pace.
 NEAR_US = 5000  # Longest of the shortest round trips within a data centre, in microseconds.
@@ -138,7 +141,7 @@ class Followed:
         with self._lock:
             self._entries.append(entry)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="congestion", daemon=True)
+                self._thread = OwnedThread(self._run, "congestion", self._give_up)
                 self._thread.start()
 
     def take(self, connection: socket.socket) -> bytes:
@@ -153,6 +156,12 @@ class Followed:
     def __len__(self) -> int:
         """Returns the number of connections that are followed."""
         return len(self._entries)
+
+    def _give_up(self, error: ThreadError) -> None:
+        """Leaves all connections without pacing; the next one starts another thread."""
+        with self._lock:
+            self._entries.clear()
+            self._thread = None
 
     def _run(self) -> None:
         while True:

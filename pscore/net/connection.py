@@ -22,6 +22,7 @@ from pscore.errors import (
     DecodeError,
     LimitError,
     PacelineError,
+    ThreadError,
     TransportError,
 )
 from pscore.net import faults, sockets, tls, wire
@@ -74,6 +75,12 @@ class Service(Protocol):
 
         Raises:
             AccessError: The token is missing or wrong; the peer receives the reason.
+        """
+
+    def broke(self, error: ThreadError) -> None:
+        """Notes that a thread of the listener or of a connection has failed; only a bug does that.
+
+        A connection is closed then, and its peer would send the same again.
         """
 
     def log(

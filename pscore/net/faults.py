@@ -31,11 +31,13 @@ import random
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError, TransportError
 from pscore.net.tls import Stream
+from pscore.threads import OwnedThread
 
 VARIABLE = "PACELINE_FAULTS"
 REPLY_POINTS = ("pushed", "pulled")
@@ -119,9 +121,12 @@ class Line:
                 cut()
 
         if wait_s:
-            timer = threading.Timer(wait_s, deliver)
-            timer.daemon = True
-            timer.start()
+
+            def deliver_late() -> None:
+                time.sleep(wait_s)
+                deliver()
+
+            OwnedThread(deliver_late, "late-frame", lambda _: cut()).start()
         else:
             deliver()
 

@@ -21,12 +21,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from pscore.net import connection as connections
 from pscore.net import crowd, descriptors, sockets, tls
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection, Service
 from pscore.net.endpoint import peer_user
+from pscore.threads import OwnedThread
 
 CONNECTIONS_MAX = 4096
 PENDING_MAX = 256  # Connections before their first message.
@@ -140,9 +142,8 @@ class Listener:
         for listener, serve in self._listeners:
             poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
             poll.register(listener, select.POLLIN)
-            thread = threading.Thread(
-                target=self._accept, args=(listener, poll, serve), name="data-accept", daemon=True
-            )
+            accept = partial(self._accept, listener, poll, serve)
+            thread = OwnedThread(accept, "data-accept", self._service.broke)
             self._threads.append(thread)
             thread.start()
 
@@ -208,9 +209,7 @@ class Listener:
         elif _is_of_this_user(accepted):
             self._pending.add(accepted, peer_of(accepted))
             try:
-                threading.Thread(
-                    target=serve, args=(accepted,), name="data-read", daemon=True
-                ).start()
+                OwnedThread(partial(serve, accepted), "data-read", self._service.broke).start()
             except RuntimeError as problem:
                 self._pending.remove(accepted)
                 self._note_refusal(str(problem))

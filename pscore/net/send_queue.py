@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pscore.errors import LimitError, TransportError
 from pscore.net import sockets, tls
 from pscore.net.budget import Budget
+from pscore.threads import OwnedThread
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class SendQueue:
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
             )
         if self._writer is None:
-            writer = threading.Thread(target=self._write, name="data-write", daemon=True)
+            writer = OwnedThread(self._write, "data-write", lambda _: self.close())
             try:
                 writer.start()
             except RuntimeError as problem:

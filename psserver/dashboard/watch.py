@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from pscore.errors import ThreadError
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.threads import OwnedThread
 from psserver.dashboard.history import History
 from psserver.remote.status import combine
 
@@ -91,7 +93,7 @@ class Watch:
         self._asker = asker
         self._now = now
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = OwnedThread(self._run, "watch", self._show_silence)
 
     def start(self) -> None:
         """Asks once, and starts the thread."""
@@ -113,6 +115,10 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join(2 * ANSWER_S_MAX)
         self._asker.close()
+
+    def _show_silence(self, error: ThreadError) -> None:
+        """Shows that no shard answers, instead of old answers for ever."""
+        self.history.add(self._now(), None)
 
     def _run(self) -> None:
         while not self._end.wait(POLL_S):

@@ -12,9 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
+from pscore.errors import ThreadError
+from pscore.threads import OwnedThread
 from psserver.process.supervisor import SAFE, ended
 
 log = structlog.get_logger()
@@ -37,9 +40,7 @@ class Keeper:
     def start(self, plan: Callable[[], str]) -> None:
         """Starts the process, unless it runs already; `plan` returns its plan."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._keep, args=(plan(),), name="keeper", daemon=True
-            )
+            self._thread = OwnedThread(partial(self._keep, plan()), "keeper", _note_end)
             self._thread.start()
 
     def last(self) -> None:
@@ -110,3 +111,7 @@ class Keeper:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
         return ended(status)
+
+
+def _note_end(error: ThreadError) -> None:
+    log.error("no further scheduled checkpoints are written", reason=str(error))

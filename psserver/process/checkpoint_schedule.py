@@ -26,9 +26,10 @@ from pathlib import Path
 
 import structlog
 
-from pscore.errors import PacelineError
+from pscore.errors import PacelineError, ThreadError
 from pscore.net.credentials import Credentials, read_credentials
 from pscore.pb.ps.v1 import control_pb2
+from pscore.threads import OwnedThread
 from psserver.decisions.shard import JOBS_MAX
 from psserver.exits import Exit
 from psserver.logs import setup
@@ -187,6 +188,12 @@ def mark_of(statuses: Sequence[control_pb2.StatusReply], job: str) -> Mark | Non
     return (is_finished(found[0]), *versions)
 
 
+def _end(error: ThreadError) -> None:
+    """Ends the process, which the supervisor no longer reaches; it starts another one."""
+    log.error("the process that writes checkpoints ends", reason=str(error))
+    os._exit(Exit.BUG)
+
+
 def main(text: str) -> None:
     """Runs the process; `text` is its plan."""
     plan = SchedulePlan.from_json(text)
@@ -195,7 +202,7 @@ def main(text: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # The supervisor decides when it ends.
         signal.signal(number, signal.SIG_IGN)
     schedule = Schedule(plan)
-    threading.Thread(target=schedule.listen, name="listen", daemon=True).start()
+    OwnedThread(schedule.listen, "listen", _end).start()
     schedule.run()
     sys.stderr.flush()
     os._exit(Exit.OK)

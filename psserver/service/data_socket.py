@@ -14,7 +14,7 @@ import logging
 import ssl
 from collections.abc import Callable, Sequence
 
-from pscore.errors import DecodeError
+from pscore.errors import DecodeError, ThreadError
 from pscore.memory.segment import Segment
 from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget
@@ -102,6 +102,9 @@ class DataService:
     def note_refused(self, reason: str) -> None:
         """Logs a worker's attempt to share memory that came to nothing."""
         self.log("attachment refused", THIS_HOST, reason=reason)
+
+    def broke(self, error: ThreadError) -> None:
+        """Does nothing: the thread's error goes on, and ends the shard (daemon.py)."""
 
     def log(
         self,

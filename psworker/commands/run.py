@@ -17,17 +17,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from pscore.commandline import is_debugging
-from pscore.errors import ConfigError
+from pscore.errors import ConfigError, ThreadError
 from pscore.net.addresses import PROBE_TIMEOUT_S, explain_silence, split_address
+from pscore.threads import OwnedThread
 from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
@@ -151,7 +152,7 @@ class Launch:
         """
         self.plan = plan
         self._write, self._tell, self._is_quiet = write, tell, is_quiet
-        self._events: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Ended | Signalled | ThreadError] = queue.SimpleQueue()
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._shards: OwnShards | None = None
         self._drain = Drain(tell)
@@ -166,6 +167,7 @@ class Launch:
         Raises:
             PacelineError: The shards did not start.
             ConfigError: The command is not a program.
+            ThreadError: A thread that observes the workers has failed.
         """
         with self._signals():
             try:
@@ -226,10 +228,10 @@ class Launch:
                 f"cannot start {self.plan.command[0]!r}: {problem.strerror}"
             ) from problem
         self._running[rank] = process
+        assert process.stdout is not None
+        assert process.stderr is not None
         readers = [
-            threading.Thread(
-                target=self._read, args=(rank, source, target), name="output", daemon=True
-            )
+            OwnedThread(partial(self._read, rank, source, target), "output", self._events.put)
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
         ]
         for reader in readers:
@@ -237,7 +239,7 @@ class Launch:
         self._watch(rank, process, readers)
 
     def _watch(
-        self, rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread]
+        self, rank: int, process: subprocess.Popen[str], readers: Sequence[OwnedThread]
     ) -> None:
         """Queues an event for the end of a process, after all of its output."""
 
@@ -247,7 +249,7 @@ class Launch:
                 reader.join(READERS_TIMEOUT_S)
             self._events.put(Ended(rank, status))
 
-        threading.Thread(target=wait, name="await-exit", daemon=True).start()
+        OwnedThread(wait, "await-exit", self._events.put).start()
 
     def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
         """Passes on a worker's output to its end: a full pipe would block the worker."""
@@ -277,6 +279,8 @@ class Launch:
             self._kill_s = None
             self._signal_all(signal.SIGKILL)
             return
+        if isinstance(event, ThreadError):
+            raise event
         if isinstance(event, Signalled):
             self._on_signal(event.number)
         elif event.rank == SHARDS:
@@ -346,7 +350,7 @@ class Launch:
         """
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
-        reader = threading.Thread(target=self._hear, args=(read_fd,), name="signals", daemon=True)
+        reader = OwnedThread(partial(self._hear, read_fd), "signals", self._events.put)
         former_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         before = {number: signal.signal(number, _ignore) for number in FORWARDED}
         reader.start()

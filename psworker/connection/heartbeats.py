@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from pscore.errors import PacelineError
+from pscore.errors import PacelineError, ThreadError
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.threads import OwnedThread
 from psworker.connection.joining import LEAVE_TIMEOUT_S, Member
 from psworker.connection.left_out import LeftOut
 from psworker.connection.pace import Pace
 from psworker.connection.reports import Reports
 from psworker.connection.shard_link import Link
+
+log = logging.getLogger("paceline")
 
 
 class ResidualSender(Protocol):
@@ -28,6 +33,7 @@ class Heartbeats:
 
     Attributes:
         failure: The error with which a heartbeat was refused; None: none was.
+        broken: The error of a thread that sends no more heartbeats; None: all do.
         left_out: By table; counts of steps left out, sent to the first shard.
         reports: The values that the script reports, sent to the first shard.
         residual_senders: By table; they send the residuals that a checkpoint needs.
@@ -44,6 +50,7 @@ class Heartbeats:
             pace: The sums of this worker's steps and waits, sent to the first shard.
         """
         self.failure: PacelineError | None = None
+        self.broken: ThreadError | None = None
         self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
         self.reports = Reports()
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
@@ -57,8 +64,8 @@ class Heartbeats:
         self._residual_lock = threading.Lock()
         self._residual_thread: threading.Thread | None = None
         self._threads = [
-            threading.Thread(target=self._run, args=each, name="heartbeat", daemon=True)
-            for each in zip(links, self._is_due, strict=True)
+            OwnedThread(partial(self._run, link, is_due), "heartbeat", self._fail)
+            for link, is_due in zip(links, self._is_due, strict=True)
         ]
 
     def start(self) -> None:
@@ -86,6 +93,9 @@ class Heartbeats:
         for thread in self._threads:
             if threading.current_thread() is not thread:
                 thread.join(LEAVE_TIMEOUT_S)
+
+    def _fail(self, error: ThreadError) -> None:
+        self.broken = error
 
     def _run(self, link: Link, is_due: threading.Event) -> None:
         """Renews the lease at one shard until the session ends; other messages renew it too.
@@ -135,5 +145,10 @@ class Heartbeats:
 
         with self._residual_lock:
             if wanted and (self._residual_thread is None or not self._residual_thread.is_alive()):
-                self._residual_thread = threading.Thread(target=send, name="residuals", daemon=True)
+                self._residual_thread = OwnedThread(send, "residuals", _note_unsent)
                 self._residual_thread.start()
+
+
+def _note_unsent(error: ThreadError) -> None:
+    """Logs that a checkpoint lacks residuals; the shard refuses it when its time is over."""
+    log.error("the residuals that a checkpoint needs are not sent: %s", error)

@@ -249,15 +249,16 @@ class Session:
         refuse_forked(self._pid, self.rank, self.job)
 
     def check(self) -> None:
-        """Raises the error with which a heartbeat was refused, if there is one.
+        """Raises the error that ends the heartbeats, if there is one.
 
         Raises:
             PacelineError: This worker is no longer part of the job.
+            ThreadError: It sends no more heartbeats.
         """
         if self.group is not None:
             self.group.watch.check()
-        if self._heartbeats.failure is not None:
-            raise self._heartbeats.failure
+        if (failure := self._heartbeats.broken or self._heartbeats.failure) is not None:
+            raise failure
 
     def live(self) -> list[int]:
         """Returns the ranks of the workers that take part now, in order.

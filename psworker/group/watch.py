@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from pscore.errors import GroupError
+from pscore.threads import OwnedThread
 
 log = logging.getLogger("paceline")
 CONNECT_TIMEOUT_S = 30.0
@@ -100,7 +101,7 @@ class Watch:
         except OSError as problem:
             raise GroupError(f"the processes of this group cannot connect: {problem}") from problem
         self._heard_s = dict.fromkeys(self._peers.values(), time.monotonic())
-        threading.Thread(target=self._run, name="group", daemon=True).start()
+        OwnedThread(self._run, "group", lambda error: self.lose(str(error))).start()
 
     def _accept(self, token: str) -> None:
         """Accepts one connection of each other process."""

@@ -12,12 +12,19 @@ from functools import partial
 
 import numpy as np
 
-from pscore.errors import ConfigError, PacelineError, RemoteProtocolError, TransportError
+from pscore.errors import (
+    ConfigError,
+    PacelineError,
+    RemoteProtocolError,
+    ThreadError,
+    TransportError,
+)
 from pscore.net import congestion, sockets, tls, wire
 from pscore.net.channel import FrameChannel
 from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.text import is_loopback, join_address
+from pscore.threads import failure
 from pscore.types import FloatArray
 from psworker.peers.shared import SHARED_NBYTES_MIN, SharedSender
 from psworker.transports.daemon_threads import DaemonExecutor
@@ -52,6 +59,7 @@ class PeerLink:
         is_new: Whether there was no connection yet.
         problem: Why there is no connection; None: there is one, or none was tried.
         refusal: The error with which the worker has refused an array; None: it has refused none.
+        failure: The error of a thread of this connection, which has failed; None: none has.
     """
 
     def __init__(self, peer: control_pb2.Peer, own_host: str) -> None:
@@ -66,6 +74,7 @@ class PeerLink:
         self.is_new = True
         self.problem: PacelineError | None = None
         self.refusal: PacelineError | None = None
+        self.failure: ThreadError | None = None
         # The loopback address of another host is not reached, and here it may be anybody's.
         self._is_apart = is_loopback(peer.host) and not is_loopback(own_host)
         self._open: set[PeerCall] = set()  # Without a reply.
@@ -130,7 +139,7 @@ class PeerLink:
             self._send(call, envelope, values)
         else:
             self._unsent.add(call)
-            self._sender.submit(partial(self._send, call, envelope, values), Future())
+            self._sender.start(partial(self._send, call, envelope, values), call.done.set_exception)
         return call.done
 
     def close(self, *, waits: bool = True) -> None:
@@ -216,9 +225,14 @@ class PeerLink:
         return stream
 
     def _note_refusal(self, call: PeerCall, done: Future[None]) -> None:
-        """Notes why the worker has refused an array: it waits for it, and nobody sends it again."""
+        """Notes why the worker gets no array: it waits for it, and nobody sends it again."""
         problem = done.exception()
+        if problem is None or isinstance(problem, TransportError):
+            return
         if not isinstance(problem, RemoteProtocolError):
+            if not isinstance(problem, ThreadError):
+                problem = failure("peer-send", problem)
+            self.failure = problem
             return
         log.warning("worker %d at %s refuses an array: %s", self.peer.rank, self.address, problem)
         if call.on_answer is None:

@@ -96,6 +96,7 @@ class PeerLinks:
         which has the shorter limit. The others then meet without it.
 
         Raises:
+            ThreadError: A thread of a connection has failed.
             TransportError: A member has not acknowledged a message for too long.
             ConfigError: Its address leads nowhere from here.
             RemoteProtocolError: It has refused this worker for a lease, or an array.
@@ -104,6 +105,8 @@ class PeerLinks:
         for rank, link in list(self._links.items()):
             silent_s, problem = link.silent_s, link.problem
             where = f"worker {rank} at {link.address}"
+            if link.failure is not None:
+                raise link.failure
             if link.refusal is not None:
                 raise _about(link.refusal, f"{where} has refused an array of {session.rank}")
             if silent_s < session.lease_s:

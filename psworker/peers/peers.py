@@ -97,7 +97,7 @@ class Peers:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
         answer: Any = None
-        self._links.require_answers()
+        self._require_sound()
         self._require_enough()
         with contextlib.suppress(StopIteration):
             while True:
@@ -144,7 +144,7 @@ class Peers:
             while self._links.is_waiting and time.monotonic() < deadline_s:
                 if self.has_moved and moved():
                     return
-                self._links.require_answers()
+                self._require_sound()
                 wait.check()
                 time.sleep(MEET_S)
 
@@ -200,6 +200,16 @@ class Peers:
             gossip.on_answer(number, part, None)
 
     # ----- inside
+
+    def _require_sound(self) -> None:
+        """Raises the error that makes a wait for other workers pointless (`require_answers`).
+
+        Raises:
+            PacelineError: A member does not answer, or a thread of this worker has failed.
+        """
+        if self._service.failure is not None:
+            raise self._service.failure
+        self._links.require_answers()
 
     def _require_enough(self) -> None:
         """Waits for the first shard where this worker is cut off, with too few others.
@@ -284,7 +294,7 @@ class Peers:
         """
         with LongWait(self._session, name) as wait:
             while not is_there():
-                self._links.require_answers()
+                self._require_sound()
                 wait.check()
 
     def _meet(self, wanted: Meet) -> list[Gathering]:

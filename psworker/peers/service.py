@@ -14,6 +14,7 @@ from pscore.errors import (
     DecodeError,
     LimitError,
     RemoteProtocolError,
+    ThreadError,
 )
 from pscore.memory.segment import Segment
 from pscore.net.attach import ATTACH_SUFFIX, Attachments
@@ -42,6 +43,7 @@ class PeerService:
         on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
         budget: Bytes that may be under way.
         receivers: The memory that workers of this host share with this one.
+        failure: The error of a thread that receives, which has failed; None: none has.
     """
 
     queued_nbytes_min = QUEUED_NBYTES_MIN
@@ -55,6 +57,7 @@ class PeerService:
             mailbox: Gets the arrays.
         """
         self.budget = Budget(UNDER_WAY_NBYTES, "")
+        self.failure: ThreadError | None = None
         self.on_offer: OnOffer | None = None
         self.job = job
         self.table = -1
@@ -96,6 +99,10 @@ class PeerService:
     def note_refused(self, reason: str) -> None:
         """Logs another worker's attempt to share memory that came to nothing."""
         self.log("attachment refused", THIS_HOST, reason=reason)
+
+    def broke(self, error: ThreadError) -> None:
+        """Records the failure, which ends this worker's next wait (`Peers`)."""
+        self.failure = error
 
     def log(
         self,

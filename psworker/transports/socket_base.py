@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -43,12 +42,15 @@ class SocketTransport(Transport):
             policy: The repetition of attempts to connect.
         """
         self._endpoint = endpoint
+        self._limit_s = policy.limit_s
         self._reconnect = partial(policy.call, self._connect)
         self._adding = threading.Lock()  # Guards `_push_connections` and `_is_closed`.
         self._is_closed = False
         self._push_connections: list[PushConnection] = []
         self._add_push_connections(1)
-        self._pulls = FrameChannel[PullCall](self._reconnect, self._on_pulled, "pull")
+        self._pulls = FrameChannel[PullCall](
+            self._reconnect, self._on_pulled, "pull", self._limit_s
+        )
         self._pulls.start()
 
     def push(self, call: PushCall) -> None:
@@ -57,7 +59,7 @@ class SocketTransport(Transport):
             self._push_now(call)
         else:
             sender = self._push_connection(call).sender
-            sender.submit(lambda: self._push_now(call), Future())
+            sender.start(lambda: self._push_now(call), call.done.set_exception)
 
     def pull(self, call: PullCall) -> None:
         """Requests one slice."""
@@ -96,7 +98,9 @@ class SocketTransport(Transport):
         """Opens connections for pushes until there are `num_wanted`."""
         with self._adding:
             while len(self._push_connections) < num_wanted and not self._is_closed:
-                channel = FrameChannel[PushCall](self._reconnect, self._on_pushed, "push")
+                channel = FrameChannel[PushCall](
+                    self._reconnect, self._on_pushed, "push", self._limit_s
+                )
                 channel.start()
                 sender = DaemonExecutor(1, "data-send")
                 self._push_connections.append(PushConnection(channel, sender))

@@ -40,8 +40,8 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             continue
         given = {word.arg: word.value for word in node.keywords}
         value: ast.expr | None = None
-        if called(node) == "Thread":
-            value = given.get("name")
+        if called(node) == "OwnedThread":
+            value = given.get("name", node.args[1] if len(node.args) > 1 else None)
             assert value is not None, f"line {node.lineno}: a thread without a name"
         elif called(node) == "ThreadPoolExecutor":
             value = given.get("thread_name_prefix")
@@ -84,8 +84,8 @@ def test_every_lock_stands_in_the_table() -> None:
 
 def test_a_thread_without_a_name_is_found() -> None:
     with pytest.raises(AssertionError, match="without a name"):
-        list(names_in(ast.parse("threading.Thread(target=f)")))
-    text = 'Thread(name=f"data-{x}"); DaemonExecutor(2, "push"); ThreadPoolExecutor(3)'
+        list(names_in(ast.parse("OwnedThread(f)")))
+    text = 'OwnedThread(f, f"data-{x}", g); DaemonExecutor(2, "push"); ThreadPoolExecutor(3)'
     assert list(names_in(ast.parse(text))) == ["data-*", "push"]
 
 

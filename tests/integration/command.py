@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,13 @@ def gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def join_threads(name: str) -> None:
+    """Waits for the threads of this name that have failed or are about to end."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(WAIT_S)
 
 
 class Command:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pscore.errors import AccessError, LimitError
+from pscore.errors import AccessError, LimitError, ThreadError
 from pscore.net import endpoint, sockets, tls
 from pscore.net.budget import Budget
 from pscore.net.channel import FrameChannel
@@ -57,6 +58,7 @@ class Peer:
         self._token = token
         self.budget = Budget(budget_nbytes, "")
         self.lines: list[str] = []
+        self.failures: list[ThreadError] = []
         self.seen: list[int] = []
         self.num_refused = 0
         self.num_ended = 0
@@ -73,6 +75,9 @@ class Peer:
         if not hmac.compare_digest(token, self._token):
             raise AccessError("the token is wrong")
         return Handler(self, connection)
+
+    def broke(self, error: ThreadError) -> None:
+        self.failures.append(error)
 
     def log(
         self,
@@ -98,11 +103,18 @@ class Tensor:
 class Sender:
     """Sends tensors to one peer."""
 
-    def __init__(self, where: Callable[[], endpoint.Endpoint], *, is_local: bool) -> None:
+    def __init__(
+        self,
+        where: Callable[[], endpoint.Endpoint],
+        *,
+        is_local: bool,
+        limit_s: float = math.inf,
+    ) -> None:
         self.num_connects = 0
+        self.on_answer: Callable[[], object] = lambda: None
         self._where = where
         self._is_local = is_local
-        self._channel = FrameChannel[Tensor](self._connect, self._on_reply, "peer")
+        self._channel = FrameChannel[Tensor](self._connect, self._on_reply, "peer", limit_s)
         self._channel.start()
 
     def send(self, step: int, data: ByteArray) -> Tensor:
@@ -121,6 +133,7 @@ class Sender:
     def _on_reply(
         self, envelope: pb.Envelope, call: Tensor, incoming: sockets.Incoming
     ) -> pb.Envelope | None:
+        self.on_answer()
         call.answer = np.empty(incoming.payload_nbytes, np.uint8)
         incoming.read_into(memoryview(call.answer))
         call.done.set_result(envelope.pushed.version)

@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscore.errors import AccessError, LimitError, TransportError
+from pscore.errors import AccessError, LimitError, ThreadError, TransportError
 from pscore.net import connection, sockets, tls, wire
 from pscore.net.budget import Budget
 from pscore.net.credentials import Credentials
@@ -26,6 +27,7 @@ from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray
 from tests.house.source import ROOT
+from tests.integration.command import join_threads
 from tests.unit.pscore.peers import TENSOR_NBYTES_MAX, Peer, Sender
 
 NAMES = itertools.count()
@@ -66,6 +68,17 @@ def eventually(is_true: Callable[[], object]) -> None:
     while not is_true():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def admitted(broken: socket.socket) -> Iterator[socket.socket]:
+    """Accepts one connection and answers its hello, as a peer does that dies later."""
+    accepted, _ = broken.accept()
+    with accepted:
+        assert sockets.read_header(accepted) is not None
+        hello = pb.Envelope(hello=pb.Hello()).SerializeToString()
+        sockets.send_all(accepted, sockets.frame_parts(hello, ()))
+        yield accepted
 
 
 def is_free(budget: Budget) -> bool:
@@ -154,16 +167,64 @@ def test_a_request_is_repeated_on_a_new_connection() -> None:
 
         sender = Sender(where, is_local=False)
         sent = sender.send(7, tensor(7, 100))
-        accepted, _ = broken.accept()
-        with accepted:
-            incoming = sockets.read_header(accepted)  # The hello.
-            assert incoming is not None
-            hello = pb.Envelope(hello=pb.Hello()).SerializeToString()
-            sockets.send_all(accepted, sockets.frame_parts(hello, ()))
+        with admitted(broken) as accepted:
             assert sockets.read_header(accepted) is not None
         assert sent.done.result(WAIT_S) == 7
         assert (peer.seen, sender.num_connects) == ([7], 2)
         sender.close()
+
+
+def test_a_connection_that_is_reset_while_requests_are_sent_again_is_replaced() -> None:
+    """The peer dies, and its successor dies too while it gets the request a second time."""
+    peer = Peer()
+    with listening(peer) as listener, socket.create_server(("127.0.0.1", 0)) as broken:
+        ports = [*[broken.getsockname()[1]] * 2, listener.port]
+
+        def where() -> Endpoint:
+            return Endpoint(host="127.0.0.1", port=ports.pop(0), local="")
+
+        sender = Sender(where, is_local=False)
+        sent = sender.send(7, tensor(7, TENSOR_NBYTES_MAX))
+        with admitted(broken) as accepted:
+            assert sockets.read_header(accepted) is not None
+        with admitted(broken) as accepted:
+            assert sockets.read_header(accepted) is not None  # The payload is on its way.
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert sent.done.result(WAIT_S) == 7
+        assert (peer.seen, sender.num_connects) == ([7], 3)
+        sender.close()
+
+
+def test_connections_that_break_again_and_again_fail_their_calls_after_the_limit() -> None:
+    """A peer that admits and then closes, such as one that dies of the request."""
+    with socket.create_server(("127.0.0.1", 0)) as broken:
+        where = Endpoint(host="127.0.0.1", port=broken.getsockname()[1], local="")
+        sender = Sender(lambda: where, is_local=False, limit_s=0.5)
+        sent = sender.send(7, tensor(7, 100))
+        while not sent.done.done():
+            broken.settimeout(0.1)
+            with contextlib.suppress(TimeoutError), admitted(broken) as accepted:
+                sockets.read_header(accepted)
+        with pytest.raises(TransportError, match="breaks again and again"):
+            sent.done.result()
+        sender.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_unexpected_error_of_the_reading_thread_fails_all_calls() -> None:
+    with listening(Peer()) as listener:
+        sender = Sender(lambda: endpoint(listener), is_local=True)
+        sent = sender.send(1, tensor(1, 100))
+        assert sent.done.result(WAIT_S) == 1
+        sender.on_answer = lambda: 1 // 0
+        open_calls = [sender.send(step, tensor(step, 100)) for step in (2, 3)]
+        for call in open_calls:
+            with pytest.raises(ThreadError, match=r"'data-peer' .* ZeroDivisionError: "):
+                call.done.result(WAIT_S)
+        with pytest.raises(ThreadError):
+            sender.send(4, tensor(4, 10)).done.result(WAIT_S)
+        sender.close()
+        join_threads("data-peer")
 
 
 def test_a_frame_beyond_the_limits_of_the_format_ends_the_connection() -> None:

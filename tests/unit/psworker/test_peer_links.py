@@ -14,6 +14,7 @@ from pscore.errors import (
     LimitError,
     PacelineError,
     ServerUnavailableError,
+    ThreadError,
     TransportError,
 )
 from pscore.pb.ps.v1 import control_pb2
@@ -33,6 +34,7 @@ class Silent:
     has_offers_alone = False
     problem: PacelineError | None = None
     refusal: PacelineError | None = None
+    failure: ThreadError | None = None
 
     def __init__(self, peer: control_pb2.Peer, own_host: str) -> None:
         self.peer, self.is_over, self.is_new = peer, False, True
@@ -92,6 +94,15 @@ def test_an_array_that_another_worker_refuses_ends_this_one(
     made, each = links_of(monkeypatch, 0)
     each[1].refusal = LimitError("too long")
     with pytest.raises(LimitError, match="worker 1 at h:1 has refused an array of 0: too long"):
+        made.require_answers()
+
+
+def test_a_connection_whose_thread_has_failed_ends_this_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, each = links_of(monkeypatch, 0)
+    each[1].failure = ThreadError("thread 'data-peer' ended")
+    with pytest.raises(ThreadError, match="'data-peer'"):
         made.require_answers()
 
 

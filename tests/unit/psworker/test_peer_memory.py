@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from psworker.peers.link import PeerLink
 from psworker.peers.mailbox import Mailbox
 from psworker.peers.service import PeerService
 from psworker.peers.shared import SharedReceivers, SharedSender
-from tests.integration.command import eventually
+from tests.integration.command import eventually, join_threads
 
 SECRET, LONG, SHORT = "open sesame", 1 << 18, 8
 HOST = "127.0.0.1"
@@ -261,3 +262,44 @@ def test_no_descriptor_is_left_behind(receiver: Receiver) -> None:
         with pytest.raises(PacelineError):
             SharedSender(receiver.endpoint, pb.Sender(job="other", worker=1), 4 * LONG)
     eventually(lambda: len(os.listdir("/proc/self/fd")) < before + 10)  # Some are the listener's.
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_receiving_thread_that_fails_is_an_error_of_its_worker(receiver: Receiver) -> None:
+    receiver.service.on_offer = lambda *offer: [][1]
+    link = PeerLink(receiver.peer, HOST)
+    answers: list[Any] = []
+    envelope = pb.Envelope(offer=pb.Offer(sender=SENDER, number=1))
+    link.send(envelope, np.zeros(SHORT, np.float32), answers.append)
+    failure = eventually(lambda: receiver.service.failure)
+    assert str(failure).startswith("thread 'data-read' of this process ended by IndexError")
+    link.close()
+    assert answers == [None]
+    join_threads("data-read")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_answer_that_ends_its_thread_is_an_error_of_the_worker_that_asked(
+    receiver: Receiver,
+) -> None:
+    link = PeerLink(receiver.peer, HOST)
+
+    def fail(values: FloatArray | None) -> None:
+        if values is not None:
+            raise ValueError("cannot be mixed")
+
+    envelope = pb.Envelope(offer=pb.Offer(sender=SENDER, number=1))
+    link.send(envelope, np.zeros(SHORT, np.float32), fail)
+    failure = eventually(lambda: link.failure)
+    assert "thread 'data-peer' of this process ended by ValueError: cannot be" in str(failure)
+    link.close()
+    join_threads("data-peer")
+
+
+def test_an_array_that_cannot_be_sent_is_an_error_of_its_worker(receiver: Receiver) -> None:
+    link = PeerLink(receiver.peer, HOST)
+    broken: Any = SimpleNamespace(nbytes=8)  # Has no bytes to send.
+    call = link.send(pb.Envelope(offer=pb.Offer(sender=SENDER)), broken, lambda values: None)
+    assert isinstance(call.exception(10.0), AttributeError | TypeError)
+    assert "thread 'peer-send'" in str(link.failure)
+    link.close()

@@ -20,6 +20,7 @@ from pscore.errors import (
     ReplacedError,
     ServerUnavailableError,
     ShardMapError,
+    ThreadError,
 )
 from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
@@ -32,6 +33,7 @@ from psworker.connection import session as module
 from psworker.connection.session import Session
 from psworker.job.context import open_session
 from psworker.job.environment import Environment
+from tests.integration.command import eventually
 
 LEASE_S = 1000.0  # The first heartbeat would be after 200 s.
 
@@ -548,4 +550,24 @@ def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) 
         assert (list(before.former), list(again.former)) == ([], [first])
         assert (again.rank, again.returns) == (3, True)
         assert again.incarnation == session.incarnation
+    session.leave()
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_of_heartbeats_that_fails_ends_the_waits_also_after_a_rejoin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def change(links: list[FakeLink]) -> None:
+        for link in links:
+            link.answers["Join"] = pb.JoinReply(rank=3, lease_s=0.05, instance=1)
+
+    prepare(change, monkeypatch)
+    session = begin()
+    session.stage_reports.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    eventually(lambda: session._heartbeats.broken)
+    for _ in range(2):
+        with pytest.raises(ThreadError, match="'heartbeat' of this process ended by ZeroDivision"):
+            session.check()
+        session.rejoin()
     session.leave()
