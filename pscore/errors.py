@@ -113,3 +113,6 @@ class TransportError(PacelineError):
 
 class ServerUnavailableError(TransportError):
     """Nobody answers at this address."""
+
+
+LOST = (ReplacedError, UnknownJobError)  # After these a worker rejoins.

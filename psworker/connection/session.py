@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from pscore.errors import LOST
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.observe.timeline import Timeline
@@ -160,6 +161,9 @@ class Session:
     def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:
         """Declares a table at every shard; returns its index, and where its steps begin.
 
+        A worker that is lost before it has a table, because it was stopped for longer than its
+        lease or a shard was restarted, rejoins here.
+
         Args:
             spec: The declaration.
             again: Whether the job has this table already.
@@ -167,13 +171,22 @@ class Session:
         Raises:
             JobMismatchError: The job's table of this name is a different one; names the difference.
             StateLostError: A shard does not know a table that was declared before.
+            ReplacedError: This worker has to rejoin, and has a table already.
         """
-        request = pb.DefineRequest(
-            job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
-        )
-        found = declare(self.links, request, self._joining.known.progress, again=again)
-        self._has_tables = True
-        return found
+        while True:
+            request = pb.DefineRequest(
+                job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
+            )
+            try:
+                found = declare(self.links, request, self._joining.known.progress, again=again)
+            except LOST as problem:
+                if self._has_tables or self.group is not None:
+                    raise  # There is more to bring back, or there are others to agree with.
+                log.warning("worker %d rejoins, before its first step: %s", self.rank, problem)
+                self.rejoin()
+            else:
+                self._has_tables = True
+                return found
 
     def rejoin(self) -> None:
         """Joins the job again as a new incarnation, after having been declared lost.

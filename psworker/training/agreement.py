@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pscore.errors import (
+    LOST,
     ConfigError,
     GradientError,
     GroupError,
     PacelineError,
     ReplacedError,
-    UnknownJobError,
 )
 from psworker.group.local_group import LocalGroup
 
@@ -77,4 +77,4 @@ def kind_of(problem: PacelineError | None) -> int:
         return NONE
     if isinstance(problem, GradientError | ConfigError):
         return OWN
-    return REJOIN if isinstance(problem, ReplacedError | UnknownJobError) else OTHER
+    return REJOIN if isinstance(problem, LOST) else OTHER

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from pscore.errors import ConfigError, ReplacedError, UnknownJobError
+from pscore.errors import LOST, ConfigError
 from pscore.rules.base import takes_all
 from psworker.model.dtensors import local
 from psworker.model.finite import is_finite
@@ -59,7 +59,7 @@ def clip(
     if isinstance(gradients, ShardedGradients):
         try:
             norm = _norm_of_parts(table, gradients, name)
-        except (ReplacedError, UnknownJobError) as problem:  # Likewise.
+        except LOST as problem:  # Likewise.
             recovery.note(problem)
             return torch.tensor(math.inf)
     elif table.session.num_processes == 1:
@@ -67,7 +67,7 @@ def clip(
     else:
         try:
             norm = _norm_of_mean(table, gradients.attempts, name)
-        except (ReplacedError, UnknownJobError) as problem:  # Likewise.
+        except LOST as problem:  # Likewise.
             recovery.note(problem)
             return torch.tensor(math.inf)
     if bool(norm.isfinite()):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
-from pscore.errors import GradientError, ReplacedError, UnknownJobError
+from pscore.errors import LOST, GradientError, ReplacedError
 from pscore.types import Role
 from psworker.training import scaling
 from psworker.training.agreement import together
@@ -44,7 +44,7 @@ class GroupSteps(Steps):
         with recovery.recovers():
             try:
                 refused = self._make_group_step(grad_scaler, skips=skips)
-            except (ReplacedError, UnknownJobError) as problem:
+            except LOST as problem:
                 if recovery.failure is None:
                     recovery.note(problem, number)
             if recovery.failure is None:

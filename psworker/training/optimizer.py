@@ -149,7 +149,7 @@ class DistributedOptimizer(Figures, SavedState):
         self._buffers = Buffers(model, buffers, session)
         _warn_of_buffers(self, rule)
         _drive(self, table, early)
-        self._table.start(self.param_groups)
+        self._recovery.start(lambda: self._table.start(self.param_groups))
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)
         _open.add(self)

@@ -27,12 +27,11 @@ from typing import TypeVar
 import torch
 
 from pscore.errors import (
+    LOST,
     ConfigError,
     GradientError,
     JobMismatchError,
     PacelineError,
-    ReplacedError,
-    UnknownJobError,
 )
 from psworker.connection.left_out import LeftOut
 from psworker.training.buffers import Buffers
@@ -112,7 +111,7 @@ class Recovery:
         with self.recovers():
             try:
                 self._gradients.made(parameter)
-            except (ReplacedError, UnknownJobError) as problem:
+            except LOST as problem:
                 self.note(problem)  # `step` rejoins; backward continues undisturbed.
 
     @contextlib.contextmanager
@@ -152,13 +151,58 @@ class Recovery:
             step = None if failure.is_between else table.replica.next_push
             table.exchange.give_up_step(step, failure.problem)
             failure.is_given_up = True
-        table.rejoin()
-        self._buffers.restart()
-        table.begin(failure.step)
+
+        def rejoin() -> None:
+            table.rejoin()
+            self._buffers.restart()
+            table.begin(failure.step)
+
+        self._repeat(rejoin)
         self._say_if_back(failure.step)
         self.failure = None
         self._gradients.end()
         self._gradients.begin_again()
+
+    def start(self, begin: Callable[[], None]) -> None:
+        """Starts training; a worker that is lost meanwhile rejoins and starts again.
+
+        Args:
+            begin: It may begin again: what a worker uploads first counts once.
+
+        Raises:
+            PacelineError: A shard does not answer, or this worker cannot rejoin.
+        """
+
+        def start_again() -> None:
+            self._table.rejoin()
+            self._buffers.restart()
+            begin()
+
+        try:
+            begin()
+        except LOST as problem:
+            self._say_again(problem)
+            self._repeat(start_again)
+
+    def _repeat(self, rejoin: Callable[[], None]) -> None:
+        """Rejoins, again if this worker is lost meanwhile; a group leaves that to its script."""
+        while True:
+            try:
+                return rejoin()
+            except LOST as problem:
+                self._say_again(problem)
+
+    def _say_again(self, problem: PacelineError) -> None:
+        """Logs that this worker was lost while it joined.
+
+        Raises:
+            PacelineError: It is a group, whose processes would have to agree on that.
+        """
+        if self._table.group is not None:
+            raise problem
+        log.warning(
+            "worker %d rejoins, it was lost meanwhile: %s", self._table.session.rank, problem
+        )
 
     def _say_if_back(self, former: int) -> None:
         """Logs that the job is behind the step at which this worker was."""
@@ -194,7 +238,7 @@ class Recovery:
         try:
             with self.guard():
                 return action()
-        except (ReplacedError, UnknownJobError):
+        except LOST:
             if self._gradients.have_left:  # `step` rejoins before it returns.
                 raise
             with self.guard():

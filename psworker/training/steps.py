@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from pscore.errors import ReplacedError, UnknownJobError
+from pscore.errors import LOST
 from pscore.types import Role
 from psworker.connection.left_out import LeftOut
 from psworker.connection.trace import RoundSpans, local_update
@@ -61,7 +61,7 @@ class Steps:
             if recovery.failure is None:
                 try:
                     self._make_step(grad_scaler, skips=skips)
-                except (ReplacedError, UnknownJobError) as problem:
+                except LOST as problem:
                     recovery.note(problem, number)
             elif grad_scaler is not None:
                 scaling.unscale(self._wrapper, grad_scaler)

@@ -571,3 +571,16 @@ def test_a_thread_of_heartbeats_that_fails_ends_the_waits_also_after_a_rejoin(
             session.check()
         session.rejoin()
     session.leave()
+
+
+def test_a_worker_that_is_lost_before_its_first_table_rejoins_once(links: list[FakeLink]) -> None:
+    session = begin()
+    first = session.incarnation
+    links[1].answers["Define"] = [ReplacedError("declared lost"), pb.DefineReply(table=2)]
+    assert define(session)[0] == 2
+    assert session.incarnation != first
+    assert [len(link.sent("Join")) for link in links] == [2, 2]
+    links[1].answers["Define"] = ReplacedError("declared lost")
+    with pytest.raises(ReplacedError):  # Its table has to rejoin (psworker/training/recovery.py).
+        define(session, again=True)
+    session.leave()
