@@ -167,7 +167,7 @@ class Recovery:
         """Starts training; a worker that is lost meanwhile rejoins and starts again.
 
         Args:
-            begin: It may begin again: what a worker uploads first counts once.
+            begin: The start, which may begin again: the first weights of a table count once.
 
         Raises:
             PacelineError: A shard does not answer, or this worker cannot rejoin.
