@@ -1,4 +1,4 @@
-"""Calls on daemon threads: each has an outcome, whatever happens to the thread."""
+"""Calls on daemon threads: each has an outcome, also where its thread fails."""
 
 from concurrent.futures import Future
 
