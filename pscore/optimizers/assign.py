@@ -1,8 +1,9 @@
-"""Assignment: the weights become the mean of the pushed tensors. For named tensors and buffers.
+"""Assignment: the weights become the sum of the pushed tensors. For named tensors and buffers.
 
-Paceline's own: it has no learning rate and no state.
+Paceline's own: it has no learning rate and no state. The mean is left to the workers, which get the
+number of tensors in the sum with it: a mean has lost the last bits of the sum.
 
-    w = scale * g
+    w = g
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-
 from pscore.memory.kernels import kernel, read_only
 from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
 from pscore.types import FloatArray, IntArray
 
 
 class Assign(Optimizer):
-    """The mean of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
+    """The sum of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
 
     name: ClassVar[str] = "assign"
     hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
@@ -34,7 +33,6 @@ class Assign(Optimizer):
             read_only(step.weights),
             step.out,
             read_only(step.grad),
-            float(step.scale),
             step.segments.bounds,
             step.counts,
             step.active,
@@ -52,25 +50,17 @@ def _step(
     weights: FloatArray,
     out: FloatArray,
     grad: FloatArray,
-    scale: float,
     bounds: IntArray,
     counts: IntArray,
     active: IntArray,
 ) -> None:
-    factor = np.float32(scale)
     written = 0
     for index in range(counts.size):
         start, stop = bounds[index, 0], bounds[index, 1]
         if active[index] == 0:
             continue
-        _scaled(weights[written:start], out[written:start], np.float32(1.0))
-        _scaled(grad[start:stop], out[start:stop], factor)
+        out[written:start] = weights[written:start]
+        out[start:stop] = grad[start:stop]
         written = stop
         counts[index] += 1
-    _scaled(weights[written:], out[written:], np.float32(1.0))
-
-
-@kernel
-def _scaled(source: FloatArray, target: FloatArray, factor: np.float32) -> None:
-    for i in range(target.size):
-        target[i] = source[i] * factor
+    out[written:] = weights[written:]

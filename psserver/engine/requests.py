@@ -408,8 +408,14 @@ def _payload(table: Table, header: data_pb2.PushHeader, data: ByteArray) -> Payl
     """Returns the payload with its compressor: the job's, or none if the push names none.
 
     Raises:
-        RemoteProtocolError: The push is compressed by another compressor.
+        RemoteProtocolError: The push is compressed by another compressor, or is to be decoded from
+            shared memory, where its worker can change it behind the check of its content.
     """
+    if header.shared and header.compressor:
+        raise RemoteProtocolError(
+            f"worker {header.sender.worker} pushed step {header.step} compressed by "
+            f"{header.compressor!r} in shared memory: compressed payloads are sent"
+        )
     if header.compressor not in ("", table.spec.compressor.name):
         raise RemoteProtocolError(
             f"worker {header.sender.worker} pushed step {header.step} compressed by "

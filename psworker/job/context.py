@@ -84,6 +84,7 @@ class Context:
 
 
 _current: Context | None = None
+_pipeline: Session | None = None  # The part of this process in a job of stages; maybe over.
 
 
 def join(
@@ -117,28 +118,19 @@ def join(
         ConfigError: It exists already with other arguments, or something is missing.
         PacelineError: The shards do not answer, or refuse this worker.
     """
-    global _current
+    global _current, _pipeline
     if None not in (num_workers, max_workers):
         raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
-    num_workers = num_workers or max_workers
+    given: dict[str, Any] = {"job": job or None, "rank": rank, "min_workers": min_workers}
     if _current is not None:
         _current.session.require_own()
-        given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
-        _check_same(_current.session, servers, **given)
+        most = num_workers if max_workers is None else max_workers
+        _check_same(_current.session, servers, num_workers=most, **given)
         _check_group(_current.session, local_group)
         return _current
-    environment = Environment.read()
-    paths: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
-    if min_workers is None:
-        min_workers = environment.min_workers or int(max_workers is not None)
-    environment = dataclasses.replace(
-        environment,
-        job=job or environment.job,
-        min_workers=min_workers,
-        rank=environment.rank if rank is None else rank,
-        num_workers=num_workers or environment.num_workers,
-        timeout_s=environment.timeout_s if timeout_s is None else timeout_s,
-        **paths,
+    environment = Environment.read(
+        **given | {"num_workers": num_workers, "max_workers": max_workers, "timeout_s": timeout_s},
+        **files,  # type: ignore[arg-type]
     )
     addresses = parse_addresses(servers) or environment.servers
     shards = None
@@ -149,6 +141,7 @@ def join(
         )
     group = choose_group(local_group, environment)
     _current = Context(open_session(addresses, environment, group, timeline), shards)
+    _pipeline = None
     atexit.register(at_exit)
     return _current
 
@@ -237,6 +230,24 @@ def current() -> Context:
         raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
     _current.session.require_own()
     return _current
+
+
+def enter_pipeline(session: Session) -> None:
+    """Numbers this process by the job of all stages, whose workers `session` is one of."""
+    global _pipeline
+    _pipeline = session
+
+
+def place() -> Session:
+    """Returns the session that numbers this process: of all stages of a pipeline, if it is in one.
+
+    Raises:
+        ConfigError: There is none yet.
+    """
+    if _pipeline is None:
+        return current().session
+    _pipeline.require_own()
+    return _pipeline
 
 
 def shutdown() -> None:

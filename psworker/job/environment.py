@@ -29,6 +29,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
@@ -81,6 +82,13 @@ class Environment:
         Raises:
             ConfigError: A value is out of its range.
         """
+        if self.num_workers < 1:
+            raise ConfigError(f"the number of workers is {self.num_workers}, must be 1 or more")
+        if not -1 <= self.rank < self.num_workers:
+            raise ConfigError(
+                f"rank {self.rank} of {self.num_workers} workers, must be in "
+                f"0..{self.num_workers - 1}"
+            )
         if not 0 <= self.min_workers <= self.num_workers:
             raise ConfigError(
                 f"min_workers is {self.min_workers}, must be in 1..{self.num_workers}, the largest "
@@ -111,54 +119,65 @@ class Environment:
         return read_credentials(named, job=self.job)
 
     @classmethod
-    def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+    def read(cls, variables: Mapping[str, str] = os.environ, **given: Any) -> Environment:
         """Reads the variables.
 
+        Args:
+            variables: The environment.
+            given: Values of fields that come before the variables, and `max_workers`, which is
+                `num_workers` of an elastic job; None: not given.
+
         Raises:
-            ConfigError: A variable has a wrong value; names it.
+            ConfigError: A variable or a given value is wrong; names it.
         """
-        variables = _with_slurm(variables)
-        num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
-        num_workers = _number(variables, num_workers, "PACELINE_MAX_WORKERS")
-        is_elastic = bool(variables.get("PACELINE_MAX_WORKERS"))
-        rank = _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID")
-        if num_workers < 1:
-            raise ConfigError(f"the number of workers is {num_workers}, must be 1 or more")
-        if not -1 <= rank < num_workers:
-            raise ConfigError(
-                f"rank {rank} of {num_workers} workers, must be in 0..{num_workers - 1}"
-            )
+        given = {name: value for name, value in given.items() if value is not None}
+        variables = variables if "max_workers" in given else _with_slurm(variables)
+        place = _place(variables, given)
+        rank, num_workers = place["rank"], place["num_workers"]
         role = variables.get("DMLC_ROLE") or "worker"
         if role != "worker":
             raise ConfigError(
                 f"DMLC_ROLE is {role!r}, but this process is a worker; `psserver start` starts "
                 "the servers, and there is no scheduler"
             )
-        return cls(
-            servers=parse_addresses(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
-            rank=rank if num_workers > 1 else 0,
-            num_workers=num_workers,
-            local_rank=_number(variables, max(rank, 0), "PACELINE_LOCAL_RANK", "LOCAL_RANK"),
-            local_workers=_number(
+        read: dict[str, Any] = {
+            "servers": parse_addresses(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
+            "local_rank": _number(variables, max(rank, 0), "PACELINE_LOCAL_RANK", "LOCAL_RANK"),
+            "local_workers": _number(
                 variables, num_workers, "PACELINE_LOCAL_WORKERS", "LOCAL_WORLD_SIZE"
             ),
-            job=variables.get("PACELINE_JOB") or _run_id(variables),
-            restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
-            data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
-            min_workers=_number(variables, int(is_elastic), "PACELINE_MIN_WORKERS"),
-            group=_number(variables, -1, "PACELINE_GROUP"),
-            num_groups=_number(variables, 0, "PACELINE_NUM_GROUPS"),
-            is_torchrun="TORCHELASTIC_RUN_ID" in variables,
-            timeout_s=_seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
-            tls_ca=variables.get("PACELINE_TLS_CA", ""),
-            tls_cert=variables.get("PACELINE_TLS_CERT", ""),
-            tls_key=variables.get("PACELINE_TLS_KEY", ""),
-            token_file=variables.get("PACELINE_TOKEN_FILE", ""),
-            timeline=variables.get("PACELINE_TIMELINE", ""),
-            pipeline=variables.get("PACELINE_PIPELINE", ""),
-            peer_host=_host(variables, "PACELINE_PEER_HOST"),
-            peer_ports=_ports(variables, "PACELINE_PEER_PORTS"),
-        )
+            "job": variables.get("PACELINE_JOB") or _run_id(variables),
+            "restart": _number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
+            "data_plane": variables.get("PACELINE_DATA_PLANE") or "auto",
+            "group": _number(variables, -1, "PACELINE_GROUP"),
+            "num_groups": _number(variables, 0, "PACELINE_NUM_GROUPS"),
+            "is_torchrun": "TORCHELASTIC_RUN_ID" in variables,
+            "timeout_s": _seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
+            "tls_ca": variables.get("PACELINE_TLS_CA", ""),
+            "tls_cert": variables.get("PACELINE_TLS_CERT", ""),
+            "tls_key": variables.get("PACELINE_TLS_KEY", ""),
+            "token_file": variables.get("PACELINE_TOKEN_FILE", ""),
+            "timeline": variables.get("PACELINE_TIMELINE", ""),
+            "pipeline": variables.get("PACELINE_PIPELINE", ""),
+            "peer_host": _host(variables, "PACELINE_PEER_HOST"),
+            "peer_ports": _ports(variables, "PACELINE_PEER_PORTS"),
+        }
+        given.pop("max_workers", None)
+        return cls(**read | given | place)
+
+
+def _place(variables: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, int]:
+    """Returns `rank`, `num_workers` and `min_workers`, from given values or the variables."""
+    known = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
+    known = _number(variables, known, "PACELINE_MAX_WORKERS")
+    num_workers = given.get("max_workers", given.get("num_workers", known))
+    is_elastic = "max_workers" in given or bool(variables.get("PACELINE_MAX_WORKERS"))
+    fewest = _number(variables, int(is_elastic), "PACELINE_MIN_WORKERS")
+    min_workers = given.get("min_workers", fewest)
+    rank = given.get("rank", _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID"))
+    if num_workers == 1 and not min_workers and rank == -1:
+        rank = 0
+    return {"rank": rank, "num_workers": num_workers, "min_workers": min_workers}
 
 
 def _with_slurm(variables: Mapping[str, str]) -> Mapping[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +232,7 @@ class Pipeline:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
         driver = self._new_driver(loss, session, saved)
         session.stage_reports.append(driver.report)
+        context.enter_pipeline(session)
         return driver
 
     def _new_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
@@ -288,13 +288,11 @@ def _joins(
     servers: str | list[str] | None, job: str | None, rank: int | None, num_workers: int | None
 ) -> Environment:
     """Returns the environment, with the arguments that are given in its place."""
-    found = Environment.read()
-    return replace(
-        found,
-        servers=parse_addresses(servers) or found.servers,
-        job=job or found.job,
-        rank=found.rank if rank is None else rank,
-        num_workers=num_workers or found.num_workers,
+    return Environment.read(
+        servers=parse_addresses(servers) or None,
+        job=job or None,
+        rank=rank,
+        num_workers=num_workers,
     )
 
 

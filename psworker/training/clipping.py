@@ -141,7 +141,7 @@ def pass_by(table: TrainingTable, gradients: Gradients) -> None:
     tensor, attempts = declared(_name(table)), gradients.attempts
     if tensor is not None and tensor.has_pushed and attempts.clipped != attempts.number:
         attempts.clipped = attempts.number
-        zeros = torch.zeros(tensor.shape.numel() - NUM_DIGITS)
+        zeros = torch.zeros(tensor.lanes.numel - NUM_DIGITS)
         tensor.push(_numbered(zeros, attempts.number), 0.0)
 
 

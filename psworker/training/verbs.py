@@ -2,13 +2,15 @@
 
 Each name is a table of its own on the shards. A push contributes this worker's tensor to the
 name's current round; the round is complete when every worker has pushed, and then its value is the
-mean. A pull returns the value of the last round that this worker has pushed to, or, before its
-first push, the newest.
+sum of the tensors that were pushed, or their mean. A pull returns the value of the last round that
+this worker has pushed to, or, before its first push, the newest. Values are exact in every dtype
+(lanes.py); float32 and smaller floats are added in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -24,32 +26,46 @@ from psworker.connection.session import Session
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer
+from psworker.training.lanes import Lanes
+
+WEIGHT = "sum of weights"  # Name of the element behind a tensor.
 
 
 class NamedTensor:
     """One named tensor on the shards.
 
     Attributes:
+        lanes: The way in which the tensor travels.
         round: Number of this worker's next round.
         has_pushed: Whether this worker has taken part in a round.
     """
 
-    def __init__(self, name: str, like: torch.Tensor, *, alone: bool = False) -> None:
+    def __init__(
+        self, name: str, like: torch.Tensor, *, alone: bool = False, one_row: bool = False
+    ) -> None:
         """Declares the tensor; its first value is zero.
 
         Args:
             name: Its name.
-            like: A tensor of its shape.
+            like: A tensor of its shape and dtype.
             alone: Whether one process of each group takes part by itself.
+            one_row: Whether only one worker of a round pushes anything but zeros.
+
+        Raises:
+            ConfigError: The tensor is sparse or quantized, or has no elements.
         """
-        spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
         session = context.current().session
-        self.shape = like.shape
+        self.name = name
+        self.lanes = Lanes.of(like, 1 if one_row else session.num_workers)
+        wide = "" if self.lanes.wide == torch.float32 else f" as {self.lanes.wide}"
         self.exchange = Exchange(
             session,
             TableSpec(
                 name=f"tensor.{name}",
-                tensors=(spec,),
+                tensors=(
+                    TensorSpec(name=f"{name}{wide}", shape=self.lanes.sent_shape, dtype="float32"),
+                    TensorSpec(name=WEIGHT, shape=(1,), dtype="float32"),
+                ),
                 num_shards=len(session.links),
                 rule=SSGD(),
                 compressor=NoCompression(),
@@ -90,28 +106,56 @@ class NamedTensor:
         return mine is session and session.incarnation == self._incarnation
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
-        """Contributes to the current round; the processes of a group do it together."""
-        flat = torch.zeros(self.layout.numel)
-        flat[: tensor.numel()] = tensor.detach().float().reshape(-1).cpu()
+        """Contributes to the current round; the processes of a group do it together.
+
+        Args:
+            tensor: A tensor of the declared shape and dtype.
+            weight: Its weight in the mean; 1 or 0 unless it travels as float32. With weight 0
+                nothing of it is sent, so NaN and Inf change nothing.
+        """
+        values = self.lanes.widen(tensor)
+        if weight != 1.0:
+            values = values * weight if weight else self.lanes.none()
         if self.group is not None:
-            total = self.group.sum([weight])[0]
-            flat, weight = self.group.sum_on_host(flat * weight) / (total or 1.0), total
+            weight = self.group.sum([weight])[0]
+            values = self.group.sum_on_host(values)
+        flat = torch.zeros(self.layout.numel)
+        numbers, weights = self._parts(flat)
+        self.lanes.write(values, self.rank % self.lanes.rows, numbers)
+        weights.fill_(weight)
         for part in self.layout.slices if self._pushes else ():
             push = Push(
                 worker=self.rank,
                 step=self.round,
                 base_version=0,
-                samples=weight,
                 hyper=np.zeros((1, len(Assign.hyper_names))),
             )
             self.exchange.push(part.index, push, flat[part.start : part.stop], compress=False)
         self.round, self.has_pushed = self.round + 1, True
 
     def pull(self) -> torch.Tensor:
-        """Returns the value of this worker's last round, float32, in the tensor's shape."""
+        """Returns the mean of this worker's last round, float32, in the tensor's shape."""
+        total, weight = self.pull_sum()
+        return self.lanes.narrow(total / (weight or 1.0), torch.float32, self.name)
+
+    def pull_sum(self) -> tuple[torch.Tensor, float]:
+        """Returns the sums of the tensors and of the weights pushed in this worker's last round.
+
+        Returns:
+            Flat, in the dtype in which the tensors are added up (`Lanes.narrow`).
+
+        Raises:
+            ConfigError: The sum is beyond int64.
+        """
         flat = torch.zeros(self.layout.numel)
         self._fetch(flat)
-        return flat[: self.shape.numel()].view(self.shape)
+        numbers, weights = self._parts(flat)
+        return self.lanes.read(numbers, self.name), float(weights.item())
+
+    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tensor's elements in a flat vector, and the element behind them."""
+        tensor, weight = self.layout.offsets
+        return flat[tensor : tensor + self.lanes.numel], flat[weight : weight + 1]
 
     def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[PullBuffer]:
         pull_buffers = []
@@ -182,13 +226,16 @@ def shutdown() -> None:
 
 
 def rank() -> int:
-    """Returns the 0-based rank of this process among those of all workers: divides the data."""
-    return context.current().session.process_rank
+    """Returns the 0-based rank of this process among those of all workers: divides the data.
+
+    In a pipeline it counts the workers of all stages.
+    """
+    return context.place().process_rank
 
 
 def size() -> int:
     """Returns the number of processes of all workers; the maximum of an elastic job."""
-    return context.current().session.num_processes
+    return context.place().num_processes
 
 
 def live_ranks() -> list[int]:
@@ -197,71 +244,146 @@ def live_ranks() -> list[int]:
     It asks the first shard. In an elastic job workers may join and leave at any time, so two
     workers may get different answers.
     """
-    session = context.current().session
+    session = context.place()
     size = 1 if session.group is None else session.group.size
     return [size * worker + local for worker in session.live() for local in range(size)]
 
 
 def barrier(name: str = "barrier") -> None:
     """Waits until all workers that are still in the job have reached this barrier."""
-    context.current().session.barrier(name)
+    context.place().barrier(name)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:
-    """Contributes a tensor to the current round of `name`; does not wait for other workers."""
-    named(name, tensor).push(tensor)
+    """Contributes a tensor to the current round of `name`; does not wait for other workers.
+
+    Args:
+        tensor: A tensor of any dtype, with the same shape and dtype on every worker.
+        name: Its name.
+
+    Raises:
+        ConfigError: The name has tensors of another shape or dtype, or the arguments are swapped.
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    _require("push", tensor, name)
+    _of_dtype(name, tensor).push(tensor)
 
 
-def pull(name: str, out: torch.Tensor) -> torch.Tensor:
-    """Waits for the value of `name` and copies it into `out`."""
+@overload
+def pull(out: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor: ...
+
+
+@overload
+def pull(out: str, name: torch.Tensor, *, average: bool = True) -> torch.Tensor: ...
+
+
+def pull(
+    out: torch.Tensor | str, name: str | torch.Tensor, *, average: bool = True
+) -> torch.Tensor:
+    """Waits for the value of `name` and copies it into `out`.
+
+    Args:
+        out: A tensor of the shape and dtype of those that are pushed. It may also come second, as
+            in former versions: `pull(name, out)`.
+        name: The name.
+        average: Whether the value is the mean; else the sum of the tensors that were pushed.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ConfigError: The name has tensors of another shape or dtype, or tensors of this dtype have
+            no mean or sum.
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    if isinstance(out, str):
+        out, name = name, out
+    _require("pull", out, name)
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(name, str)
+    _require_value(out.dtype, name, average=average)
     with torch.no_grad():
-        return out.copy_(named(name, out).pull())
+        return out.copy_(_value(_of_dtype(name, out), out, average=average))
 
 
 def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
-    """Returns the mean (or the sum) of all workers' tensors, in this one's type and device."""
-    mine = named(name, tensor)
+    """Returns the mean (or the sum) of all workers' tensors, in this one's dtype, on its device.
+
+    Only tensors that were pushed are in it: where workers have left the job, those of the others.
+
+    Args:
+        tensor: A tensor with the same shape and dtype on every worker. Floats up to float32 are
+            added in float32; integers, float64 and complex128 are added exactly in 64 bits.
+        name: Its name.
+        average: Whether to return the mean; integers have none, as in torch.
+
+    Raises:
+        ConfigError: The name has tensors of another shape or dtype, tensors of this dtype have no
+            mean or sum, the sum is beyond the dtype, or the arguments are swapped.
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    _require("push_pull", tensor, name)
+    _require_value(tensor.dtype, name, average=average)
+    mine = _of_dtype(name, tensor)
     mine.push(tensor)
-    value = mine.pull()
-    if not average:
-        value = value * size()
-    return value.to(device=tensor.device, dtype=tensor.dtype)
+    return _value(mine, tensor, average=average).to(tensor.device)
 
 
 def broadcast_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
+    parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+    root_rank: int = 0,
 ) -> None:
-    """Copies one worker's tensors to all others, in place.
+    """Copies one worker's tensors to all others, in place, exactly in every dtype.
 
     `DistributedOptimizer` does this for its own parameters; use it for the others (frozen
     parameters, buffers).
+
+    Args:
+        parameters: Pairs of name and tensor, as `model.named_buffers()`, or a state dict.
+        root_rank: Rank of the process whose tensors are copied.
+
+    Raises:
+        ConfigError: There is no such rank, it has left the job, or something else was given.
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
-    if not 0 <= root_rank < size():
-        raise ConfigError(f"root_rank is {root_rank}, must be in 0..{size() - 1}")
-    for name, tensor in parameters:
-        mine = named(f"broadcast.{name}", tensor)
-        mine.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
-        with torch.no_grad():
-            tensor.copy_(mine.pull())
+    session = context.current().session
+    if not 0 <= root_rank < session.num_processes:
+        raise ConfigError(f"root_rank is {root_rank}, must be in 0..{session.num_processes - 1}")
+    is_root = session.process_rank == root_rank
+    for name, tensor in _pairs(parameters):
+        if not tensor.numel():
+            continue
+        mine = named(f"broadcast.{name}", tensor, one_row=True)
+        mine.push(tensor, weight=float(is_root))
+        total, num_roots = mine.pull_sum()
+        if num_roots != 1.0:
+            raise ConfigError(f"rank {root_rank} has left the job: nobody has values of {name!r}")
+        if not is_root:
+            with torch.no_grad():
+                tensor.copy_(mine.lanes.narrow(total, tensor.dtype, name))
 
 
-def named(name: str, like: torch.Tensor, *, alone: bool = False) -> NamedTensor:
+def named(
+    name: str, like: torch.Tensor, *, alone: bool = False, one_row: bool = False
+) -> NamedTensor:
     """Returns the tensor `name` of this process's job, and declares it the first time.
 
     Args:
         name: Its name.
-        like: A tensor of its shape.
+        like: A tensor of its shape and dtype.
         alone: Whether one process of each group takes part by itself.
+        one_row: Whether only one worker of a round pushes anything but zeros.
 
     Raises:
         ConfigError: It was declared with another shape.
     """
     mine = declared(name)
     if mine is None:
-        mine = _named[name] = NamedTensor(name, like, alone=alone)
-    if mine.shape != like.shape:
+        mine = _named[name] = NamedTensor(name, like, alone=alone, one_row=one_row)
+    if mine.lanes.shape != like.shape:
         raise ConfigError(
-            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(mine.shape)}"
+            f"tensor {name!r} has shape {list(like.shape)}, it was made with "
+            f"{list(mine.lanes.shape)}"
         )
     return mine
 
@@ -270,3 +392,70 @@ def declared(name: str) -> NamedTensor | None:
     """Returns the tensor `name`; None if it has to be declared, also after a return to the job."""
     mine = _named.get(name)
     return mine if mine is not None and mine.belongs_to(context.current().session) else None
+
+
+# ----- inside
+
+
+def _of_dtype(name: str, like: torch.Tensor) -> NamedTensor:
+    """Returns the tensor `name`; refuses one that was declared for another dtype."""
+    mine = named(name, like)
+    if mine.lanes != Lanes.of(like, mine.lanes.rows):
+        raise ConfigError(
+            f"tensor {name!r} is {like.dtype} here, and its tensors are added as {mine.lanes.wide}"
+            f"{' pairs' if mine.lanes.is_complex else ''}: use one dtype for a name"
+        )
+    return mine
+
+
+def _value(mine: NamedTensor, like: torch.Tensor, *, average: bool) -> torch.Tensor:
+    """Returns the mean or the sum of a tensor's round, on the host."""
+    total, weight = mine.pull_sum()
+    if average and weight:
+        total = total / weight
+    return mine.lanes.narrow(total, like.dtype, mine.name)
+
+
+def _require(verb: str, tensor: object, name: object) -> None:
+    """Raises a `ConfigError` unless a verb was given a tensor and a name, in this order."""
+    if not (isinstance(tensor, torch.Tensor) and isinstance(name, str)):
+        raise ConfigError(
+            f"psworker.{verb}() takes a tensor and its name, in this order; it was given a "
+            f"{type(tensor).__name__} and a {type(name).__name__}"
+        )
+
+
+def _require_value(dtype: torch.dtype, name: str, *, average: bool) -> None:
+    """Raises a `ConfigError` unless tensors of a dtype have a mean, or a sum."""
+    if dtype == torch.bool:
+        raise ConfigError(
+            f"tensor {name!r} is torch.bool, which has neither a mean nor a sum; exchange "
+            "tensor.int(), with average=False for the number of workers"
+        )
+    if average and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(
+            f"tensor {name!r} is {dtype}, which has no mean; pass average=False for the exact sum, "
+            "or exchange tensor.double()"
+        )
+
+
+def _pairs(
+    parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+) -> list[tuple[str, torch.Tensor]]:
+    """Returns pairs of name and tensor.
+
+    Raises:
+        ConfigError: Something else was given.
+    """
+    given: object = parameters.items() if isinstance(parameters, Mapping) else parameters
+    pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    kinds = [tuple(map(type, pair)) if isinstance(pair, tuple) else () for pair in pairs]
+    if all(
+        len(kind) == 2 and kind[0] is str and issubclass(kind[1], torch.Tensor)  # noqa: PLR2004
+        for kind in kinds
+    ):
+        return pairs
+    raise ConfigError(
+        "broadcast_parameters() takes pairs of name and tensor: model.named_parameters(), "
+        "model.named_buffers() or model.state_dict()"
+    )

@@ -33,6 +33,21 @@ def test_without_ranks_the_shards_give_each_worker_another(shards: Shards) -> No
     assert sorted(ranks) == [(0, 3), (1, 3), (2, 3)]
 
 
+def ask_with(me: Station, options: dict[str, int]) -> tuple[int, int]:
+    psworker.init(**options)  # type: ignore[arg-type]
+    psworker.barrier()
+    return psworker.rank(), psworker.size()
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"min_workers": 2, "max_workers": 4}])
+def test_a_size_in_the_script_alone_gives_each_worker_another_rank(
+    shards: Shards, options: dict[str, int]
+) -> None:
+    env = {"RANK": "", "LOCAL_RANK": "", "PACELINE_NUM_WORKERS": "1", "LOCAL_WORLD_SIZE": ""}
+    ranks = shards.run(ask_with, options, env=env)
+    assert sorted(ranks) == [(rank, max(options.values())) for rank in range(2)]
+
+
 def exchange(me: Station) -> list[Any]:
     """Returns what each verb gave, worker i with i + 1 times a tensor."""
     psworker.init()
@@ -68,6 +83,106 @@ def test_push_pull_gives_the_mean_or_the_sum_of_all(shards: Shards) -> None:
         (base * 2).tolist(),
     ]
     assert shards.run(exchange, num_workers=3) == [expected] * 3
+
+
+EXACT = {
+    "int64": torch.tensor([2**31 + 7, -(2**62) + 1, 3]),
+    "int32": torch.tensor([2**24 + 1, -5, 0], dtype=torch.int32),
+    "uint8": torch.tensor([80, 1, 0], dtype=torch.uint8),
+    "float64": torch.tensor([1 + 2.0**-40, 1e300, -0.1], dtype=torch.float64),
+    "complex64": torch.tensor([1 + 2j, -3j, 0.5]),
+    "complex128": torch.tensor([1 + 2.0**-40 * 1j, 1e300, -3j], dtype=torch.complex128),
+    "float16": torch.tensor([1.5, -2.0, 0.25], dtype=torch.float16),
+    "bfloat16": torch.tensor([1.5, -2.0, 0.25], dtype=torch.bfloat16),
+    "scalar": torch.tensor(2**40 + 1),
+}
+
+
+def exchange_exactly(me: Station) -> list[str]:
+    """Returns the names of the tensors whose sum, mean or pull is not torch's own."""
+    psworker.init()
+    wrong = []
+    for name, base in EXACT.items():
+        parts = [base, base.flip(0) if base.dim() else base, base * 0]
+        mine = parts[me.rank]
+        wide = torch.stack(parts).sum(0).to(base.dtype)
+        found = psworker.push_pull(mine, name, average=False)
+        if found.dtype != base.dtype or not torch.equal(found, wide):
+            wrong.append(f"{name}: {found} for {wide}")
+        if base.is_floating_point() or base.is_complex():
+            mean = psworker.push_pull(mine, name)
+            if not torch.equal(mean, (torch.stack(parts).sum(0) / 3).to(base.dtype)):
+                wrong.append(f"mean of {name}: {mean}")
+        psworker.push(mine, name)
+        out = torch.full_like(base, 1)
+        if psworker.pull(out, name, average=False) is not out or not torch.equal(out, wide):
+            wrong.append(f"pulled {name}: {out} for {wide}")
+    return wrong
+
+
+def test_sums_and_means_are_exact_in_every_dtype(shards: Shards) -> None:
+    assert shards.run(exchange_exactly, num_workers=3) == [[]] * 3
+
+
+def bytes_of(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def broadcast_exactly(me: Station) -> list[str]:
+    """Returns the names of the tensors that did not become rank 1's; rank 0 begins with NaN."""
+    psworker.init()
+    values = EXACT | {
+        "bool": torch.tensor([True, False, True]),
+        "float32": torch.tensor([1.0, float("inf"), 2.0**-149]),
+        "uint64": torch.tensor([2**63 + 5, 1], dtype=torch.uint64),
+        "nan": torch.tensor([float("nan"), 1.0]),
+        "empty": torch.zeros(0),
+    }
+    mine = {name: value.clone() for name, value in values.items()}
+    for value in mine.values() if me.rank != 1 else ():
+        value.fill_(float("nan") if value.dtype.is_floating_point else 1)
+    psworker.broadcast_parameters(mine, root_rank=1)
+    return [
+        f"{name}: {mine[name]}"
+        for name, value in values.items()
+        if not torch.equal(bytes_of(value), bytes_of(mine[name]))
+    ]
+
+
+def test_a_broadcast_is_exact_in_every_dtype_and_takes_nothing_of_the_others(
+    shards: Shards,
+) -> None:
+    assert shards.run(broadcast_exactly) == [[]] * 2
+
+
+def leave_early(me: Station) -> tuple[float, float, str]:
+    psworker.init()
+    psworker.push_pull(torch.ones(1), "value")
+    if psworker.rank() == 2:
+        psworker.shutdown()
+        me.tell()
+        return 3.0, 1.0, ""
+    me.tell()
+    me.hear()
+    total = psworker.push_pull(torch.ones(1), "value", average=False).item()
+    mean = psworker.push_pull(torch.ones(1), "value").item()
+    problem = ""
+    try:
+        psworker.broadcast_parameters([("w", torch.zeros(1))], root_rank=2)
+    except psworker.ConfigError as error:
+        problem = str(error)
+    return total, mean, problem
+
+
+def test_the_sum_holds_what_was_pushed_after_a_worker_has_left(shards: Shards) -> None:
+    with shards.workers(leave_early, num_workers=3) as workers:
+        for worker in workers:
+            worker.hear()
+        for worker in workers:
+            worker.tell()
+        results = [worker.result() for worker in workers]
+    gone = "rank 2 has left the job: nobody has values of 'w'"
+    assert sorted(results) == [(2.0, 1.0, gone), (2.0, 1.0, gone), (3.0, 1.0, "")]
 
 
 def pull_before(me: Station) -> list[float]:
@@ -144,9 +259,18 @@ def misuse(me: Station) -> list[str]:
         psworker.push(torch.zeros(4), "differs")
     psworker.barrier()
     problems: list[str] = []
+    model = torch.nn.Linear(1, 1)
     calls: list[Callable[[], object]] = [
         lambda: psworker.push_pull(torch.zeros(3, 2), "value"),
         lambda: psworker.broadcast_parameters([], root_rank=2),
+        lambda: psworker.push("value", torch.zeros(2, 3)),  # type: ignore[arg-type]
+        lambda: psworker.push_pull(torch.ones(2, dtype=torch.int64), "count"),
+        lambda: psworker.push_pull(torch.ones(2, dtype=torch.bool), "flag", average=False),
+        lambda: psworker.push(torch.zeros(2, 3).double(), "value"),
+        lambda: psworker.push(torch.zeros(2, 3).to_sparse(), "sparse"),
+        lambda: psworker.push_pull(torch.full((1,), 200, dtype=torch.uint8), "u", average=False),
+        lambda: psworker.push_pull(torch.full((1,), 2**62), "long", average=False),
+        lambda: psworker.broadcast_parameters(model.parameters()),  # type: ignore[arg-type]
         lambda: psworker.push(torch.zeros(4 + me.rank), "differs"),
     ]
     for call in calls:
@@ -162,10 +286,25 @@ def test_misuse_is_refused_by_name(shards: Shards) -> None:
     assert first == [
         "ConfigError: tensor 'value' has shape [3, 2], it was made with [2, 3]",
         "ConfigError: root_rank is 2, must be in 0..1",
+        "ConfigError: psworker.push() takes a tensor and its name, in this order; it was given a "
+        "str and a Tensor",
+        "ConfigError: tensor 'count' is torch.int64, which has no mean; pass average=False for the "
+        "exact sum, or exchange tensor.double()",
+        "ConfigError: tensor 'flag' is torch.bool, which has neither a mean nor a sum; exchange "
+        "tensor.int(), with average=False for the number of workers",
+        "ConfigError: tensor 'value' is torch.float64 here, and its tensors are added as "
+        "torch.float32: use one dtype for a name",
+        "ConfigError: a tensor is torch.float32 with layout torch.sparse_coo; exchange its dense "
+        "values, tensor.to_dense() or tensor.dequantize()",
+        "ConfigError: the sum of 'u' is beyond torch.uint8, the dtype of its tensors; exchange "
+        "tensor.long()",
+        "ConfigError: the sum of 'long' is beyond int64; exchange tensor.double()",
+        "ConfigError: broadcast_parameters() takes pairs of name and tensor: "
+        "model.named_parameters(), model.named_buffers() or model.state_dict()",
     ]
-    assert second[:2] == first
+    assert second[:-1] == first
     assert re.search(
-        r"JobMismatchError: .*tensor 0 is 'differs' \[5\] .* here and 'differs' \[4\]", second[2]
+        r"JobMismatchError: .*tensor 0 is 'differs' \[5\] .* here and 'differs' \[4\]", second[-1]
     )
 
 

@@ -46,8 +46,11 @@ def train(
             job=f"{job}-{number}",
             num_workers=sum(replicas),
         )
+        assert (psworker.rank(), psworker.size()) == (me.rank, sum(replicas))
+        assert psworker.live_ranks() == list(range(sum(replicas)))
         losses = [run.step(x.float(), y.float()) for x, y in model.data(total)]
         run.finish()
+        assert psworker.rank() == me.rank  # It divides the work behind the training too.
         state = {name: value.double().numpy() for name, value in run.state_dict().items()}
         results.append((run.place.stage, run.place.replica, state, run.losses, losses))
     return results

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from pscore.compressors.none import NoCompression
+from pscore.compressors.randomk import RandomK
+from pscore.errors import RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import SSGD, LocalSGD
 from pscore.table_spec import TableSpec
@@ -103,6 +105,27 @@ def test_it_makes_steps_and_ends_waits_on_virtual_time(monkeypatch: pytest.Monke
     assert not reply.pulls[1][0].ready
     now_s = LEASE_S + 1.0
     assert [member.rank for _, member in engine.tick()] == [0, 1]
+
+
+def test_a_compressed_payload_in_shared_memory_is_refused() -> None:
+    """Its worker could change it between the check and the use."""
+    engine, numel = Engine(Shard(0, 1, LEASE_S), now=lambda: 0.0), 16
+    member = Member(rank=0, incarnation=7, restart=0, host="a", pid=1, heard_s=0.0)
+    job = engine.join("run", 1, member)
+    tensor = TensorSpec(name="w", shape=(numel,), dtype="float32", compress=True)
+    spec = replace(SPEC, tensors=(tensor,), compressor=RandomK(ratio=0.875))
+    table = engine.define(job, spec)
+    sender = data_pb2.Sender(job="run", worker=0, incarnation=7)
+    grads = np.ones(numel, np.float32)  # As bytes it is a payload: a seed and 14 values.
+    engine.share(job, table.index, 0, grads)
+    start = data_pb2.PushHeader(sender=sender, role=data_pb2.ROLE_WEIGHTS)
+    engine.requests.on_push(start, np.zeros(4 * numel, np.uint8), Reply())
+    push = data_pb2.PushHeader(
+        sender=sender, samples=1.0, hyper=HYPER, shared=True, compressor=RandomK.name
+    )
+    with pytest.raises(RemoteProtocolError, match=r"compressed by 'randomk' in shared memory"):
+        engine.requests.on_push(push, np.empty(0, np.uint8), Reply())
+    assert job.job.table(0).clock(0).version == 0
 
 
 def test_windows_are_asked_for_only_while_a_table_has_some() -> None:

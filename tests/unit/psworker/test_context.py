@@ -72,6 +72,28 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert session.environment.timeout_s == 7.0
 
 
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [({}, 0), ({"num_workers": 2}, -1), ({"min_workers": 1, "max_workers": 1}, -1)],
+)
+def test_the_shards_choose_the_rank_of_a_worker_that_may_not_be_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, size: dict[str, int], rank: int
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    assert session_of(join(**size)).rank == rank  # type: ignore[arg-type]
+
+
+def test_a_rank_of_the_environment_is_compared_with_the_size_of_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    monkeypatch.setenv("PACELINE_RANK", "1")
+    assert session_of(join(num_workers=2)).rank == 1
+    shutdown()
+    with pytest.raises(ConfigError, match=r"rank 2 of 2 workers, must be in 0\.\.1"):
+        join(rank=2, num_workers=2)
+
+
 def test_a_process_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SERVERS", "a:1")
     first = join(job="night")
