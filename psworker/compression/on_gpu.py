@@ -8,6 +8,7 @@ cannot be encoded there are copied, and the CPU encodes them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,10 +24,11 @@ from pscore.net import wire
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
 from psworker.compression.error_feedback import FLOAT_MAX, Feedback, Sent
-from psworker.model.copies import Copies, copies_of
+from psworker.model.copies import Copies, copies_of, current_stream, on_stream
 from psworker.model.finite import FiniteCheck
 
 log = logging.getLogger("paceline")
+NOTHING = memoryview(b"")  # The payload of a push that was given up; its sender is refused too.
 
 
 class DeviceFeedback(Feedback):
@@ -46,11 +48,13 @@ class DeviceFeedback(Feedback):
         self._host = torch.zeros_like(
             encoder.payload, device="cpu", pin_memory=encoder.payload.device.type == "cuda"
         )
+        self._newest: Push | None = None  # The push that is not settled.
+        self._stream: torch.cuda.Stream | None = None  # That of the newest push's kernels.
 
     def start(self, push: Push, grad: torch.Tensor, check: FiniteCheck) -> Callable[[], memoryview]:
         """Starts kernels and copy; returns a function that waits for the payload and returns it."""
         with self._lock:
-            assert self._sent is None
+            self._begin(push)
             refused = check.start(grad)
             seed = self._seed(push)
             self._encoder.encode(grad, seed=seed, step=push.step, refused=refused)
@@ -58,8 +62,10 @@ class DeviceFeedback(Feedback):
 
         def ready() -> memoryview:
             done.wait()
-            check.require_finite(grad, push.step)
             with self._lock:
+                if self._newest is not push:
+                    return NOTHING
+                check.require_finite(grad, push.step)
                 if self._sent is None:
                     payload = self._encoder.finish(self._host.numpy())
                     self._sent = Sent(step=push.step, payload=payload, is_compressed=True)
@@ -82,7 +88,7 @@ class DeviceFeedback(Feedback):
             A function that waits for the uncompressed payload and returns it.
         """
         with self._lock:
-            assert self._sent is None
+            self._begin(push)
             refused = check.start(grad)
             total, residual = grad, self._encoder.state.get(RESIDUAL)
             if residual is not None:
@@ -93,8 +99,10 @@ class DeviceFeedback(Feedback):
 
         def ready() -> memoryview:
             done.wait()
-            check.require_finite(grad, push.step)
             with self._lock:
+                if self._newest is not push:
+                    return NOTHING
+                check.require_finite(grad, push.step)
                 if self._sent is None:
                     require_finite(all_finite(host.numpy()), self._compressor.name)
                     payload = host.numpy().view(np.uint8)
@@ -106,7 +114,7 @@ class DeviceFeedback(Feedback):
     def settle(self, verdict: Verdict) -> None:
         """Ends the push that was encoded last; a late push is added back to the residual."""
         with self._lock:
-            sent, self._sent = self._sent, None
+            sent, self._sent, self._newest = self._sent, None, None
             residual = self._encoder.state.get(RESIDUAL)
             if sent is None or residual is None:
                 return
@@ -118,8 +126,9 @@ class DeviceFeedback(Feedback):
                     self._compressor.decode_add(sent.payload, back.numpy(), 1.0, assign=False)
                 else:
                     back.numpy()[:] = sent.payload.view(np.float32)
-                residual.add_(back.to(residual.device, non_blocking=True))
-                residual.clamp_(-FLOAT_MAX, FLOAT_MAX)  # Rounding may pass it.
+                with on_stream(self._stream):  # Any thread settles, with a stream of its own.
+                    residual.add_(back.to(residual.device, non_blocking=True))
+                    residual.clamp_(-FLOAT_MAX, FLOAT_MAX)  # Rounding may pass it.
 
     @property
     def state(self) -> Mapping[str, FloatArray]:
@@ -130,8 +139,15 @@ class DeviceFeedback(Feedback):
     def load(self, name: str, value: FloatArray) -> None:
         """Replaces one array of the state; one that the compressor does not keep is dropped."""
         if name in self._encoder.state:
+            self._await_kernels()
             self._encoder.state[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
             self._await_kernels()
+
+    def _begin(self, push: Push) -> None:
+        """Records the push whose work is started now, and the stream that does it."""
+        assert self._sent is None
+        self._newest = push
+        self._stream = current_stream(self._encoder.payload.device)
 
     def _await_kernels(self) -> None:
         """Waits for the device: this thread may use another stream than the one that trains."""
@@ -160,8 +176,13 @@ class DeviceSide:
         self._copies = copies_of(device)
         self._checks: dict[int, FiniteCheck] = {}
         self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
+        self._newest: dict[int, Push] = {}  # By slice: the last push without error feedback.
         if device.type == "cuda":
             _pin(self, self._host, device)
+
+    def restart(self) -> None:
+        """Gives up the pushes under way: none of them will be refused any more."""
+        self._newest.clear()
 
     def place(self, index: int, feedback: Feedback) -> Feedback:
         """Returns a slice's error feedback, moved to the gradient's device if that is possible."""
@@ -199,9 +220,12 @@ class DeviceSide:
             return feedback.start(push, grad, check)
         check.start(grad)
         done = self._copies.to_host((host, grad), check.copied)
+        self._newest[index] = push
 
         def ready() -> memoryview:
             done.wait()
+            if self._newest.get(index) is not push:
+                return NOTHING
             check.require_finite(grad, push.step)
             if feedback is None:
                 return wire.as_bytes(host.numpy())
@@ -217,9 +241,16 @@ def _pin(owner: object, host: torch.Tensor, device: torch.device) -> None:
         return
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):  # Else it takes memory of the first GPU for a context there.
-        driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
-    if host.is_pinned():
+        problem = int(driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        if problem:  # CUDA keeps the error for the next kernel of torch, which raises it.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
+    if not problem:
         unpin = weakref.finalize(owner, lambda: driver.cudaHostUnregister(host.data_ptr()))
         unpin.atexit = False  # The driver may be gone by then.
     else:
-        log.warning("%d bytes for gradients cannot be pinned: copies will wait", host.nbytes)
+        log.warning(
+            "%d bytes for gradients cannot be pinned (CUDA error %d): copies will wait",
+            host.nbytes,
+            problem,
+        )

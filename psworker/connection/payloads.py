@@ -65,6 +65,8 @@ class Payloads:
     def restart(self) -> None:
         """Starts again, perhaps at another rank; residuals stay."""
         self._refused = None
+        if self._device is not None:
+            self._device.restart()
         for index, feedback in enumerate(self.feedback):
             if feedback is not None:
                 feedback.key = self._key(index)

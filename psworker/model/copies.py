@@ -10,10 +10,13 @@ A device that is not CUDA copies at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from psworker.model.device import is_on_device
 
 
 class Done:
@@ -39,6 +42,25 @@ class Done:
         """Orders the current stream of a device behind the copies; this thread does not wait."""
         if self._event is not None:
             torch.cuda.current_stream(device).wait_event(self._event)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Returns the stream that is current on a device; None: the device is not CUDA."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Context manager: makes a stream current, and its device; None changes nothing.
+
+    The device comes first: torch restores the stream that was current before, and a stream of
+    another device would get a context there, of hundreds of megabytes.
+    """
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 class Copies:
@@ -68,7 +90,7 @@ class Copies:
                 host.copy_(there)
             return Done()
         self._leaving.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._leaving):
+        with on_stream(self._leaving):
             for host, there in pairs:
                 there.record_stream(self._leaving)  # Its memory may be freed before the copy ends.
                 host.copy_(there, non_blocking=True)
@@ -82,7 +104,7 @@ class Copies:
         """
         if self._coming is None:
             return Incoming(self._device, [host.to(self._device, copy=True) for host in hosts])
-        with torch.cuda.stream(self._coming):
+        with on_stream(self._coming):
             there = [torch.empty_like(host, device=self._device) for host in hosts]
             for mine, host in zip(there, hosts, strict=True):
                 mine.copy_(host, non_blocking=True)
@@ -124,3 +146,26 @@ class Incoming:
             for tensor in self._tensors:
                 tensor.record_stream(stream)  # It was allocated on the stream of the copies.
         return [*self._tensors]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's values on the host, once all work on it is done.
+
+    A tensor of the host is returned as it is. From a GPU it is copied to pinned memory, which torch
+    keeps for the next copy, and this thread waits without using processor time.
+    """
+    if not is_on_device(tensor):
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    copies_of(tensor.device).to_host((host, tensor)).wait()
+    return host
+
+
+def on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns values of the host on a device, for its current stream, without waiting for the copy.
+
+    On the CPU the values are returned as they are.
+    """
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

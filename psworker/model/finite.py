@@ -15,8 +15,7 @@ import torch
 
 from pscore.errors import GradientError
 from pscore.partition import Layout
-from psworker.model.copies import copies_of
-from psworker.model.device import is_on_device
+from psworker.model.copies import on_host
 
 
 class FiniteCheck:
@@ -80,20 +79,14 @@ def first_not_finite(parts: Sequence[torch.Tensor]) -> int | None:
     All tensors are on one device, and it waits for the device once, or once more if a sum is not
     finite. Sums come first, since `isfinite` takes many times as long on a CPU.
     """
-    if not parts or all(_on_host(torch.stack([part.sum() for part in parts]).isfinite())):
+    if not parts:
         return None
-    finite = _on_host(torch.stack([torch.isfinite(part).all() for part in parts]))
+    sums = torch.stack([part.sum(dtype=torch.float32) for part in parts])
+    if bool(on_host(sums).isfinite().all()):
+        return None
+    flags = torch.stack([torch.isfinite(part).all() for part in parts])
+    finite: list[bool] = on_host(flags).tolist()
     return None if all(finite) else finite.index(False)
-
-
-def _on_host(flags: torch.Tensor) -> list[bool]:
-    """Returns flags, `(n,) bool`; waits for their device."""
-    if is_on_device(flags):
-        host = torch.empty_like(flags, device="cpu", pin_memory=flags.device.type == "cuda")
-        copies_of(flags.device).to_host((host, flags)).wait()
-        flags = host
-    values: list[bool] = flags.tolist()
-    return values
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.model.copies import Done, copies_of
 from psworker.model.device import is_on_device
-from psworker.model.finite import is_finite, not_finite
+from psworker.model.finite import first_not_finite, is_finite, not_finite
 from psworker.model.grad_views import GradViews, dense, is_plain
 
 log = logging.getLogger("paceline")
@@ -180,6 +180,8 @@ class FlatModel:
         starts = np.array(layout.offsets, dtype=np.int64)
         numels = [spec.numel for spec in layout.tensors]
         self._spans = np.stack((starts, starts + numels), axis=1)
+        if has_views and self._grads_host is None:
+            log.warning("gradient_as_bucket_view=True has no effect on %s", self.device)
         self.views = GradViews(self.parameters, layout, self._grads_host if has_views else None)
         self._cast: list[int] = []  # Parameters that are not views of the weights.
         self._homes: dict[int, int] = {}  # Addresses in the flat weights of the other parameters.
@@ -323,6 +325,21 @@ class FlatModel:
                 assert grad is not None
                 raise not_finite(self.layout.tensors[plain[bad]].name, grad, step)
 
+    def require_finite(self, step: int) -> None:
+        """Refuses gradients that hold NaN or Inf; waits once for a device.
+
+        Args:
+            step: Step of the gradients, for the message.
+
+        Raises:
+            GradientError: Names the first one.
+        """
+        made = [index for index, one in enumerate(self.parameters) if one.grad is not None]
+        grads = [dense(grad) for one in self.parameters if (grad := one.grad) is not None]
+        place = first_not_finite(grads)
+        if place is not None:
+            raise not_finite(self.layout.tensors[made[place]].name, grads[place], step)
+
     def changed_grad(self, indices: Iterable[int]) -> int | None:
         """Returns a parameter whose gradient has changed since it was gathered, or None.
 
@@ -377,7 +394,17 @@ class FlatModel:
             raise not_finite(self.layout.tensors[index].name, dense(grad), step)
 
     def _gather_on_device(self, indices: Iterable[int]) -> None:
-        """Copies gradients into the flat vector by few kernels; `finite.py` checks them later."""
+        """Copies gradients into the flat vector by few kernels; `finite.py` checks them later.
+
+        Raises:
+            ConfigError: A CUDA graph is being captured.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "gradients cannot be pushed while a CUDA graph is captured, since its replays "
+                "would push nothing: capture forward and backward alone, with overlap=False, and "
+                "call step() outside of the graph"
+            )
         places, grads = [], []
         for index in indices:
             grad = self.parameters[index].grad

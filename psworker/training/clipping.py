@@ -19,6 +19,7 @@ import torch
 
 from pscore.errors import LOST, ConfigError
 from pscore.rules.base import takes_all
+from psworker.model.copies import on_host
 from psworker.model.dtensors import local
 from psworker.model.finite import is_finite
 from psworker.model.grad_views import dense
@@ -71,12 +72,12 @@ def clip(
             recovery.note(problem)
             return torch.tensor(math.inf)
     if bool(norm.isfinite()):
-        factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-        with torch.no_grad():
-            for parameter in table.flat.parameters:
-                if parameter.grad is not None:
-                    grad = local(parameter.grad)
-                    grad.mul_(factor.to(grad.device))
+        factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0).to(table.flat.device)
+        parameters = table.flat.parameters
+        grads = [local(grad) for one in parameters if (grad := one.grad) is not None]
+        if grads:
+            with torch.no_grad():
+                torch._foreach_mul_(grads, factor)
     return norm
 
 
@@ -166,10 +167,10 @@ def _number(mean: torch.Tensor) -> int:
 
 def _flat(table: TrainingTable) -> torch.Tensor:
     """Returns all gradients as one vector, then 0; if they are not finite, zeros, then 1."""
-    parts = [
-        torch.zeros(weight.numel())
+    parts = [  # On their device, which then copies them all at once.
+        torch.zeros(weight.numel(), device=weight.device)
         if weight.grad is None
-        else dense(weight.grad).float().reshape(-1).cpu()
+        else dense(weight.grad).float().reshape(-1)
         for weight in table.flat.parameters
     ]
     return _checked(torch.cat(parts))
@@ -177,7 +178,7 @@ def _flat(table: TrainingTable) -> torch.Tensor:
 
 def _checked(flat: torch.Tensor) -> torch.Tensor:
     """Returns a vector on the host, then 0; if it is not finite, zeros, then 1."""
-    flat = torch.cat([flat.cpu(), torch.zeros(1)])
+    flat = torch.cat([on_host(flat), torch.zeros(1)])
     if not is_finite(flat):
         flat.zero_()
         flat[-1] = 1.0

@@ -18,7 +18,7 @@ from pscore.types import FloatArray
 from psworker.connection.trace import local_update, peer_step
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
-from psworker.model.finite import is_finite, not_finite
+from psworker.model.copies import on_device, on_host
 from psworker.model.grad_views import is_plain
 from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
@@ -118,7 +118,7 @@ class PeerStep(AloneStep):
         self._skips = skips
         self._forgets = self._rule.forgets and self._table.replica.plan().pull
         if not skips:
-            self._require_finite()
+            self._table.flat.require_finite(self._number)
         with peer_step(self._table.session.timeline, self._peers.report):
             self._peers.run(self._peers.gossip.step())
 
@@ -133,8 +133,8 @@ class PeerStep(AloneStep):
 
     def note_average(self, average: torch.Tensor) -> None:
         """Measures the distance of this worker's model to an average, for status."""
-        norm = float(torch.linalg.vector_norm(average))
-        distance = float(torch.linalg.vector_norm(self._table.flat.weights - average))
+        apart = torch.linalg.vector_norm(self._table.flat.weights - average)
+        norm, distance = on_host(torch.stack((torch.linalg.vector_norm(average), apart))).tolist()
         self._peers.distance = distance / norm if norm else 0.0
 
     def _meet_if_moved(self) -> None:
@@ -142,18 +142,6 @@ class PeerStep(AloneStep):
         peers = self._peers
         if peers.gossip is not None and not peers.has_parted and peers.has_moved:
             peers.run(peers.gossip.meet())
-
-    def _require_finite(self) -> None:
-        """Refuses gradients that would spoil the models of all workers.
-
-        Raises:
-            GradientError: One holds NaN or Inf; nothing was exchanged.
-        """
-        flat = self._table.flat
-        for index, parameter in enumerate(flat.parameters):
-            grad = parameter.grad
-            if grad is not None and not is_finite(grad):
-                raise not_finite(flat.layout.tensors[index].name, grad, self._number)
 
     # ----- Model
 
@@ -173,7 +161,7 @@ class PeerStep(AloneStep):
         weight = 0.0 if self._skips else table.progress.samples
         numel = table.layout.numel
         vector = np.empty(numel + 1 + len(has), np.float32)
-        np.multiply(flat.grads.cpu().numpy(), np.float32(weight), out=vector[:numel])
+        np.multiply(on_host(flat.grads).numpy(), np.float32(weight), out=vector[:numel])
         vector[numel], vector[numel + 1 :] = weight, has
         return vector
 
@@ -184,8 +172,9 @@ class PeerStep(AloneStep):
         if weight <= 0:
             return
         self._skips = False  # The others' gradients count here too.
-        is_here = flat.device.type == "cpu"
-        mean = None if is_here else torch.from_numpy(total[:numel] / weight).to(flat.device)
+        mean = None
+        if flat.device.type != "cpu":
+            mean = on_device(torch.from_numpy(total[:numel] / weight), flat.device)
         for index, parameter in enumerate(flat.parameters):
             if total[numel + 1 + index] == 0:
                 parameter.grad = None
@@ -207,14 +196,14 @@ class PeerStep(AloneStep):
 
     def _pack(self) -> FloatArray:
         """Returns the model and the state of the wrapped optimizer."""
-        weights = self._table.flat.weights.cpu().numpy()
+        weights = on_host(self._table.flat.weights).numpy()
         return np.concatenate((weights, pack(self._inner)))
 
     def _unpack(self, values: FloatArray) -> None:
         """Replaces model and state of the wrapped optimizer by another worker's."""
         flat, numel = self._table.flat, self._table.layout.numel
         unpack(self._inner, values[numel:], flat.parameters)
-        flat.weights.copy_(torch.from_numpy(values[:numel]))
+        flat.weights.copy_(on_device(torch.from_numpy(values[:numel]), flat.device))
         flat.scatter_weights()
 
 

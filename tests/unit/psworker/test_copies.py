@@ -1,8 +1,14 @@
 """Copies between a device and the host, where the CPU stands for the device."""
 
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
 import torch
 
-from psworker.model.copies import Copies, Done, copies_of
+from psworker.model.copies import Copies, Done, copies_of, on_device, on_host, on_stream
 
 CPU = torch.device("cpu")
 
@@ -35,3 +41,38 @@ def test_without_a_copy_nothing_is_to_be_waited_for() -> None:
     Done().wait()
     Done().hold(CPU)
     assert Done().is_over()
+
+
+def test_a_stream_is_left_before_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for torch's own: with the device outside no other one is touched at the end."""
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def entered(what: Any) -> Iterator[None]:
+        done.append(f"enter {what}")
+        yield
+        done.append(f"leave {what}")
+
+    stream = types.SimpleNamespace(device="cuda:1")
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("stream"))
+    with on_stream(cast(Any, stream)):
+        done.append("work")
+    order = ["enter cuda:1", "enter stream", "work", "leave stream", "leave cuda:1"]
+    assert done == order
+    with on_stream(None):
+        assert done == order
+
+
+def test_values_of_the_host_stay_as_they_are() -> None:
+    values = torch.arange(3.0)
+    assert on_host(values) is values
+    assert on_device(values, CPU) is values
+
+
+def test_values_of_a_device_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psworker.model.copies.is_on_device", lambda _: True)
+    values = torch.arange(3.0)
+    found = on_host(values)
+    assert torch.equal(found, values)
+    assert found is not values

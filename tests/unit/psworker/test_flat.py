@@ -249,3 +249,26 @@ def test_a_parameter_without_a_shape_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"'1.weight' has no shape yet \(a lazy module\)"):
         trained(optimizer, model.named_parameters())
+
+
+def test_a_capture_of_a_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psworker.model.flat.is_on_device", lambda _: True)
+    parameters, flat_model = make_bucket()
+    parameters["matrix"].grad = torch.ones(2, 3)
+    monkeypatch.setattr(flat_model, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match="CUDA graph is captured"):
+        flat_model.gather_grads([0], step=0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    flat_model.gather_grads([0], step=0)
+
+
+def test_views_that_a_device_does_not_have_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("psworker.model.flat.is_on_device", lambda _: True)
+    parameters, first = make_bucket()
+    FlatModel([*parameters.values()], first.layout, has_views=False)
+    assert not caplog.messages
+    FlatModel([*parameters.values()], first.layout, has_views=True)
+    assert caplog.messages == ["gradient_as_bucket_view=True has no effect on cpu"]

@@ -1,6 +1,9 @@
 """Error feedback on a device: with the CUDA kernels, run as C++ on the CPU, and with torch."""
 
+import contextlib
 import logging
+import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from pscore.cuda.plain import TorchEncoder
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec, Verdict
+from psworker.compression import on_gpu
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
 from psworker.model.copies import copies_of
@@ -137,3 +141,74 @@ def test_the_message_names_the_wheel_for_torchs_cuda(cuda: str, wheel: str) -> N
     said = runtime.advice(cuda)
     assert wheel in said
     assert f"paceline[cuda{cuda[:2]}]" in said
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["2bit", "none"])
+def test_a_push_that_was_given_up_leaves_no_trace(name: str) -> None:
+    """After a rejoin an old push may still wait for its thread: it is neither kept nor refused."""
+    compressor, numel = parse_compressor(name), LAYOUT.slices[0].numel
+    side = DeviceSide(LAYOUT, compressor, np.zeros(numel, np.float32), CPU)
+    kept = None if compressor.is_raw else side.place(0, Feedback(compressor, numel, "job/0/0/0"))
+    broken = aligned(np.resize(gradient(0), numel))
+    broken[7] = float("nan")
+    old = side.payload(0, push(0), broken, kept, flush=False)
+    side.restart()
+    if kept is not None:
+        kept.settle(Verdict.DUPLICATE)
+    assert bytes(old()) == b""
+    grad = np.resize(gradient(1), numel)
+    new = side.payload(0, push(1), aligned(grad), kept, flush=False)
+    assert bytes(old()) == b""
+    plain = Feedback(compressor, numel, "job/0/0/0")
+    expected = grad.tobytes() if kept is None else bytes(plain.encode(push(1), grad))
+    assert bytes(new()) == expected
+
+
+@pytest.mark.usefixtures("way")
+def test_a_late_payload_is_added_on_the_stream_of_the_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The heartbeats settle too. The CPU has no streams: a text stands for one."""
+    used: list[str] = []
+
+    @contextlib.contextmanager
+    def on_stream(stream: str) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(on_gpu, "current_stream", lambda _: "of training")
+    monkeypatch.setattr(on_gpu, "on_stream", on_stream)
+    feedback = feedback_of("2bit")
+    feedback.start(push(0), aligned(gradient(0)), check())()
+    monkeypatch.setattr(on_gpu, "current_stream", lambda _: "of the heartbeats")
+    feedback.settle(Verdict.TOO_LATE)
+    assert used == ["of training"]
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stand-in for CUDA's runtime, which keeps the error of a failed call until a kernel asks."""
+    left: list[int] = []
+
+    def register(*_: int) -> int:
+        left.append(2)
+        return 2
+
+    def kernel(*_: object, **__: object) -> None:
+        if left:
+            raise RuntimeError(f"CUDA error {left.pop()}")
+
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: types.SimpleNamespace(cudaHostRegister=register)
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: False)
+    monkeypatch.setattr(torch, "ones", kernel)
+    monkeypatch.setattr(on_gpu, "copies_of", lambda _: None)
+    host = np.zeros(LAYOUT.numel, np.float32)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        DeviceSide(LAYOUT, parse_compressor("none"), host, torch.device("cuda", 0))
+    assert not left
+    assert "cannot be pinned (CUDA error 2): copies will wait" in caplog.text
