@@ -69,6 +69,10 @@ class Compressor(ABC):
     def payload_nbytes_max(self, numel: int) -> int:
         """Returns the largest payload of `numel` elements, in bytes."""
 
+    def payload_nbytes_at(self, numel: int, step: int) -> int:
+        """Returns the largest payload of `numel` elements at a worker's step, in bytes."""
+        return self.payload_nbytes_max(numel)
+
     def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
         """Returns the length of the payload of `numel` elements that `buffer` begins with."""
         return self.payload_nbytes_max(numel)

@@ -90,7 +90,11 @@ class DGC(Compressor):
 
     def payload_nbytes_max(self, numel: int) -> int:
         """Eight bytes per element that is sent in the first stage of the warm-up."""
-        return sparse.payload_nbytes(self._limit(numel))
+        return self.payload_nbytes_at(numel, 0)
+
+    def payload_nbytes_at(self, numel: int, step: int) -> int:
+        """Eight bytes per element that is sent in this stage of the warm-up."""
+        return sparse.payload_nbytes(sparse.limit(self.ratio_at(step), numel, self.select))
 
     def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
         """Returns the length that follows from the count at the start."""

@@ -1,11 +1,12 @@
 """The protocol of an encoder on a device: it encodes a slice in place, and no thread waits for it.
 
-The payload is the CPU's, bit for bit. Results that are only known at the end (the number of
-elements, whether a number was beyond float32) follow the payload in memory and are copied with it.
+The payload is the CPU's, bit for bit. Whether the gradient is fit to be sent is found on the device
+too: two flags are before the payload in memory and are copied with it.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -14,14 +15,17 @@ import torch
 from pscore.compressors.base import Compressor, require_finite
 from pscore.types import ByteArray
 
-TAIL_NBYTES = 16  # Behind the payload, int32: whether a number was beyond float32, the refusal.
+HEAD_NBYTES = 16  # Before the payload, so that this is aligned as its memory is.
 
 
 class Encoder(ABC):
     """Encodes one slice of a device.
 
     Attributes:
-        payload: `(nbytes,) uint8` on the device: payload, padding, and `TAIL_NBYTES`.
+        sent: `(nbytes,) uint8` on the device: two flags in `HEAD_NBYTES`, then the payload.
+        payload: The part of it behind the flags.
+        bad: `(1,) int32`, not 0 where gradient and residual are beyond float32 together.
+        refused: `(1,) int32` behind it, not 0 where the gradient holds NaN or Inf.
         state: The compressor's arrays by name, each `(numel,) float32` on the device.
     """
 
@@ -35,46 +39,56 @@ class Encoder(ABC):
         """
         self.compressor = compressor
         self.numel = numel
-        longest = compressor.payload_nbytes_max(numel)
-        self._tail = -(-longest // TAIL_NBYTES) * TAIL_NBYTES
-        self.payload = torch.zeros(self._tail + TAIL_NBYTES, dtype=torch.uint8, device=device)
-        tail = self.payload[self._tail :].view(torch.int32)
-        self.bad, self.refused = tail[:1], tail[1:2]
+        nbytes = HEAD_NBYTES + compressor.payload_nbytes_max(numel)
+        self.sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.payload = self.sent[HEAD_NBYTES:]
+        self._flags = self.sent[:8].view(torch.int32)
+        self.bad, self.refused = self._flags[:1], self._flags[1:]
         self.state = {
             name: torch.zeros(numel, dtype=torch.float32, device=device)
             for name in compressor.state_names
         }
 
-    def encode(
-        self, grad: torch.Tensor, *, seed: int, step: int, refused: torch.Tensor | None = None
-    ) -> None:
+    def encode(self, grad: torch.Tensor, *, seed: int, step: int) -> None:
         """Starts the encoding of gradient and state into the payload, without waiting.
+
+        Where the gradient holds NaN or Inf, or float32 does not hold its sum with the residual, the
+        state stays as it is, and there is no payload.
 
         Args:
             grad: `(numel,) float32` on the device; not changed.
             seed: Seed of this (job, worker, slice, step), for compressors that draw.
             step: Step of the worker.
-            refused: `(1,) int32` on the device: where it is not 0, the gradient is no number and
-                the state stays as it is. The payload is then none.
         """
-        self.bad.zero_()
-        if refused is None:
-            self.refused.zero_()
-        else:
-            self.refused.copy_(refused)
+        self._flags.zero_()
         self._encode(grad, seed, step)
+
+    def nbytes_at(self, step: int) -> int:
+        """Returns how many bytes of `sent` can be used after `encode` at a step."""
+        return HEAD_NBYTES + self.compressor.payload_nbytes_at(self.numel, step)
 
     @abstractmethod
     def _encode(self, grad: torch.Tensor, seed: int, step: int) -> None:
-        """Makes the payload; leaves the state as it is where `refused` is not 0."""
+        """Makes the payload and sets the flags; where one is set, the state stays as it is."""
+
+    @staticmethod
+    def is_refused(host: ByteArray) -> bool:
+        """Returns whether the gradient held NaN or Inf, by a copy of `sent` on the host."""
+        return bool(host[:8].view(np.int32)[1])
 
     def finish(self, host: ByteArray) -> ByteArray:
-        """Returns the payload in a copy of `self.payload` that has arrived on the host.
+        """Returns the payload in a copy of `sent` that has arrived on the host.
 
         Raises:
             GradientError: Gradient and residual are too large for float32 together.
         """
-        bad, refused = host[self._tail : self._tail + 8].view(np.int32).tolist()
-        assert not refused, "a gradient that is no number was to be reported before"
-        require_finite(bad == 0, self.compressor.name)
-        return host[: self.compressor.payload_nbytes(host, self.numel)]
+        assert not self.is_refused(host), "a gradient with NaN or Inf was to be reported before"
+        require_finite(not host[:4].view(np.int32)[0], self.compressor.name)
+        payload = host[HEAD_NBYTES:]
+        return payload[: self.compressor.payload_nbytes(payload, self.numel)]
+
+
+def is_not_finite(grad: torch.Tensor) -> torch.Tensor:
+    """Returns whether a gradient on a device holds NaN or Inf, `(1,) bool`; does not wait."""
+    largest = torch.linalg.vector_norm(grad, math.inf)  # NaN if any element is.
+    return torch.isfinite(largest).logical_not().view(1)

@@ -49,8 +49,8 @@ __device__ inline void store8(float* to, int n, const float* x) {
   }
 }
 
-// `bad` is two numbers: whether gradient and residual are beyond float32 together, which `room` says,
-// and whether the gradient is refused. Either way nothing of it may enter what is kept.
+// `bad` is two numbers: whether gradient and residual are beyond float32 together, and whether the
+// gradient holds NaN or Inf. `room` says both. Either way nothing of it may enter what is kept.
 __device__ inline bool is_refused(const int* bad) { return bad[0] != 0 || bad[1] != 0; }
 
 // Says in `bad` whether one of this thread's elements is beyond float32.

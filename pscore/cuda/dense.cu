@@ -10,11 +10,18 @@ __device__ inline void ternary8(float* u, float threshold, float value, int n, i
   }
 }
 
-// Runs before what encodes: says in `bad` whether float32 holds gradient and residual together.
+// Runs before what encodes: says in `bad` whether float32 holds gradient and residual together, and
+// whether the gradient is one of numbers.
 extern "C" __global__ void room(const float* grad, const float* residual, int n, int* bad) {
   float u[EACH];
-  take8(grad, residual, n, u);
-  note8(u, bad);
+  load8(grad, n, u);
+  note8(u, bad + 1);
+  if (residual) {
+    float r[EACH];
+    load8(residual, n, r);
+    for (int k = 0; k < EACH; ++k) u[k] = r[k] + u[k];
+    note8(u, bad);
+  }
 }
 
 extern "C" __global__ void two_bit_fixed(const float* grad, float* residual, float threshold,

@@ -58,17 +58,16 @@ class KernelEncoder(Encoder):
     def _encode(self, grad: torch.Tensor, seed: int, step: int) -> None:
         assert grad.is_contiguous()
         assert grad.data_ptr() % 16 == 0  # Kernels load four elements at once.
-        if self.residual and MOMENTUM not in self.state:
-            n = np.int32(self.numel)
-            self.blocks("room", pointer(grad), self.residual, n, self.verdict)
+        if MOMENTUM not in self.state:
+            start_room(self._launch, grad, self.residual, self._flags)
         ENCODERS[type(self.compressor)](self, grad, seed, step)
 
     # ----- arguments of kernels
 
     @property
     def verdict(self) -> np.uint64:
-        """The flags of a number beyond float32 (written), and of a refusal (read)."""
-        return pointer(self.bad)
+        """The flags of a number beyond float32, and of NaN or Inf in the gradient."""
+        return pointer(self._flags)
 
     @property
     def residual(self) -> np.uint64:
@@ -93,6 +92,23 @@ class KernelEncoder(Encoder):
     def threads(self, kernel: str, count: int, *arguments: Any) -> None:
         """Starts a kernel with at least `count` threads."""
         self._launch(kernel, -(-count // THREADS), arguments)
+
+
+def start_room(
+    launch: Launch, grad: torch.Tensor, residual: np.uint64, flags: torch.Tensor
+) -> None:
+    """Starts the check of a gradient, in one pass.
+
+    Args:
+        launch: Starts kernels.
+        grad: `(numel,) float32` on the device, at a multiple of 16 bytes.
+        residual: Address of `(numel,) float32`; 0 if there is none.
+        flags: `(2,) int32`, zeros. The first becomes 1 where float32 does not hold the sum with the
+            residual, the second where the gradient holds NaN or Inf.
+    """
+    n = np.int32(grad.numel())
+    num_blocks = blocks.num_blocks(grad.numel())
+    launch("room", num_blocks, (pointer(grad), residual, n, pointer(flags)))
 
 
 def pointer(tensor: torch.Tensor) -> np.uint64:

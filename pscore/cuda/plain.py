@@ -29,7 +29,7 @@ from pscore.compressors.sparseloco import CHUNK, INDEX_BITS, SparseLoCo, num_chu
 from pscore.compressors.terngrad import CLIP, TernGrad
 from pscore.compressors.topk import TopK
 from pscore.compressors.two_bit import FACTOR, TwoBit
-from pscore.cuda.base import Encoder
+from pscore.cuda.base import Encoder, is_not_finite
 
 ABS_BITS = 0x7FFFFFFF
 WORD = 0xFFFFFFFF
@@ -55,6 +55,7 @@ class TorchEncoder(Encoder):
         self.sizes = (numel - starts).clamp(max=BLOCK)  # (num_blocks,) float64
 
     def _encode(self, grad: Tensor, seed: int, step: int) -> None:
+        self.refused.copy_(is_not_finite(grad))
         FORMS[type(self.compressor)](self, grad, seed, step)
 
     # ----- what the forms share

@@ -36,7 +36,9 @@ __device__ inline void dgc8(const float* grad, const float* momentum, const floa
 // Runs before `dgc_correct`, as `room` does.
 extern "C" __global__ void dgc_room(const float* grad, const float* momentum, const float* velocity,
                                     float factor, float mu, int nesterov, int n, int* bad) {
-  float m[EACH], v[EACH];
+  float g[EACH], m[EACH], v[EACH];
+  load8(grad, n, g);
+  note8(g, bad + 1);
   dgc8(grad, momentum, velocity, factor, mu, nesterov, n, m, v);
   note8(m, bad);
   note8(v, bad);

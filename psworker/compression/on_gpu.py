@@ -46,7 +46,7 @@ class DeviceFeedback(Feedback):
         self._encoder = encoder
         self._copies = copies
         self._host = torch.zeros_like(
-            encoder.payload, device="cpu", pin_memory=encoder.payload.device.type == "cuda"
+            encoder.sent, device="cpu", pin_memory=encoder.sent.device.type == "cuda"
         )
         self._newest: Push | None = None  # The push that is not settled.
         self._stream: torch.cuda.Stream | None = None  # That of the newest push's kernels.
@@ -55,19 +55,20 @@ class DeviceFeedback(Feedback):
         """Starts kernels and copy; returns a function that waits for the payload and returns it."""
         with self._lock:
             self._begin(push)
-            refused = check.start(grad)
-            seed = self._seed(push)
-            self._encoder.encode(grad, seed=seed, step=push.step, refused=refused)
-            done = self._copies.to_host((self._host, self._encoder.payload), check.copied)
+            self._encoder.encode(grad, seed=self._seed(push), step=push.step)
+            nbytes = self._encoder.nbytes_at(push.step)
+            done = self._copies.to_host((self._host[:nbytes], self._encoder.sent[:nbytes]))
 
         def ready() -> memoryview:
             done.wait()
             with self._lock:
                 if self._newest is not push:
                     return NOTHING
-                check.require_finite(grad, push.step)
+                host = self._host.numpy()
+                if self._encoder.is_refused(host):
+                    check.refuse(grad, push.step)
                 if self._sent is None:
-                    payload = self._encoder.finish(self._host.numpy())
+                    payload = self._encoder.finish(host)
                     self._sent = Sent(step=push.step, payload=payload, is_compressed=True)
                 return wire.as_bytes(self._sent.payload)
 

@@ -1,18 +1,22 @@
 """Finds NaN and Inf in a gradient on a device without waiting for the device.
 
-The largest magnitude of a slice is computed on the device, right before the gradient is encoded or
-copied; it is NaN if any element is NaN. The encoder reads on the device whether the gradient is
-refused, so that nothing of it enters a residual. The host reads a copy in pinned memory once the
-payload has arrived, and then sends nothing. Only then is each tensor checked, to name one.
+A gradient that is not encoded is checked on the device right before it is copied, by one kernel, or
+by torch where there are no kernels. The host reads the flag, which is copied to pinned memory, once
+the gradient has arrived, and then sends nothing. Only then is each tensor checked, to name one.
+Encoders check what they encode, with flags of their own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import NoReturn
 
+import numpy as np
 import torch
 
+from pscore.cuda.base import is_not_finite
+from pscore.cuda.encoders import start_room
+from pscore.cuda.runtime import launcher
 from pscore.errors import GradientError
 from pscore.partition import Layout
 from psworker.model.copies import on_host
@@ -32,9 +36,9 @@ class FiniteCheck:
         spec = layout.slices[index]
         self._spans = [(part.start, part.stop) for part in spec.segments]
         self._names = [layout.tensors[part.tensor].name for part in spec.segments]
-        self._largest = torch.zeros((), device=device)
-        self._host = torch.zeros((), pin_memory=device.type == "cuda")
-        self._refused = torch.zeros(1, dtype=torch.int32, device=device)
+        self._launch = launcher(device)
+        self._flags = torch.zeros(2, dtype=torch.int32, device=device)
+        self._host = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def start(self, grad: torch.Tensor) -> torch.Tensor:
         """Starts the check of `(numel,) float32` on the current stream; returns at once.
@@ -42,9 +46,13 @@ class FiniteCheck:
         Returns:
             `(1,) int32` on the device, not 0 where the gradient holds NaN or Inf.
         """
-        torch.linalg.vector_norm(grad, math.inf, out=self._largest)
-        self._refused.copy_(torch.isfinite(self._largest).logical_not().view(1))
-        return self._refused
+        refused = self._flags[1:]
+        if self._launch is None:
+            refused.copy_(is_not_finite(grad))
+        else:
+            self._flags.zero_()
+            start_room(self._launch, grad, np.uint64(0), self._flags)
+        return refused
 
     @property
     def copied(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +60,7 @@ class FiniteCheck:
 
         The caller copies it, on the way of the payload.
         """
-        return self._host, self._largest
+        return self._host, self._flags
 
     def require_finite(self, grad: torch.Tensor, step: int) -> None:
         """Raises if `start` has found NaN or Inf; `copied` must have been copied by then.
@@ -64,8 +72,15 @@ class FiniteCheck:
         Raises:
             GradientError: The gradient holds NaN or Inf; names the tensor.
         """
-        if math.isfinite(self._host.item()):
-            return
+        if self._host[1]:
+            self.refuse(grad, step)
+
+    def refuse(self, grad: torch.Tensor, step: int) -> NoReturn:
+        """Refuses a gradient of the slice that holds NaN or Inf.
+
+        Raises:
+            GradientError: Always; names the tensor.
+        """
         for name, (start, stop) in zip(self._names, self._spans, strict=True):
             part = grad[start:stop]
             if not bool(torch.isfinite(part).all()):

@@ -86,7 +86,7 @@ def test_payload_and_state_are_the_cpus(
 
 def assert_same(encoder: Encoder, expected: ByteArray, sender: Sender) -> None:
     """Compares the payload that was made last, and the state, bit for bit."""
-    payload = encoder.finish(encoder.payload.cpu().numpy())
+    payload = encoder.finish(encoder.sent.cpu().numpy())
     assert payload.tobytes() == expected.tobytes()
     for key, value in sender.state.items():
         found: FloatArray = encoder.state[key].cpu().numpy()

@@ -1,19 +1,29 @@
-"""How often work with all parameters waits for a GPU; the CPU stands for it."""
+"""How often a GPU is waited for, how much is copied and started; the CPU stands for it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pscore.compressors import parse_compressor
+from pscore.cuda import choice
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.rules import RULES
+from pscore.types import Push, TensorSpec, Verdict
+from psworker.compression.error_feedback import Feedback
+from psworker.compression.on_gpu import DeviceSide
 from psworker.model.copies import Copies, Done
 from psworker.model.finite import first_not_finite
 from psworker.model.flat import FlatModel, describe
 from psworker.training import clipping
+from tests.golden.compressors.vectors import gradient
+from tests.unit.pscore.cuda.shim import build, launcher
+from tests.unit.pscore.cuda.test_kernels import aligned
 
 COUNT = 20
 
@@ -102,3 +112,69 @@ def test_clipping_copies_all_gradients_at_once_and_the_factor_once(waits: list[i
     found = [one.grad for one in flat.parameters if one.grad is not None]
     for one, grad in zip(plain, found, strict=True):
         torch.testing.assert_close(grad, cast(torch.Tensor, one.grad))
+
+
+# Kernels of a push, and torch's operations: flags are cleared, the payload is copied.
+KERNELS = {
+    "none": ["room"],
+    "2bit": ["room", "two_bit_adapted"],
+    "qsgd": ["room", "qsgd"],
+    "fp16": ["room", "fp16"],
+    "randomk": ["room", "take", "randomk"],
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_push_starts_two_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, started = launcher(build(tmp_path)), list[str]()
+
+    def launch(kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+        started.append(kernel)
+        run(kernel, num_blocks, arguments)
+
+    monkeypatch.setattr(choice, "launcher", lambda _: launch)
+    monkeypatch.setattr("psworker.model.finite.launcher", lambda _: launch)
+    compressor, device = parse_compressor(name), torch.device("cpu")
+    spec = TensorSpec(name="weight", shape=(2048,), dtype="float32", compress=True)
+    layout = make_layout([spec], 1)
+    side = DeviceSide(layout, compressor, np.zeros(layout.numel, np.float32), device)
+    kept = None if compressor.is_raw else side.place(0, Feedback(compressor, 2048, "job/0/0/0"))
+    push, grad = Push(worker=0, step=0, base_version=0), aligned(gradient(2048, 0))
+    with Operations() as operations:
+        side.payload(0, push, grad, kept, flush=False)
+    assert started == KERNELS[name]
+    seen = {
+        "slice",
+        "alias",
+        "view",
+        "zeros",
+        "lift_fresh",
+        "detach",
+    }  # Views and new memory.
+    found = [one for one in operations.names if one not in seen]
+    copies = 2 if compressor.is_raw else 1
+    assert found.count("zero_") == 1
+    assert found.count("copy_") == copies
+    assert len(found) <= 2 + copies, found
+
+
+def test_only_bytes_that_can_be_sent_are_copied(waits: list[int]) -> None:
+    """In its warm-up dgc sends up to a quarter of the elements; later a thousandth."""
+    compressor, device = parse_compressor("dgc(ratio=0.001, warmup=4)"), torch.device("cpu")
+    spec = TensorSpec(name="weight", shape=(20_000,), dtype="float32", compress=True)
+    layout = make_layout([spec], 1)
+    side = DeviceSide(layout, compressor, np.zeros(layout.numel, np.float32), device)
+    kept = side.place(0, Feedback(compressor, 20_000, "job/0/0/0"))
+    plain = Feedback(compressor, 20_000, "job/0/0/0")
+    for step in range(6):
+        push, grad = Push(worker=0, step=step, base_version=0), gradient(20_000, step)
+        ready = side.payload(0, push, aligned(grad), kept, flush=False)
+        payload = bytes(ready())
+        assert payload == bytes(plain.encode(push, grad))
+        assert waits[step] >= len(payload) + 16
+        for feedback in (kept, plain):
+            feedback.settle(Verdict.ACCEPTED)
+    assert waits[0] > 20_000
+    assert waits[4] == waits[5] == 16 + 4 + 8 * 2 * 20

@@ -1,6 +1,8 @@
 """NaN and Inf in gradients on a device: found without waiting, reported by name."""
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +12,24 @@ from pscore.partition import make_layout
 from pscore.types import TensorSpec
 from psworker.model.copies import copies_of
 from psworker.model.finite import FiniteCheck, first_not_finite, is_finite
+from tests.unit.pscore.cuda.shim import build, launcher
+from tests.unit.pscore.cuda.test_kernels import aligned
 
 TENSORS = [
     TensorSpec(name="weight", shape=(5000,), dtype="float32"),
     TensorSpec(name="bias", shape=(8,), dtype="float32"),
 ]
 LAYOUT = make_layout(TENSORS, 2)  # Slice 0 has the bias and the weight's begin, slice 1 its end.
+
+
+@pytest.fixture(scope="module", params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Checks by the kernel, run as C++ on the CPU, or by torch."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "kernels":
+            launch = launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+            patched.setattr("psworker.model.finite.launcher", lambda _: launch)
+        yield
 
 
 def start(check: FiniteCheck, grad: torch.Tensor) -> list[int]:
@@ -27,9 +41,10 @@ def start(check: FiniteCheck, grad: torch.Tensor) -> list[int]:
 
 def screen_of(index: int) -> tuple[FiniteCheck, torch.Tensor]:
     grad = torch.linspace(-1.0, 1.0, LAYOUT.slices[index].numel) * 3e38
-    return FiniteCheck(LAYOUT, index, torch.device("cpu")), grad
+    return FiniteCheck(LAYOUT, index, torch.device("cpu")), aligned(grad.numpy())
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("index", [0, 1])
 def test_numbers_pass(index: int) -> None:
     check, grad = screen_of(index)
@@ -37,6 +52,7 @@ def test_numbers_pass(index: int) -> None:
     check.require_finite(grad, 3)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("index", "tensor"), [(0, 0), (0, 1), (1, 0)])
 def test_nan_and_inf_are_named(index: int, tensor: int, value: float) -> None:
@@ -44,7 +60,7 @@ def test_nan_and_inf_are_named(index: int, tensor: int, value: float) -> None:
     (segment,) = (part for part in LAYOUT.slices[index].segments if part.tensor == tensor)
     numel = segment.stop - segment.start
     for position in (segment.start, segment.stop - 1, segment.start + numel // 2):
-        broken = grad.clone()
+        broken = aligned(grad.numpy())
         broken[position] = value
         assert start(check, broken) == [1]
         message = f"{TENSORS[tensor].name!r} holds 1 NaN or Inf of {numel} elements at step 3; "

@@ -65,7 +65,7 @@ def assert_same(make: Make, name: str, grads: list[FloatArray], seed: int = 1 <<
     for step, grad in enumerate(grads):
         expected = sender.encode(grad, seed=seed + step, step=step)
         encoder.encode(aligned(grad), seed=seed + step, step=step)
-        assert encoder.finish(encoder.payload.numpy()).tobytes() == expected.tobytes()
+        assert encoder.finish(encoder.sent.numpy()).tobytes() == expected.tobytes()
         for key, value in sender.state.items():
             assert np.array_equal(encoder.state[key].numpy().view(np.uint32), value.view(np.uint32))
 
@@ -106,12 +106,12 @@ def test_a_refused_gradient_leaves_no_trace(make: Make, name: str) -> None:
     for step in range(3):
         sender.encode(gradient(numel, step), seed=step, step=step)
         encoder.encode(aligned(gradient(numel, step)), seed=step, step=step)
-        refused = torch.ones(1, dtype=torch.int32)
-        encoder.encode(aligned(broken), seed=9, step=step, refused=refused)
+        encoder.encode(aligned(broken), seed=9, step=step)
+        assert encoder.is_refused(encoder.sent.numpy())
         for key, value in sender.state.items():
             assert np.array_equal(encoder.state[key].numpy().view(np.uint32), value.view(np.uint32))
         with pytest.raises(AssertionError, match="reported before"):
-            encoder.finish(encoder.payload.numpy())
+            encoder.finish(encoder.sent.numpy())
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_values_beyond_float32_are_reported_and_change_nothing(make: Make, name:
     grad[-3] = 3e38
     encoder.encode(aligned(grad), seed=0, step=0)
     with pytest.raises(GradientError, match="beyond float32"):
-        encoder.finish(encoder.payload.numpy())
+        encoder.finish(encoder.sent.numpy())
     for key, value in residual.items():
         assert np.array_equal(encoder.state[key].numpy(), value)
         sender.state[key][:] = value
     encoder.encode(aligned(gradient(numel, 2)), seed=3, step=1)  # A good one continues from there.
     expected = sender.encode(gradient(numel, 2), seed=3, step=1)
-    assert encoder.finish(encoder.payload.numpy()).tobytes() == expected.tobytes()
+    assert encoder.finish(encoder.sent.numpy()).tobytes() == expected.tobytes()
 
 
 # Nesterov's momentum adds a gradient nearly twice: float32 does not hold that of extremes.

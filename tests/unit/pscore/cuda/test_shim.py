@@ -41,7 +41,7 @@ def is_right(library: ctypes.CDLL, name: str, grad: np.ndarray) -> bool:
     there = room[start : start + len(grad)]
     there.copy_(torch.from_numpy(grad))
     encoder.encode(there, seed=5, step=0)
-    payload = encoder.finish(encoder.payload.numpy())
+    payload = encoder.finish(encoder.sent.numpy())
     return payload.tobytes() == expected.tobytes() and all(
         np.array_equal(encoder.state[key].numpy().view(np.uint32), value.view(np.uint32))
         for key, value in sender.state.items()
