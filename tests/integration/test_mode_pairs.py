@@ -176,3 +176,36 @@ def test_every_mode_changes_to_every_other_or_says_what_to_do_instead(shards: Sh
     assert len(refused) == sum(not is_possible(a, b) for a in MODES for b in MODES)
     for pair, text in refused.items():
         assert "save state_dict() and start a new job" in text, pair
+
+
+def load_own_state(me: Station) -> tuple[list[Array], float]:
+    """Trains alone, loads that state into all-reduce, and trains; the last worker loads none."""
+    weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    inner = torch.optim.Adam([weight], lr=LR)
+    for step in range(7) if me.rank < me.num_workers - 1 else ():
+        weight.grad = torch.from_numpy(gradient(me.rank, step))
+        inner.step()
+    state = inner.state_dict()
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.Adam([weight], lr=LR), [("weight", weight)], mode="allreduce"
+    )
+    optimizer.load_state_dict(state)
+    loaded = float(wrapped_by(optimizer).state[weight]["step"])
+    models = []
+    for step in range(STEPS):
+        weight.grad = torch.from_numpy(gradient(me.rank, step))
+        optimizer.step()
+        models.append(weight.detach().numpy().copy())
+    psworker.shutdown()
+    return models, loaded
+
+
+@pytest.mark.slow
+def test_different_states_that_are_loaded_leave_the_models_of_all_reduce_equal(
+    shards: Shards,
+) -> None:
+    found = shards.run(load_own_state, num_workers=4)
+    for models, step in found:
+        assert step == 7.0, "the mean of those that have a state, and exact where they are equal"
+        for ours, theirs in zip(models, found[0][0], strict=True):
+            assert np.array_equal(ours, theirs)
