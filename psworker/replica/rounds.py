@@ -44,6 +44,11 @@ class Round:
         return max(each.num_inner for each in self._open)
 
     @property
+    def open_samples(self) -> float:
+        """Sum of the weights of these steps."""
+        return max(self._open, key=lambda each: each.num_inner).samples
+
+    @property
     def num_inner_of(self) -> list[int]:
         """The same, of each fragment."""
         return [each.num_inner for each in self._open]

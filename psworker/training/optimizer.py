@@ -227,7 +227,11 @@ class DistributedOptimizer(Figures, SavedState):
             yield
             return
         with global_weights(self._table, self._recovery, self._buffers):
-            yield
+            self._is_global = True
+            try:
+                yield
+            finally:
+                self._is_global = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -54,3 +54,16 @@ class Progress:
         if self._replica.left_out:
             made = max(0, made - self._replica.left_out)
         self.seen = max(0.0, seen + made * self.samples)
+
+    def behind(self, *, at_round: bool) -> tuple[int, float]:
+        """Returns the steps and the samples behind the weights that a script saves.
+
+        Args:
+            at_round: Whether these are the global weights: in the middle of a round they are those
+                of its beginning, and its steps so far are not in them.
+        """
+        replica = self._replica
+        if not at_round or not replica.num_inner:
+            return replica.step, self.seen
+        seen = max(0.0, self.seen - replica.round.open_samples)
+        return replica.step - replica.num_inner, seen

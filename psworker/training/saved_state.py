@@ -17,12 +17,15 @@ class SavedState(torch.optim.Optimizer):
     _table: TrainingTable
     _recovery: Recovery
     _inner: torch.optim.Optimizer
+    _is_global = False  # Whether the model holds the global weights: inside `global_weights`.
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the shards' optimizer state in torch's format, and this worker's own.
 
         The usual keys hold what `torch.optim` keeps there, so that a plain optimizer can load it;
-        `paceline` holds the step, the mode and the residuals of error feedback.
+        `paceline` holds the step, the mode and the residuals of error feedback. Inside
+        `global_weights` in the middle of a round, the step is that of the round's beginning, to
+        which the global weights belong (docs/training.md lists the modes that continue exactly).
 
         Raises:
             ConfigError: The model is sharded (FSDP2); the message names another way.
@@ -30,7 +33,14 @@ class SavedState(torch.optim.Optimizer):
         """
         inner = self._inner.state_dict()["state"] if self._runs_inner else None
         plain = super().state_dict()
-        return torch_state(self._table, self._recovery, self.param_groups, plain, inner)
+        return torch_state(
+            self._table,
+            self._recovery,
+            self.param_groups,
+            plain,
+            inner,
+            at_round=self._is_global,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the shards' optimizer state and the model's weights on all workers.

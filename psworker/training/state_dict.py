@@ -9,6 +9,7 @@ usual keys hold that worker's state, and `paceline` holds the shards' state too.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from psworker.model.sharded import refuse_sharded
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
 
+log = logging.getLogger("paceline")
 Groups = Sequence[Mapping[str, Any]]
 BARRIER = "load_state_dict"
 INSTEAD = (
@@ -48,6 +50,8 @@ def torch_state(
     param_groups: Groups,
     plain: dict[str, Any],
     inner: dict[int, Any] | None,
+    *,
+    at_round: bool = False,
 ) -> dict[str, Any]:
     """Returns the state of the wrapper and of the shards' optimizer.
 
@@ -57,7 +61,16 @@ def torch_state(
         param_groups: The wrapper's parameter groups.
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
+        at_round: Whether the model holds the global weights (`Progress.behind`).
     """
+    step, seen = table.progress.behind(at_round=at_round)
+    if step != table.replica.step:
+        log.warning(
+            "state_dict() at step %d is inside a round: with the global weights it continues from "
+            "step %d, where the round began, and its steps are made again",
+            table.replica.step,
+            step,
+        )
     refuse_sharded(table.flat, "state_dict()", INSTEAD)
     holds_weights = table.optimizer.holds_weights
     flat, counts = pull_state(table, recovery) if holds_weights else ({}, [])
@@ -78,8 +91,8 @@ def torch_state(
         "state": state if inner is None else inner,
         "param_groups": plain["param_groups"],
         "paceline": {
-            "step": table.replica.step,
-            "samples_seen": table.progress.seen,
+            "step": step,
+            "samples_seen": seen,
             "mode": str(table.rule),
             "compression": str(table.exchange.spec.compressor),
             **({"counts": torch.tensor(counts)} if holds_weights else {}),
