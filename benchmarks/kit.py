@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from pscore.json_text import to_json
 from psserver.access import certs
 from psserver.access.files import Trust
 from psserver.process.embedded import start_embedded
@@ -282,9 +283,9 @@ def publish(found: Mapping[str, Any], text: str, out: Path | None, *, as_json: b
     """
     print(text)
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        print(json.dumps(found))
+        print(to_json(found))
 
 
 def _cell(value: Any) -> str:

@@ -48,6 +48,7 @@ from benchmarks.survival.injector import (
     FaultInjector,
     possible,
 )
+from pscore.json_text import to_json
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
 MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.
@@ -294,9 +295,9 @@ def main() -> None:
         }
         runs = json.loads(args.results.read_text()) if args.results.exists() else {}
         runs[args.name] = about | found
-        args.results.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+        args.results.write_text(to_json(runs, indent=1) + "\n", encoding="utf-8")
     if args.json:
-        print(json.dumps(found))
+        print(to_json(found))
     sys.exit(0 if outcome.proof.is_exact and not outcome.bystanders else 1)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 from pscore.observe.boot import boot_id
 
 log = logging.getLogger("paceline")
@@ -228,7 +229,7 @@ def _write(path: Path, trace: Mapping[str, Any]) -> None:
     """Writes a file atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
-        draft.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+        draft.write_text(to_json(trace), encoding="utf-8")
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

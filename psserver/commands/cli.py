@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import typer
 
 from pscore import commandline
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 from psserver.exits import MEANINGS, CommandError, Exit
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def status(
     if job is not None:
         combined = picture.only(combined, job)
     if as_json:
-        sys.stdout.write(json.dumps(combined, indent=1) + "\n")
+        sys.stdout.write(to_json(combined, indent=1) + "\n")
     else:
         picture.show(combined)
     if silent := next((reply for reply in replies if isinstance(reply, CommandError)), None):
@@ -248,7 +248,7 @@ def jobs(
     found = find(servers, port, state_dir)
     listed = lister.listed(ask.statuses(found.addresses, found.credentials))
     if as_json:
-        sys.stdout.write(json.dumps(listed, indent=1) + "\n")
+        sys.stdout.write(to_json(listed, indent=1) + "\n")
     else:
         lister.show(listed)
 
@@ -523,7 +523,7 @@ def doctor(
 
     findings = examine(servers, port, state_dir, job)
     if as_json:
-        sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
+        sys.stdout.write(to_json(doc.as_json(findings), indent=1) + "\n")
     else:
         doc.show(findings)
     sys.exit(Exit.OK if doc.is_well(findings) else Exit.UNHEALTHY)

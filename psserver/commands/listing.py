@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import fields
 from typing import Any
 
+from pscore.json_text import to_json
 from pscore.rules import RULES
 from pscore.rules.base import Rule
 from psserver.process.settings import Settings
@@ -16,7 +16,7 @@ def rules(*, as_json: bool) -> str:
     """Returns every mode with its arguments, source and first sentence."""
     listed = [_rule(name, rule) for name, rule in sorted(RULES.items())]
     if as_json:
-        return json.dumps(listed, indent=1) + "\n"
+        return to_json(listed, indent=1) + "\n"
     lines: list[str] = []
     for rule in listed:
         arguments = ", ".join(f"{a['name']}={a['default']!r}" for a in rule["arguments"])
@@ -33,7 +33,7 @@ def settings(resolved: Settings, *, as_json: bool) -> str:
     rows = resolved.rows()
     if as_json:
         values = {name: {"value": value, "origin": origin} for name, value, origin in rows}
-        return json.dumps(values, indent=1) + "\n"
+        return to_json(values, indent=1) + "\n"
     width = max(len(f"{name} = {value}") for name, value, _ in rows)
     return "".join(f"{f'{name} = {value}':<{width}}  ({origin})\n" for name, value, origin in rows)
 

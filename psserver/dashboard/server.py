@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import base64
 import hmac
-import json
 from importlib import resources
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from pscore.json_text import to_json
 from psserver.dashboard.history import History
 
 REQUEST_S_MAX = 30.0  # Limit for one connection; a view of six hours has megabytes.
@@ -118,7 +118,7 @@ class Page:
             return PlainTextResponse("the token is missing or wrong\n", 401, ask)
         if path == "/api/view":
             since_s = _since(request.query_params.get("since", ""))
-            body = json.dumps(self._history.view(since_s)).encode()
+            body = to_json(self._history.view(since_s)).encode()
             return Response(body, media_type="application/json")
         if path in self.files:
             body, kind = self.files[path]

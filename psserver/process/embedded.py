@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 from pscore.text import join_address
 from psserver.access.files import Trust
 from psserver.exits import CommandError, Exit
@@ -148,7 +148,7 @@ def serve_parent(
 def _serve(num_shards: int, lease_s: float, log_level: str, trust: Trust, parent: int) -> None:
     with start_embedded(num_shards, lease_s=lease_s, log_level=log_level, trust=trust) as servers:
         ready = {"addresses": servers.addresses, "token_file": trust.token_file or ""}
-        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.write(to_json(ready) + "\n")
         sys.stdout.flush()
         while os.getppid() == parent:
             readable, _, _ = select.select([sys.stdin], [], [], PARENT_POLL_S)

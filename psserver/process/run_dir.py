@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 from pscore.observe.boot import began
 from pscore.table_spec import count_of
 from psserver.exits import CommandError, Exit
@@ -146,7 +147,7 @@ def write(folder: Path, run: Run) -> None:
     """
     temporary = folder / f".{FILE}.{os.getpid()}"
     try:
-        temporary.write_text(json.dumps(asdict(run), indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(to_json(asdict(run), indent=1) + "\n", encoding="utf-8")
         temporary.replace(folder / FILE)
     except OSError as problem:
         with contextlib.suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import inspect
-import json
 import os
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ import typer
 
 from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.json_text import to_json
 from pscore.text import printable
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import (
@@ -186,7 +186,7 @@ def modes(*, as_json: AsJson = False) -> None:
     with commandline.importing(PROGRAM):
         from psworker.training.modes import modes as list_modes
     if as_json:
-        sys.stdout.write(json.dumps(list_modes(), indent=1) + "\n")
+        sys.stdout.write(to_json(list_modes(), indent=1) + "\n")
     else:
         _show_modes(list_modes())
 
@@ -329,7 +329,7 @@ def plan(
         shapes = model_plan.shapes_of(model)
         report = model_plan.report_of(shapes, job, shards or 1, workers, tokens)
         found, lines = report.as_json(), model_plan.lines_of(report)
-    sys.stdout.write((json.dumps(found) if as_json else "\n".join(lines)) + "\n")
+    sys.stdout.write((to_json(found) if as_json else "\n".join(lines)) + "\n")
 
 
 @bench.command()
@@ -391,7 +391,7 @@ def compressors(
         min_nbytes=min_nbytes,
     )
     if as_json:
-        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+        sys.stdout.write(to_json(report.as_json()) + "\n")
     else:
         measuring.show(report)
 
@@ -417,7 +417,7 @@ def doctor(
         from psworker.commands.doctor import examine
     findings = examine(servers, job, model)
     if as_json:
-        sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
+        sys.stdout.write(to_json(doc.as_json(findings), indent=1) + "\n")
     else:
         doc.show(findings)
     sys.exit(Exit.OK if doc.is_well(findings) else Exit.FAILED)
@@ -444,7 +444,7 @@ def version(*, as_json: AsJson = False) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}
     versions["python"] = sys.version.split()[0]
     if as_json:
-        sys.stdout.write(json.dumps(versions) + "\n")
+        sys.stdout.write(to_json(versions) + "\n")
     else:
         sys.stdout.write("".join(f"{name} {found}\n" for name, found in versions.items()))
 

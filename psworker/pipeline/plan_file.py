@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 
 VERSION = 1
 
@@ -69,7 +70,7 @@ class PlanFile:
         Raises:
             ConfigError: It cannot be written.
         """
-        text = json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+        text = to_json({"version": VERSION, **asdict(self)}, indent=1)
         try:
             path.write_text(f"{text}\n", encoding="utf-8")
         except OSError as problem:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class Profile:
         """Returns the profile as text that `read_profile` reads, a layer in each line."""
         head = {**asdict(self), "layers": 0}
         del head["layers"]
-        rows = ",\n  ".join(json.dumps(asdict(layer)) for layer in self.layers)
-        return f'{json.dumps(head, indent=1)[:-2]},\n "layers": [\n  {rows}\n ]\n}}\n'
+        rows = ",\n  ".join(to_json(asdict(layer)) for layer in self.layers)
+        return f'{to_json(head, indent=1)[:-2]},\n "layers": [\n  {rows}\n ]\n}}\n'
 
 
 def read_profile(text: str, where: str) -> Profile:

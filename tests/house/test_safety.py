@@ -126,3 +126,17 @@ def test_a_path_of_one_machine_is_seen() -> None:
     assert MACHINE_PATHS.search("cd " + "/".join(["", "work", "main"]))
     for parts in (["src", "work", "plan.py"], ["http:", "", "example.org", "work", "a"]):
         assert not MACHINE_PATHS.search("/".join(parts))
+
+
+# Its reader is the other half of the demo, which shows a loss that is no number.
+OWN_JSON = {"psworker/commands/demo/train.py"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    modules_or_skip("psserver/commands", "psserver/dashboard", "psworker/commands"),
+    ids=name,
+)
+def test_json_for_others_is_written_in_one_place(path: Path) -> None:
+    found = re.findall(r"\bjson\.dumps?\(", path.read_text(encoding="utf-8"))
+    assert bool(found) == (name(path) in OWN_JSON)

@@ -380,7 +380,7 @@ function showWorkers(job) {
     const peer = worker.peers[0];
     const peers = [
       cell(null, null, peer && peer.partner >= 0 ? peer.partner : "–"),
-      cell(null, null, peer ? peer.distance.toPrecision(2) : "–"),
+      cell(null, null, peer && peer.distance !== null ? peer.distance.toPrecision(2) : "–"),
     ];
     return make("tr", {},
       cell(null, null, worker.rank),

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 
 from pscore.errors import ConfigError
+from pscore.json_text import to_json
 from pscore.rules import parse_mode
 from psworker.commands.demo import data, report
 from psworker.commands.demo.report import Curve, Result
@@ -138,7 +139,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
     report.show(results, drawn)
     if as_json:
         values = {key: result.as_json() for key, result in results.items()}
-        sys.stdout.write(json.dumps(values) + "\n")
+        sys.stdout.write(to_json(values) + "\n")
     return Exit.OK
 
 
