@@ -15,7 +15,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     """Returns a value of numbers, texts, lists and dictionaries as JSON.
 
     Args:
-        value: What is shown to a person or to a program; it may hold numbers that are not finite.
+        value: The value, in which numbers need not be finite.
         indent: Spaces for each level; None: all in one line.
     """
     try:
