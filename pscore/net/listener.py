@@ -72,7 +72,7 @@ class Strangers:
         with self._lock:
             if not self._held:
                 return False
-            dropped = crowd.to_close(list(self._held.items()))
+            (dropped,) = crowd.to_close(list(self._held.items()))
             del self._held[dropped]
             with contextlib.suppress(OSError):  # It may have ended by itself.
                 dropped.shutdown(socket.SHUT_RDWR)

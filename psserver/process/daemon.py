@@ -57,6 +57,7 @@ from psserver.process.shard_plan import (
     report_to_json,
 )
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
+from psserver.service.callers import Callers
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
@@ -69,6 +70,7 @@ log = structlog.get_logger()
 TICK_S = 1.0
 WINDOW_TICK_S = 0.02  # The grain of the windows of rounds with a quorum.
 NO_WINDOW_TICK_S = 0.5  # Without a table that has windows: a new one is noticed after so long.
+ROOM_S = 0.1  # Between two looks at the connections of strangers.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
 POLL_S = 0.05
@@ -110,6 +112,8 @@ class Daemon:
             timeline=self._timeline,
         )
         self._authorizer = plan.trust.authorizer()
+        self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
+        self._callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
         self._instance = secrets.randbits(63)
         self._data: Listener | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
@@ -120,13 +124,15 @@ class Daemon:
         )
 
     def _make_server(self) -> grpc.aio.Server:
-        connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
-            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
+            options=(
+                *SERVER_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", self._connections_max),
+            ),
             interceptors=[
                 *spans.interceptors("psserver"),
                 AuthInterceptor(self._authorizer, self.engine.heard),
-                ErrorInterceptor(self.broke),
+                ErrorInterceptor(self.broke, self._callers.note_answered),
             ],
         )
         server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))
@@ -176,7 +182,7 @@ class Daemon:
             self._restore()
         self._data = self._make_listener()
         self._server = self._make_server()
-        port = self._bind()
+        self._port = port = self._bind()
         metrics_port = None
         if self.plan.metrics_port is not None:
             try:
@@ -195,16 +201,13 @@ class Daemon:
     async def run(self) -> None:
         """Serves until asked to end, then lets the requests under way be answered."""
         self._watch()
-        ticking = asyncio.create_task(self._tick())
-        ticking.add_done_callback(self._check)
-        closing = asyncio.create_task(self._tick_windows())
-        closing.add_done_callback(self._check)
-        bringing = asyncio.create_task(self._bring())
-        bringing.add_done_callback(self._check)
+        duties = (self._tick(), self._tick_windows(), self._bring(), self._keep_room())
+        tasks = [asyncio.create_task(duty) for duty in duties]
+        for task in tasks:
+            task.add_done_callback(self._check)
         await self._ending.wait()
-        ticking.cancel()
-        closing.cancel()
-        bringing.cancel()
+        for task in tasks:
+            task.cancel()
         if self.code is not Exit.BUG:
             await self.end()
 
@@ -282,6 +285,13 @@ class Daemon:
         while True:
             has_windows = self.engine.tick_windows()
             await asyncio.sleep(WINDOW_TICK_S if has_windows else NO_WINDOW_TICK_S)
+
+    async def _keep_room(self) -> None:
+        while True:
+            await asyncio.sleep(ROOM_S)
+            num_closed = self._callers.make_room(self._port)
+            if num_closed:
+                setup.sparsely("connections of strangers closed: too many", number=num_closed)
 
     async def check_readiness(self) -> None:
         """Sets the health service, and logs a change: whether new connections can be accepted."""

@@ -146,7 +146,7 @@ class WebServer:
         ]
         waiting = [(task, address) for task, address, has_asked in held if not has_asked]
         if held:
-            task = crowd.to_close(waiting or [(task, address) for task, address, _ in held])
+            (task,) = crowd.to_close(waiting or [(task, address) for task, address, _ in held])
             del self._open[task]
             task.cancel()
 

@@ -22,6 +22,7 @@ from pscore.net.listener import Listener
 from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
+from psserver.remote import ask
 from tests.attacks.test_overload import Peer, listening, ready
 from tests.integration.command import Command, eventually
 from tests.integration.worker import Worker
@@ -105,6 +106,40 @@ def test_more_strangers_than_descriptors_end_nothing(small: Small, plane: str) -
         connection.close()
     connect(small.endpoint(), is_local=False).close()
     assert small.stderr.read_text().count("\n") < 10
+
+
+# The preface of a client of HTTP/2, and its empty settings: gRPC waits for a call then.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def test_idle_connections_of_grpc_keep_out_neither_a_probe_nor_a_worker(small: Small) -> None:
+    """More than gRPC accepts; the connection of a peer that has shown its token stays."""
+    port = int(small.address.rpartition(":")[2])
+    credentials = read_credentials({"PACELINE_TOKEN_FILE": small.token_file})
+    known = Worker(small.address, num_workers=2, credentials=credentials)
+    known.join()
+
+    def peers() -> set[int]:
+        found = small.process.net_connections("tcp")
+        return {c.raddr.port for c in found if c.raddr and c.laddr.port == port}
+
+    (connected,) = peers()
+    strangers = knock(port, PREFACE, 2 * LIMIT)
+    eventually(lambda: ask.readiness([small.address]) == [True])
+    late = Worker(small.address, credentials=credentials, rank=1, num_workers=2)
+    eventually(lambda: joins(late))
+    assert connected in peers()
+    for connection in strangers:
+        connection.close()
+    for worker in (known, late):
+        worker.close()
+
+
+def joins(worker: Worker) -> bool:
+    with contextlib.suppress(grpc.RpcError):  # The places may be taken for a moment.
+        worker.join()
+        return True
+    return False
 
 
 def test_headers_and_pushes_of_strangers_take_bounded_memory(tmp_path: Path) -> None:

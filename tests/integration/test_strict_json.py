@@ -1,4 +1,4 @@
-"""A job that diverges: what leaves as JSON is read by a strict parser."""
+"""The status and the view of a job that diverges are read by a strict parser."""
 
 import json
 import urllib.request

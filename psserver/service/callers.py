@@ -1,0 +1,106 @@
+"""Connections of gRPC: those of strangers are closed before they take the last places.
+
+gRPC refuses connections beyond a number, and closes none of them for a newcomer, so peers that
+connect and say nothing could keep all workers and probes out. This module looks for the accepted
+sockets among the file descriptors of the process, and shuts down those whose peers have proved
+nothing: the peer has shown no token or, where none is needed, has named no live worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+from urllib.parse import unquote
+
+from pscore.net import crowd
+from psserver.access.authorizer import CONTROL, DATA, HEALTH
+
+OWN_DESCRIPTORS = Path("/proc/self/fd")
+# Answers to these name a live worker.
+WORKERS_PROOFS = {
+    *(CONTROL + name for name in ("Join", "Define", "Heartbeat")),
+    *(DATA + name for name in ("Push", "Pull")),
+}
+
+Peer = tuple[str, int]  # Address and port.
+
+
+class Callers:
+    """The peers on one port of gRPC."""
+
+    def __init__(self, num_max: int, *, needs_token: bool) -> None:
+        """Knows nobody yet.
+
+        Args:
+            num_max: Number of connections that gRPC accepts; a quarter is kept for newcomers.
+            needs_token: Whether a call other than health is answered only with a token.
+        """
+        self._limit = num_max * 3 // 4
+        self._needs_token = needs_token
+        self._known: set[str] = set()  # As gRPC names them.
+        self._seen: dict[Peer, None] = {}  # Of the last look, in order of arrival.
+
+    def note_answered(self, method: str, peer: str) -> None:
+        """Notes that a call was answered and not refused.
+
+        Args:
+            method: Name of the method.
+            peer: Other end of the connection, as gRPC names it.
+        """
+        is_proof = not method.startswith(HEALTH) if self._needs_token else method in WORKERS_PROOFS
+        if is_proof:
+            self._known.add(peer)
+
+    def make_room(self, port: int) -> int:
+        """Closes connections of strangers to a port if there are too many; returns how many."""
+        numbers = [int(name) for name in os.listdir(OWN_DESCRIPTORS)]
+        if len(numbers) <= self._limit and len(self._known) <= 2 * self._limit:
+            return 0
+        accepted: dict[Peer, int] = {}
+        for number in sorted(numbers):
+            with contextlib.suppress(OSError), _copy_of(number) as copy:
+                if copy.family != socket.AF_UNIX and copy.getsockname()[1] == port:
+                    accepted[_peer(*copy.getpeername()[:2])] = number
+        self._seen = dict.fromkeys([*(peer for peer in self._seen if peer in accepted), *accepted])
+        self._known = {peer for peer in self._known if _named(peer) in accepted}
+        known = {_named(peer) for peer in self._known}
+        strangers = [(peer, peer[0]) for peer in self._seen if peer not in known]
+        closing = crowd.to_close(strangers, max(0, len(accepted) - self._limit))
+        for peer in closing:
+            with contextlib.suppress(OSError), _copy_of(accepted[peer]) as copy:
+                if _peer(*copy.getpeername()[:2]) == peer:  # It may be another one by now.
+                    copy.shutdown(socket.SHUT_RDWR)
+        return len(closing)
+
+
+def _copy_of(number: int) -> socket.socket:
+    """Returns a copy of one of our sockets; the original may be closed meanwhile.
+
+    Raises:
+        OSError: It is closed, or no socket.
+    """
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        raise OSError(f"descriptor {number} is no socket")
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _peer(host: str, port: int) -> Peer:
+    """Returns a peer; the address of IPv4 in one of IPv6 is that of IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address), port
+
+
+def _named(peer: str) -> Peer:
+    """Returns a peer by gRPC's name for it, such as `ipv6:%5B::1%5D:7070`."""
+    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
+    return _peer(host.strip("[]"), int(port))
