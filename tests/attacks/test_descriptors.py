@@ -121,7 +121,11 @@ def test_idle_connections_of_grpc_keep_out_neither_a_probe_nor_a_worker(small: S
 
     def peers() -> set[int]:
         found = small.process.net_connections("tcp")
-        return {c.raddr.port for c in found if c.raddr and c.laddr.port == port}
+        return {
+            c.raddr.port
+            for c in found
+            if c.status == psutil.CONN_ESTABLISHED and c.laddr.port == port
+        }
 
     (connected,) = peers()
     strangers = knock(port, PREFACE, 2 * LIMIT)
