@@ -1,22 +1,27 @@
-"""Local updates on a GPU: one kernel for each segment that has a gradient, one pass over memory.
+"""Local updates on a GPU: one kernel for each slice, one pass over the segments with a gradient.
 
 The formulas, and the rounding of their factors to float32, are those of `pscore/local` and
-`pscore/optimizers/sgd.py`, so that a worker on a GPU computes the same bits as one on a CPU.
+`pscore/optimizers`, so that a worker on a GPU computes the same bits as one on a CPU. The factors
+of all segments travel to the device as one small table, again only when they have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
-from pscore.cuda.encoders import EACH, THREADS, Launch
+from pscore.cuda.encoders import EACH, THREADS, Launch, pointer
 from pscore.cuda.runtime import launcher
+from pscore.optimizers.adam import corrections
 from pscore.optimizers.base import DeviceStep
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 MAX_BLOCKS = 1 << 16
+ROW = np.dtype([("start", "<i4"), ("numel", "<i4"), ("factors", "<f4", 10)])  # As in local.cu.
+NONE = np.uint64(0)  # The address of an array that a kernel does without.
 
 
 def kernels_for(weights: Any) -> DeviceKernels | None:
@@ -31,6 +36,7 @@ class DeviceKernels:
     def __init__(self, launch: Launch) -> None:
         """Starts kernels by `launch`."""
         self._launch = launch
+        self._tables: dict[tuple[str, int], tuple[bytes, torch.Tensor]] = {}  # The last ones.
 
     def sgd(
         self,
@@ -41,12 +47,14 @@ class DeviceKernels:
         sign_column: int,
     ) -> None:
         """Makes the plain local step of `pscore/local/sgd.py`."""
-        for start, n, row in _active(part.segments, part.active, part.hyper):
-            sign, decay = _sign(row, sign_column), _decay(row, decay_column)
-            lr = np.float32(lr_scale * row[0])
-            self._start(
-                "local_sgd", n, _at(part.weights, start), _at(grad, start), n, sign, decay, lr
+        rows = (
+            (
+                *(start, numel, _sign(row, sign_column), _decay(row, decay_column)),
+                np.float32(lr_scale * row[0]),
             )
+            for _, start, numel, row in _segments(part.segments, part.active, part.hyper)
+        )
+        self._start("local_sgd", rows, part.weights, grad)
 
     def glu(
         self,
@@ -68,13 +76,16 @@ class DeviceKernels:
             columns: Columns of weight decay and of maximize; -1 for none.
         """
         alpha, beta, lr_scale = factors
-        for index, (start, n, row) in _numbered(part.segments, part.active, part.hyper):
-            own, decay = np.float32(alpha) * _sign(row, columns[1]), _decay(row, columns[0])
-            lr = np.float32(lr_scale * row[0])
-            shrink = np.float32(1.0) - lr * decay
-            where = (_at(part.weights, start), _at(grad, start), _at(before, start), n)
-            tail = (decay, lr, shrink, inverse[part.segments.groups[index]])
-            self._start("local_glu", n, *where, own, np.float32(beta), *tail)
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            for index, start, numel, row in _segments(part.segments, part.active, part.hyper):
+                own, decay = np.float32(alpha) * _sign(row, columns[1]), _decay(row, columns[0])
+                lr = np.float32(lr_scale * row[0])
+                shrink = np.float32(1.0) - lr * decay
+                group = part.segments.groups[index]
+                yield start, numel, own, np.float32(beta), decay, lr, shrink, inverse[group]
+
+        self._start("local_glu", rows(), part.weights, grad, before)
 
     def secant(
         self,
@@ -86,11 +97,14 @@ class DeviceKernels:
     ) -> None:
         """Makes the local step of `pscore/local/secant.py`; factors: alpha, beta and lr_scale."""
         alpha, beta, lr_scale = factors
-        for start, n, row in _active(part.segments, part.active, part.hyper):
-            own = np.float32(alpha) * _sign(row, columns[1])
-            where = (_at(part.weights, start), _at(grad, start), _at(sync, start), n)
-            decay, lr = _decay(row, columns[0]), np.float32(lr_scale * row[0])
-            self._start("local_secant", n, *where, own, np.float32(beta), decay, lr)
+        rows = (
+            (
+                *(start, numel, np.float32(alpha) * _sign(row, columns[1]), np.float32(beta)),
+                *(_decay(row, columns[0]), np.float32(lr_scale * row[0])),
+            )
+            for _, start, numel, row in _segments(part.segments, part.active, part.hyper)
+        )
+        self._start("local_secant", rows, part.weights, grad, sync)
 
     def secant_rebase(
         self,
@@ -103,11 +117,12 @@ class DeviceKernels:
     ) -> None:
         """Computes the global update from two pulls, as `pscore/local/secant.py` does."""
         every = np.ones(len(part.segments), dtype=np.int64)
-        for index, (start, n, _) in _numbered(part.segments, every, part.hyper):
-            group = part.segments.groups[index]
-            tensors = (part.weights, pulled, old, sync)
-            where = tuple(_at(tensor, start) for tensor in tensors)
-            self._start("secant_rebase", n, *where, n, shrinks[group], rates[group])
+        groups = part.segments.groups
+        rows = (
+            (start, numel, shrinks[groups[index]], rates[groups[index]])
+            for index, start, numel, _ in _segments(part.segments, every, part.hyper)
+        )
+        self._start("secant_rebase", rows, part.weights, pulled, old, sync)
 
     def dc(
         self,
@@ -134,56 +149,102 @@ class DeviceKernels:
         for (start, stop), active in zip(part.segments.bounds.tolist(), part.active, strict=True):
             if not active:
                 old[start:stop].copy_(part.weights[start:stop])
-        for start, n, row in _active(part.segments, part.active, part.hyper):
-            tail = (_sign(row, columns[1]), _decay(row, columns[0]), np.float32(lr_scale * row[0]))
-            where = (_at(part.weights, start), _at(grad, start), _at(old, start))
-            if is_adaptive:
-                mean = (np.float32(control), np.float32(keep), np.float32(1.0 - keep))
-                self._start("local_dc_adaptive", n, *where, _at(square, start), n, *mean, *tail)
-            else:
-                self._start("local_dc", n, *where, n, np.float32(control), *tail)
+        mean = (np.float32(keep), np.float32(1.0 - keep)) if is_adaptive else ()
+        rows = (
+            (
+                *(start, numel, np.float32(control), _sign(row, columns[1])),
+                *(_decay(row, columns[0]), np.float32(lr_scale * row[0]), *mean),
+            )
+            for _, start, numel, row in _segments(part.segments, part.active, part.hyper)
+        )
+        if is_adaptive:
+            self._start("local_dc_adaptive", rows, part.weights, grad, old, square)
+        else:
+            self._start("local_dc", rows, part.weights, grad, old)
 
     def sgd_step(self, step: DeviceStep) -> None:
         """Makes the shard's SGD step in place, as `pscore/optimizers/sgd.py` does."""
-        for index, row, part, grad, (buffer,) in step.parts():
+        plain: list[tuple[Any, ...]] = []
+        moving: list[tuple[Any, ...]] = []
+        for index, start, numel, row in _segments(step.segments, step.active, step.hyper):
             lr, momentum, dampening, decay, nesterov, maximize = row
-            n, factor = np.int32(part.numel()), np.float32(-1.0 if maximize else 1.0)
-            tail = (np.float32(decay), np.float32(lr))
-            where = (_at(part, 0), _at(grad, 0))
+            factor = np.float32(-1.0 if maximize else 1.0)
+            common = (start, numel, factor, np.float32(decay), np.float32(lr))
             if momentum == 0.0:
-                self._start("local_sgd", n, *where, n, factor, *tail)
+                plain.append(common)
             else:
                 first = step.counts[index] == 0
                 keep = np.float32(0.0 if first else momentum)
                 take = np.float32(1.0 if first else 1.0 - dampening)
                 ahead, along = (1.0, momentum) if nesterov else (0.0, 1.0)
-                mix = (keep, take, np.float32(ahead), np.float32(along))
-                self._start("sgd_momentum", n, *where, _at(buffer, 0), n, factor, *tail, *mix)
+                moving.append((*common, keep, take, np.float32(ahead), np.float32(along)))
             step.counts[index] += 1
+        self._start("local_sgd", plain, step.weights, step.grad)
+        self._start("sgd_momentum", moving, step.weights, step.grad, step.state[0])
 
-    def _start(self, kernel: str, n: np.int32, *arguments: Any) -> None:
-        self._launch(kernel, min(MAX_BLOCKS, -(-int(n) // (THREADS * EACH))), arguments)
+    def adam_step(self, step: DeviceStep, *, decoupled: bool) -> None:
+        """Makes the step of `pscore/optimizers/adam.py`, or with a third array of `amsgrad.py`.
+
+        Args:
+            step: The step.
+            decoupled: Whether weight decay shrinks the weights and is not a part of the gradient.
+        """
+        rows: list[tuple[Any, ...]] = []
+        for index, start, numel, row in _segments(step.segments, step.active, step.hyper):
+            lr, beta1, beta2, eps, decay, maximize = row
+            step.counts[index] += 1
+            first, second = corrections(beta1, beta2, step.counts[index])
+            rows.append(
+                (
+                    *(start, numel, -1.0 if maximize else 1.0, 0.0 if decoupled else decay),
+                    *(1.0 - lr * decay if decoupled else 1.0, 1.0 - beta1, beta2, 1.0 - beta2),
+                    *(lr / first, second, eps),
+                )
+            )
+        largest = step.state[2:] or [NONE]
+        self._start("adam", rows, step.weights, step.grad, *step.state[:2], *largest)
+
+    def _start(self, kernel: str, rows: Iterable[tuple[Any, ...]], *arrays: Any) -> None:
+        """Starts a kernel on the segments of a slice, if there are any.
+
+        Args:
+            kernel: Its name.
+            rows: Start, length and factors of each segment.
+            arrays: Tensors of the slice, in the kernel's order; the first one is written to.
+        """
+        table = np.array([_row(*row) for row in rows], dtype=ROW)
+        if len(table):
+            where = self._on_device(kernel, table.tobytes(), arrays[0])
+            longest = int(table["numel"].max())
+            addresses = [one if one is NONE else pointer(one) for one in arrays]
+            arguments = (pointer(where), np.int32(len(table)), *addresses)
+            self._launch(kernel, min(MAX_BLOCKS, -(-longest // (THREADS * EACH))), arguments)
+
+    def _on_device(self, kernel: str, table: bytes, weights: torch.Tensor) -> torch.Tensor:
+        """Returns a table on the device of a slice; it is copied if it is not the last one."""
+        key = kernel, weights.data_ptr()
+        known = self._tables.get(key)
+        if known is None or known[0] != table:
+            host = torch.frombuffer(bytearray(table), dtype=torch.uint8)
+            if weights.device.type == "cuda":
+                host = host.pin_memory()  # Torch keeps it until it is copied.
+            known = self._tables[key] = table, host.to(weights.device, non_blocking=True)
+        return known[1]
 
 
-def _active(
+def _row(start: int, numel: int, *factors: Any) -> tuple[int, int, list[float]]:
+    """Returns a row of a table of segments; factors are rounded to float32."""
+    (width,) = ROW["factors"].shape
+    return start, numel, [*factors, *[0.0] * (width - len(factors))]
+
+
+def _segments(
     segments: SegmentTable, active: IntArray, hyper: HyperArray
-) -> Iterator[tuple[int, np.int32, list[float]]]:
-    """Yields start, length and hyper-parameters of each segment that is active."""
-    for _, segment in _numbered(segments, active, hyper):
-        yield segment
-
-
-def _numbered(
-    segments: SegmentTable, active: IntArray, hyper: HyperArray
-) -> Iterator[tuple[int, tuple[int, np.int32, list[float]]]]:
-    """Yields the same with each segment's number."""
+) -> Iterator[tuple[int, int, int, list[float]]]:
+    """Yields number, start, length and hyper-parameters of each segment that is active."""
     for index in np.flatnonzero(active).tolist():
         start, stop = segments.bounds[index].tolist()
-        yield index, (start, np.int32(stop - start), hyper[segments.groups[index]].tolist())
-
-
-def _at(tensor: Any, start: int) -> np.uint64:
-    return np.uint64(tensor.data_ptr() + 4 * start)
+        yield index, start, stop - start, hyper[segments.groups[index]].tolist()
 
 
 def _sign(row: list[float], column: int) -> np.float32:

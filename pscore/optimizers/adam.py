@@ -88,6 +88,9 @@ class Adam(Optimizer):
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
+        if step.kernels is not None:
+            step.kernels.adam_step(step, decoupled=self.decoupled)
+            return
         for index, row, part, direction, (mean, square, *largest) in step.parts():
             lr, beta1, beta2, eps, weight_decay, maximize = row
             step.counts[index] += 1
@@ -104,6 +107,12 @@ class Adam(Optimizer):
                 square = largest[0].copy_(largest[0].maximum(square))
             spread = square.sqrt().div_((1.0 - beta2**count) ** 0.5).add_(eps)
             part.addcdiv_(mean, spread, value=-lr / (1.0 - beta1**count))
+
+
+@kernel
+def corrections(beta1: float, beta2: float, count: int) -> tuple[float, float]:
+    """Returns the corrections of both moments after `count` steps: `1 - beta1^t`, and the root."""
+    return 1.0 - beta1**count, np.sqrt(1.0 - beta2**count)
 
 
 @kernel
@@ -132,8 +141,7 @@ def _step(
         start, stop = bounds[index, 0], bounds[index, 1]
         row = hyper[groups[index]]
         counts[index] += 1
-        correction1 = 1.0 - row[BETA1] ** counts[index]
-        correction2 = np.sqrt(1.0 - row[BETA2] ** counts[index])
+        correction1, correction2 = corrections(row[BETA1], row[BETA2], counts[index])
         factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
         decay = np.float32(0.0 if decoupled else row[WEIGHT_DECAY])
         shrink = np.float32(1.0 - row[LR] * row[WEIGHT_DECAY] if decoupled else 1.0)

@@ -26,6 +26,7 @@ from pscore.optimizers.adam import (
     MAXIMIZE,
     WEIGHT_DECAY,
     Adam,
+    corrections,
 )
 from pscore.optimizers.base import BLOCK, SliceStep
 from pscore.types import FloatArray, HyperArray, IntArray
@@ -100,6 +101,7 @@ def _step(
             continue
         counts[index] += 1
         row = hyper[groups[index]]
+        correction1, correction2 = corrections(row[BETA1], row[BETA2], counts[index])
         start, stop = bounds[index, 0], bounds[index, 1]
         decay = row[WEIGHT_DECAY]
         for low in range(start, stop, BLOCK):
@@ -120,8 +122,8 @@ def _step(
                 np.float32(1.0 - row[BETA1]),
                 np.float32(row[BETA2]),
                 np.float32(1.0 - row[BETA2]),
-                np.float32(row[LR] / (1.0 - row[BETA1] ** counts[index])),
-                np.float32(np.sqrt(1.0 - row[BETA2] ** counts[index])),
+                np.float32(row[LR] / correction1),
+                np.float32(correction2),
                 np.float32(row[EPS]),
             )
 

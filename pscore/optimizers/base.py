@@ -97,6 +97,9 @@ class StepKernels(Protocol):
     def sgd_step(self, step: DeviceStep) -> None:
         """Makes the step of `sgd.py` in place, on tensors of the device."""
 
+    def adam_step(self, step: DeviceStep, *, decoupled: bool) -> None:
+        """Makes the step of `adam.py` or, with a third state array, of `amsgrad.py`."""
+
 
 # Elements that a kernel copies to its output and then changes there: small enough to stay in the
 # first-level cache, so that memory is passed over once although the loops work in place.

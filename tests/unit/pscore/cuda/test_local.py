@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from pscore.cuda.encoders import Launch
 from pscore.cuda.local import DeviceKernels
 from pscore.local import LocalSlice
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
+from pscore.local.mirror import Mirror
 from pscore.local.secant import Secant, passed
 from pscore.local.sgd import PlainSGD, hyper_columns
 from pscore.optimizers import OPTIMIZERS
@@ -23,24 +25,42 @@ COLUMNS = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.05}
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> DeviceKernels:
-    return DeviceKernels(launcher(build(Path(tmp_path_factory.mktemp("shim")))))
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+
+
+@pytest.fixture
+def started() -> list[str]:
+    """The names of the kernels that were started."""
+    return []
+
+
+@pytest.fixture
+def kernels(launch: Launch, started: list[str]) -> DeviceKernels:
+    def counted(name: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+        started.append(name)
+        launch(name, num_blocks, arguments)
+
+    return DeviceKernels(counted)
 
 
 def normal(seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32))
 
 
-def parts(nesterov: float = 0.0, momentum: float = 0.9) -> list[LocalSlice]:
+def parts(
+    nesterov: float = 0.0, momentum: float = 0.9, optimizer_name: str = "sgd"
+) -> list[LocalSlice]:
     """Returns two equal slices of three segments, one without a gradient, two groups."""
     made = []
     for _ in range(2):
-        optimizer = OPTIMIZERS["sgd"]()
+        optimizer = OPTIMIZERS[optimizer_name]()
         names = optimizer.hyper_names
         hyper = np.zeros((2, len(names)))
         for group, (decay, maximize) in enumerate(((0.01, 0.0), (0.0, 1.0))):
             values = {"lr": 0.05, "momentum": momentum, "dampening": 0.1, "nesterov": nesterov}
             values |= {"weight_decay": decay, "maximize": maximize}
+            values |= {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
             hyper[group] = [values[name] for name in names]
         bounds = np.array([(0, 1000), (1008, 2200), (2208, NUMEL)], dtype=np.int64)
         table = SegmentTable(bounds=bounds, groups=np.array([0, 1, 0], dtype=np.int64))
@@ -148,3 +168,47 @@ def test_a_mirrored_sgd_step_is_the_cpus(
         assert_same(host.weights, other.weights)
         assert_same(buffers[0], buffers[1])
     assert host.counts.tolist() == other.counts.tolist() == [3, 3, 0]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "amsgrad", "amsgradw"])
+def test_a_mirrored_adam_step_is_the_cpus(
+    kernels: DeviceKernels, started: list[str], name: str
+) -> None:
+    host, other = parts(optimizer_name=name)
+    other.kernels = kernels
+    update = Mirror("kept")
+    for step in range(12):
+        for part in (host, other):
+            part.active[2] = step % 3 == 0
+            update.update(part, normal(step + 1))
+        assert_same(host.weights, other.weights)
+        for key, value in host.state.items():
+            assert_same(value, other.state[key])
+        assert host.counts.tolist() == other.counts.tolist()
+    assert started == ["adam"] * 12  # One for the slice.
+
+
+def test_a_slice_is_one_kernel_whose_table_is_copied_when_it_changes(
+    kernels: DeviceKernels, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    real = torch.frombuffer
+
+    def frombuffer(data: bytearray, **how: Any) -> torch.Tensor:
+        copied.append(len(data))
+        return real(data, **how)
+
+    monkeypatch.setattr(torch, "frombuffer", frombuffer)
+    host, other = parts()
+    other.kernels = kernels
+    for step in range(6):
+        for part in (host, other):
+            if step == 4:
+                part.hyper = 0.5 * part.hyper
+            PlainSGD(lr_scale=0.7).update(part, normal(step + 1))
+        assert_same(host.weights, other.weights)
+    assert started == ["local_sgd"] * 6
+    assert copied == [2 * 48, 2 * 48]
+    other.active[:] = 0
+    PlainSGD().update(other, normal(1))
+    assert len(started) == 6  # Nothing has a gradient.
