@@ -2,8 +2,11 @@
 
 A segment is a memfd. It has no name: no other process can open it, and nothing is left behind when
 a process dies. Its file descriptor travels over a Unix socket. Its memory is reserved when it is
-made, so a machine without room reports that at once and not by a signal later. The weights of a
-shard with a journal lie in a file of its user's instead, and survive the process.
+made, so a machine without room reports that at once and not by a signal later. Its length is
+sealed, and memory without that seal is refused: its owner could shorten it, and the next access to
+the lost pages would end the process that maps it. The weights of a shard with a journal lie in a
+file of its user's instead, and survive the process. A file cannot be sealed; a worker accepts one
+from its shard, and a shard accepts none from a worker.
 
 The weights of a table on one shard lie in one segment:
 
@@ -19,9 +22,11 @@ and loads in order among loads: x86-64. On other hosts workers use sockets (`kee
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import platform
+import stat
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +36,7 @@ from pscore.types import FloatArray, IntArray, SliceSpec
 
 PAGE = 4096
 LINE = 64
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 BUFFERS = 2  # Copies of the weights: one is read while the other is written.
 
 
@@ -59,22 +65,30 @@ class Segment(Descriptor):
         Raises:
             OSError: The machine has too little memory.
         """
-        fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        fd = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(fd, nbytes)
         except OSError:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> Segment:
+    def attach(cls, fd: int, nbytes: int, *, may_be_file: bool = False) -> Segment:
         """Maps a segment of another process; owns the descriptor from now on.
 
+        Args:
+            fd: The segment.
+            nbytes: Length of the part that is mapped.
+            may_be_file: Whether a file of this user, which cannot be sealed, is accepted too.
+
         Raises:
-            OSError: The segment is shorter than declared, or cannot be mapped.
+            OSError: The segment is shorter than declared or could become so, or cannot be mapped.
         """
         try:
+            if not (_is_sealed(fd) or (may_be_file and _is_own_file(fd))):
+                raise OSError("the segment is not sealed: its owner could shorten it")
             if os.fstat(fd).st_size < nbytes:
                 raise OSError(f"segment of {os.fstat(fd).st_size} bytes, {nbytes} declared")
             return cls(fd, nbytes)
@@ -117,6 +131,20 @@ class WeightsMap:
     def position(self, index: int) -> int:
         """Returns a slice's position among the shard's slices, from 0."""
         return self._positions[index]
+
+
+def _is_sealed(fd: int) -> bool:
+    """Returns whether nobody can shorten a segment; no other kind of file has seals."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+
+
+def _is_own_file(fd: int) -> bool:
+    """Returns whether a descriptor is a file with a name that belongs to this user."""
+    found = os.fstat(fd)
+    return stat.S_ISREG(found.st_mode) and found.st_nlink > 0 and found.st_uid == os.geteuid()
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -32,7 +32,14 @@ ATTACH_NBYTES_MAX = 1 << 16
 OnAttach = Callable[[pb.Attach, int], Segment]
 
 
-def attach(endpoint: Endpoint, request: pb.Attach, own: Segment, nbytes: int) -> Segment:
+def attach(
+    endpoint: Endpoint,
+    request: pb.Attach,
+    own: Segment,
+    nbytes: int,
+    *,
+    may_be_file: bool = False,
+) -> Segment:
     """Passes the descriptor of a segment; returns that of the listener's answer, mapped.
 
     Args:
@@ -40,9 +47,10 @@ def attach(endpoint: Endpoint, request: pb.Attach, own: Segment, nbytes: int) ->
         request: The sender and purpose; token and length are set here.
         own: The segment that is passed.
         nbytes: Length of the listener's segment.
+        may_be_file: Whether that may be a file of this user (`Segment.attach`).
 
     Raises:
-        TransportError: The connection failed.
+        TransportError: The connection failed, or the answer cannot be mapped.
         RemoteProtocolError: The listener refused, or answered something else.
     """
     request.token, request.nbytes = endpoint.token, own.nbytes
@@ -64,7 +72,10 @@ def attach(endpoint: Endpoint, request: pb.Attach, own: Segment, nbytes: int) ->
         raise RemoteProtocolError(
             f"{envelope.attached.nbytes} bytes of shared memory in the answer, {nbytes} wanted"
         )
-    return Segment.attach(fds[0], nbytes)
+    try:
+        return Segment.attach(fds[0], nbytes, may_be_file=may_be_file)
+    except OSError as problem:
+        raise TransportError(f"cannot map shared memory: {problem}") from problem
 
 
 class Attachments:

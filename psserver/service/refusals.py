@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore.errors import PacelineError
+from pscore.errors import DecodeError, PacelineError
 from psserver.access.authorizer import abort
 
 if TYPE_CHECKING:
@@ -27,6 +29,13 @@ def refusing(method: Method) -> Method:
             raise
 
     return call
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A request whose bytes are not the message of its method."""
+
+    nbytes: int
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -65,8 +74,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _wrap(self, handler: Handler, name: str) -> Handler:
         method = refusing(cast("Method", handler.unary_unary))
 
+        def parse(raw: bytes) -> object:
+            assert handler.request_deserializer is not None
+            try:
+                return handler.request_deserializer(raw)
+            except ProtobufDecodeError:  # gRPC would answer UNKNOWN, and no reason.
+                return Malformed(len(raw))
+
         async def call(request: object, context: Any) -> object:
             try:
+                if isinstance(request, Malformed):
+                    text = f"{request.nbytes} bytes are no message for {name.rpartition('/')[2]}"
+                    await abort(context, DecodeError(text))
                 reply = await method(request, context)
             except grpc.aio.BaseError:
                 raise  # A refusal, or a connection that is gone.
@@ -77,5 +96,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return reply
 
         return grpc.unary_unary_rpc_method_handler(
-            cast("Any", call), handler.request_deserializer, handler.response_serializer
+            cast("Any", call),
+            parse if handler.request_deserializer else None,
+            handler.response_serializer,
         )

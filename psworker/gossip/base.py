@@ -219,6 +219,9 @@ class Gossip(ABC):
             number: Number of the exchange.
             part: Index of the part of the model.
             values: The snapshot.
+
+        Raises:
+            RemoteProtocolError: There is no such part, or the snapshot is not one of it.
         """
         return None
 

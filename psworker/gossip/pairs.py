@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from pscore.errors import RemoteProtocolError
 from pscore.graphs import graph_of
 from pscore.types import FloatArray
 from psworker.gossip.base import Gossip, Late, Meet, Waits, on_device_of, parts_of, to_host
@@ -125,6 +126,7 @@ class Pairs(Gossip):
         self, source: int, incarnation: int, number: int, part: int, values: FloatArray
     ) -> FloatArray | None:
         """Moves half of the way to another worker's snapshot; returns this one's before."""
+        self._require_fit(source, part, values)
         with self.model.lock:
             if self._is_over:
                 return None
@@ -147,6 +149,8 @@ class Pairs(Gossip):
 
     def on_answer(self, number: int, part: int, values: FloatArray | None) -> None:
         """Moves half of the way to the other's snapshot; None: it has applied nothing."""
+        if values is not None:
+            self._require_fit(self._partner, part, values)
         with self.model.lock:
             if number != self._number or part not in self._open:
                 return
@@ -162,6 +166,25 @@ class Pairs(Gossip):
             self._note(part)
             if not self._open:
                 self.stats.num_exchanges += 1
+
+    def _require_fit(self, source: int, part: int, values: FloatArray) -> None:
+        """Refuses a snapshot that cannot be mixed.
+
+        Raises:
+            RemoteProtocolError: There is no such part, or it has another length, NaN or Inf.
+        """
+        num_parts = len(self._parts)
+        if not 0 <= part < num_parts:
+            raise RemoteProtocolError(
+                f"worker {source} offers part {part} of a model of {num_parts} parts"
+            )
+        numel = self._parts[part].stop - self._parts[part].start
+        if values.size != numel:
+            raise RemoteProtocolError(
+                f"worker {source} offers {values.size} numbers for part {part}, {numel} wanted"
+            )
+        if not np.isfinite(values).all():
+            raise RemoteProtocolError(f"worker {source} offers a model with NaN or Inf")
 
     def _keep_up(self) -> Waits:
         """Learns the members; waits while the job has fewer workers than its least."""

@@ -10,6 +10,7 @@ from concurrent import futures
 from functools import partial
 from typing import Any
 
+from pscore.errors import RemoteProtocolError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
@@ -62,6 +63,7 @@ class Peers:
         self._service = PeerService(session.job, make_secret(), self._mailbox)
         self._listener, self._own = open_listener(session, self._service)
         self._links = PeerLinks(session, self._own.host, keeps=keeps_links)
+        self._service.is_listed = self._is_listed
         self._sums = GroupSums(self._own.host, self._links.host_of)
         self.table = table
         self._listener.start()
@@ -224,8 +226,15 @@ class Peers:
 
     def _answered(self, gossip: Gossip, number: int, part: int, values: FloatArray | None) -> None:
         self._heard_s = time.monotonic()
-        gossip.on_answer(number, part, values)
+        try:
+            gossip.on_answer(number, part, values)
+        except RemoteProtocolError as problem:
+            log.warning("worker %d drops an answer: %s", self._session.rank, problem)
+            gossip.on_answer(number, part, None)
         self._mailbox.notify()
+
+    def _is_listed(self, sender: data_pb2.Sender) -> bool:
+        return self._links.incarnations.get(sender.worker) == sender.incarnation
 
     def _sender(self) -> data_pb2.Sender:
         session = self._session

@@ -41,6 +41,7 @@ class PeerService:
     Attributes:
         secret: Others say hello with it; the directory tells it to them.
         on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
+        is_listed: Returns whether the directory has listed a sender; to others this worker is busy.
         budget: Bytes that may be under way.
         receivers: The memory that workers of this host share with this one.
         failure: The error of a thread that receives, which has failed; None: none has.
@@ -59,6 +60,7 @@ class PeerService:
         self.budget = Budget(UNDER_WAY_NBYTES, "")
         self.failure: ThreadError | None = None
         self.on_offer: OnOffer | None = None
+        self.is_listed: Callable[[pb.Sender], bool] = lambda sender: True
         self.job = job
         self.table = -1
         self.mailbox = mailbox
@@ -166,7 +168,7 @@ class PeerHandler:
 
     def _answer(self, number: int, offer: pb.Offer, values: FloatArray) -> None:
         service, own = self._service, None
-        if service.on_offer is not None:
+        if service.on_offer is not None and service.is_listed(offer.sender):
             sender = offer.sender
             own = service.on_offer(
                 sender.worker, sender.incarnation, offer.number, offer.slice, values

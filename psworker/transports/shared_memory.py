@@ -117,7 +117,7 @@ def attach(endpoint: Endpoint, attachment: Attachment) -> None:
         RemoteProtocolError: The shard refused, or answered something else.
     """
     layout, request = attachment.layout, pb.Attach(sender=attachment.sender)
-    weights = pass_segment(endpoint, request, attachment.grads, layout.nbytes)
+    weights = pass_segment(endpoint, request, attachment.grads, layout.nbytes, may_be_file=True)
     attachment.weights = weights
     for spec in attachment.specs:
         maps = layout.buffers(weights, spec.index), layout.versions(weights, spec.index)

@@ -1,17 +1,21 @@
 """Refused peers: without a token, or with a wrong one; each gets the reason and harms no other."""
 
 import contextlib
+import os
+import random
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
+from google.protobuf import message_factory
 
-from pscore.errors import AccessError, PacelineError, TransportError
+from pscore.errors import AccessError, PacelineError, RemoteProtocolError, TransportError
 from pscore.net import listener, sockets, wire
 from pscore.net.endpoint import connect
 from pscore.net.rpc import error_of
@@ -162,6 +166,43 @@ def test_memory_is_shared_with_the_tokens_job_only(
     with pytest.raises(AccessError, match=message):
         attach(stronghold.endpoint(token), attachment)
     segment.close()
+
+
+def test_a_worker_cannot_end_a_shard_by_shortening_its_memory(stronghold: Fortress) -> None:
+    """The holder of a job's token: its unsealed memory is refused, and sealed memory stays."""
+    from pscore.memory.segment import Segment, WeightsMap
+
+    def attachment(segment: Segment) -> Attachment:
+        sender = data_pb2.Sender(job="train", worker=0, incarnation=7)
+        return Attachment(sender=sender, grads=segment, layout=WeightsMap([]), specs=[])
+
+    fd = os.memfd_create("paceline")
+    os.ftruncate(fd, 4 * NUMEL)
+    with pytest.raises(RemoteProtocolError, match="its owner could shorten it"):
+        attach(stronghold.endpoint(TRAIN), attachment(Segment(fd, 4 * NUMEL)))
+    sealed = Segment.create(4 * NUMEL)
+    with pytest.raises(PermissionError):
+        os.ftruncate(sealed.fd, 0)
+    sealed.close()
+
+
+def test_a_damaged_control_call_gets_a_reason_and_is_never_unknown(stronghold: Fortress) -> None:
+    """Bytes that are no message, and messages with random values, from a holder of the token."""
+    rng = random.Random(7)
+    control = pb.DESCRIPTOR.services_by_name["Control"]
+    codes = Counter[str]()
+    with stronghold.credentials(TRAIN).channel(stronghold.address) as channel:
+        for method in control.methods:
+            whole = message_factory.GetMessageClass(method.input_type)()
+            for _ in range(8):
+                raw = bytearray(whole.SerializeToString() + rng.randbytes(1 + rng.randrange(12)))
+                raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+                call = channel.unary_unary(f"/{control.full_name}/{method.name}", None, None)
+                failure = call.future(bytes(raw), timeout=10.0)
+                codes[failure.code().name] += 1
+                assert failure.code() is grpc.StatusCode.OK or failure.details(), method.name
+    assert codes["INVALID_ARGUMENT"] > 0
+    assert codes["UNKNOWN"] == 0
 
 
 def test_a_replayed_session_is_not_one(stronghold: Fortress) -> None:

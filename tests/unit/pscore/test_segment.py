@@ -1,7 +1,9 @@
 """Shared memory: two maps of one segment, where the buffers lie, and a copy that was torn."""
 
+import fcntl
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +47,35 @@ def test_a_segment_shorter_than_declared_is_refused_and_its_descriptor_closed() 
         Segment.attach(copy, 8192)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(copy)
+
+
+def test_a_segment_cannot_be_shortened_or_extended() -> None:
+    """Else an access of the other process to the lost pages would end it (SIGBUS)."""
+    ours = Segment.create(8192)
+    for nbytes in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(ours.fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(ours.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.parametrize("may_be_file", [False, True])
+def test_memory_that_its_owner_could_shorten_is_refused(may_be_file: bool) -> None:
+    fd = os.memfd_create("paceline", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    with pytest.raises(OSError, match="not sealed: its owner could shorten it"):
+        Segment.attach(fd, 8192, may_be_file=may_be_file)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_file_is_accepted_only_where_it_may_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(8192))
+    with pytest.raises(OSError, match="not sealed"):
+        Segment.attach(os.open(path, os.O_RDWR), 8192)
+    assert Segment.attach(os.open(path, os.O_RDWR), 8192, may_be_file=True).nbytes == 8192
 
 
 def test_a_segment_has_no_name_in_the_file_system() -> None:

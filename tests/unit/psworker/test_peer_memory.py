@@ -303,3 +303,20 @@ def test_an_array_that_cannot_be_sent_is_an_error_of_its_worker(receiver: Receiv
     assert isinstance(call.exception(10.0), AttributeError | TypeError)
     assert "thread 'peer-send'" in str(link.failure)
     link.close()
+
+
+def test_an_offer_of_a_worker_that_the_directory_does_not_list_changes_nothing(
+    receiver: Receiver,
+) -> None:
+    offers: list[int] = []
+    receiver.service.on_offer = lambda source, *_: offers.append(source)
+    receiver.service.is_listed = lambda sender: sender.incarnation == SENDER.incarnation
+    link = PeerLink(receiver.peer, HOST)
+    answers: list[Any] = []
+    for incarnation in (99, SENDER.incarnation):
+        sender = pb.Sender(job="j", worker=1, incarnation=incarnation)
+        envelope = pb.Envelope(offer=pb.Offer(sender=sender, number=1))
+        link.send(envelope, np.zeros(SHORT, np.float32), answers.append).result(10.0)
+    link.close()
+    assert offers == [1]
+    assert answers == [None, None]
