@@ -111,6 +111,10 @@ class FakeTable(TrainingTable):
         self.make_step = lambda _: LocalStep()
         self.samples, self.seen = 2.0, 8.0
 
+    def behind(self, *, at_round: bool) -> tuple[int, float]:
+        assert not at_round
+        return self.replica.step, self.seen
+
     def locate(self, former: int, seen: float) -> None:
         assert self.shards.log[-2:] == ["origin", "fetch"]
         self.shards.step, self.seen = former, seen
