@@ -46,7 +46,6 @@ from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "pipeline_learning.json"
 BATCH = 64  # Images of an update.
 WIDTH = 8  # Channels of the first convolutions.
-NEAR_POINTS = 0.5  # Points of accuracy that count as equal.
 DECAY = 0.01  # Of NAdamW.
 
 
@@ -277,36 +276,39 @@ def keep(path: Path, found: Sequence[Learned]) -> None:
 
 
 def results() -> str:
-    """Returns the table of docs/pipelines.md."""
+    """Returns the tables of docs/pipelines.md: a table for each optimizer, a row for each plan."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    runs, rows, near = found["runs"], [], []
-    for name in dict.fromkeys(one["name"] for one in runs):
-        form, plan, optimizer = name.split(", ")
-        accuracy = statistics.fmean(one["accuracy"] for one in runs if one["name"] == name)
-        apart = gaps(runs, name)
-        mean = statistics.fmean(apart)
-        gap = f"{mean:+.2f} ({min(apart):+.2f} to {max(apart):+.2f})"
-        rows.append(
-            [
-                "one process" if name == base_of(name) else form,
-                "any" if form == "flush" else plan,
-                optimizer,
-                f"{100 * accuracy:.2f}",
-                "" if name == base_of(name) else gap,
-            ]
-        )
-        if abs(mean) <= NEAR_POINTS and name != base_of(name):
-            near.append(f"{form} {rows[-1][1]} with {optimizer}")
-    head = ["weights", "replicas", "optimizer", "test accuracy, %", "from one process, points"]
-    seeds = len({one["seed"] for one in runs})
+    runs = found["runs"]
     last = [found[key] for key in ("command", "date", "commit")]
     made = [f"`{one[0]}`, {one[1]}, commit {one[2]}" for one in (*found.get("former", []), last)]
+    seeds = len({one["seed"] for one in runs})
     about = (
         f"{seeds} seeds, {runs[0]['updates']} updates of {BATCH} images. {'; '.join(made)}, "
         f"{found['machine']}."
     )
-    said = f"On average within {NEAR_POINTS} points of one process: {', '.join(near) or 'none'}."
-    return "\n".join([about, "", table(head, rows, "lllrr"), "", said])
+    names = dict.fromkeys(one["name"] for one in runs)
+    optimizers = dict.fromkeys(name.split(", ")[-1] for name in names)
+    return "\n\n".join([about, *(_compared(runs, optimizer) for optimizer in optimizers)])
+
+
+def _compared(runs: Sequence[dict[str, Any]], optimizer: str) -> str:
+    """Returns the differences of all runs with an optimizer to one process, by plan and form."""
+    names = [one["name"] for one in runs if one["name"].endswith(f", {optimizer}")]
+    base = base_of(names[0])
+    cells: dict[str, dict[str, str]] = {}
+    for name in dict.fromkeys(names):
+        form, plan, _ = name.split(", ")
+        apart = gaps(runs, name)
+        if name != base:
+            row = cells.setdefault("any" if form == "flush" else plan, {})
+            row[form] = f"{statistics.fmean(apart):+.2f} ({min(apart):+.2f})"
+    forms = list(dict.fromkeys(form for row in cells.values() for form in row))
+    rows = [[plan, *(row.get(form, "") for form in forms)] for plan, row in cells.items()]
+    alone = statistics.fmean(one["accuracy"] for one in runs if one["name"] == base)
+    return (
+        f"{optimizer}: one process has {100 * alone:.2f} %. Differences in points, the lowest "
+        f"seed in brackets:\n\n{table(['replicas', *forms], rows, 'l' + 'r' * len(forms))}"
+    )
 
 
 def main() -> None:

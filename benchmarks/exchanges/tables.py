@@ -9,9 +9,8 @@ from typing import Any
 
 from benchmarks.markdown import table
 
+DDP = "DDP, Gloo"
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "decentralised.json"
-
-NEAR_POINTS = 0.5  # Points of accuracy that count as equal.
 
 
 def part(name: str) -> dict[str, Any]:
@@ -33,13 +32,7 @@ def straggler() -> str:
         for mode, row in found["figures"].items()
     ]
     head = ["mode", *next(iter(found["figures"].values()))]
-    slower = {
-        mode: max(row["10x"], row["100x"]) / row["1x"] for mode, row in found["figures"].items()
-    }
-    said = "The longer of 10x and 100x, as a multiple of 1x: " + ", ".join(
-        f"`{mode}` {times:.1f}" for mode, times in sorted(slower.items(), key=lambda one: one[1])
-    )
-    return "\n".join([origin(found), "", table(head, rows, "l" + "r" * len(head)), "", f"{said}."])
+    return "\n".join([origin(found), "", table(head, rows, "l" + "r" * len(head))])
 
 
 def learning() -> str:
@@ -47,35 +40,21 @@ def learning() -> str:
     found = part("learning")
     runs = found["figures"]
     base = {run["seed"]: run["accuracy"] for run in runs if run["mode"] == "ssgd"}
-    rows, means = [], {}
+    rows = []
     for mode in dict.fromkeys(run["mode"] for run in runs):
         own = [run for run in runs if run["mode"] == mode]
         gaps = [100 * (run["accuracy"] - base[run["seed"]]) for run in own]
-        means[mode] = statistics.fmean(gaps)
         rows.append(
             [
                 f"`{mode}`",
                 f"{100 * statistics.fmean(run['accuracy'] for run in own):.2f}",
-                f"{means[mode]:+.2f} ({min(gaps):+.2f} to {max(gaps):+.2f})",
+                f"{statistics.fmean(gaps):+.2f} ({min(gaps):+.2f} to {max(gaps):+.2f})",
                 f"{statistics.fmean(run['consensus'] for run in own):.4f}",
             ]
         )
     head = ["mode", "test accuracy, %", "from `ssgd`, points", "consensus distance"]
     about = f"{len(base)} seeds, {runs[0]['steps']} steps. "
-    return "\n".join([about + origin(found), "", table(head, rows, "lrrr"), "", near(means)])
-
-
-def near(means: dict[str, float]) -> str:
-    """Returns which modes are as accurate as `ssgd`, and which are not.
-
-    Args:
-        means: Mean difference to `ssgd`, in points, by mode.
-    """
-    others = {mode: gap for mode, gap in means.items() if mode != "ssgd"}
-    there = ", ".join(f"`{mode}`" for mode, gap in others.items() if abs(gap) <= NEAR_POINTS)
-    far = [f"`{mode}` ({gap:+.2f})" for mode, gap in others.items() if abs(gap) > NEAR_POINTS]
-    said = f"On average within {NEAR_POINTS} points of `ssgd`: {there or 'none'}."
-    return f"{said} Further from it: {', '.join(far)}." if far else said
+    return "\n".join([about + origin(found), "", table(head, rows, "lrrr")])
 
 
 def kills() -> str:
@@ -84,39 +63,32 @@ def kills() -> str:
     rows = []
     for mode in dict.fromkeys(run["mode"] for run in found["figures"]):
         runs = [run for run in found["figures"] if run["mode"] == mode]
-        counts = ("kills", "exchanges", "applied_twice", "seconds")
+        counts = ("kills", "exchanges", "applied_twice")
         rows.append(
             [
                 f"`{mode}`",
-                str(len(runs)),
                 *(f"{sum(run[count] for run in runs):.0f}" for count in counts),
                 f"{max(run['longest_wait_s'] for run in runs):.1f} (lease {runs[0]['lease_s']:g})",
-                ", ".join(f"{run['first_loss']:.2f} to {run['last_loss']:.2f}" for run in runs),
             ]
         )
-    head = ["mode", "runs", "kills", "exchanges", "applied twice", "s", "longest wait, s", "loss"]
-    return "\n".join([origin(found), "", table(head, rows, "lrrrrrrr")])
+    head = ["mode", "kills", "exchanges", "applied twice", "longest wait, s"]
+    return "\n".join([origin(found), "", table(head, rows, "lrrrr")])
 
 
 def links() -> str:
-    """Returns step times on slow links, each beside DDP on the same links."""
+    """Returns the step of DDP on slow links, and the steps of the modes as multiples of it."""
     found = part("links")
-    runs = found["figures"]
-    base = {(run["net"], run["workers"]): run["step_ms"] for run in runs if "DDP" in run["mode"]}
+    modes = list(dict.fromkeys(run["mode"] for run in found["figures"]))
+    steps_ms: dict[tuple[str, int], dict[str, float]] = {}
+    for run in found["figures"]:
+        steps_ms.setdefault((run["net"], run["workers"]), {})[run["mode"]] = run["step_ms"]
     rows = [
-        [
-            run["net"],
-            str(run["workers"]),
-            run["mode"],
-            f"{run['step_ms']:.0f}",
-            f"{run['step_ms'] / base[run['net'], run['workers']]:.2f}",
-            f"{run['out_mb']:.2f}",
-            f"{run['formula_mb']:.2f}",
-        ]
-        for run in runs
+        [net, str(workers), f"{own[DDP]:.0f}"]
+        + [f"{own[mode] / own[DDP]:.2f}" for mode in modes if mode != DDP]
+        for (net, workers), own in steps_ms.items()
     ]
-    head = ["links", "workers", "mode", "step, ms", "of DDP's", "MB out a step", "by formula"]
-    return "\n".join([origin(found), "", table(head, rows, "lrlrrrr")])
+    head = ["links", "workers", f"{DDP}, ms", *(mode for mode in modes if mode != DDP)]
+    return "\n".join([origin(found), "", table(head, rows, "l" + "r" * len(head))])
 
 
 BLOCKS = {

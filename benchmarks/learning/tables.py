@@ -6,14 +6,16 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from benchmarks import markdown
 from benchmarks.learning import sweeps
 from benchmarks.learning.runs import COLUMNS, Row, cells, collect, load
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 LONG = "convergence.jsonl"  # The runs of `--sweep full`.
 BRIEF = ("run", "test accuracy, %", "from ssgd")
-SHORT = (*BRIEF, "simulated s", "% at equal s", "MB pulled")
+SHORT = (*BRIEF, "simulated s")
 SEEDS = ("run", "seeds", *SHORT[1:])
+UPDATES = ("mirror", "mirror kept", "glu", "secant", "sgd")  # Local updates, best first.
 SECANT = (
     "ssgd",
     "mirror k=5",
@@ -29,7 +31,7 @@ SECANT = (
     "secant k=16",
     "secant k=16, warmup=200",
 )  # The other runs of the file differ from these by no more than the text says.
-MODES = (*SEEDS[:-1], "MB pushed", "MB pulled")
+MODES = (*SHORT, "MB pushed")
 
 
 def table(file: str, columns: Iterable[str], names: Iterable[str] = ()) -> str:
@@ -51,11 +53,22 @@ def table(file: str, columns: Iterable[str], names: Iterable[str] = ()) -> str:
 
 
 def local_updates() -> str:
-    """Returns the table of every local update at every k."""
-    rows: dict[str, Row] = collect(load(RESULTS / LONG))
-    settings = sorted(sweeps.full(), key=lambda setting: setting.k)
-    names = [s.name for s in settings if s.k and "," not in s.name and s.name in rows]
-    return table(LONG, SEEDS, ["ssgd", *names])
+    """Returns the difference of every local update to `ssgd`, by k."""
+    rows = collect(load(RESULTS / LONG))
+    lengths = sorted({setting.k for setting in sweeps.full() if setting.k})
+    lines = [
+        [str(k), *(_apart(rows.get(f"{update} k={k}"), rows["ssgd"]) for update in UPDATES)]
+        for k in lengths
+    ]
+    return markdown.table(["k", *(f"`{update}`" for update in UPDATES)], lines, "rrrrrr")
+
+
+def _apart(row: Row | None, base: Row) -> str:
+    """Returns the mean difference to `ssgd` in points, or how many runs of a row are lost."""
+    if row is None:
+        return ""
+    num_lost = sum(bool(run.failure) for run in row.runs)
+    return f"{num_lost} of {len(row.runs)} lost" if num_lost else f"{100 * row.gap(base):+.1f}"
 
 
 def modes() -> str:
@@ -95,7 +108,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "spread": lambda: table("spread.jsonl", SEEDS),
     "secant": lambda: table("secant.jsonl", BRIEF, SECANT),
     "adam": lambda: table("adam.jsonl", SHORT),
-    "gap": lambda: table("gap.jsonl", ("run", *SHORT[1:-2])),
+    "gap": lambda: table("gap.jsonl", SHORT),
     "stragglers": stragglers,
     "resnet": lambda: table("resnet.jsonl", SEEDS),
 }
