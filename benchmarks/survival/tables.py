@@ -72,13 +72,12 @@ def others() -> str:
             ),
             f"{run['pushes']:,}",
             f"{run['lost']:,} / {run['double']:,} / {run['torn']:,} / {run['partial']:,}",
-            f"`{run['command']}`",
         ]
         for name, run in _runs().items()
         if name != "all faults"
     ]
     head = ["run", "of", "recovery, median (faults)", "pushes"]
-    return table([*head, "lost / double / torn / partial", "command"], rows, "lllrrl")
+    return table([*head, "lost / double / torn / partial"], rows, "lllrr")
 
 
 def chaos() -> str:
