@@ -484,6 +484,18 @@ def pipeline() -> str:
     return f"{about}\n\n" + table(head, rows, "llrrrrrrrr")
 
 
+IMAGES = ROOT / "docs" / "results" / "images.json"  # deploy/check writes it.
+
+
+def images(path: Path = IMAGES) -> str:
+    """Returns the sizes of the container images."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    sizes = {target: f"{nbytes / 1e9:.2f} GB" for target, nbytes in found["nbytes"].items()}
+    rows = [[f"`{target}`", size] for target, size in sizes.items() if target != "base"]
+    about = f"`deploy/check`, {found['date']}, on a base of {sizes['base']}:"
+    return f"{about}\n\n" + table(["target", "size"], rows, "lr")
+
+
 # ----- the blocks, and their pages
 
 
@@ -502,6 +514,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gpu": gpu,
     "overlap": overlap,
     "pipeline": pipeline,
+    "images": images,
     "pipeline kills": pipeline_kills.results,
     "pipeline learning": pipeline_learning.results,
     **tables.TABLES,
@@ -515,6 +528,7 @@ PAGES = (
     "docs/dashboard.md",
     "docs/convergence.md",
     "docs/dataplane.md",
+    "docs/deploy.md",
     "docs/gpu.md",
     "docs/links.md",
     "docs/pipelines.md",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from mnist import Net, fashion_mnist
+from mnist import Net, fashion_mnist, pick_device
 
 import psworker
 
@@ -28,8 +28,9 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(1)
-    images, labels = fashion_mnist("train").tensors
-    model = Net()
+    device = pick_device()
+    images, labels = (part.to(device) for part in fashion_mnist("train").tensors)
+    model = Net().to(device)
     state = None
     if args.file is not None and args.file.exists():
         state = torch.load(args.file, weights_only=True)
@@ -46,7 +47,7 @@ def main():
     while optimizer.steps < args.steps:
         seed = psworker.rank() + psworker.size() * optimizer.steps
         generator = torch.Generator().manual_seed(seed)
-        batch = torch.randint(len(images), (args.batch_size,), generator=generator)
+        batch = torch.randint(len(images), (args.batch_size,), generator=generator).to(device)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * 0.5 ** (optimizer.steps // 200)
         optimizer.zero_grad()

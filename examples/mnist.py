@@ -11,6 +11,7 @@ local steps (`--mode ssd`), evaluate inside `with optimizer.global_weights():`.
 
 import argparse
 import gzip
+import os
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,16 @@ class Net(nn.Module):
         x = self.dropout(torch.flatten(x, 1))
         x = F.relu(self.fc1(x))
         return F.log_softmax(self.fc2(x), dim=1)
+
+
+def pick_device():
+    """Returns the GPU of this worker, by its place on this machine, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        print("no GPU that torch can use: training on the CPU", flush=True)
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    print(f"training on GPU {index}, {torch.cuda.get_device_name(index)}", flush=True)
+    return torch.device("cuda", index)
 
 
 def train(args, model, device, loader, optimizer, epoch):
@@ -91,7 +102,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device()
     train_set, test_set = fashion_mnist("train"), fashion_mnist("test")
 
     model = Net().to(device)

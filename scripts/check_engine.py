@@ -29,12 +29,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.engine import IMAGE, ROOT, CheckError, Project, SecondHost, run, tail, wait
+from scripts.engine import (
+    IMAGE,
+    ROOT,
+    SHARD_IMAGE,
+    CheckError,
+    GpuHost,
+    Project,
+    SecondHost,
+    run,
+    tail,
+    wait,
+)
 
 PAGE = ROOT / "docs" / "deploy.md"
 BEGIN, END = "<!-- log of deploy/check -->\n", "<!-- end of the log -->"
 BASE = ["docker-compose.yml"]
 SERVERS = "shard0:7070,shard1:7070"
+TARGETS = {"shard": SHARD_IMAGE, "worker": IMAGE}
+BASE_IMAGE = "python:3.11-slim"
+RESULT = ROOT / "docs" / "results" / "images.json"
+OCI = "org.opencontainers.image"
 PAIR = 2  # Shards and workers of a job here.
 ACCURACY = 0.75  # After two epochs of examples/mnist.py, at least.
 PROMETHEUS = "prom/prometheus:v3.5.0"
@@ -103,20 +118,111 @@ def main() -> int:
 
 
 def build(log: Log) -> None:
-    """Builds the image, and looks at its size, user and paths."""
-    start_s = time.monotonic()
-    run("docker", "build", "--network", "host", "-f", "deploy/Dockerfile", "-t", IMAGE, ".")
-    image = json.loads(run("docker", "image", "inspect", IMAGE))[0]
-    base = json.loads(run("docker", "image", "inspect", "python:3.11-slim"))[0]
-    log.say(
-        f"      {image['Size'] / 1e9:.2f} GB, of which {base['Size'] / 1e9:.2f} GB are the base, "
-        f"in {time.monotonic() - start_s:.0f} s; user {image['Config']['User']}"
+    """Builds the images, and looks at their sizes, users, labels and paths."""
+    base = json.loads(run("docker", "image", "inspect", BASE_IMAGE))[0]
+    sizes = {"base": base["Size"]}
+    for target, name in TARGETS.items():
+        start_s = time.monotonic()
+        labels = ("--build-arg", "VERSION=0.1.0", "--build-arg", "REVISION=checked")
+        words = ("--network", "host", "-f", "deploy/Dockerfile", "--target", target, *labels)
+        run("docker", "build", *words, "-t", name, ".")
+        image = json.loads(run("docker", "image", "inspect", name))[0]
+        sizes[target] = image["Size"]
+        log.say(
+            f"      {name}: {image['Size'] / 1e9:.2f} GB, of which {base['Size'] / 1e9:.2f} GB are "
+            f"the base, in {time.monotonic() - start_s:.0f} s; user {image['Config']['User']}"
+        )
+        if image["Config"]["User"] != "paceline":
+            raise CheckError("the image runs as root")
+        found = image["Config"]["Labels"]
+        if (found[f"{OCI}.version"], found[f"{OCI}.base.name"]) != ("0.1.0", BASE_IMAGE):
+            raise CheckError(f"the labels are {found}")
+        look = ("docker", "run", "--rm", "--network", "none", name)
+        if "No such file" not in run(*look, "ls", "/src", check=False):
+            raise CheckError("the stage that builds is in the image")
+        has_torch = "No module" not in run(*look, "python", "-c", "import torch", check=False)
+        if has_torch == (target == "shard"):
+            raise CheckError(f"torch is {'' if has_torch else 'not '}in {name}")
+        run(*look, "psserver", "rules")
+    RESULT.write_text(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "nbytes": sizes}) + "\n")
+    no_gpu(log)
+
+
+def no_gpu(log: Log) -> None:
+    """Starts workers for GPUs where there is none: in a container, and with the compose file."""
+    look = ("docker", "run", "--rm", "--network", "none", IMAGE, "psworker", "run")
+    said = run(*look, "--workers", "gpu", "--", "examples/elastic.py", check=False)
+    log.say(f"      a container without a GPU: {said.strip()}")
+    if "--workers gpu finds no GPU" not in said or len(said.strip().splitlines()) > 1:
+        raise CheckError("that is not one sentence about the missing GPU")
+
+
+def gpus(log: Log) -> None:
+    """Starts a worker for each GPU of a host with stand-ins for GPUs; then reboots the host."""
+    if os.getuid() != 0:
+        log.say("      not run: only root makes a second host")
+        return
+    with (
+        GpuHost() as host,
+        Project(
+            "pacegpus", BASE, SERVERS, host.engine, CUDA_IMAGE=IMAGE, STEPS="100000"
+        ) as project,
+    ):
+        for count in (1, 2, 4, 8, 2):
+            host.plug(count)
+            seen = devices_seen(project)
+            log.say(f"      a host with {count}: {count} workers use {', '.join(seen)}")
+            if len(seen) != count:
+                raise CheckError(f"{count} workers were expected, each with a GPU of its own")
+        up = ("--profile", "gpu", "up", "--detach", "--no-build", "gpu-workers")
+        for chosen in ("0", "0,1", "0"):
+            project.compose(*up, CUDA_VISIBLE_DEVICES=chosen)
+            count = len(chosen.split(","))
+            wait(f"{count} workers", partial(has_workers, project, "mnist-gpu", count))
+        text = project.docker("logs", project.only("gpu-workers"))
+        (line,) = set(re.findall(r"no GPU that torch can use: .*", text))
+        log.say(f"      from 1 GPU to 2 and back to 1, in one job; the example says: {line}")
+        before = int(project.job("shard0", "mnist-gpu")["step"])
+        host.reboot()
+        wait("the job", partial(has_workers, project, "mnist-gpu", 1))
+        after = int(wait("steps", lambda: (now := gpu_step(project)) > before and now))
+        log.say(
+            f"      the host reboots in order at step {before}: shards and workers come back with "
+            f"it, and the job is at step {after}"
+        )
+
+
+def devices_seen(project: Project) -> list[str]:
+    """Returns the GPUs that the workers of a container use, each once."""
+    probe = 'echo "uses $(ls /dev/nvidia[0-9]* | sed -n "$((LOCAL_RANK + 1))p")"'
+    words = ("--profile", "gpu", "run", "--rm", "--no-deps", "-T", "gpu-workers")
+    launch = ("psworker", "run", "--workers", "gpu", "--servers", "127.0.0.1:1", "--")
+    said = project.compose(*words, *launch, "sh", "-c", probe)
+    return sorted(set(re.findall(r"uses (/dev/nvidia\d)", said)))
+
+
+def gpu_step(project: Project) -> int:
+    """Returns the step of the job on GPUs."""
+    return int(project.job("shard0", "mnist-gpu")["step"])
+
+
+def has_workers(project: Project, job: str, count: int) -> bool:
+    """Returns whether a job has so many live workers, and all have made a step."""
+    live = project.live("shard0", job)
+    return len(live) == count and all(worker["step"] for worker in live)
+
+
+def loader(log: Log) -> None:
+    """Passes batches of 96 MB from two processes of a DataLoader, in a worker's container."""
+    script = (
+        "import torch; from torch.utils.data import DataLoader as L; "
+        "print(sum(1 for _ in L(torch.zeros(4, 24 << 20), batch_size=1, num_workers=2)), 'batches')"
     )
-    if image["Config"]["User"] != "paceline":
-        raise CheckError("the image runs as root")
-    look = ("docker", "run", "--rm", "--network", "none", IMAGE, "ls")
-    if "No such file" not in run(*look, "/src", check=False):
-        raise CheckError("the stage that builds is in the image")
+    with Project("pacecheck", BASE, SERVERS) as project:
+        said = project.compose("run", "--rm", "--no-deps", "-T", "worker0", "python", "-c", script)
+    if "4 batches" not in said:
+        raise CheckError(tail(said))
+    log.say("      a DataLoader with two processes passes batches of 96 MB in a worker's container")
 
 
 def train(log: Log) -> None:
@@ -325,6 +431,8 @@ def swarm(log: Log) -> None:
 SECTIONS: dict[str, Callable[[Log], None]] = {
     "image": build,
     "training": train,
+    "loader": loader,
+    "gpus": gpus,
     "faults": faults,
     "memory": shared_memory,
     "hosts": two_hosts,

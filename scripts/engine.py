@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
-IMAGE = "paceline:local"
+IMAGE, SHARD_IMAGE = "paceline:local", "paceline:shard"
 
 
 class CheckError(Exception):
@@ -94,9 +95,9 @@ class Project:
             run("docker", "rm", "--force", name, env=self._env, check=False)
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
 
-    def compose(self, *words: str) -> str:
-        """Returns the output of a command of compose."""
-        return run(*self._words, *words, env=self._env)
+    def compose(self, *words: str, **variables: str) -> str:
+        """Returns the output of a command of compose; `variables` are for this command alone."""
+        return run(*self._words, *words, env={**self._env, **variables})
 
     def docker(self, *words: str, check: bool = True) -> str:
         """Returns the output of a command of the engine."""
@@ -197,22 +198,38 @@ class SecondHost:
         run(*inside, "addr", "add", f"{self.there}/24", "dev", far)
         run(*inside, "link", "set", far, "up")
         run(*inside, "link", "set", "lo", "up")
+        self._prepare()
+        self._start()
+        for image in (IMAGE, SHARD_IMAGE):
+            self._copy(image)
+        return self
+
+    def _prepare(self) -> None:
+        """Prepares the engine's environment."""
+        self._environment = dict(os.environ)
+
+    def _start(self) -> None:
         # Not `ip netns exec`, which hides the control groups that an engine needs.
         words = ["nsenter", f"--net=/run/netns/{self._name}", "dockerd", "--host", self.engine]
         for option, name in (("data-root", "data"), ("exec-root", "exec"), ("pidfile", "pid")):
             words.append(f"--{option}={self._folder / name}")
-        with (self._folder / "log").open("wb") as log:
+        with (self._folder / "log").open("ab") as log:
             self._daemon = subprocess.Popen(
-                [*words, "--iptables=false", "--bridge=none"], stdout=log, stderr=log
-            )
+                [*words, "--iptables=false", "--bridge=none"],
+                env=self._environment, stdout=log, stderr=log,
+            )  # fmt: skip
         there = {"DOCKER_HOST": self.engine}
-        wait("the second engine", lambda: run("docker", "info", env=there), 30)
-        self._copy_image()
-        return self
+        wait("the second engine", lambda: run("docker", "info", env=there), 60)
+
+    def reboot(self) -> None:
+        """Ends the engine in order, which stops its containers, and starts it again."""
+        self._daemon.terminate()
+        self._daemon.wait(120)
+        self._start()
 
     def __exit__(self, *_: object) -> None:
         self._daemon.terminate()
-        self._daemon.wait(60)
+        self._daemon.wait(120)
         # The engine leaves a mount behind, which would keep the namespace and the link.
         for mount in (self._folder / "exec" / "netns").glob("*"):
             run("umount", "--lazy", str(mount), check=False)
@@ -220,7 +237,63 @@ class SecondHost:
         run("ip", "netns", "del", self._name)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _copy_image(self) -> None:
-        with subprocess.Popen(["docker", "save", IMAGE], stdout=subprocess.PIPE) as save:
+    def _copy(self, image: str) -> None:
+        with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as save:
             words = ["docker", "--host", self.engine, "load", "--quiet"]
             subprocess.run(words, stdin=save.stdout, check=True, stdout=subprocess.DEVNULL)
+
+
+# A library that counts GPUs as NVIDIA's driver does: all of the container, or those chosen.
+DRIVER = """
+#include <glob.h>
+#include <stdlib.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) {
+  glob_t found;
+  *count = glob("/dev/nvidia[0-9]*", 0, 0, &found) ? 0 : (int)found.gl_pathc;
+  const char *chosen = getenv("CUDA_VISIBLE_DEVICES");
+  if (chosen) for (*count = chosen[0] != 0; *chosen; chosen++) *count += *chosen == ',';
+  return 0;
+}
+"""
+# The hook that Docker calls for `driver: nvidia`, with a stand-in for each GPU that it asks for.
+HOOK = """#!{python}
+import json, subprocess, sys
+
+state = json.load(sys.stdin)
+with open(state["bundle"] + "/config.json") as file:
+    config = json.load(file)
+variables = dict(entry.split("=", 1) for entry in config["process"]["env"])
+wanted, root = variables["NVIDIA_VISIBLE_DEVICES"], config["root"]["path"]
+with open("{gpus}") as file:
+    there = range(int(file.read()))
+numbers = there if wanted == "all" else [int(number) for number in wanted.split(",")]
+if not set(numbers) <= set(there):
+    sys.exit("nvidia-container-cli: device error: unknown device")
+script = f"cp {driver} {{root}}/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+for number in numbers:
+    script += f" && mknod -m 666 {{root}}/dev/nvidia{{number}} c 195 {{number}}"
+subprocess.run(["nsenter", "-t", str(state["pid"]), "-m", "sh", "-c", script], check=True)
+"""
+
+
+class GpuHost(SecondHost):
+    """A second host with stand-ins for GPUs: a hook under the name of NVIDIA's, and a driver."""
+
+    def plug(self, num_gpus: int) -> None:
+        """Sets the number of GPUs of the host; containers that run keep theirs."""
+        (self._folder / "gpus").write_text(str(num_gpus))
+
+    def _prepare(self) -> None:
+        source, driver = self._folder / "driver.c", self._folder / "libcuda.so.1"
+        source.write_text(DRIVER)
+        run("cc", "-shared", "-fPIC", "-o", str(driver), str(source))
+        programs = self._folder / "bin"
+        programs.mkdir()
+        hook = programs / "nvidia-container-runtime-hook"
+        hook.write_text(
+            HOOK.format(python=sys.executable, gpus=self._folder / "gpus", driver=driver)
+        )
+        hook.chmod(0o755)
+        # Docker looks for the hook in its own path, once, when it starts.
+        self._environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}

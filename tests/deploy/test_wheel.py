@@ -42,20 +42,56 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([sys.executable, *words, "--wheel-dir", folder, ROOT], check=True)
-    (wheel,) = folder.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+THERE = [path for path in sys.path if path.endswith("site-packages")]
+
+
+def install(wheel: Path, folder: Path, there: list[str]) -> Installed:
+    """Returns a new environment with the wheel, and with the dependencies in some folders."""
     venv.create(folder / "env", with_pip=True)
     made = Installed(folder / "env" / "bin", folder / "work")
     made.folder.mkdir()
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
     # Lines of a .pth file only add to the path: the .pth of an editable installation is not read.
-    there = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(there) + "\n")
     made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
     return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install(wheel, tmp_path_factory.mktemp("installed"), THERE)
+
+
+def test_shards_start_answer_and_stop_where_torch_is_not_installed(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """As in the image of shards: every dependency is there but torch."""
+    linked = tmp_path / "without_torch"
+    linked.mkdir()
+    for path in (entry for folder in THERE for entry in Path(folder).iterdir()):
+        if not path.name.startswith(("torch", "functorch")) and not (linked / path.name).exists():
+            (linked / path.name).symlink_to(path)
+    bare = install(wheel, tmp_path, [str(linked)])
+    look = "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('numba') is None)"
+    assert bare.run("python", "-c", look).split() == ["None", "False"]
+    ready = bare.run("psserver", "start", "--port", "0", "--metrics-port", "0", "--detach")
+    servers = re.findall(r"PACELINE_SERVERS=(\S+)", ready)[0]
+    try:
+        assert servers in bare.run("psserver", "status", "--servers", servers)
+        bare.run("psserver", "doctor", "--servers", servers)
+        bare.run("psserver", "health", "--servers", servers)
+        assert "ssgd" in bare.run("psserver", "rules")
+        bare.run("psserver", "certs", "certs")
+    finally:
+        bare.run("psserver", "stop", "--servers", servers)
 
 
 def test_nothing_comes_from_the_repository_and_no_requirement_is_missing(

@@ -28,7 +28,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 SHARDS = [name for name in SERVICES if name.startswith("shard")]
 ALL_WORKERS = [name for name in SERVICES if "worker" in name]
-WORKERS = [name for name in ALL_WORKERS if name != "worker"]  # Those with ranks of their own.
+WORKERS = [name for name in ALL_WORKERS if name[-1].isdecimal()]  # Those with ranks of their own.
 OURS = [name for name in SERVICES if name != "prometheus"]
 ACCESS: dict[str, str] = COMPOSE["x-access"]  # Variables of every client.
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -41,10 +41,6 @@ def options(service: str) -> dict[str, Any]:
     start = get_command(app).commands["start"]  # type: ignore[attr-defined]
     given: dict[str, Any] = start.make_context("start", words).params
     return given
-
-
-def workers(profiles: list[str]) -> list[str]:
-    return [name for name in WORKERS if SERVICES[name].get("profiles", []) == profiles]
 
 
 def test_two_shards_and_two_workers_start_by_default() -> None:
@@ -99,8 +95,28 @@ def test_a_worker_can_be_stopped(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SHARDS, *ALL_WORKERS])
 def test_failed_containers_are_restarted(name: str) -> None:
-    """With a pause that doubles; one that has come to its end (0) or is stopped is not."""
-    assert SERVICES[name]["restart"] == "on-failure"
+    """A worker that has come to its end (0) is not; a shard is, as it ends with 0 at a reboot."""
+    assert SERVICES[name]["restart"] == ("unless-stopped" if name in SHARDS else "on-failure")
+
+
+@pytest.mark.parametrize("file", ["deploy/compose/host.yml", "deploy/stack.yml"])
+def test_a_shard_on_another_host_comes_back_when_that_reboots(file: str) -> None:
+    services = yaml.safe_load((ROOT / file).read_text())["services"]
+    shards = [service for name, service in services.items() if name.startswith("shard")]
+    assert shards
+    for shard in shards:
+        restart = shard.get("restart") or shard["deploy"]["restart_policy"]["condition"]
+        assert restart in ("unless-stopped", "any")
+
+
+@pytest.mark.parametrize("name", ALL_WORKERS)
+def test_a_worker_has_memory_to_pass_the_batches_of_a_loader(name: str) -> None:
+    assert SERVICES[name]["shm_size"] == "${SHM_SIZE:-1gb}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_logs_of_a_container_have_a_limit(name: str) -> None:
+    assert SERVICES[name]["logging"]["options"] == {"max-size": "16m", "max-file": "4"}
 
 
 @pytest.mark.parametrize("name", ALL_WORKERS)
@@ -110,9 +126,8 @@ def test_a_worker_waits_longer_than_a_shard_is_away(name: str) -> None:
     assert place.timeout_s >= 300 > Environment.read({}).timeout_s
 
 
-@pytest.mark.parametrize("profiles", [[], ["gpu"]])
-def test_the_workers_of_a_job_have_every_rank_once(profiles: list[str]) -> None:
-    places = [Environment.read(SERVICES[name]["environment"]) for name in workers(profiles)]
+def test_the_workers_of_a_job_have_every_rank_once() -> None:
+    places = [Environment.read(SERVICES[name]["environment"]) for name in WORKERS]
     assert [place.rank for place in places] == [0, 1]
     assert {place.num_workers for place in places} == {2}
     assert len({place.job for place in places}) == 1
@@ -129,7 +144,20 @@ def test_only_workers_of_the_gpu_profile_ask_for_a_gpu(name: str) -> None:
         assert "deploy" not in SERVICES[name]
         return
     (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_one_container_starts_a_worker_for_each_gpu() -> None:
+    """Two services with `count: 1` would both get GPU 0: Docker counts from the first one."""
+    files = [("docker-compose.yml", "gpu-workers"), ("deploy/compose/host.yml", "gpu-workers")]
+    for file, name in [*files, ("deploy/stack.gpu.yml", "worker")]:
+        service = yaml.safe_load((ROOT / file).read_text())["services"][name]
+        assert service["command"][:4] == ["psworker", "run", "--workers", "gpu"]
+        assert (ROOT / service["command"][5]).is_file()
+    variables = {key: value or "" for key, value in SERVICES["gpu-workers"]["environment"].items()}
+    assert variables["CUDA_VISIBLE_DEVICES"] == ""  # That of compose's own environment, if any.
+    place = Environment.read(variables)
+    assert (place.rank, place.min_workers, place.num_workers) == (-1, 1, 64)
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -169,11 +197,17 @@ def test_the_example_of_a_host_sets_every_variable_that_its_file_requires() -> N
     assert required <= set(given)
 
 
-def test_every_container_runs_the_one_image_and_what_is_in_it() -> None:
-    ours = [SERVICES[name] for name in OURS]
-    assert {service["image"] for service in ours} == {"paceline:local"}
-    assert {service["build"]["dockerfile"] for service in ours} == {"deploy/Dockerfile"}
-    scripts = {SERVICES[name]["command"][1] for name in ALL_WORKERS}
+def test_every_container_runs_an_image_of_the_dockerfile_and_what_is_in_it() -> None:
+    images = {"shard": "paceline:shard", "worker": "paceline:local"}
+    images |= {"cuda": "${CUDA_IMAGE:-paceline:cuda}"}
+    for name in OURS:
+        build = SERVICES[name]["build"]
+        assert build["dockerfile"] == "deploy/Dockerfile"
+        assert f" AS {build['target']}\n" in DOCKERFILE
+        assert SERVICES[name]["image"] == images[build["target"]]
+        assert (build["target"] == "shard") == (name not in ALL_WORKERS)
+    scripts = {word for name in ALL_WORKERS for word in SERVICES[name]["command"] if ".py" in word}
+    assert len(scripts) == 2
     assert all((ROOT / script).is_file() for script in scripts)
     assert "COPY examples /app/examples" in DOCKERFILE
     assert "WORKDIR /app" in DOCKERFILE
@@ -271,9 +305,19 @@ def certs_names(path: Path) -> set[str]:
 
 
 def test_the_image_is_checked_unprivileged_and_pinned() -> None:
-    final = DOCKERFILE.rpartition("\nFROM ")[2]
-    assert re.search(r'^HEALTHCHECK .* CMD \["psserver", "health"\]$', final, re.MULTILINE)
-    assert "USER paceline" in final
+    stages = {part.split()[2]: part for part in DOCKERFILE.split("\nFROM ")[1:] if " AS " in part}
+    health = r'^HEALTHCHECK .* CMD \["psserver", "health"\]$'
+    assert re.search(health, stages["base"], re.MULTILINE)
+    for target in ("shard", "worker", "cuda"):
+        assert stages[target].startswith("base AS ")
+        assert "\nUSER paceline" in stages[target]
+    froms = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    assert set(froms) == {
+        "${BASE}",
+        "base",
+        "dependencies",
+        "worker",
+    }  # BASE may be name@sha256:...
     assert "PIP_CONSTRAINT=/src/constraints.txt" in DOCKERFILE
     assert not re.search(r"https?://|index-url|find-links", DOCKERFILE)
 
@@ -287,4 +331,4 @@ def test_files_that_the_image_copies_are_not_ignored() -> None:
     needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "examples"}
     hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
     needed.add(hatch["metadata"]["hooks"]["custom"]["path"])  # The build reads it.
-    assert needed | {"pscore", "psserver", "psworker"} <= kept
+    assert needed | {"pscore", "pssim", "psserver", "psworker"} <= kept
