@@ -66,6 +66,8 @@ class JobRecorder:
         self._journal = journal
         self._roots: dict[int, dict[int, int]] = {}  # By table: the root of each slice.
         self._has_residuals = journal is not None  # Perhaps, in the journal.
+        self._is_behind = False  # The job's newest record had no room on the disk.
+        self._tables_behind: dict[int, Table] = {}  # By index, likewise.
 
     def note(self) -> None:
         """Records the job's workers and barriers; called when they change."""
@@ -75,7 +77,11 @@ class JobRecorder:
             if self._journal is None:
                 self._journal = self._folder.make(self._job.name)
             self._journal.write_job(_describe(self._job))
+            self._is_behind = False
         except OSError as problem:
+            if self._is_behind:  # It has been logged.
+                return
+            self._is_behind = True
             log.error("membership is not journalled", job=self._job.name, reason=str(problem))
 
     def note_table(self, table: Table) -> None:
@@ -84,8 +90,19 @@ class JobRecorder:
             return
         try:
             self._journal.write_table(table.index, self._describe_table(table))
+            self._tables_behind.pop(table.index, None)
         except OSError as problem:
+            if table.index in self._tables_behind:
+                return
+            self._tables_behind[table.index] = table
             log.error("mode is not journalled", job=self._job.name, reason=str(problem))
+
+    def note_again(self) -> None:
+        """Writes the records that had no room on the disk; called now and then."""
+        if self._is_behind:
+            self.note()
+        for table in list(self._tables_behind.values()):
+            self.note_table(table)
 
     def note_residuals(self, arrays: Mapping[str, FloatArray]) -> None:
         """Records the residuals that wait for workers of a restored job; none deletes them."""

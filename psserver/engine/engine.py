@@ -306,9 +306,11 @@ class Engine:
             for job in self.jobs.values():
                 if not job.residuals.has_kept:
                     job.recorder.drop_residuals()
+                job.recorder.note_again()
                 job.waits.look(now_s)
                 for table in job.tables.values():
                     table.seal_quiet()
+                    table.journal_again()
             self.requests.put_off()
             return lost
 

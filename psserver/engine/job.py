@@ -25,7 +25,7 @@ from psserver.decisions.uneven import report
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.residuals import Arrays, Residuals
-from psserver.engine.slice_queue import Seal, SliceQueue, SwitchRule, Work
+from psserver.engine.slice_queue import JournalAgain, Seal, SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
 from psserver.slices.base import Payload
@@ -121,6 +121,19 @@ class RunningTable:
                 self.queues[index].submit([Seal()])
             self._quiet[index] = clock.version, is_quiet
 
+    def journal_again(self) -> None:
+        """Queues another attempt to journal the slices whose journals have ended."""
+        for queue in self.queues.values():
+            journal = queue.store.journal
+            if journal is not None and not journal.is_on:
+                queue.submit([JournalAgain()])
+
+    @property
+    def num_exposed(self) -> int:
+        """Number of slices that would be lost with this process; all without journals."""
+        journals = [queue.store.journal for queue in self.queues.values()]
+        return sum(journal is None or not journal.is_on for journal in journals)
+
     def do_at_version(self, index: int, entry: AtVersion) -> None:
         """Schedules work behind a later update of a slice."""
         self._at_version.setdefault(index, []).append(entry)
@@ -175,6 +188,7 @@ class RunningJob:
         self.waits = Waits(shard, job, self.barriers)
         self.saves = Saves(has_any=False, since_s=now_s)
         self._lock = lock
+        self._is_kept = shard.limits.is_kept
 
     def table(self, index: int) -> RunningTable:
         """Returns a table by its index.
@@ -187,6 +201,16 @@ class RunningJob:
     def queue(self, address: Address) -> SliceQueue:
         """Returns the queue of a slice."""
         return self.tables[address.table].queues[address.slice]
+
+    @property
+    def exposed(self) -> dict[int, int]:
+        """By table: number of slices that would be lost with this process though it has journals.
+
+        Empty if the shard keeps no journals.
+        """
+        if not self._is_kept:
+            return {}
+        return {index: running.num_exposed for index, running in self.tables.items()}
 
     @property
     def is_busy(self) -> bool:

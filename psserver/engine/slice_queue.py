@@ -55,7 +55,12 @@ class Seal:
     """Hash the weights and the optimizer's state, so that the journal's next reader can check."""
 
 
-Work = Action | CopyOut | SwitchRule | CountBefore | Seal
+@dataclass(frozen=True, slots=True)
+class JournalAgain:
+    """Journal the slice again, if its journal had ended and there is room now."""
+
+
+Work = Action | CopyOut | SwitchRule | CountBefore | Seal | JournalAgain
 
 
 class Completion(Protocol):
@@ -242,11 +247,16 @@ def _seal(action: Seal, store: Store, completion: Completion) -> None:
     store.seal()
 
 
+def _journal_again(action: JournalAgain, store: Store, completion: Completion) -> None:
+    store.journal_again()
+
+
 HANDLERS: dict[type[Work], Callable[..., None]] = {
     CopyOut: _copy_out,
     SwitchRule: _switch_rule,
     CountBefore: _count_before,
     Seal: _seal,
+    JournalAgain: _journal_again,
     Add: _add,
     Load: _load,
     Hold: _hold,

@@ -7,6 +7,7 @@ one moment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pscore.types import Origin
@@ -117,6 +118,7 @@ class TableView:
     fingerprint: str
     rounds: tuple[int, ...] = ()  # One a fragment, if there are several; -1: none of it is here.
     minibatches: int = 0  # All before this one are counted, in each slice.
+    num_exposed: int = 0  # Slices that the shard should journal, and has no space for.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,15 +183,27 @@ def figures_of(shard: Shard, counters: Counters, view: ShardView) -> Figures:
     return Figures(counters=counters.copy(), live=live, shard=view)
 
 
-def view_of(job: Job, waits: Waits, now_s: float, saves: Saves) -> JobView:
-    """Returns a job as it is at this moment; called under the lock."""
+def view_of(
+    job: Job, waits: Waits, now_s: float, saves: Saves, exposed: Mapping[int, int]
+) -> JobView:
+    """Returns a job as it is at this moment; called under the lock.
+
+    Args:
+        job: The decisions about it.
+        waits: What its workers wait for.
+        now_s: The time.
+        saves: Its checkpoints.
+        exposed: By table: number of slices that a journal should hold, and does not.
+    """
     counters = job.counters
     return JobView(
         name=job.name,
         num_workers=job.membership.num_workers,
         min_workers=job.membership.min_workers,
         workers=_workers(job, waits, now_s),
-        tables=tuple(_table(job, table, waits) for table in job.tables.values()),
+        tables=tuple(
+            _table(table, waits, exposed.get(table.index, 0)) for table in job.tables.values()
+        ),
         num_pushes=counters.num_pushes,
         num_updates=counters.num_updates,
         pushed_nbytes=counters.pushed_nbytes,
@@ -254,7 +268,7 @@ def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
     )
 
 
-def _table(job: Job, table: Table, waits: Waits) -> TableView:
+def _table(table: Table, waits: Waits, num_exposed: int) -> TableView:
     versions = [clock.version for clock in table.clocks.values()] or [-1]
     return TableView(
         name=table.spec.name,
@@ -269,4 +283,5 @@ def _table(job: Job, table: Table, waits: Waits) -> TableView:
         fingerprint=table.layout.fingerprint,
         rounds=table.rounds,
         minibatches=table.minibatches,
+        num_exposed=num_exposed,
     )

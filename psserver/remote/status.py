@@ -211,6 +211,7 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
         "compressor": parts[0].compressor,
         "optimizer": parts[0].optimizer,
         "num_slices": sum(part.num_slices for part in parts),
+        "num_exposed": sum(part.num_exposed for part in parts),
         "nbytes": sum(part.nbytes for part in parts),
         "version_min": min(part.version_min for part in holding),
         "version_max": max(part.version_max for part in holding),
@@ -335,6 +336,13 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     )
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
+    for table in job["tables"]:
+        if table["num_exposed"]:
+            console.print(
+                f"{table['num_exposed']} of {table['num_slices']} slices of {table['name']!r} have "
+                "no space to be journalled, and would be lost with their shard's process",
+                markup=False,
+            )
     if job["reported"]:
         console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
     for wait in waits_of(job)[:LISTED_MAX]:

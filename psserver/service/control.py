@@ -454,4 +454,5 @@ def _table_status(table: TableView) -> pb.TableStatus:
         fingerprint=table.fingerprint,
         rounds=table.rounds,
         minibatches=table.minibatches,
+        num_exposed=table.num_exposed,
     )

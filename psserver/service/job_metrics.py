@@ -82,6 +82,11 @@ def _of_jobs(shard: ShardView) -> Iterator[Metric]:
         "process has had the job.",
         lambda job: job.checkpoint_age_s,
     )
+    yield gauge(
+        "paceline_exposed_slices",
+        "Slices that would be lost with this process: its journal has no space for them.",
+        lambda job: sum(table.num_exposed for table in job.tables),
+    )
     lost = CounterMetricFamily(
         "paceline_workers_lost", "Workers declared lost, or ended with an error.", labels=["job"]
     )

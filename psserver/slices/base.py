@@ -117,6 +117,9 @@ class Store(Protocol):
     def seal(self) -> None:
         """Records in the journal a hash of weights and state, if it has none of them yet."""
 
+    def journal_again(self) -> None:
+        """Journals the slice again if its journal had ended on a full disk and there is room."""
+
     def note_late(self, action: Acknowledge) -> None:
         """Records in the journal a push that is counted without being added."""
 

@@ -69,7 +69,8 @@ class SliceJournal:
         self._root = arena.integers_at(root, ROOT_NUMEL)
         self._num_segments = num_segments
         self._heap = Pool(numel, payload_nbytes_max)
-        self._is_on = True
+        self._is_on = True  # Whether each change is written.
+        self._takes = True  # Whether new arrays lie in the arena: before it is on again, too.
         self._number = -1  # Number of the record that counts.
         self.pool = ArenaPool(arena, numel, payload_nbytes_max)
         self.record = state_pb2.SliceRecord(version=-1)
@@ -85,14 +86,44 @@ class SliceJournal:
         """Whether nothing has been written yet."""
         return bool(self._root[ACTIVE] == NONE_YET)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the slice outlives the process; may be read from any thread."""
+        return self._is_on
+
     def take(self) -> Cell:
         """Returns memory for an array; if the disk is full, on the heap, and the journal ends."""
-        if self._is_on:
+        if self._takes:
             try:
                 return self.pool.take()
             except OSError as problem:
                 self._give_up(problem)
         return self._heap.take()
+
+    def look_for_room(self) -> bool:
+        """Returns whether there is room again for the arrays of a journal that had ended.
+
+        From then on new arrays lie in the arena. The journal is on again with the first commit at
+        which all do that the record names.
+        """
+        wanted = sum(place == 0 for place in self._places())
+        try:
+            self._arena.reserve(wanted * self.pool.cell_nbytes)
+        except OSError:
+            return False
+        self._takes = True
+        return True
+
+    def moved(self, cell: Cell) -> Cell:
+        """Returns an array in the arena in the place of one on the heap; the same without room."""
+        if cell.place:
+            return cell
+        target = self.take()
+        former = cell if target.place else target
+        if target.place:
+            np.copyto(target.data, cell.data)
+        self.give(former)
+        return target if target.place else cell
 
     def give(self, cell: Cell) -> None:
         """Frees memory that no record names any more."""
@@ -105,7 +136,7 @@ class SliceJournal:
 
     def commit(self) -> None:
         """Makes the record the one that counts."""
-        if not self._is_on:
+        if not self._is_on and not (self._takes and all(self._places())):
             return
         if len(self.record.places) != len(self.pool.places):
             self.record.places[:] = self.pool.places
@@ -125,6 +156,9 @@ class SliceJournal:
         self._root[base + LENGTH] = len(data)
         self._root[ACTIVE] = _checked_word(number)
         self._number = number
+        if not self._is_on:
+            self._is_on = True
+            log.info("a slice is journalled again", path=str(self._arena.path))
 
     def seal(self, arrays: Iterable[FloatArray]) -> None:
         """Records a hash of the weights and the optimizer's state, good until the next update.
@@ -177,6 +211,12 @@ class SliceJournal:
         entry = open_step.added.add(weight=weight)
         self._note(entry, push)
 
+    def move(self, key: int, cell: Cell) -> None:
+        """Records that the sum of an open step is elsewhere now."""
+        for open_step in self.record.open_steps:
+            if open_step.key == key:
+                open_step.place = cell.place
+
     def remove(self, key: int) -> None:
         """Removes an open step."""
         for index, open_step in enumerate(self.record.open_steps):
@@ -212,6 +252,16 @@ class SliceJournal:
 
     # ----- inside
 
+    def _places(self) -> list[int]:
+        """Returns the places of all arrays that the record names; each 0 on the heap."""
+        record = self.record
+        weights = [record.weights] if record.version >= 0 else []
+        return [
+            *(*weights, *record.state, *record.memory.values()),
+            *(open_step.place for open_step in record.open_steps),
+            *(entry.place for entry in record.held),
+        ]
+
     def _note(self, entry: state_pb2.PendingPush, push: Push) -> None:
         entry.worker, entry.step, entry.role = push.worker, push.step, int(push.role)
         entry.base_version, entry.samples = push.base_version, push.samples
@@ -241,8 +291,7 @@ class SliceJournal:
         data = self._half(number % 2, int(self._root[3 * (number % 2) + LENGTH]))
         self.record.ParseFromString(_checked(data.tobytes(), number))
         record = self.record
-        used = {*record.state, *record.memory.values(), *(step.place for step in record.open_steps)}
-        used |= {record.weights, *(entry.place for entry in record.held)}
+        used = set(self._places())
         for place in used - {0, *NUMBERS}:
             self.pool.at(place)  # Raises here if its pages are missing.
         self.pool.adopt(list(record.places), used)
@@ -261,13 +310,14 @@ class SliceJournal:
 
     def _give_up(self, problem: OSError) -> None:
         """Continues without a journal, and marks the one on the disk as unusable."""
-        self._is_on = False
+        was_on, self._is_on, self._takes = self._is_on, False, False
         self._root[ACTIVE] = NONE_MORE
-        log.error(
-            "a slice is no longer journalled: its weights would be lost with this process",
-            path=str(self._arena.path),
-            reason=str(problem),
-        )
+        if was_on:
+            log.error(
+                "a slice is no longer journalled: its weights would be lost with this process",
+                path=str(self._arena.path),
+                reason=str(problem),
+            )
 
 
 def digest_of(arrays: Iterable[FloatArray]) -> int:

@@ -65,6 +65,11 @@ class OptimizerState:
             give(self._pool, *self.cells)
             self.cells = cells
 
+    def move(self, journal: SliceJournal) -> None:
+        """Moves the arrays that lie on the heap into the arena, where there is room again."""
+        self.cells = [journal.moved(cell) for cell in self.cells]
+        journal.record.state[:] = [cell.place for cell in self.cells]
+
     def step(
         self, weights: FloatArray, out: FloatArray, grad: FloatArray, update: Update
     ) -> list[Cell]:

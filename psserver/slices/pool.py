@@ -80,6 +80,11 @@ class Pool:
         """Returns a cell to the pool."""
         self._free.append(cell)
 
+    @property
+    def cell_nbytes(self) -> int:
+        """Bytes of one cell."""
+        return self._nbytes
+
     def poison_free(self) -> None:
         """Fills free cells with NaN, for tests and the simulator."""
         for cell in self._free:

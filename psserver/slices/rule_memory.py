@@ -44,10 +44,19 @@ class RuleMemory:
             return
         for name, array in self._memory.state.items():
             if name not in self._pool.record.memory:
-                cell = self._pool.take()
-                np.copyto(cell.array, array)
-                self._memory.state[name] = cell.array
-                self._pool.record.memory[name] = cell.place
+                self._move(self._pool, name, array)
+
+    def move(self, journal: SliceJournal) -> None:
+        """Moves the arrays that lie on the heap into the arena, where there is room again."""
+        for name, array in self.arrays.items():
+            if not journal.record.memory[name]:
+                self._move(journal, name, array)
+
+    def _move(self, journal: SliceJournal, name: str, array: FloatArray) -> None:
+        cell = journal.take()
+        np.copyto(cell.array, array)
+        self.arrays[name] = cell.array
+        journal.record.memory[name] = cell.place
 
     def recover(self, weights: FloatArray) -> None:
         """Restores the arrays that the journal names."""

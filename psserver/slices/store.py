@@ -250,6 +250,19 @@ class SliceStore:
         if self._journal is not None:
             self._journal.seal([self.weights, *self.state])
 
+    def journal_again(self) -> None:
+        """Journals the slice again if its journal had ended on a full disk and there is room."""
+        journal = self._journal
+        if journal is None or journal.is_on or not journal.look_for_room():
+            return
+        self._state.move(journal)
+        self._sums.move(journal)
+        self._memory.move(journal)
+        if journal.record.version >= 0 and not journal.record.weights:
+            self.skip(Skip(version=journal.record.version, former=journal.record.version))
+        else:
+            journal.commit()
+
     def change(self, rule: Rule, epoch: int, clocks: Mapping[int, int]) -> None:
         """Continues under another rule; the memory of the former one is dropped.
 

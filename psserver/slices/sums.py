@@ -69,6 +69,12 @@ class Sums:
         steps = journal.record.open_steps
         self._cells = {step.key: journal.pool.at(step.place) for step in steps}
 
+    def move(self, journal: SliceJournal) -> None:
+        """Moves the sums that lie on the heap into the arena, where there is room again."""
+        for key, cell in self._cells.items():
+            self._cells[key] = journal.moved(cell)
+            journal.move(key, self._cells[key])
+
     def add(self, action: Add, payload: Payload) -> None:
         """Adds a gradient to an open step's sum; an empty payload is a gradient of zeros."""
         former = self._cells.get(action.open_step)

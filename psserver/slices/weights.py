@@ -15,7 +15,7 @@ import numpy as np
 
 from pscore.types import FloatArray, IntArray
 from psserver.slices.journal import SliceJournal
-from psserver.slices.pool import Buffer, Cell, Pool
+from psserver.slices.pool import Buffer, Cell, Pool, give
 
 
 class Weights:
@@ -149,9 +149,13 @@ class Weights:
 
     def _other(self) -> Buffer:
         """Returns a buffer without leases that is not the newest."""
-        for buffer in self._buffers:
-            if buffer is not self._newest and buffer.leases == 0:
+        free = [b for b in self._buffers if b is not self._newest and b.leases == 0]
+        for buffer in free:
+            if not isinstance(self._pool, SliceJournal) or buffer.place:
                 return buffer
+            # It was made on the heap when the disk was full, and would not outlive the process.
+            self._buffers.remove(buffer)
+            give(self._pool, buffer.cell)
         buffer = self._take()
         self._buffers.append(buffer)
         return buffer

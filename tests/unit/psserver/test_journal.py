@@ -214,6 +214,50 @@ def test_a_full_disk_ends_the_journal_and_not_the_training(
         SliceJournal(Arena(arena.path), root, NUMEL, 4 * NUMEL, 1)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("rule", [SSGD(), SSGD(backup=1), ASGD(), DCASGD()], ids=str)
+@pytest.mark.parametrize("first_full", [0, 1])
+def test_a_slice_is_journalled_again_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule, optimizer: str, first_full: int
+) -> None:
+    """The disk is full from a message on, and free again some messages later."""
+    expected = numbers(calm(rule, optimizer))
+    sent = messages(optimizer)
+    returns = []
+    for free_from in range(first_full + 1, len(sent)):
+        path = tmp_path / f"{free_from}"
+        arena = Arena(path, seal=1)
+        root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
+        process = Process(arena, rule, optimizer, root)
+        journal = process.store.journal
+        assert journal is not None
+        with monkeypatch.context() as patch:
+            for message in sent[:first_full]:
+                process.send(*message)
+            patch.setattr(Arena, "allocate", full)
+            patch.setattr(Arena, "reserve", full)
+            for message in sent[first_full:free_from]:
+                process.send(*message)
+                process.store.journal_again()
+        was_off = not journal.is_on
+        process.store.journal_again()
+        process.send(*sent[free_from])
+        process.store.journal_again()
+        if was_off and not journal.is_on:
+            assert journal.record.held, "only a payload that is held may stay on the heap"
+            continue
+        returns.append(was_off)
+        process = Process(Arena(path), rule, optimizer, root)  # It was killed.
+        for message in sent[free_from + 1 :]:
+            process.send(*message)
+        assert numbers(process.store) == expected
+    assert any(returns)
+
+
+def full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_file_that_is_no_arena_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     path.write_bytes(b"something else" * 1000)
