@@ -190,7 +190,7 @@ def view_of(
 
     Args:
         job: The decisions about it.
-        waits: What its workers wait for.
+        waits: The waits of its workers.
         now_s: The time.
         saves: Its checkpoints.
         exposed: By table: number of slices that a journal should hold, and does not.
