@@ -124,6 +124,13 @@ def start(
     keep_ended_s: Annotated[
         float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
     ] = None,
+    keep_interrupted_s: Annotated[
+        float | None, typer.Option(help="Seconds that an interrupted job is kept [604800].")
+    ] = None,
+    keep_checkpoints_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds that checkpoints of ended jobs are kept [604800]."),
+    ] = None,
     under_way_mb: Annotated[
         int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
     ] = None,

@@ -48,7 +48,7 @@ class Life:
     number: int = 1
     first_step: int = 0
     is_restored: bool = False  # From a checkpoint, at any step.
-    over_s: float | None = None  # Time at which it was first seen to be over.
+    idle_s: float | None = None  # Time at which it was first seen without workers.
     news: str = ""  # For each worker, when it joins for the first time.
     told: dict[int, int] = field(default_factory=dict)  # By rank: the incarnation that got it.
 
@@ -147,14 +147,25 @@ class Job:
         """Whether it has ended: a worker that does not belong to it starts a new job."""
         return self.state is State.ENDED
 
+    @property
+    def may_continue(self) -> bool:
+        """Whether it has no workers, and has not ended: its next workers continue it."""
+        return self.state in (State.INTERRUPTED, State.RESTORED)
+
     def end_in_words(self) -> str:
-        """Returns its end in words: `ended at step 70 (table 'model' of 4 tensors in ssgd)`."""
+        """Returns its end in words: `ended at step 70 (table 'model' of 4 tensors in ssgd)`.
+
+        A job that could have continued was `freed at step 70, and had not ended (...)`.
+        """
         listed = [
             f"table {table.spec.name!r} of {len(table.spec.tensors)} tensors in {table.spec.rule}"
             for table in self.tables.values()
         ]
         more = f" and {len(listed) - TABLES_NAMED} more" if len(listed) > TABLES_NAMED else ""
-        return f"ended at step {self.step} ({', '.join(listed[:TABLES_NAMED])}{more})"
+        end = "ended at step {}"
+        if self.may_continue:
+            end = "was freed at step {}, and had not ended"
+        return f"{end.format(self.step)} ({', '.join(listed[:TABLES_NAMED])}{more})"
 
     def hint(self) -> str:
         """Returns advice for a worker that does not fit; empty if the job was not interrupted."""

@@ -1,10 +1,12 @@
 """One shard's decisions to continue a job, to restart it, or to forget it; no I/O, no clock.
 
 An interrupted job (job.py) keeps its memory until new workers join under its name. They continue
-from its newest step, and the job waits for all of them as at its start. Only a person deletes it
-(`psserver forget`). A job that has ended is kept for a while, so that its weights can still be
-exported; it is freed earlier if another job needs the room. Workers that join under its name start
-a new job at step 0. The workers and the log are informed of a continued and of a restarted job. A
+from its newest step, and the job waits for all of them as at its start. It is freed after days
+(`Limits.keep_interrupted_s`), earlier if a new job needs its place and no job has ended, or by a
+person (`psserver forget`). A job that has ended is kept for a while, so that its weights can still
+be exported; it is freed earlier if another job needs the room. Workers that join under its name
+start a new job at step 0. The workers and the log are informed of a continued and of a restarted
+job. A
 job whose numbers cannot be used is refused with an error.
 """
 
@@ -26,6 +28,7 @@ class Lifetimes:
     """The jobs of one shard, and the ends of the jobs that it has freed.
 
     Attributes:
+        expired: Jobs that could have continued and were freed, for the log, each with the reason.
         lost: Jobs whose numbers cannot be used, by `digest` of the name: the name or, where that
             is not known, the digest; and why.
     """
@@ -39,6 +42,7 @@ class Lifetimes:
         """
         self.jobs: dict[str, Job] = {}
         self.lost: dict[str, tuple[str, str]] = {}
+        self.expired: list[tuple[Job, str]] = []
         self._ends: dict[str, str] = {}  # Ends of freed jobs in words, by name; the newest last.
         self._index = index
         self._limits = limits
@@ -150,13 +154,17 @@ class Lifetimes:
     # ----- how long it is kept
 
     def tick(self, now_s: float) -> None:
-        """Records when jobs have ended, and frees those that ended `keep_ended_s` ago."""
+        """Records since when jobs have no workers, and frees those that were kept long enough."""
         for job in self.jobs.values():
-            job.life.over_s = (job.life.over_s or now_s) if job.is_over else None
+            is_idle = job.is_over or job.may_continue
+            job.life.idle_s = (job.life.idle_s or now_s) if is_idle else None
         for job in self._ended():
-            assert job.life.over_s is not None
-            if now_s - job.life.over_s >= self._limits.keep_ended_s:
+            if now_s - _idle_since(job) >= self._limits.keep_ended_s:
                 self._free(job)
+        for job in self._interrupted():
+            if now_s - _idle_since(job) >= self._limits.keep_interrupted_s:
+                days = self._limits.keep_interrupted_s / 86400
+                self._expire(job, f"it had no workers for {days:g} days (keep_interrupted_s)")
 
     def free_one(self) -> bool:
         """Frees the job that ended first; returns whether any has ended."""
@@ -166,16 +174,22 @@ class Lifetimes:
         return bool(ended)
 
     def make_room(self, name: str, most: int) -> None:
-        """Frees the job that ended first if there are `most` jobs beside this one.
+        """Frees a job if there are `most` jobs beside this one.
+
+        The job that ended first, or else the one that has waited longest for workers.
 
         Raises:
-            LimitError: None of them has ended.
+            LimitError: All of them have live workers.
         """
-        if name not in self.jobs and len(self.jobs) >= most and not self.free_one():
+        if name in self.jobs or len(self.jobs) < most or self.free_one():
+            return
+        waiting = self._interrupted()
+        if not waiting:
             raise LimitError(
                 f"{most} jobs have not ended on shard {self._index}: `psserver jobs` lists them, "
                 "`psserver forget JOB` frees one"
             )
+        self._expire(waiting[0], f"job {name!r} needs its place, one of {most}")
 
     def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
         """Deletes a job and its records; returns whether it was here, and its memory in bytes.
@@ -202,11 +216,15 @@ class Lifetimes:
 
     def _ended(self) -> list[Job]:
         """Returns the jobs that have ended, in the order of their ends."""
+        return sorted((job for job in self.jobs.values() if job.is_over), key=_idle_since)
 
-        def since(job: Job) -> float:
-            return math.inf if job.life.over_s is None else job.life.over_s
+    def _interrupted(self) -> list[Job]:
+        """Returns the jobs that wait for workers to continue them, the longest first."""
+        return sorted((job for job in self.jobs.values() if job.may_continue), key=_idle_since)
 
-        return sorted((job for job in self.jobs.values() if job.is_over), key=since)
+    def _expire(self, job: Job, reason: str) -> None:
+        self.expired.append((job, reason))
+        self._free(job)
 
     def _free(self, job: Job) -> None:
         del self.jobs[job.name]
@@ -215,6 +233,11 @@ class Lifetimes:
             self._ends[job.name] = job.end_in_words()
         while len(self._ends) > FORMER_MAX:
             del self._ends[next(iter(self._ends))]
+
+
+def _idle_since(job: Job) -> float:
+    """Returns since when a job has no workers; infinity if it was not seen without any."""
+    return math.inf if job.life.idle_s is None else job.life.idle_s
 
 
 def is_repeated(job: Job, member: Member) -> bool:

@@ -13,6 +13,7 @@ from pscore.errors import LimitError
 
 UNDER_WAY_NBYTES = 4 << 30
 KEEP_ENDED_S = 3600.0
+KEEP_INTERRUPTED_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Limits:
         memory_nbytes: For the tables of all jobs: weights, state and sums. None: no bound.
         is_kept: Whether tables outlive the process: then they need memory for state and sums twice.
         keep_ended_s: How long a job that has ended is kept, in seconds.
+        keep_interrupted_s: How long a job without workers that could continue is kept, in seconds.
         under_way_nbytes: Payloads that are being received or wait for their turn, and answers that
             wait for slow readers; those of the socket data plane.
     """
@@ -31,6 +33,7 @@ class Limits:
     is_kept: bool = False
     under_way_nbytes: int = UNDER_WAY_NBYTES
     keep_ended_s: float = KEEP_ENDED_S
+    keep_interrupted_s: float = KEEP_INTERRUPTED_S
 
     def has_room(self, wanted: int, held: int) -> bool:
         """Returns whether `wanted` bytes may be taken beside those that are held."""

@@ -170,7 +170,20 @@ class Engine:
         return self.jobs[decided.name]
 
     def _close_ended(self) -> None:
-        """Closes the jobs that the shard has replaced or freed."""
+        """Closes the jobs that the shard has replaced or freed, and logs those that could go on."""
+        for expired, reason in self.shard.lifetimes.expired:
+            running = self.jobs.get(expired.name)
+            has_checkpoint = expired.life.is_restored or (running and running.saves.has_any)
+            log.warning(
+                "an interrupted job is freed; a checkpoint of it was taken"
+                if has_checkpoint
+                else "an interrupted job is freed, of which this shard has seen no checkpoint: its "
+                "weights are lost",
+                job=expired.name,
+                step=expired.step,
+                reason=reason,
+            )
+        self.shard.lifetimes.expired.clear()
         for name, job in list(self.jobs.items()):
             if self.shard.jobs.get(name) is not job.job:
                 del self.jobs[name]

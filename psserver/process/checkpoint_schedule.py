@@ -36,7 +36,7 @@ from psserver.logs import setup
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
 from psserver.remote.checkpoint import capture, holds_weights, is_finished
-from psserver.remote.checkpoint_files import write
+from psserver.remote.checkpoint_files import expire, write
 
 log = structlog.get_logger()
 LOCK = ".schedule"
@@ -108,6 +108,8 @@ class Schedule:
         if is_last:
             wait(self._under_way.values())
         self._forget_done()
+        for path in expire(self._folder, self._plan.keep_checkpoints_s):
+            log.info("checkpoint of an ended or forgotten job deleted", path=str(path))
 
     def _save(
         self, job: str, mark: Mark, credentials: Credentials, former: Future[None] | None

@@ -21,7 +21,8 @@ from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
-from psserver.decisions.limits import KEEP_ENDED_S
+from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
+from psserver.process.shard_plan import KEEP_CHECKPOINTS_S
 
 SHARDS_MAX = 64
 METRICS_OFFSET = 1000
@@ -82,6 +83,12 @@ class ServerSettings(BaseSettings):
     keep_ended_s: float = Field(default=KEEP_ENDED_S, ge=0.0, le=1e9)
     """Seconds that the weights of an ended job are kept, for `psserver export` and other commands;
     less if other jobs need the memory. A job whose workers were all lost has not ended."""
+    keep_interrupted_s: float = Field(default=KEEP_INTERRUPTED_S, ge=0.0, le=1e9)
+    """Seconds that a job whose workers were all lost is kept, so that new workers can continue it;
+    less if a new job needs one of the 64 places. The log names each that is freed."""
+    keep_checkpoints_s: float = Field(default=KEEP_CHECKPOINTS_S, ge=0.0, le=1e9)
+    """Seconds after which scheduled checkpoints of ended and of forgotten jobs are deleted. Those
+    of other jobs stay."""
     under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
     """Limit of the bytes under way in each shard, in MiB: pushes that wait for their turn, and
     answers that wait for slow readers. Beyond it a push is refused, and a reader disconnected."""

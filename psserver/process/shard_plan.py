@@ -11,10 +11,11 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from psserver.access.files import Trust
-from psserver.decisions.limits import KEEP_ENDED_S, Limits
+from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.exits import Exit
 
 FOLDER = "checkpoints"  # In the state directory.
+KEEP_CHECKPOINTS_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class ShardPlan:
     memory_mb: int | None = None  # For tables; None: all of the host.
     under_way_mb: int = 4096  # MiB of pushes and answers that wait.
     keep_ended_s: float = KEEP_ENDED_S  # Seconds that an ended job is kept.
+    keep_interrupted_s: float = KEEP_INTERRUPTED_S  # Seconds that one without workers is kept.
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
     timeline: str | None = None
     beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
@@ -58,6 +60,7 @@ class ShardPlan:
             is_kept=self.journal_dir is not None,
             under_way_nbytes=self.under_way_mb << 20,
             keep_ended_s=self.keep_ended_s,
+            keep_interrupted_s=self.keep_interrupted_s,
         )
 
     def to_json(self) -> str:
@@ -83,6 +86,7 @@ class SchedulePlan:
     log_level: str  # Least severe level that is logged.
     log_file: str | None = None  # The file of standard error, shared with the supervisor.
     log_max_mb: int = 0  # MiB after which the log file is rotated; 0: never.
+    keep_checkpoints_s: float = KEEP_CHECKPOINTS_S  # Seconds that those of ended jobs are kept.
 
     def to_json(self) -> str:
         """Returns the plan as an argument of a command line."""

@@ -278,10 +278,42 @@ def _prune(folder: Path, job: str, sequence: int, keep: int) -> None:
     """Deletes checkpoints of a job that are older than `sequence`, but for `keep` - 1 of them."""
     older = [found for found in scan(folder) if found.job == job and found.sequence < sequence]
     for found in older[keep - 1 :]:
-        gone = folder / f"{DRAFT}{secrets.token_hex(8)}"
-        with contextlib.suppress(OSError):  # Another writer deletes it.
-            found.path.rename(gone)  # One that is half deleted must not look like a checkpoint.
-            shutil.rmtree(gone, ignore_errors=True)
+        _delete(folder, found.path)
+
+
+def expire(folder: Path, keep_s: float) -> list[Path]:
+    """Deletes what is left of jobs that have ended, or were forgotten, some time ago.
+
+    Args:
+        folder: Folder of the checkpoints.
+        keep_s: Seconds that they are kept, by the time that the file system has of their writing.
+
+    Returns:
+        The folders that are deleted.
+    """
+    before_s = time.time() - keep_s
+    old = [path for path in (folder / ASIDE).glob("*/") if _is_before(path, before_s)]
+    for found in newest(folder).values():
+        if found[0].manifest.get("finished") and _is_before(found[0].path, before_s):
+            old += [one.path for one in found]
+    for path in old:
+        _delete(folder, path)
+    return old
+
+
+def _is_before(path: Path, before_s: float) -> bool:
+    """Returns whether a folder was last changed before a time."""
+    try:
+        return path.stat().st_mtime <= before_s
+    except OSError:  # Another writer has deleted it.
+        return False
+
+
+def _delete(folder: Path, path: Path) -> None:
+    gone = folder / f"{DRAFT}{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError):  # Another writer deletes it.
+        path.rename(gone)  # One that is half deleted must not look like a checkpoint.
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _manifest(checkpoint: Checkpoint, sequence: int, hashes: dict[str, str]) -> dict[str, Any]:

@@ -107,6 +107,27 @@ def test_those_of_a_forgotten_job_are_set_aside_and_none_is_lost(tmp_path: Path)
 # ----- order
 
 
+def test_those_of_ended_and_forgotten_jobs_are_deleted_after_a_time(tmp_path: Path) -> None:
+    for number in range(8):  # Jobs that come and end.
+        files.write(tmp_path, make(1.0, f"run{number}", is_finished=True), keep=3)
+    files.write(tmp_path, make(1.0, "interrupted"), keep=3)
+    files.write(tmp_path, make(1.0, "forgotten"), keep=3)
+    aside = files.set_aside(tmp_path, "forgotten")
+    assert aside is not None
+    assert files.expire(tmp_path, 1000.0) == []
+    for path in (*tmp_path.glob("*-00000001"), aside):
+        os.utime(path, (0.0, 0.0))
+    files.write(tmp_path, make(2.0, "run7"), keep=3)  # It has begun again.
+    assert len(files.expire(tmp_path, 1000.0)) == 8
+    assert names(tmp_path) == [
+        "forgotten",
+        "interrupted-00000001",
+        "run7-00000001",
+        "run7-00000002",
+    ]
+    assert not list((tmp_path / "forgotten").iterdir())
+
+
 def test_each_has_its_number_and_the_newest_is_read(tmp_path: Path) -> None:
     for value in (1.0, 2.0, 3.0, 4.0):
         files.write(tmp_path, make(value), keep=3)

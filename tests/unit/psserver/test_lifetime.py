@@ -7,10 +7,10 @@ import pytest
 from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
 from pscore.types import Push, Role
 from psserver.decisions.job import State
-from psserver.decisions.limits import KEEP_ENDED_S, Limits
+from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Update
-from psserver.decisions.shard import Actions, Address, Job, Shard
+from psserver.decisions.shard import JOBS_MAX, Actions, Address, Job, Shard
 from tests.unit.psserver.test_jobs_and_tables import LEASE_S, SPEC, member, push, ready, tensor
 
 
@@ -37,6 +37,56 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert "psserver forget run" in first.news
     assert shard.jobs["run"].state is State.LIVE
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
+
+
+def test_an_interrupted_job_is_freed_after_days_and_its_next_workers_are_told() -> None:
+    shard, job, _ = interrupted(1)
+    shard.tick(LEASE_S + KEEP_INTERRUPTED_S)
+    assert shard.jobs["run"] is job
+    shard.tick(LEASE_S + 1.0 + KEEP_INTERRUPTED_S)
+    assert not shard.jobs
+    ((freed, reason),) = shard.lifetimes.expired
+    assert (freed, reason) == (job, "it had no workers for 7 days (keep_interrupted_s)")
+    first = member(0, 2)
+    shard.decide_join("run", 1, first)
+    assert "the former one was freed at step 3, and had not ended" in first.news
+
+
+def test_the_age_of_an_interrupted_job_begins_again_when_it_has_continued() -> None:
+    shard, job, _ = interrupted(1)
+    shard.decide_join("run", 1, dataclasses.replace(member(0, 2), heard_s=1000.0))
+    shard.tick(1000.0)
+    shard.tick(1000.0 + 2 * LEASE_S)
+    shard.tick(1000.0 + KEEP_INTERRUPTED_S)
+    assert shard.jobs["run"] is job
+
+
+def test_with_all_places_taken_the_job_that_has_waited_longest_makes_room() -> None:
+    shard, job, _ = interrupted(1)
+    for index in range(JOBS_MAX - 1):
+        shard.decide_join(f"live{index}", 1, dataclasses.replace(member(0), heard_s=LEASE_S))
+    shard.decide_join("more", 1, member(0, 5))
+    assert "run" not in shard.jobs
+    assert shard.lifetimes.expired == [(job, "job 'more' needs its place, one of 64")]
+    with pytest.raises(LimitError, match="64 jobs have not ended"):
+        shard.decide_join("one too many", 1, member(0, 6))
+
+
+def test_jobs_come_and_are_lost_for_ever_and_the_places_suffice() -> None:
+    shard = Shard(0, 1, LEASE_S)
+    for number in range(3 * JOBS_MAX):
+        now_s = 3 * LEASE_S * number
+        name = f"run{number}"
+        job, _ = shard.decide_join(name, 1, dataclasses.replace(member(0), heard_s=now_s))
+        shard.define(job, SPEC)
+        address = Address(name, 0, 0)
+        load = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
+        shard.decide_push(job, address, load, "init")
+        push(shard, job, address, 0, 0)
+        shard.tick(now_s + 2 * LEASE_S)
+        assert job.state is State.INTERRUPTED
+    assert list(shard.jobs) == [f"run{n}" for n in range(2 * JOBS_MAX, 3 * JOBS_MAX)]
+    assert len(shard.lifetimes.expired) == 2 * JOBS_MAX
 
 
 def test_each_new_worker_is_told_once_that_the_job_continues() -> None:
