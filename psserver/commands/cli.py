@@ -61,6 +61,13 @@ LeaseS = Annotated[
 GraceS = Annotated[
     float | None, typer.Option(help="Seconds that requests under way may take at the end [10].")
 ]
+KeepEndedS = Annotated[float | None, typer.Option(help="Seconds that an ended job is kept [3600].")]
+KeepInterruptedS = Annotated[
+    float | None, typer.Option(help="Seconds that an interrupted job is kept [604800].")
+]
+KeepCheckpointsS = Annotated[
+    float | None, typer.Option(help="Seconds that checkpoints of ended jobs are kept [604800].")
+]
 MemoryMb = Annotated[
     int | None, typer.Option(help="MiB for the tables of each shard [the host's memory].")
 ]
@@ -121,16 +128,9 @@ def start(
     lease_s: LeaseS = None,
     grace_s: GraceS = None,
     memory_mb: MemoryMb = None,
-    keep_ended_s: Annotated[
-        float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
-    ] = None,
-    keep_interrupted_s: Annotated[
-        float | None, typer.Option(help="Seconds that an interrupted job is kept [604800].")
-    ] = None,
-    keep_checkpoints_s: Annotated[
-        float | None,
-        typer.Option(help="Seconds that checkpoints of ended jobs are kept [604800]."),
-    ] = None,
+    keep_ended_s: KeepEndedS = None,
+    keep_interrupted_s: KeepInterruptedS = None,
+    keep_checkpoints_s: KeepCheckpointsS = None,
     under_way_mb: Annotated[
         int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
     ] = None,

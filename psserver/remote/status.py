@@ -336,6 +336,15 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     )
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
+    _show_exposed(console, job)
+    if job["reported"]:
+        console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
+    for wait in waits_of(job)[:LISTED_MAX]:
+        console.print(f"waits for {printable(wait.in_words)}", markup=False)
+
+
+def _show_exposed(console: Any, job: dict[str, Any]) -> None:
+    """Prints how many slices of a job would be lost with the process of their shard."""
     for table in job["tables"]:
         if table["num_exposed"]:
             console.print(
@@ -343,10 +352,6 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                 "no space to be journalled, and would be lost with their shard's process",
                 markup=False,
             )
-    if job["reported"]:
-        console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
-    for wait in waits_of(job)[:LISTED_MAX]:
-        console.print(f"waits for {printable(wait.in_words)}", markup=False)
 
 
 def _show_peers(console: Any, job: dict[str, Any]) -> None:
