@@ -29,7 +29,7 @@ from pscore import partition
 from pscore.compressors import parse_compressor
 from pscore.estimate import parse_pull_compressor
 from pscore.rules import parse_mode
-from pssim.network import Link
+from pssim.network import NetworkLink
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
 NUM_TEST_ON_THE_WAY = 1000  # Test images of the points of a curve; the last point takes all.
@@ -95,7 +95,7 @@ def run_one(setting: Setting, task: tasks.Task, steps: int, args: argparse.Names
         compressor=parse_compressor(setting.compression),
         pull_compressor=parse_pull_compressor(setting.pull_compression),
         compress_min_nbytes=setting.min_nbytes,
-        link=Link(bandwidth=args.gbit * 125e6),
+        link=NetworkLink(bandwidth=args.gbit * 125e6),
         compute=Compute(mean_s=args.compute_ms / 1e3),
         seed=task.seed,
         on_step=watch,

@@ -33,7 +33,7 @@ from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.dashboard.history import History
-from psserver.dashboard.watch import Asker, Watch
+from psserver.dashboard.watch import Asker, ShardWatch
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "dashboard.json"
 SHARDS, WORKERS = 8, 64
@@ -154,7 +154,7 @@ def measure(seconds: float, poll_s: float) -> dict[str, Any]:
         try:
             join(addresses)
             history = History()
-            watch = Watch(Asker(addresses, ANYONE), history)
+            watch = ShardWatch(Asker(addresses, ANYONE), history)
             watch.look()
             status = history.view()["status"]
             assert len(status["jobs"][0]["workers"]) == WORKERS

@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks import curves, kit
 from pscore.rules import parse_mode
 from pssim.failing import FailingCluster, Failures
-from pssim.network import Link
+from pssim.network import NetworkLink
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
 LEARNERS = (100, 1000)
@@ -91,7 +91,7 @@ def counted(name: str, learners: int, hours: float, share: float = 1.0) -> tuple
         num_workers=learners,
         num_shards=1,
         steps=1 << 30,
-        link=Link(latency_s=1e-3, bandwidth=1.25e9),
+        link=NetworkLink(latency_s=1e-3, bandwidth=1.25e9),
         compute=Compute(mean_s=step_s, deviation=deviation),
         on_step=one_more,
         tick_s=step_s / 100,

@@ -53,7 +53,7 @@ from benchmarks import forked, kit
 from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
-from psworker.pipeline.costs import Shards
+from psworker.pipeline.costs import ShardsCost
 from psworker.pipeline.measure import update_s, with_momentum
 from psworker.pipeline.partition import Level, Partition
 from psworker.pipeline.profile import Layer, Profile, read_profile
@@ -431,7 +431,7 @@ def with_updates(profile: Profile, scale: Scale) -> Profile:
 def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     """Returns the best pipeline at a bandwidth, and the verdict on it."""
     levels = [Level(NUM_WORKERS, link.bytes_per_s)]
-    cost = Shards(hides=False, num_shards=NUM_WORKERS, on_workers=True)
+    cost = ShardsCost(hides=False, num_shards=NUM_WORKERS, on_workers=True)
     found = compare(profile, levels, cost)
     assert found.pipeline is not None
     verdict = "pipeline: " if found.is_pipeline else "do not pipeline: "

@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks import curves
 from pscore.rules import parse_mode
-from pssim.network import Link
+from pssim.network import NetworkLink
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
 NUM_WORKERS, SLOW = 8, 7  # SLOW is the rank of the slow one.
@@ -83,7 +83,7 @@ def rates(mode: str, compute: Compute, seconds: float) -> tuple[float, float]:
         num_workers=NUM_WORKERS,
         num_shards=1,
         steps=1 << 30,
-        link=Link(latency_s=50e-6, bandwidth=1.25e9),
+        link=NetworkLink(latency_s=50e-6, bandwidth=1.25e9),
         compute=compute,
         on_step=count,
     )

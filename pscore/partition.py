@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError
-from pscore.types import Segment, SliceSpec, TensorSpec
+from pscore.types import SliceSpec, TensorSegment, TensorSpec
 
 ALIGNMENT = 16  # Elements; 64 bytes of float32.
 SLICE_NUMEL_MAX = 1 << 20  # 4 MiB of float32: hides latency, and gRPC is slow beyond 16 MiB.
@@ -203,7 +203,7 @@ def _slices(
     for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
         while offsets[order[first]] + tensors[order[first]].numel <= start:
             first += 1
-        segments: list[Segment] = []
+        segments: list[TensorSegment] = []
         for position in range(first, len(order)):
             tensor = order[position]
             low, high = offsets[tensor], offsets[tensor] + tensors[tensor].numel
@@ -212,7 +212,7 @@ def _slices(
             begin, end = max(low, start), min(high, stop)
             if begin < end:
                 segments.append(
-                    Segment(
+                    TensorSegment(
                         tensor=tensor,
                         group=tensors[tensor].group,
                         start=begin - start,

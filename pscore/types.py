@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class TensorSegment:
     """The part of one tensor in one slice; all offsets in elements."""
 
     tensor: int  # Index into the table's tensors.
@@ -77,7 +77,7 @@ class SliceSpec:
     shard: int
     start: int  # Within the flat vector, in elements.
     stop: int
-    segments: tuple[Segment, ...]
+    segments: tuple[TensorSegment, ...]
     compress: bool = False  # Like every tensor in it.
 
     @property

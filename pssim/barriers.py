@@ -14,7 +14,7 @@ from pathlib import Path
 from pscore.errors import PacelineError
 from psserver.decisions.membership import Member
 from pssim.cluster import quiet
-from pssim.network import NO_FAULTS, Faults, FaultyNetwork, Loop, Message, StuckError
+from pssim.network import NO_FAULTS, FaultyNetwork, Loop, Message, MessageFaults, StuckError
 from pssim.shard import JOB, SimulatedShard
 
 NAME = "round"
@@ -43,7 +43,7 @@ class BarrierCase:
     num_rounds: int
     dies_s: tuple[float | None, ...]
     crashes_s: tuple[float, ...] = ()
-    faults: Faults = NO_FAULTS
+    faults: MessageFaults = NO_FAULTS
 
 
 def draw(seed: int) -> BarrierCase:
@@ -58,7 +58,7 @@ def draw(seed: int) -> BarrierCase:
             rng.uniform(0.0, 3.0) if rng.random() < DEATH else None for _ in range(num_workers)
         ),
         crashes_s=tuple(rng.uniform(0.0, 3.0) for _ in range(rng.choice((0, 0, 1, 3)))),
-        faults=Faults(
+        faults=MessageFaults(
             drop=rng.choice((0.0, 0.1, 0.2)),
             duplicate=rng.choice((0.0, 0.1, 0.3)),
             delay_s_max=rng.choice((0.01, 0.1, 0.4)),

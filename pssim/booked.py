@@ -18,7 +18,7 @@ from psserver.slices.base import Payload
 from pssim.captures import ResidualBook
 from pssim.case import GRADIENT, HALF, RAW, STEPS_MAX, Case
 from pssim.events import Recorder, What
-from pssim.ledger import Ledger, Sent
+from pssim.ledger import Ledger, SentPush
 from pssim.network import Loop, Message, Network
 from pssim.shard import SimulatedShard
 from pssim.transport import is_load
@@ -138,7 +138,7 @@ class BookedWorker(Worker):
         book = self.ledger.books[header.slice]
         identity = (self.rank, header.step, self.incarnation)
         assert identity not in book.sent, f"push {identity} is made twice"
-        book.sent[identity] = Sent(
+        book.sent[identity] = SentPush(
             payload=Payload(
                 data=np.frombuffer(payload, dtype=np.uint8),
                 compressor=self.case.compressor if header.compressor else RAW,

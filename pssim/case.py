@@ -17,7 +17,7 @@ from pscore.local import LOCAL_UPDATES
 from pscore.overlaps import OVERLAPS, Overlap
 from pscore.rules import RULES
 from pscore.rules.base import Rule
-from pssim.network import NO_FAULTS, Cut, Faults
+from pssim.network import NO_FAULTS, Cut, MessageFaults
 
 STEPS_MAX = 8
 WORKERS_MAX = 4
@@ -75,7 +75,7 @@ class Case:
     dies_s: tuple[float | None, ...]  # When each worker falls silent, after its first step began.
     back_s: tuple[float | None, ...]  # How long after that it is started again.
     samples: tuple[float, ...]
-    faults: Faults = NO_FAULTS
+    faults: MessageFaults = NO_FAULTS
     cuts: tuple[Cut, ...] = ()
     crashes: tuple[tuple[int, float], ...] = ()  # Which shard is killed, and when in seconds.
     shapes: tuple[tuple[int, ...], ...] = SHAPES
@@ -128,7 +128,7 @@ def draw(name: str, seed: int) -> Case:
             rng.uniform(0.1, 6.0) if rng.random() < HALF else None for _ in range(num_workers)
         ),
         samples=tuple(rng.choice(SAMPLES) for _ in range(num_workers)),
-        faults=Faults(
+        faults=MessageFaults(
             drop=rng.choice((0.0, 0.05, 0.2)),
             drop_first=random.Random(f"first {name} {seed}").choice((0.0, 0.1, 0.3)),
             duplicate=rng.choice((0.0, 0.1, 0.3)),

@@ -14,7 +14,7 @@ from pscore.partition import make_layout
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from pssim.network import Loop, Network
-from pssim.shard import Observer, SendLater, SimulatedShard
+from pssim.shard import SendLater, ShardObserver, SimulatedShard
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class Cluster:
         network: Network,
         *,
         lease_s: float,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[ShardObserver] = (),
         send_later: SendLater | None = None,
         folder: Path | None = None,
     ) -> None:

@@ -81,7 +81,7 @@ class Actor:
 
 
 @dataclass
-class Participants:
+class StageWorkers:
     """The workers of a stage's job."""
 
     num_workers: int
@@ -109,7 +109,7 @@ class StageShards:
     """
 
     def __init__(self, num_replicas: int) -> None:
-        self.members = Participants(num_replicas, set(range(num_replicas)))
+        self.members = StageWorkers(num_replicas, set(range(num_replicas)))
         self.clocks = [SliceClock(SSGD(), self.members) for _ in range(NUM_SLICES)]
         self.counted: Counter[tuple[int, int]] = Counter()
         self.acknowledged: set[Any] = set()

@@ -27,7 +27,7 @@ PLAIN = {"lr": 1.0, "slow_lr": 1.0}  # An optimizer with these and zeros subtrac
 
 
 @dataclass(slots=True, kw_only=True)
-class Sent:
+class SentPush:
     """One push as its worker sent it."""
 
     payload: Payload
@@ -47,7 +47,7 @@ class SliceBook:
         self.case = case
         self.spec = spec
         self.optimizer = optimizer
-        self.sent: dict[Identity, Sent] = {}
+        self.sent: dict[Identity, SentPush] = {}
         self.entered: dict[Identity, int] = {}  # The version that each push is first in.
         self.accepted: dict[tuple[int, int], Identity] = {}  # By worker and step, the last one.
         self.weights = [start]  # Weights of each version.
@@ -246,7 +246,7 @@ class SliceBook:
                     f"push {identity} moved element {element} by {moved[element]}, not {expected}"
                 )
 
-    def _share(self, sent: Sent, identity: Identity) -> float:
+    def _share(self, sent: SentPush, identity: Identity) -> float:
         return self.case.rule.scale(self.entered[identity] - 1 - sent.base_version)
 
 
@@ -267,7 +267,7 @@ class Ledger:
             may_be_late: A slice may close without somebody (backup workers): that one is told so,
                 of each slice. Else a step that ended is in.
         """
-        sent: dict[Stepped, dict[int, tuple[Identity, Sent]]] = {}
+        sent: dict[Stepped, dict[int, tuple[Identity, SentPush]]] = {}
         for index, book in self.books.items():
             for identity, push in book.sent.items():
                 worker, _, incarnation = identity

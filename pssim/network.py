@@ -107,7 +107,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class NetworkLink:
     """One link of a worker or shard, full duplex."""
 
     latency_s: float = 0.5e-3
@@ -117,7 +117,7 @@ class Link:
 class LinkNetwork(Network):
     """Gives every worker and every shard one link, which carries one message after the other."""
 
-    def __init__(self, loop: Loop, link: Link, num_workers: int, num_shards: int) -> None:
+    def __init__(self, loop: Loop, link: NetworkLink, num_workers: int, num_shards: int) -> None:
         """Starts with idle links."""
         super().__init__(loop)
         self._link = link
@@ -146,7 +146,7 @@ class LinkNetwork(Network):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
+class MessageFaults:
     """Faults on each message until `until_s`; later messages are only delayed."""
 
     drop: float = 0.0  # Probability.
@@ -159,7 +159,7 @@ class Faults:
     slowed: tuple[str, ...] = ()  # Messages by name that take `SLOWED_S` longer.
 
 
-NO_FAULTS = Faults()
+NO_FAULTS = MessageFaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,9 @@ class Cut:
 class FaultyNetwork(Network):
     """Reorders, duplicates, drops and delays messages, as a seed has it."""
 
-    def __init__(self, loop: Loop, faults: Faults, cuts: Sequence[Cut], rng: random.Random) -> None:
+    def __init__(
+        self, loop: Loop, faults: MessageFaults, cuts: Sequence[Cut], rng: random.Random
+    ) -> None:
         """Starts at time 0.
 
         Args:

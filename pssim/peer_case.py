@@ -21,7 +21,7 @@ from pscore.graphs import GRAPHS, graph_of
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from pssim.peers import DIRECTORY, LEASE_S, PeerWorld, StuckError, Trouble
+from pssim.peers import DIRECTORY, LEASE_S, PeersStuckError, PeerWorld, Trouble
 from psworker.gossip.push_sum import PushSum
 
 Array = npt.NDArray[np.float64]
@@ -261,7 +261,7 @@ def find_failure(seed: int) -> str:
     case = draw(seed)
     try:
         check(case)
-    except (AssertionError, StuckError) as problem:
+    except (AssertionError, PeersStuckError) as problem:
         told = str(problem).partition("\n")[0]
         return f"python -m pssim peers {seed} {seed + 1}: {case.mode}: {told}"
     return ""

@@ -26,9 +26,9 @@ import torch
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
 from psserver.decisions.directory import Directory, Peer
-from pssim.sums import Sums
+from pssim.sums import WorldSums
 from psworker.gossip import GOSSIPS
-from psworker.gossip.base import Add, Gathering, Meet, Model, Tag, Wait, Waits, Want
+from psworker.gossip.base import Gathering, Meet, Model, Tag, TorchSum, Wait, Waits, Want
 from psworker.peers.patience import has_no_end, is_cut_off, silence_limit_s
 
 LEASE_S, HEARTBEAT_S, POLL_S = 1.0, 0.2, 0.05
@@ -75,7 +75,7 @@ class Entry:
     number: int = -1
 
 
-class StuckError(AssertionError):
+class PeersStuckError(AssertionError):
     """Workers are there, and no event is left or too many were needed."""
 
 
@@ -304,7 +304,7 @@ class SimulatedPeer:
             if self._meet(wanted):
                 return
             self.world.at_time(POLL_S, self.proceed)
-        elif isinstance(wanted, Add):
+        elif isinstance(wanted, TorchSum):
             found = self.world.sums.ask(self.rank, wanted, self.proceed)
             if found is not None or self.has_moved:
                 self._resume(found)
@@ -428,7 +428,7 @@ class PeerWorld:
         self.directory = Directory()
         self._random = random.Random(seed)
         self._latency_s = latency_s
-        self.sums = Sums(self._random, self.at_time, latency_s, self.trouble.lost)
+        self.sums = WorldSums(self._random, self.at_time, latency_s, self.trouble.lost)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         models = starts or [start] * num_workers
@@ -457,7 +457,7 @@ class PeerWorld:
             self.now_s, _, act = heapq.heappop(self._events)
             act()
         waiting = {w.rank: w.wanted for w in self.workers if not (w.is_dead or w.has_ended)}
-        raise StuckError(f"at {self.now_s:.1f} s workers wait: {waiting}")
+        raise PeersStuckError(f"at {self.now_s:.1f} s workers wait: {waiting}")
 
     def at_time(self, after_s: float, act: Callable[[], None]) -> None:
         """Does something later."""

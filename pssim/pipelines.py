@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from psworker.pipeline.schedule import Place, Stash
-from psworker.pipeline.stage import Loss, Receive, StageReplica, Update, Waits
+from psworker.pipeline.stage import Loss, OptimizerWait, Receive, StageReplica, Waits
 
 MakeOptimizer = Callable[[Place, list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -66,7 +66,7 @@ class PipelineWorld:
         self.most_flying = [0] * len(self.places)
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self.after_update: Callable[[int, int], None] = lambda stage, number: None
-        self._waits: dict[int, Receive | Update | None] = {}  # None: the replica has ended.
+        self._waits: dict[int, Receive | OptimizerWait | None] = {}  # None: the replica has ended.
         self._scripts: dict[int, Waits] = {}
 
     def run(self, minibatches: Iterable[tuple[Any, Any]], seed: int = 0) -> None:
@@ -129,15 +129,17 @@ class PipelineWorld:
             self._is_at(other, wait) for other in self.group(self.places[rank].stage)
         )
 
-    def _is_at(self, rank: int, update: Update) -> bool:
+    def _is_at(self, rank: int, update: OptimizerWait) -> bool:
         """Returns whether a replica waits for an update too; one that has ended does not count."""
         wait = self._waits[rank]
-        return wait is None or (isinstance(wait, Update) and wait.number == update.number)
+        return wait is None or (isinstance(wait, OptimizerWait) and wait.number == update.number)
 
     def _update(self, rank: int, number: int) -> None:
         stage = self.places[rank].stage
         updates = {other: self._waits[other] for other in self.group(stage)}
-        weights = {other: it.weight for other, it in updates.items() if isinstance(it, Update)}
+        weights = {
+            other: it.weight for other, it in updates.items() if isinstance(it, OptimizerWait)
+        }
         there = [*weights]
         for together in zip(*(self.modules[other].parameters() for other in there), strict=True):
             pairs = zip(together, weights.values(), strict=True)

@@ -77,7 +77,7 @@ class Decision:
     sender: Sender | None
 
 
-class Observer(Protocol):
+class ShardObserver(Protocol):
     """Sees what the shards decide."""
 
     def decided(self, decision: Decision) -> None:
@@ -143,7 +143,7 @@ class SimulatedShard:
         *,
         now: Callable[[], float],
         lease_s: float,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[ShardObserver] = (),
         send_later: SendLater | None = None,
         folder: Path | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pscore.types import FloatArray
-from psworker.gossip.base import Add
+from psworker.gossip.base import TorchSum
 
 BREAKS = 0.5  # Share of the members at which a sum that fails does so.
 Key = tuple[int, int]  # Epoch and round.
@@ -25,7 +25,7 @@ class Sum:
     found: dict[int, FloatArray | str] = field(default_factory=dict)
 
 
-class Sums:
+class WorldSums:
     """All sums of a world.
 
     A sum in a bad network fails at some members and ends at others, as where a connection breaks
@@ -47,7 +47,9 @@ class Sums:
         self._sums: dict[Key, Sum] = {}
         self._has_failed = False
 
-    def ask(self, rank: int, wanted: Add, proceed: Callable[[], None]) -> FloatArray | str | None:
+    def ask(
+        self, rank: int, wanted: TorchSum, proceed: Callable[[], None]
+    ) -> FloatArray | str | None:
         """Returns a member's sum, or the reason of its failure; None: `proceed` is called then."""
         one = self._sums.setdefault((wanted.epoch, wanted.round), Sum(wanted.members))
         assert one.members == wanted.members, "workers of one epoch know different members"

@@ -26,8 +26,8 @@ from pscore.table_spec import TableSpec
 from pscore.types import HyperArray, Role
 from psserver.decisions.membership import Member
 from pssim.cluster import Cluster, quiet
-from pssim.network import Link, LinkNetwork, Loop, Network
-from pssim.shard import Observer
+from pssim.network import LinkNetwork, Loop, Network, NetworkLink
+from pssim.shard import ShardObserver
 from pssim.worker import Program, Worker
 from psworker.compression.error_feedback import choose
 from psworker.connection.pace import SMOOTHING
@@ -65,7 +65,7 @@ class Compute:
         return self.mean_s * noise * factor
 
 
-ETHERNET, STEADY = Link(), Compute()
+ETHERNET, STEADY = NetworkLink(), Compute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class TrainingJob:
     compressor: Compressor = RAW
     pull_compressor: Compressor = RAW
     compress_min_nbytes: int = 1 << 10
-    link: Link = ETHERNET
+    link: NetworkLink = ETHERNET
     compute: Compute = STEADY
     samples: Callable[[int, int], float] | None = None
     seed: int = 0
@@ -254,7 +254,7 @@ class TrainingCluster(Cluster):
         *,
         loop: Loop | None = None,
         network: Network | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[ShardObserver] = (),
     ) -> None:
         """Makes them, with rank 0's weights on the shards.
 

@@ -6,7 +6,7 @@ from pscore.rules import parse_mode
 from pssim.case import ONE_SLICE, Case
 from pssim.events import Event, What
 from pssim.faulty import simulate
-from pssim.network import Faults
+from pssim.network import MessageFaults
 
 COMPUTE_S = (1.0, 1.3)  # Workers 0 and 1: a little apart, so that one of them waits.
 LATENCY_S = 0.1  # Latency of every message, one way.
@@ -50,7 +50,7 @@ def transcript(
         dies_s=(None,) * len(compute_s),
         back_s=(None,) * len(compute_s),
         samples=(1.0,) * len(compute_s),
-        faults=Faults(delay_s_min=latency_s),
+        faults=MessageFaults(delay_s_min=latency_s),
         shapes=shapes,
     )
     events = simulate(case).events

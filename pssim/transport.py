@@ -23,7 +23,7 @@ def is_load(header: data_pb2.PushHeader) -> bool:
     return Role(int(header.role)) in (Role.WEIGHTS, Role.STATE)
 
 
-class Sender(Protocol):
+class WorkerSender(Protocol):
     """The worker of a transport (worker.py): sends requests and gets the answers."""
 
     pushes: dict[int, Future[data_pb2.PushReply]]
@@ -66,7 +66,7 @@ class SimulatedTransport(Transport):
 
     name: ClassVar[str] = "simulated"
 
-    def __init__(self, worker: Sender, shard: SimulatedShard) -> None:
+    def __init__(self, worker: WorkerSender, shard: SimulatedShard) -> None:
         """Connects a worker and a shard."""
         self._worker = worker
         self._shard = shard

@@ -26,7 +26,7 @@ from benchmarks import tasks
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from pssim.network import Link
+from pssim.network import NetworkLink
 from pssim.peers import PeerWorld
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
@@ -108,7 +108,7 @@ def _through_shards(mode: str, task: tasks.Task, steps: int) -> nn.Module:
         lr=_cosine(lr, steps),
         num_workers=NUM_WORKERS,
         steps=steps,
-        link=Link(latency_s=LATENCY_S / 2),
+        link=NetworkLink(latency_s=LATENCY_S / 2),
         compute=Compute(mean_s=COMPUTE_S, deviation=SPREAD / 2),
         seed=task.seed,
     )

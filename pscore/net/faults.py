@@ -69,13 +69,13 @@ class Faults:
     faults: tuple[Fault, ...]
     seed: int = 0
 
-    def at(self, point: str) -> Line | None:
+    def at(self, point: str) -> FaultyLine | None:
         """Returns the faults of a new connection at a point, or None if it has none there."""
         found = tuple(fault for fault in self.faults if fault.point in ("", point))
         name = f"{self.seed}/{point}/{next(_numbers)}"
-        return Line(found, random.Random(name)) if found else None
+        return FaultyLine(found, random.Random(name)) if found else None
 
-    def at_each(self, points: Iterable[str]) -> dict[str, Line]:
+    def at_each(self, points: Iterable[str]) -> dict[str, FaultyLine]:
         """Returns the faults of a new connection at several points, where it has some."""
         lines = {point: self.at(point) for point in points}
         return {point: line for point, line in lines.items() if line is not None}
@@ -85,7 +85,7 @@ _numbers = itertools.count()
 NONE = Faults(faults=())
 
 
-class Line:
+class FaultyLine:
     """The faults of one connection at one point."""
 
     def __init__(self, faults: tuple[Fault, ...], rng: random.Random) -> None:
@@ -168,7 +168,7 @@ SendAll = Callable[[Stream, Sequence[memoryview]], None]
 Call = Callable[..., bytes]
 
 
-def sender(line: Line | None, send_all: SendAll) -> SendAll:
+def sender(line: FaultyLine | None, send_all: SendAll) -> SendAll:
     """Returns a function that sends frames on a stream: `send_all`, with the faults of `line`."""
     if line is None:
         return send_all
@@ -194,7 +194,7 @@ def sender(line: Line | None, send_all: SendAll) -> SendAll:
     return send
 
 
-def caller(line: Line | None, call: Call) -> Call:
+def caller(line: FaultyLine | None, call: Call) -> Call:
     """Returns a function that makes calls of frames: `call`, with the faults of `line`."""
     if line is None:
         return call

@@ -16,11 +16,11 @@ from rich.live import Live
 from pscore.errors import ConfigError
 from pscore.text import is_loopback, join_address
 from psserver.access.files import Trust, require_whole
-from psserver.commands.find import Found
+from psserver.commands.find import FoundServers
 from psserver.dashboard import terminal
 from psserver.dashboard.history import History
 from psserver.dashboard.server import REQUEST_S_MAX, Guard, Page
-from psserver.dashboard.watch import POLL_S, Asker, Watch
+from psserver.dashboard.watch import POLL_S, Asker, ShardWatch
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.status import WIDTH
@@ -30,7 +30,7 @@ PORT_MAX = 65535
 
 
 def run_page(
-    found: Found,
+    found: FoundServers,
     listen: str,
     cert: Path | None,
     key: Path | None,
@@ -63,7 +63,7 @@ def run_page(
     history = History()
     page = Page(history, Guard(token, is_local=is_loopback(host)))
     server = WebServer(page.answer, seconds_max=REQUEST_S_MAX, context=context)
-    watch = Watch(Asker(found.addresses, found.credentials), history)
+    watch = ShardWatch(Asker(found.addresses, found.credentials), history)
 
     async def serve() -> None:
         try:
@@ -87,7 +87,7 @@ def run_page(
         watch.end()
 
 
-def run_top(found: Found, job: str | None, *, once: bool) -> None:
+def run_top(found: FoundServers, job: str | None, *, once: bool) -> None:
     """Shows the status in the terminal until it is interrupted.
 
     Args:
@@ -99,7 +99,7 @@ def run_top(found: Found, job: str | None, *, once: bool) -> None:
         CommandError: No shard answers.
     """
     ask.answers(found.addresses, found.credentials)
-    watch = Watch(Asker(found.addresses, found.credentials), History())
+    watch = ShardWatch(Asker(found.addresses, found.credentials), History())
     is_wide = not (sys.stdout.isatty() or "COLUMNS" in os.environ)  # Nothing is cut off then.
     console = Console(highlight=False, width=WIDTH if is_wide else None)
     try:

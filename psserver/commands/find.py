@@ -12,7 +12,7 @@ from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
 from psserver.exits import CommandError, Exit
-from psserver.process.run_dir import Run, RunDirectory
+from psserver.process.run_dir import RunDirectory, StartedRun
 from psserver.remote import ask
 
 PORT = 7070
@@ -21,15 +21,15 @@ STOP_MARGIN_S = 10.0  # More than the supervisor's own, so that it can still kil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundServers:
     """The servers that a command is about."""
 
     addresses: list[str]
-    run: Run | None  # Known if they were started on this machine by this user.
+    run: StartedRun | None  # Known if they were started on this machine by this user.
     credentials: Credentials  # Credentials of the connection.
 
 
-def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:
+def find(servers: str | None, port: int | None, state_dir: Path | None) -> FoundServers:
     """Returns the servers that the flags of a command name.
 
     Args:
@@ -48,13 +48,13 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
         servers = servers or os.environ.get("PACELINE_SERVERS")
     if servers:
         addresses = list(parse_addresses(servers))
-        return Found(addresses=addresses, run=None, credentials=read_credentials())
+        return FoundServers(addresses=addresses, run=None, credentials=read_credentials())
     runs = RunDirectory(_state_dir(state_dir)).runs()
     chosen = [run for run in runs if port in (None, run.port)]
     if len(chosen) == 1:
         run = chosen[0]
         credentials = read_credentials(token_file=run.token_file)
-        return Found(addresses=run.addresses, run=run, credentials=credentials)
+        return FoundServers(addresses=run.addresses, run=run, credentials=credentials)
     if chosen:
         listed = ", ".join(str(run.port) for run in chosen)
         raise CommandError(
@@ -63,7 +63,7 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
     # Started by another user, in a container, or with another --state-dir.
     credentials = read_credentials()
     addresses = ask.neighbours("127.0.0.1", PORT if port is None else port, credentials)
-    return Found(addresses=addresses, run=None, credentials=credentials)
+    return FoundServers(addresses=addresses, run=None, credentials=credentials)
 
 
 def require_one_way(servers: str | None, port: int | None, state_dir: Path | None) -> None:
@@ -81,7 +81,7 @@ def run_directory(state_dir: Path | None) -> RunDirectory:
     return RunDirectory(_state_dir(state_dir))
 
 
-def find_run(directory: RunDirectory, port: int | None) -> Run | None:
+def find_run(directory: RunDirectory, port: int | None) -> StartedRun | None:
     """Returns the run on this machine that is meant; None if none is alive.
 
     Raises:
@@ -94,7 +94,7 @@ def find_run(directory: RunDirectory, port: int | None) -> Run | None:
     return runs[0] if runs else None
 
 
-def end(run: Run) -> None:
+def end(run: StartedRun) -> None:
     """Ends a run of this machine in order, and returns when it has ended.
 
     Raises:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from psserver.exits import CommandError, Exit
 from psserver.logs.rotation import former
-from psserver.process.run_dir import Run, RunDirectory
+from psserver.process.run_dir import RunDirectory, StartedRun
 
 POLL_S = 0.2
 STAMP = re.compile(r'^(?:\{.*?"timestamp": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
 TAIL_NBYTES_MAX = 8 << 20  # Most bytes of each file.
 
 
-def files(run: Run, shard: int | None) -> list[Path]:
+def files(run: StartedRun, shard: int | None) -> list[Path]:
     """Returns the log files of a run, or of one of its shards.
 
     Raises:
@@ -91,7 +91,7 @@ class LogView:
         stamped.sort(key=lambda entry: entry[0])
         return [line for _, line in stamped]
 
-    def follow(self, run: Run) -> Iterator[list[str]]:
+    def follow(self, run: StartedRun) -> Iterator[list[str]]:
         """Yields new lines until the run ends."""
         is_alive = True
         while is_alive:

@@ -9,14 +9,14 @@ Status = dict[str, Any]
 GOOD, BAD, INFO = "good", "bad", "info"
 
 
-class Event(NamedTuple):
+class HistoryEvent(NamedTuple):
     """One change."""
 
     kind: str  # good, bad, info
     text: str
 
 
-def changes(former: Status, status: Status) -> Iterator[Event]:
+def changes(former: Status, status: Status) -> Iterator[HistoryEvent]:
     """Yields what has changed between two values of `psserver.remote.status.combine`."""
     yield from _of_shards(former, status)
     jobs = {job["name"]: job for job in former["jobs"]}
@@ -26,47 +26,49 @@ def changes(former: Status, status: Status) -> Iterator[Event]:
         if job["name"] in jobs:
             yield from _of_job(jobs[job["name"]], job)
         else:
-            yield Event(INFO, f"job {job['name']} is there")
+            yield HistoryEvent(INFO, f"job {job['name']} is there")
 
 
-def _of_shards(former: Status, status: Status) -> Iterator[Event]:
+def _of_shards(former: Status, status: Status) -> Iterator[HistoryEvent]:
     known = {shard["index"]: shard for shard in former["shards"]}
     silent = {shard["index"] for shard in former["silent"]}
     for shard in status["silent"]:
         if shard["index"] not in silent:
-            yield Event(BAD, f"shard {shard['index']} at {shard['address']} does not answer")
+            yield HistoryEvent(BAD, f"shard {shard['index']} at {shard['address']} does not answer")
     for shard in status["shards"]:
         index, pid = shard["index"], shard["pid"]
         before = known.get(index)
         if index in silent:
-            yield Event(GOOD, f"shard {index} answers again (process {pid})")
+            yield HistoryEvent(GOOD, f"shard {index} answers again (process {pid})")
         elif before is not None and before["pid"] != pid:
-            yield Event(
+            yield HistoryEvent(
                 BAD,
                 f"shard {index} died and was started again (process {before['pid']}, now {pid})",
             )
         if before is not None and shard["num_recoveries"] > before["num_recoveries"]:
-            yield Event(GOOD, f"shard {index} has continued its jobs from its journal")
+            yield HistoryEvent(GOOD, f"shard {index} has continued its jobs from its journal")
 
 
-def _of_job(former: dict[str, Any], job: dict[str, Any]) -> Iterator[Event]:
+def _of_job(former: dict[str, Any], job: dict[str, Any]) -> Iterator[HistoryEvent]:
     name = job["name"]
     workers = {worker["rank"]: worker for worker in former["workers"]}
     for worker in job["workers"]:
         where = f"worker {worker['rank']} of job {name}"
         before = workers.get(worker["rank"])
         if before is None or (before["state"] != "live" and worker["state"] == "live"):
-            yield Event(INFO if before is None else GOOD, f"{where} has joined")
+            yield HistoryEvent(INFO if before is None else GOOD, f"{where} has joined")
         elif before["state"] != worker["state"]:
             is_lost = worker["state"] == "lost"
             how = "was lost or ended with an error" if is_lost else "has left"
-            yield Event(BAD if is_lost else INFO, f"{where} {how} at step {worker['step']}")
+            yield HistoryEvent(BAD if is_lost else INFO, f"{where} {how} at step {worker['step']}")
         elif before["pid"] != worker["pid"]:
-            yield Event(GOOD, f"{where} has come back (process {worker['pid']})")
+            yield HistoryEvent(GOOD, f"{where} has come back (process {worker['pid']})")
     modes = {table["name"]: table["mode"] for table in former["tables"]}
     for table in job["tables"]:
         if modes.get(table["name"], table["mode"]) != table["mode"]:
-            yield Event(INFO, f"job {name} is in mode {table['mode']} from step {job['step']}")
+            yield HistoryEvent(
+                INFO, f"job {name} is in mode {table['mode']} from step {job['step']}"
+            )
     age_s, old_s = job["checkpoint_age_s"], former["checkpoint_age_s"]
     if age_s is not None and (old_s is None or age_s < old_s):
-        yield Event(GOOD, f"checkpoint of job {name}, about step {job['step']}")
+        yield HistoryEvent(GOOD, f"checkpoint of job {name}, about step {job['step']}")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from psserver.dashboard.events import Event, Status, changes
+from psserver.dashboard.events import HistoryEvent, Status, changes
 from psserver.remote.waits import waits_of
 
 FINE_MAX = 900  # Rows of a second.
@@ -38,7 +38,7 @@ class History:
         self._lock = threading.Lock()
         self._fine: deque[tuple[float, Rows]] = deque(maxlen=FINE_MAX)
         self._coarse: deque[tuple[float, Rows]] = deque(maxlen=COARSE_MAX)
-        self._events: deque[tuple[float, Event]] = deque(maxlen=EVENTS_MAX)
+        self._events: deque[tuple[float, HistoryEvent]] = deque(maxlen=EVENTS_MAX)
         self._window: deque[tuple[float, Status]] = deque()
         self._status: Status | None = None
         self._answered_s = 0.0

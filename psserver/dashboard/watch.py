@@ -72,7 +72,7 @@ class Asker:
         self._channels = [None] * len(self.addresses)
 
 
-class Watch:
+class ShardWatch:
     """A thread that asks the shards, and keeps the history of their answers.
 
     Attributes:

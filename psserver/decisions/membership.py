@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.directory import PeerReport
-from psserver.decisions.pace import NO_PACE, Pace
+from psserver.decisions.pace import NO_PACE, ReportedPace
 from psserver.decisions.stages import StageReport
 
 WORKERS_MAX = 4096
@@ -39,7 +39,7 @@ class Presence(enum.Enum):
     LOST = "lost"  # Its lease ran out, or its script failed.
 
 
-class Event(enum.Enum):
+class MemberEvent(enum.Enum):
     """Something that changes the state of a worker."""
 
     JOIN = "join"  # A process joins at the rank.
@@ -52,19 +52,22 @@ class Event(enum.Enum):
 
 # The state after an event. An event without an entry is refused or ignored in that state.
 TRANSITIONS = {
-    (Presence.ABSENT, Event.JOIN): Presence.LIVE,
-    (Presence.LIVE, Event.JOIN): Presence.LIVE,  # Another process, if the first may be replaced.
-    (Presence.LEFT, Event.JOIN): Presence.LIVE,
-    (Presence.LOST, Event.JOIN): Presence.LIVE,
-    (Presence.LIVE, Event.MESSAGE): Presence.LIVE,
-    (Presence.LEFT, Event.MESSAGE): Presence.LEFT,  # A message that was under way.
-    (Presence.LIVE, Event.LEAVE): Presence.LEFT,
-    (Presence.LIVE, Event.FAIL): Presence.LOST,
-    (Presence.LIVE, Event.SILENCE): Presence.LOST,
-    (Presence.ABSENT, Event.NEW_LIFE): Presence.ABSENT,
-    (Presence.LIVE, Event.NEW_LIFE): Presence.ABSENT,
-    (Presence.LEFT, Event.NEW_LIFE): Presence.LEFT,
-    (Presence.LOST, Event.NEW_LIFE): Presence.ABSENT,
+    (Presence.ABSENT, MemberEvent.JOIN): Presence.LIVE,
+    (
+        Presence.LIVE,
+        MemberEvent.JOIN,
+    ): Presence.LIVE,  # Another process, if the first may be replaced.
+    (Presence.LEFT, MemberEvent.JOIN): Presence.LIVE,
+    (Presence.LOST, MemberEvent.JOIN): Presence.LIVE,
+    (Presence.LIVE, MemberEvent.MESSAGE): Presence.LIVE,
+    (Presence.LEFT, MemberEvent.MESSAGE): Presence.LEFT,  # A message that was under way.
+    (Presence.LIVE, MemberEvent.LEAVE): Presence.LEFT,
+    (Presence.LIVE, MemberEvent.FAIL): Presence.LOST,
+    (Presence.LIVE, MemberEvent.SILENCE): Presence.LOST,
+    (Presence.ABSENT, MemberEvent.NEW_LIFE): Presence.ABSENT,
+    (Presence.LIVE, MemberEvent.NEW_LIFE): Presence.ABSENT,
+    (Presence.LEFT, MemberEvent.NEW_LIFE): Presence.LEFT,
+    (Presence.LOST, MemberEvent.NEW_LIFE): Presence.ABSENT,
 }
 
 
@@ -92,7 +95,7 @@ class Member:
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
-    pace: Pace = NO_PACE  # Pace of its newest heartbeat.
+    pace: ReportedPace = NO_PACE  # Pace of its newest heartbeat.
     data_plane: str = ""  # Name in its newest heartbeat; between it and this shard.
     stage: StageReport | None = None  # Of a worker of a pipeline, in its newest heartbeat.
 
@@ -168,7 +171,7 @@ class Membership:
         else:
             member.spent = self.spent.pop(member.rank, ())
         member.lease_ends_s = member.heard_s + self.lease_s
-        member.presence = TRANSITIONS[self._presence(member.rank), Event.JOIN]
+        member.presence = TRANSITIONS[self._presence(member.rank), MemberEvent.JOIN]
         self.members[member.rank] = member
         self.has_ended = False
         return member.rank
@@ -214,7 +217,7 @@ class Membership:
         did at its start.
         """
         for member in list(self.members.values()):
-            if TRANSITIONS[member.presence, Event.NEW_LIFE] is Presence.ABSENT:
+            if TRANSITIONS[member.presence, MemberEvent.NEW_LIFE] is Presence.ABSENT:
                 self.spent[member.rank] = (*member.spent, member.incarnation)[-SPENT_MAX:]
                 del self.members[member.rank]
             else:
@@ -232,7 +235,7 @@ class Membership:
             raise UnknownJobError(f"no worker has joined at rank {rank}")
         if member.incarnation != incarnation:
             raise ReplacedError(f"rank {rank} is now process {member.pid} on {member.host}")
-        if (member.presence, Event.MESSAGE) not in TRANSITIONS:
+        if (member.presence, MemberEvent.MESSAGE) not in TRANSITIONS:
             raise ReplacedError(
                 f"rank {rank} was silent for more than its lease of {self.lease_s:g} s and was "
                 "declared lost"
@@ -259,7 +262,7 @@ class Membership:
             failed: Whether its script failed: it counts as lost.
         """
         member = self.members.get(rank)
-        event = Event.FAIL if failed else Event.LEAVE
+        event = MemberEvent.FAIL if failed else MemberEvent.LEAVE
         if member is None or member.incarnation != incarnation:
             return False
         if (member.presence, event) not in TRANSITIONS:
@@ -274,10 +277,10 @@ class Membership:
         over = [
             member
             for member in self.members.values()
-            if (member.presence, Event.SILENCE) in TRANSITIONS and now_s > member.lease_ends_s
+            if (member.presence, MemberEvent.SILENCE) in TRANSITIONS and now_s > member.lease_ends_s
         ]
         for member in over:
-            member.presence = TRANSITIONS[member.presence, Event.SILENCE]
+            member.presence = TRANSITIONS[member.presence, MemberEvent.SILENCE]
             member.reason = "its lease ran out"
             self.num_lost += 1
             self.has_ended = False

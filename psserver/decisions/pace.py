@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ReportedPace:
     """Sums since a worker has joined; a reader takes the difference of two moments.
 
     The last two are of this moment.
@@ -35,9 +35,9 @@ class Pace:
         return min(1.0, max(0.0, 1.0 - self.waits_s / self.requests_s))
 
 
-NO_PACE = Pace()
+NO_PACE = ReportedPace()
 
 
-def fastest_s(paces: Iterable[Pace]) -> float:
+def fastest_s(paces: Iterable[ReportedPace]) -> float:
     """Returns the seconds of a step of the fastest worker without its waits; 0: none is known."""
     return min((pace.step_s for pace in paces if pace.step_s > 0.0), default=0.0)

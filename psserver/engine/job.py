@@ -15,7 +15,7 @@ from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
-from psserver.decisions.pace import Pace, fastest_s
+from psserver.decisions.pace import ReportedPace, fastest_s
 from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
@@ -24,7 +24,7 @@ from psserver.decisions.table import NAMED_MAX, Table
 from psserver.decisions.uneven import report
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
-from psserver.engine.residuals import Arrays, Residuals
+from psserver.engine.residuals import Arrays, JobResiduals
 from psserver.engine.slice_queue import JournalAgain, Seal, SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
@@ -183,7 +183,7 @@ class RunningJob:
         self.name = job.name
         self.recorder = recorder
         self.tables: dict[int, RunningTable] = {}
-        self.residuals = Residuals(job)
+        self.residuals = JobResiduals(job)
         self.barriers = BarrierWaits(shard, job, lock, recorder.note)
         self.waits = Waits(shard, job, self.barriers)
         self.saves = Saves(has_any=False, since_s=now_s)
@@ -249,7 +249,7 @@ class RunningJob:
         left_out: Mapping[int, tuple[int, int, int]],
         reported: Mapping[str, float],
         peers: Sequence[PeerReport] = (),
-        pace: Pace | None = None,
+        pace: ReportedPace | None = None,
         data_plane: str = "",
         stage: StageReport | None = None,
     ) -> HeartbeatView:

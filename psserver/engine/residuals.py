@@ -109,7 +109,7 @@ class ResidualCollection:
         return self.steps.get((index, rank), -1) < _last(counted, self.step)
 
 
-class Residuals:
+class JobResiduals:
     """The residuals of one job's workers; but for `is_collecting`, under the engine's lock."""
 
     def __init__(self, job: Job) -> None:

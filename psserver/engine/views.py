@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
-from psserver.decisions.pace import NO_PACE, Pace
+from psserver.decisions.pace import NO_PACE, ReportedPace
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.stages import StageReport
 from psserver.decisions.table import Table
@@ -96,7 +96,7 @@ class WorkerView:
     silent_s: float
     reported: dict[str, float]  # A copy: values of its training, by name.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
-    pace: Pace = NO_PACE
+    pace: ReportedPace = NO_PACE
     waited_for_s: float = 0.0  # Seconds in which others waited for it.
     data_plane: str = ""  # Between it and this shard; empty: it has not said yet.
     stage: StageReport | None = None  # Its part in a pipeline.

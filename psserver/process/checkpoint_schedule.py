@@ -47,7 +47,7 @@ LAST_PATIENCE_S = 1.0  # Seconds that the last checkpoints wait for each other, 
 Mark = tuple[object, ...]  # Differs when a job has something new to be saved.
 
 
-class Schedule:
+class CheckpointSchedule:
     """Checkpoints of the jobs of a cluster, taken in turn."""
 
     def __init__(self, plan: SchedulePlan) -> None:
@@ -203,7 +203,7 @@ def main(text: str) -> None:
     setup.configure(plan.log_format, plan.log_level, stream, shard="all")
     for number in (signal.SIGTERM, signal.SIGINT):  # The supervisor decides when it ends.
         signal.signal(number, signal.SIG_IGN)
-    schedule = Schedule(plan)
+    schedule = CheckpointSchedule(plan)
     OwnedThread(schedule.listen, "listen", _end).start()
     schedule.run()
     sys.stderr.flush()

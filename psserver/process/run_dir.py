@@ -44,7 +44,7 @@ class ShardRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StartedRun:
     """One `psserver start` that runs on this machine."""
 
     pid: int  # Process number of the supervisor.
@@ -99,7 +99,7 @@ class RunDirectory:
             ) from problem
         return folder
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StartedRun]:
         """Returns the runs whose supervisor is alive, by port."""
         found = [_read(file) for file in self.path.glob(f"*/{FILE}")]
         alive = [run for run in found if run is not None and run.is_alive()]
@@ -139,7 +139,7 @@ class RunDirectory:
             raise OSError(0, "it belongs to, or can be changed by, another user")
 
 
-def write(folder: Path, run: Run) -> None:
+def write(folder: Path, run: StartedRun) -> None:
     """Writes the run file in one piece.
 
     Raises:
@@ -177,12 +177,12 @@ def _default() -> Path:
     return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
 
 
-def _read(file: Path) -> Run | None:
+def _read(file: Path) -> StartedRun | None:
     """Returns what a run file says, or None if it is not one of this version."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         values["shards"] = [ShardRun(**shard) for shard in values["shards"]]
-        run = Run(**values)
+        run = StartedRun(**values)
         for pid in (run.pid, *(shard.pid for shard in run.shards)):
             if pid is not None:
                 count_of(pid, "a process number", least=1, most=PID_MAX)

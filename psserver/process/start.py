@@ -25,7 +25,7 @@ from psserver.logs import setup
 from psserver.process import run_dir
 from psserver.process.checkpoint_keeper import Keeper
 from psserver.process.notify import ServiceManager
-from psserver.process.run_dir import FREE, Run, RunDirectory, ShardRun
+from psserver.process.run_dir import FREE, RunDirectory, ShardRun, StartedRun
 from psserver.process.settings import Settings, metrics_ports
 from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan
 from psserver.process.supervisor import SupervisedShard, Supervisor
@@ -44,7 +44,7 @@ class Started:
 
 
 @dataclass(slots=True, kw_only=True)
-class Launch:
+class ShardLaunch:
     """One `psserver start`."""
 
     settings: Settings
@@ -180,7 +180,7 @@ class Launch:
         self.service.stopping()
         self.keeper.last()
 
-    def _write(self, folder: Path, run: Run) -> None:
+    def _write(self, folder: Path, run: StartedRun) -> None:
         """Writes the run file; a later one that cannot be written leaves the one before.
 
         It has the same addresses; its list of the shards' processes is of that time.
@@ -199,7 +199,7 @@ class Launch:
         if self.folder is not None:
             run_dir.remove(self.folder)
 
-    def _run(self, shards: Sequence[SupervisedShard]) -> Run:
+    def _run(self, shards: Sequence[SupervisedShard]) -> StartedRun:
         server = self.settings.server
         entries = [
             ShardRun(
@@ -213,7 +213,7 @@ class Launch:
         ]
         supervisor_log = self._log_file("supervisor")
         host = WILDCARDS.get(server.host, server.host)
-        return Run(
+        return StartedRun(
             pid=os.getpid(),
             began=began(os.getpid()),
             cluster=self.cluster,
@@ -227,7 +227,7 @@ class Launch:
             shards=entries,
         )
 
-    def _started(self, run: Run) -> Started:
+    def _started(self, run: StartedRun) -> Started:
         host = socket.gethostname() if run.host in WILDCARDS else run.host
         servers = ",".join(join_address(host, shard.port) for shard in run.shards)
         scheme = "http" if self.settings.server.tls_cert is None else "https"
@@ -322,7 +322,7 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
     if detach:
         assert folder is not None
         return _detach(settings, folder)
-    return Launch(settings=settings, tell=show, folder=folder, detached=False).run()
+    return ShardLaunch(settings=settings, tell=show, folder=folder, detached=False).run()
 
 
 def show(started: Started) -> None:
@@ -387,7 +387,7 @@ def _be_supervisor(settings: Settings, folder: Path, write_fd: int) -> None:
         os.dup2(fd, target)
     code = Exit.BUG
     try:
-        code = Launch(settings=settings, tell=tell, folder=folder, detached=True).run()
+        code = ShardLaunch(settings=settings, tell=tell, folder=folder, detached=True).run()
     except CommandError as problem:
         log.error("start failed", reason=problem.message)
         answer({"code": int(problem.code), "message": problem.message})

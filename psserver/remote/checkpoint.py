@@ -45,7 +45,7 @@ Reply = TypeVar("Reply")
 Stub = checkpoint_pb2_grpc.CheckpointsStub
 
 
-class Shards:
+class JobShards:
     """Connections to the shards of a job."""
 
     def __init__(self, addresses: Sequence[str], credentials: Credentials) -> None:
@@ -107,7 +107,7 @@ def capture(
             f"job {found.job!r} runs its optimizer on the workers (optimizer_on='worker'), so the "
             "shards have no weights to save; let the script save state_dict()",
         )
-    shards = Shards(addresses, credentials)
+    shards = JobShards(addresses, credentials)
     try:
         checkpoint = Checkpoint(
             job=found.job,
@@ -157,7 +157,7 @@ def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.Jo
 
 
 def _capture_table(
-    shards: Shards, job: str, table: str, newest: int, weights_only: bool
+    shards: JobShards, job: str, table: str, newest: int, weights_only: bool
 ) -> TableState:
     """Copies a table at the newest version, or at one soon to come if that is gone already."""
     version, margin = newest, 1
@@ -202,7 +202,7 @@ def _require_weights(state: TableState, job: str) -> None:
         )
 
 
-def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
+def _capture_at(shards: JobShards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
     """Requests a copy at one version from all shards; returns when they have it, or one cannot.
 
     Also returns if no worker pushes, unless the version that all have is `gone`: one worker has
@@ -244,7 +244,7 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
 
 
 def _read(
-    shards: Shards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
+    shards: JobShards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
 ) -> TableState:
     about = [json.loads(reply.about) for reply in replies]
     spec = TableSpec.from_json(about[0]["spec"])
@@ -320,7 +320,7 @@ def restore(
     name = secrets.token_hex(8)
     chosen = range(len(addresses)) if only is None else only
     request = preparation(name, checkpoint, job, len(addresses))
-    shards = Shards(addresses, credentials)
+    shards = JobShards(addresses, credentials)
     try:
         for shard in chosen:
             shards.call(shard, lambda stub: stub.Prepare, request)

@@ -123,7 +123,7 @@ def data_handler(
     return grpc.method_handlers_generic_handler(DATA_SERVICE, handlers)
 
 
-def _faulty(method: Method, line: faults.Line | None) -> Method:
+def _faulty(method: Method, line: faults.FaultyLine | None) -> Method:
     """Returns a method; with PACELINE_FAULTS its answers are lost, late or damaged."""
     if line is None:
         return method

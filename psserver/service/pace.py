@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.decisions.pace import NO_PACE, Pace
+from psserver.decisions.pace import NO_PACE, ReportedPace
 
 
-def pace_of(message: pb.Pace) -> Pace:
+def pace_of(message: pb.Pace) -> ReportedPace:
     """Returns the pace that a worker reports; zeros if no worker can have it."""
-    pace = Pace(
+    pace = ReportedPace(
         num_steps=message.num_steps,
         steps_s=message.steps_s,
         waits_s=message.waits_s,
@@ -19,7 +19,7 @@ def pace_of(message: pb.Pace) -> Pace:
     return pace if pace.is_valid else NO_PACE
 
 
-def pace_to_proto(pace: Pace) -> pb.Pace:
+def pace_to_proto(pace: ReportedPace) -> pb.Pace:
     """Returns the message of a worker's pace."""
     return pb.Pace(
         num_steps=pace.num_steps,

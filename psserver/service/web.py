@@ -32,7 +32,7 @@ PAUSE_S = 0.1
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-class Exchange(H11Protocol):
+class HttpExchange(H11Protocol):
     """One connection: a request and its answer.
 
     Attributes:
@@ -76,7 +76,7 @@ class WebServer:
         self._context = context
         self._config = Config(
             self._app,
-            http=Exchange,
+            http=HttpExchange,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -89,7 +89,7 @@ class WebServer:
         self._state = ServerState()
         self._state.default_headers = [(b"connection", b"close")]
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // DESCRIPTORS_SHARE)
-        self._open: dict[asyncio.Task[None], Exchange] = {}  # In order of arrival.
+        self._open: dict[asyncio.Task[None], HttpExchange] = {}  # In order of arrival.
         self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -133,7 +133,7 @@ class WebServer:
     def _start_serving(self, accepted: socket.socket, address: str) -> None:
         if len(self._open) >= self._connections_max:
             self._make_room()
-        exchange = Exchange(address, self._config, self._state)
+        exchange = HttpExchange(address, self._config, self._state)
         task = asyncio.create_task(self._serve(accepted, exchange))
         self._open[task] = exchange
         task.add_done_callback(lambda _: accepted.close())
@@ -150,7 +150,7 @@ class WebServer:
             del self._open[task]
             task.cancel()
 
-    async def _serve(self, accepted: socket.socket, exchange: Exchange) -> None:
+    async def _serve(self, accepted: socket.socket, exchange: HttpExchange) -> None:
         loop = asyncio.get_running_loop()
         transport: asyncio.Transport | None = None
         try:

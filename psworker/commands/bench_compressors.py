@@ -94,7 +94,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class CompressorCost:
     """One compressor on this machine."""
 
     nbytes: float  # Payload bytes per element.
@@ -115,7 +115,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CompressorReport:
     """The result of `psworker bench compressors`."""
 
     model: str
@@ -149,7 +149,7 @@ def timed(work: Callable[[], object], now: Callable[[], float] = time.perf_count
     return statistics.median(times)
 
 
-def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Cost:
+def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> CompressorCost:
     """Measures one compressor on normal gradients.
 
     Args:
@@ -169,7 +169,7 @@ def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Cost:
             for grad, target in zip(grads, targets, strict=True):
                 kernels.add_scaled(grad, target, 0.5)
 
-        return Cost(nbytes=4.0, encode_s=0.0, add_s=timed(add_raw) / num_all)
+        return CompressorCost(nbytes=4.0, encode_s=0.0, add_s=timed(add_raw) / num_all)
     states = [
         {name: np.zeros(numel, dtype=np.float32) for name in compressor.state_names}
         for _ in range(count)
@@ -187,7 +187,9 @@ def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Cost:
             compressor.decode_add(buffers[i][: sent[i]], targets[i], 0.5, assign=False)
 
     encode_s = timed(encode)
-    return Cost(nbytes=sum(sent) / num_all, encode_s=encode_s / num_all, add_s=timed(add) / num_all)
+    return CompressorCost(
+        nbytes=sum(sent) / num_all, encode_s=encode_s / num_all, add_s=timed(add) / num_all
+    )
 
 
 def measure_wire_to(servers: Sequence[str]) -> Wire:
@@ -282,7 +284,7 @@ def _through(session: Session, name: str, *, share: bool) -> tuple[float, float,
     return nbytes / timed(lambda: push(large)), nbytes / timed(lambda: pull(large)), latency_s
 
 
-def show(report: Report) -> None:
+def show(report: CompressorReport) -> None:
     """Prints the table and the advice."""
     grid = Table(box=box.SIMPLE_HEAD, title=_title(report), title_justify="left")
     grid.add_column("compressor", no_wrap=True)
@@ -304,7 +306,7 @@ def show(report: Report) -> None:
     console.print(report.text, markup=False)
 
 
-def _title(report: Report) -> str:
+def _title(report: CompressorReport) -> str:
     wire = report.wire
     speeds = ", ".join(
         f"{name} {8e-9 * speed:.3g}"
@@ -353,7 +355,7 @@ class Step:
         """The traffic of a shard's link relative to a worker's, at least 1."""
         return max(1.0, self.num_workers / self.num_shards)
 
-    def push_s(self, cost: Cost, plain: Cost) -> float:
+    def push_s(self, cost: CompressorCost, plain: CompressorCost) -> float:
         """Returns the seconds of the pushes; `plain` is the cost of `none`."""
         is_raw = cost is plain
         speed = self.wire.raw_up if is_raw else self.wire.packed_up
@@ -366,7 +368,7 @@ class Step:
         )
         return pipeline_s(stages, self.num_slices) + self.wire.latency_s
 
-    def pull_s(self, cost: Cost, plain: Cost, hash_s: float) -> float:
+    def pull_s(self, cost: CompressorCost, plain: CompressorCost, hash_s: float) -> float:
         """Returns the seconds of the pulls; `hash_s` is that of a fingerprint, per element."""
         is_raw = cost is plain
         speed = self.wire.raw_down if is_raw else self.wire.packed_down
@@ -377,7 +379,14 @@ class Step:
             stages.append((cost.add_s + hash_s) * self.packed)
         return pipeline_s(stages, self.num_slices) + self.wire.latency_s
 
-    def row(self, name: str, compressor: Compressor, cost: Cost, plain: Cost, hash_s: float) -> Row:
+    def row(
+        self,
+        name: str,
+        compressor: Compressor,
+        cost: CompressorCost,
+        plain: CompressorCost,
+        hash_s: float,
+    ) -> Row:
         """Returns the effect of a compressor on this step."""
         push_s = self.push_s(cost, plain)
         both_s = None
@@ -406,8 +415,8 @@ def make_report(
     num_shards: int = 1,
     compute_s: float = 0.0,
     min_nbytes: int = MIN_NBYTES,
-    cost_of: Callable[[Compressor, int, int], Cost] = measure_cost,
-) -> Report:
+    cost_of: Callable[[Compressor, int, int], CompressorCost] = measure_cost,
+) -> CompressorReport:
     """Returns the effect of each compressor on a step of a model.
 
     Args:
@@ -446,7 +455,7 @@ def make_report(
         cost = cost_of(compressor, numel, num_slices)
         rows.append(step.row(name, compressor, cost, plain, hash_s))
     advice, both_ways, text = advise(rows)
-    return Report(
+    return CompressorReport(
         model=model,
         num_elements=sum(tensor.numel for tensor in layout.tensors),
         num_workers=num_workers,

@@ -28,7 +28,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlannedJob:
     """The mode of a job, its compressors and its optimizer."""
 
     rule: Rule
@@ -37,7 +37,7 @@ class Job:
     optimizer: Optimizer  # Optimizer of the shards.
 
 
-def parse_job(mode: str, compression: str, pull_compression: str, optimizer: str) -> Job:
+def parse_job(mode: str, compression: str, pull_compression: str, optimizer: str) -> PlannedJob:
     """Returns the job that the flags of a command name.
 
     Raises:
@@ -45,7 +45,7 @@ def parse_job(mode: str, compression: str, pull_compression: str, optimizer: str
     """
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
-    return Job(
+    return PlannedJob(
         rule=parse_mode(mode),
         compressor=parse_compressor(compression),
         pull_compressor=parse_pull_compressor(pull_compression),
@@ -150,7 +150,9 @@ def make_report(
     )
 
 
-def report_of(shapes: Shapes, job: Job, num_shards: int, num_workers: int, tokens: int) -> Report:
+def report_of(
+    shapes: Shapes, job: PlannedJob, num_shards: int, num_workers: int, tokens: int
+) -> Report:
     """Returns the plan of a model for a job; `make_report` describes the rest."""
     return make_report(
         shapes,

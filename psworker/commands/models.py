@@ -195,7 +195,7 @@ def gpt2(width: int = 768, layers: int = 12, heads: int = 12) -> nn.Sequential:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownModel:
     """A model known by name, and the shape of one sample."""
 
     make: Callable[[], nn.Module]
@@ -205,11 +205,11 @@ class Known:
 
 IMAGE = (3, 224, 224)
 MODELS = {
-    "alexnet": Known(alexnet, IMAGE),
-    "gpt2": Known(gpt2, (CONTEXT,), VOCABULARY),
-    "lenet": Known(LeNet, (1, 28, 28)),
-    "resnet50": Known(ResNet50, IMAGE),
-    "vgg16": Known(vgg16, IMAGE),
+    "alexnet": KnownModel(alexnet, IMAGE),
+    "gpt2": KnownModel(gpt2, (CONTEXT,), VOCABULARY),
+    "lenet": KnownModel(LeNet, (1, 28, 28)),
+    "resnet50": KnownModel(ResNet50, IMAGE),
+    "vgg16": KnownModel(vgg16, IMAGE),
 }
 
 

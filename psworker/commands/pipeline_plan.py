@@ -12,12 +12,12 @@ import torch
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.rules.decentralised import Decentralised
-from psworker.commands.model_plan import Job
+from psworker.commands.model_plan import PlannedJob
 from psworker.commands.models import MODELS, make_model
 from psworker.pipeline.chain import chain_of
-from psworker.pipeline.costs import Cost, Ring
+from psworker.pipeline.costs import Cost, RingCost
 from psworker.pipeline.measure import MakeOptimizer, measure, with_momentum
-from psworker.pipeline.partition import Level, Memory, Stage
+from psworker.pipeline.partition import Level, MemoryLimit, Stage
 from psworker.pipeline.plan_file import PlanFile, PlanStage
 from psworker.pipeline.profile import Profile, read_profile
 from psworker.pipeline.traffic import cost_on_shards
@@ -55,7 +55,7 @@ class Wanted:
 
 
 def plan_pipeline(
-    model: str, wanted: Wanted, job: Job, num_workers: int, num_shards: int | None
+    model: str, wanted: Wanted, job: PlannedJob, num_workers: int, num_shards: int | None
 ) -> dict[str, Any]:
     """Returns the plan of a model's pipeline as JSON: milliseconds and bytes of one minibatch.
 
@@ -74,7 +74,7 @@ def plan_pipeline(
     if num_workers > WORKERS_MAX:
         raise ConfigError(f"--workers is {num_workers}, must be at most {WORKERS_MAX} here")
     levels = levels_of(num_workers, wanted.machines or 1, wanted.bandwidth)
-    memory = Memory(parse_memory(wanted.memory), len(job.optimizer.state_names))
+    memory = MemoryLimit(parse_memory(wanted.memory), len(job.optimizer.state_names))
     job.rule.require_workers(num_workers)
     made = _maker_of(job.optimizer)
     profile = profile_of(model, wanted.inputs, wanted.device or "cpu", made)
@@ -175,7 +175,7 @@ def _example(model: str, inputs: str | None) -> torch.Tensor:
 
 
 def cost_of(
-    sync: str, num_workers: int, num_shards: int | None, profile: Profile, job: Job
+    sync: str, num_workers: int, num_shards: int | None, profile: Profile, job: PlannedJob
 ) -> Cost:
     """Returns the cost of stages whose replicas meet on shards, or in a ring.
 
@@ -192,7 +192,7 @@ def cost_of(
     if sync not in SYNCS:
         raise ConfigError(f"--sync is {sync!r}, must be one of {', '.join(SYNCS)}")
     if sync == "ring":
-        return Ring()
+        return RingCost()
     if isinstance(job.rule, Decentralised):
         raise ConfigError(f"mode {job.rule} has no shards between replicas; use --sync ring")
     return cost_on_shards(

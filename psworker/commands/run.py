@@ -33,7 +33,7 @@ from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
 from psworker.job.own_shards import OwnShards, start_shards
-from psworker.job.place import Place
+from psworker.job.place import LaunchPlace
 from psworker.pipeline.plan_file import read_plan
 
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
@@ -84,7 +84,7 @@ class LaunchPlan:
     """One job on this machine."""
 
     command: tuple[str, ...]  # The command line of each worker.
-    place: Place  # The workers to start here.
+    place: LaunchPlace  # The workers to start here.
     pipeline: str = ""  # Path of the plan of a pipeline for the workers; empty: they have none.
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: shards are started for this job.
     num_shards: int = 1  # Shards started for this job.
@@ -482,7 +482,7 @@ def threads_each(num_workers: int) -> int:
     return max(1, num_cores() // num_workers)
 
 
-def describe(place: Place) -> str:
+def describe(place: LaunchPlace) -> str:
     """Returns `2 workers`, with their ranks or the bounds if the job has more."""
     workers = count(place.num_workers, "worker")
     if place.elastic is not None:

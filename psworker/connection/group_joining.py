@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psworker.connection.joining import Joining, Member
+from psworker.connection.joining import JobMember, Joining
 from psworker.connection.shard_link import Link
 from psworker.group.local_group import LocalGroup
 
@@ -21,7 +21,7 @@ class GroupJoining(Joining):
     def __init__(
         self,
         group: LocalGroup,
-        member: Member,
+        member: JobMember,
         links: Sequence[Link],
         patience_s: float,
         data_plane: str,

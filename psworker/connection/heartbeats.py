@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from pscore.errors import PacelineError, ThreadError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.threads import OwnedThread
-from psworker.connection.joining import LEAVE_TIMEOUT_S, Member
+from psworker.connection.joining import LEAVE_TIMEOUT_S, JobMember
 from psworker.connection.left_out import LeftOut
 from psworker.connection.pace import Pace
 from psworker.connection.reports import Reports
@@ -41,7 +41,7 @@ class Heartbeats:
         stage_reports: One, of a worker of a pipeline: it describes its part.
     """
 
-    def __init__(self, member: Member, links: Sequence[Link], pace: Pace) -> None:
+    def __init__(self, member: JobMember, links: Sequence[Link], pace: Pace) -> None:
         """Starts no thread yet: the shards have to be joined first.
 
         Args:

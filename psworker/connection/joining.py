@@ -34,7 +34,7 @@ FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a sh
 
 
 @dataclass(slots=True)
-class Member:
+class JobMember:
     """This process as a member of a job.
 
     Attributes:
@@ -105,7 +105,7 @@ class Joining:
     """
 
     def __init__(
-        self, member: Member, links: Sequence[Link], patience_s: float, data_plane: str
+        self, member: JobMember, links: Sequence[Link], patience_s: float, data_plane: str
     ) -> None:
         """Sends nothing yet.
 

@@ -18,7 +18,7 @@ from psworker.connection.barrier_wait import wait_at_barrier
 from psworker.connection.declare import declare
 from psworker.connection.group_joining import GroupJoining
 from psworker.connection.heartbeats import Heartbeats
-from psworker.connection.joining import Joining, Member
+from psworker.connection.joining import JobMember, Joining
 from psworker.connection.pace import Pace
 from psworker.connection.places import refuse_forked
 from psworker.connection.shard_link import Link
@@ -95,7 +95,7 @@ class Session:
         self.peer_host, self.peer_ports = "", range(1)
         self.pace = Pace()
         after = _finished.get(job, 0)
-        self._member = Member(job, num_workers, min_workers, restart, rank, after=after)
+        self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
         how = self._member, self.links, patience_s, data_plane
         self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
         self._heartbeats = Heartbeats(self._member, self.links, self.pace)

@@ -57,14 +57,14 @@ class Gathering(NamedTuple):
     leaving: frozenset[int] = frozenset()  # Ranks that exchange nothing behind their positions.
 
 
-class Late(NamedTuple):
+class LateExchange(NamedTuple):
     """Waits until an exchange that this worker has begun is over, or the members change."""
 
     partner: int  # Rank.
     is_over: Callable[[], bool]
 
 
-class Add(NamedTuple):
+class TorchSum(NamedTuple):
     """Waits for a sum over all members by torch.distributed.
 
     It is resumed with the sum, `(numel,) float32`, the same bits on every member; with the reason
@@ -80,7 +80,7 @@ class Add(NamedTuple):
 
 
 T = TypeVar("T")
-Wait = Want | Meet | Late | Add
+Wait = Want | Meet | LateExchange | TorchSum
 Steps = Generator[Wait, Any, T]
 Waits = Steps[None]
 

@@ -15,7 +15,7 @@ import numpy as np
 from pscore.errors import ConfigError
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from psworker.gossip.base import Add, Steps, Tag, Waits, Want
+from psworker.gossip.base import Steps, Tag, TorchSum, Waits, Want
 from psworker.gossip.ring import Ring
 
 READY, STORE = 6, 7  # Kinds of messages, beside those of the ring.
@@ -68,7 +68,9 @@ class Collective(Ring):
             return own.copy()
         if not (yield from self._open()):
             return None
-        add = Add(self._backend, self._epoch, tuple(self._members), self._port, self.number, own)
+        add = TorchSum(
+            self._backend, self._epoch, tuple(self._members), self._port, self.number, own
+        )
         found: FloatArray | str | None = yield add
         if found is None:
             return None

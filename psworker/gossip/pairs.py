@@ -21,7 +21,7 @@ import numpy as np
 from pscore.errors import RemoteProtocolError
 from pscore.graphs import graph_of
 from pscore.types import FloatArray
-from psworker.gossip.base import Gossip, Late, Meet, Waits, on_device_of, parts_of, to_host
+from psworker.gossip.base import Gossip, LateExchange, Meet, Waits, on_device_of, parts_of, to_host
 from psworker.gossip.mixing import Mixing
 
 
@@ -197,7 +197,7 @@ class Pairs(Gossip):
             if self.post.has_moved:
                 yield Meet(self.number, waits=False)
             else:
-                yield Late(self._partner, is_over)
+                yield LateExchange(self._partner, is_over)
 
     def _offer(self) -> None:
         """Begins an exchange with the neighbour of this step, if there is one."""

@@ -24,7 +24,7 @@ LAUNCHERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LaunchPlace:
     """The workers that one launch starts.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
     has_others: bool = False
 
     @classmethod
-    def alone(cls, num_workers: int) -> Place:
+    def alone(cls, num_workers: int) -> LaunchPlace:
         """Returns the place of a launch that starts all workers of its job."""
         return cls(num_workers=num_workers, job_workers=num_workers)
 
@@ -57,7 +57,7 @@ class Flags:
     node_rank: int | None = None
 
 
-def find_place(flags: Flags, variables: Mapping[str, str]) -> Place:
+def find_place(flags: Flags, variables: Mapping[str, str]) -> LaunchPlace:
     """Returns the place that flags and variables describe.
 
     Raises:
@@ -83,7 +83,7 @@ def find_place(flags: Flags, variables: Mapping[str, str]) -> Place:
         return _by_variables(workers, variables)
     _refuse_launchers(variables)
     has_others = _number(variables, "PACELINE_NUM_GROUPS", 1) > 1
-    return replace(Place.alone(workers), has_others=has_others)
+    return replace(LaunchPlace.alone(workers), has_others=has_others)
 
 
 def _elastic(variables: Mapping[str, str]) -> tuple[int, int] | None:
@@ -105,7 +105,9 @@ def _elastic(variables: Mapping[str, str]) -> tuple[int, int] | None:
     return least, most
 
 
-def _elastic_place(flags: Flags, bounds: tuple[int, int], variables: Mapping[str, str]) -> Place:
+def _elastic_place(
+    flags: Flags, bounds: tuple[int, int], variables: Mapping[str, str]
+) -> LaunchPlace:
     given = {
         "--nnodes": flags.nnodes,
         "--node-rank": flags.node_rank,
@@ -123,10 +125,10 @@ def _elastic_place(flags: Flags, bounds: tuple[int, int], variables: Mapping[str
         raise ConfigError(
             f"--workers is {workers}, must be in 1..{bounds[1]}, the most that --elastic allows"
         )
-    return Place(num_workers=workers, job_workers=bounds[1], elastic=bounds)
+    return LaunchPlace(num_workers=workers, job_workers=bounds[1], elastic=bounds)
 
 
-def _by_nodes(workers: int, nnodes: int | None, node_rank: int | None) -> Place:
+def _by_nodes(workers: int, nnodes: int | None, node_rank: int | None) -> LaunchPlace:
     if nnodes is None or node_rank is None:
         missing = "--nnodes" if nnodes is None else "--node-rank"
         raise ConfigError(
@@ -137,7 +139,7 @@ def _by_nodes(workers: int, nnodes: int | None, node_rank: int | None) -> Place:
         raise ConfigError(
             f"--node-rank is {node_rank} of {nnodes} hosts, must be in 0..{nnodes - 1}"
         )
-    return Place(
+    return LaunchPlace(
         num_workers=workers,
         first_rank=workers * node_rank,
         job_workers=workers * nnodes,
@@ -145,7 +147,7 @@ def _by_nodes(workers: int, nnodes: int | None, node_rank: int | None) -> Place:
     )
 
 
-def _require_same(place: Place, variables: Mapping[str, str]) -> None:
+def _require_same(place: LaunchPlace, variables: Mapping[str, str]) -> None:
     """Raises a `ConfigError` if a variable contradicts `--nnodes` and `--node-rank`."""
     wanted = {"PACELINE_NUM_WORKERS": place.job_workers, "PACELINE_RANK": place.first_rank}
     for name, value in wanted.items():
@@ -156,7 +158,7 @@ def _require_same(place: Place, variables: Mapping[str, str]) -> None:
             )
 
 
-def _by_variables(workers: int, variables: Mapping[str, str]) -> Place:
+def _by_variables(workers: int, variables: Mapping[str, str]) -> LaunchPlace:
     number = _number(variables, "PACELINE_NUM_WORKERS", 0)
     rank = _number(variables, "PACELINE_RANK", -1)
     if not variables.get("PACELINE_NUM_WORKERS"):
@@ -176,7 +178,7 @@ def _by_variables(workers: int, variables: Mapping[str, str]) -> Place:
             f"the {workers} workers here would have the ranks {first} to {first + workers - 1}, "
             f"and PACELINE_NUM_WORKERS is {number}: their last rank can be {number - 1}"
         )
-    return Place(
+    return LaunchPlace(
         num_workers=workers, first_rank=first, job_workers=number, has_others=workers < number
     )
 

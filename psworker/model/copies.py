@@ -19,7 +19,7 @@ import torch
 from psworker.model.device import is_on_device
 
 
-class Done:
+class CopyEnd:
     """The end of some copies; a thread that waits for it uses no processor time."""
 
     __slots__ = ("_event",)
@@ -78,7 +78,7 @@ class Copies:
             self._leaving = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._coming = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def to_host(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> Done:
+    def to_host(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> CopyEnd:
         """Starts copies to the host, behind the work that the current stream has so far.
 
         Args:
@@ -88,7 +88,7 @@ class Copies:
         if self._leaving is None:
             for host, there in pairs:
                 host.copy_(there)
-            return Done()
+            return CopyEnd()
         self._leaving.wait_stream(torch.cuda.current_stream(self._device))
         with on_stream(self._leaving):
             for host, there in pairs:
@@ -96,25 +96,27 @@ class Copies:
                 host.copy_(there, non_blocking=True)
             return self._done()
 
-    def to_device(self, hosts: Sequence[torch.Tensor]) -> Incoming:
+    def to_device(self, hosts: Sequence[torch.Tensor]) -> IncomingTensors:
         """Starts copies to new memory of the device, beside the work that it has so far.
 
         Args:
             hosts: Pinned memory of the host; it may not be written to before the copies are over.
         """
         if self._coming is None:
-            return Incoming(self._device, [host.to(self._device, copy=True) for host in hosts])
+            return IncomingTensors(
+                self._device, [host.to(self._device, copy=True) for host in hosts]
+            )
         with on_stream(self._coming):
             there = [torch.empty_like(host, device=self._device) for host in hosts]
             for mine, host in zip(there, hosts, strict=True):
                 mine.copy_(host, non_blocking=True)
-            return Incoming(self._device, there, self._done())
+            return IncomingTensors(self._device, there, self._done())
 
     @staticmethod
-    def _done() -> Done:
+    def _done() -> CopyEnd:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
-        return Done(event)
+        return CopyEnd(event)
 
 
 @functools.cache
@@ -123,7 +125,7 @@ def copies_of(device: torch.device) -> Copies:
     return Copies(device)
 
 
-class Incoming:
+class IncomingTensors:
     """Tensors on their way to a device.
 
     Attributes:
@@ -131,10 +133,10 @@ class Incoming:
     """
 
     def __init__(
-        self, device: torch.device, tensors: Sequence[torch.Tensor], done: Done | None = None
+        self, device: torch.device, tensors: Sequence[torch.Tensor], done: CopyEnd | None = None
     ) -> None:
         """Follows copies that have been started."""
-        self.done = Done() if done is None else done
+        self.done = CopyEnd() if done is None else done
         self._device = device
         self._tensors = tensors
 

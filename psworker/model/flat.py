@@ -21,7 +21,7 @@ from pscore.errors import ConfigError
 from pscore.memory import streaming
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
-from psworker.model.copies import Done, copies_of
+from psworker.model.copies import CopyEnd, copies_of
 from psworker.model.device import is_on_device
 from psworker.model.finite import first_not_finite, is_finite, not_finite
 from psworker.model.grad_views import GradViews, dense, is_plain
@@ -121,7 +121,7 @@ class _Compared:
 
     indices: list[int]  # The parameters.
     flags: torch.Tensor  # (len(indices),) bool on the host: whether each has changed.
-    done: Done  # The end of the copy of `flags`.
+    done: CopyEnd  # The end of the copy of `flags`.
 
 
 def _differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

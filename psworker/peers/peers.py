@@ -14,7 +14,7 @@ from pscore.errors import RemoteProtocolError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
-from psworker.gossip.base import Add, Gathering, Gossip, Meet, Tag, Wait, Waits, Want
+from psworker.gossip.base import Gathering, Gossip, Meet, Tag, TorchSum, Wait, Waits, Want
 from psworker.peers.links import PeerLinks
 from psworker.peers.long_wait import LongWait
 from psworker.peers.mailbox import Mailbox
@@ -250,7 +250,7 @@ class Peers:
             return self._want(wanted)
         if isinstance(wanted, Meet):
             return self._meet(wanted)
-        if isinstance(wanted, Add):
+        if isinstance(wanted, TorchSum):
             return self._add(wanted)
 
         def is_there() -> bool:
@@ -277,7 +277,7 @@ class Peers:
         self._heard_s = time.monotonic()
         return found[0]
 
-    def _add(self, wanted: Add) -> FloatArray | str | None:
+    def _add(self, wanted: TorchSum) -> FloatArray | str | None:
         """Returns a sum by torch.distributed, or why it failed; None if the members change."""
         assert self.gossip is not None
         total = self._sums.add(wanted, self._session.rank, self.gossip.model.weights.device)

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 from pscore.types import FloatArray
-from psworker.gossip.base import Add
+from psworker.gossip.base import TorchSum
 from psworker.transports.daemon_threads import DaemonExecutor
 
 MAKE_S = 20.0  # Longest time in which all members, which are ready, connect to each other.
@@ -40,17 +40,17 @@ class GroupSums:
             host_of: Returns the address of another member.
         """
         self._host, self._host_of = host, host_of
-        self._store: Store | None = None
+        self._store: PeerStore | None = None
         self._group: ProcessGroup | None = None
 
     @property
     def port(self) -> int:
         """Port of this worker's store, which listens from now on."""
         if self._store is None:
-            self._store = Store(self._host)
+            self._store = PeerStore(self._host)
         return self._store.port
 
-    def add(self, wanted: Add, own: int, device: torch.device) -> Future[FloatArray | str]:
+    def add(self, wanted: TorchSum, own: int, device: torch.device) -> Future[FloatArray | str]:
         """Begins a sum; the result is that of all members, or why there is none.
 
         Args:
@@ -73,7 +73,7 @@ class GroupSums:
             self._group = None
 
 
-class Store:
+class PeerStore:
     """A key-value store of torch's on this worker, through which the members of groups connect."""
 
     def __init__(self, host: str) -> None:
@@ -96,7 +96,9 @@ class Store:
 class ProcessGroup:
     """The members of one epoch, as torch.distributed adds over them."""
 
-    def __init__(self, wanted: Add, hosts: Sequence[str], place: int, device: torch.device) -> None:
+    def __init__(
+        self, wanted: TorchSum, hosts: Sequence[str], place: int, device: torch.device
+    ) -> None:
         """Begins to make the group.
 
         Args:
@@ -113,7 +115,7 @@ class ProcessGroup:
         self._made: Future[None] = Future()
         self._thread.submit(lambda: self._make(wanted), self._made)
 
-    def add(self, wanted: Add) -> Future[FloatArray | str]:
+    def add(self, wanted: TorchSum) -> Future[FloatArray | str]:
         """Begins a sum over all members; the result is the same bits for each, or a reason."""
         done: Future[FloatArray | str] = Future()
         values = torch.from_numpy(wanted.values.copy())  # It may stay in use beyond a failure.
@@ -131,7 +133,7 @@ class ProcessGroup:
 
     # ----- on the thread
 
-    def _make(self, wanted: Add) -> None:
+    def _make(self, wanted: TorchSum) -> None:
         limit = timedelta(seconds=MAKE_S)
         store = dist.TCPStore(
             self._hosts[0], wanted.port, is_master=False, wait_for_workers=False, timeout=limit

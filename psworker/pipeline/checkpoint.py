@@ -33,7 +33,7 @@ PREFIX = "minibatch-"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StageCheckpoint:
     """The model after some minibatches.
 
     Attributes:
@@ -81,7 +81,7 @@ class Checkpoint:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> Checkpoint:
+    def read(cls, path: Path) -> StageCheckpoint:
         """Returns the checkpoint in a folder of its own.
 
         Raises:
@@ -102,7 +102,7 @@ class Checkpoint:
             raise ConfigError(f"{path} cannot be read: {problem}") from problem
 
     @classmethod
-    def newest(cls, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    def newest(cls, folder: Path) -> tuple[StageCheckpoint | None, list[str]]:
         """Returns the newest good checkpoint of a folder, and the problems of newer ones."""
         problems: list[str] = []
         for path in sorted(folder.glob(f"{PREFIX}*"), reverse=True):

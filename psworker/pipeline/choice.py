@@ -18,7 +18,7 @@ from pscore.rules.base import Rule
 from psworker.connection.session import Session
 from psworker.pipeline.chain import Block
 from psworker.pipeline.measure import MakeOptimizer, measure, with_momentum
-from psworker.pipeline.partition import Level, Memory
+from psworker.pipeline.partition import Level, MemoryLimit
 from psworker.pipeline.plan_file import read_plan
 from psworker.pipeline.profile import Profile
 from psworker.pipeline.traffic import cost_on_shards
@@ -32,7 +32,7 @@ log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlanLimits:
     """The arguments of `psworker.Pipeline` that a plan found by itself needs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Limits:
     memory_nbytes: float
 
     @classmethod
-    def parse(cls, bandwidth: str | None, memory: str | None) -> Limits:
+    def parse(cls, bandwidth: str | None, memory: str | None) -> PlanLimits:
         """Returns the limits of texts such as `1gbit` and `16g`.
 
         Raises:
@@ -66,7 +66,7 @@ class Limits:
 
 def resolved(
     plan: Plan | str | Path, handed: str, bandwidth: str | None, memory: str | None
-) -> tuple[Plan, Limits | None]:
+) -> tuple[Plan, PlanLimits | None]:
     """Returns a plan that is given, or the limits of one that is to be found.
 
     Args:
@@ -79,7 +79,7 @@ def resolved(
         ConfigError: The arguments do not fit, or the file is no plan.
     """
     if plan == AUTO and not handed:
-        return [], Limits.parse(bandwidth, memory)
+        return [], PlanLimits.parse(bandwidth, memory)
     if plan == AUTO:
         return _of_file(handed), None
     _require_no_limits(bandwidth, memory)
@@ -121,7 +121,7 @@ def agreed_plan(
     session: Session,
     blocks: Sequence[Block],
     example: torch.Tensor,
-    limits: Limits,
+    limits: PlanLimits,
     optimizer: MakeOptimizer,
     rule: Rule,
 ) -> list[tuple[str, int]]:
@@ -183,7 +183,7 @@ def measured(
 
 def find_plan(
     profile: Profile,
-    limits: Limits,
+    limits: PlanLimits,
     num_workers: int,
     num_shards: int,
     num_state: int,
@@ -206,7 +206,7 @@ def find_plan(
         ConfigError: Nothing fits into memory, or the fastest plan leaves workers idle.
     """
     cost = cost_on_shards(profile, rule, num_state, num_shards=num_shards)
-    memory = Memory(limits.memory_nbytes, num_state)
+    memory = MemoryLimit(limits.memory_nbytes, num_state)
     found = compare(profile, [Level(num_workers, limits.bandwidth)], cost, memory)
     if found.advised is None:
         raise ConfigError(f"there is no plan for {num_workers} workers: {found.reason}")

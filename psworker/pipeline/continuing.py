@@ -32,13 +32,13 @@ from psworker.pipeline.checkpoint import Tensors, from_numbers, to_numbers
 from psworker.pipeline.driver import Driver, Work, Write, unwritten
 from psworker.pipeline.members import Members, MembersChangedError
 from psworker.pipeline.schedule import Place
-from psworker.pipeline.stage import Receive, Update
+from psworker.pipeline.stage import OptimizerWait, Receive
 
 log = logging.getLogger("paceline")
 KEPT_MAX = 64  # Minibatches kept for another time, for each worker, before the shards are asked.
 
 
-class Steps(Protocol):
+class ShardSteps(Protocol):
     """The steps of a stage on the shards (psworker/training/absence.py)."""
 
     def step_aside(self) -> None:
@@ -86,7 +86,13 @@ class ContinuingDriver(Driver):
     """A replica of a stage whose neighbours may be lost and come back."""
 
     def __init__(
-        self, work: Work, place: Place, session: Session, peers: Peers, first: int, steps: Steps
+        self,
+        work: Work,
+        place: Place,
+        session: Session,
+        peers: Peers,
+        first: int,
+        steps: ShardSteps,
     ) -> None:
         """Meets the workers of all stages, and begins where the slices of all stages are.
 
@@ -211,7 +217,7 @@ class ContinuingDriver(Driver):
         self._members.begin_epoch()
         raise MembersChangedError
 
-    def _update(self, wait: Update) -> None:
+    def _update(self, wait: OptimizerWait) -> None:
         """Makes the stage's update; where replicas are missing it holds fewer minibatches."""
         share = self.place.num_replicas / self._planned.num_replicas
         self._steps.step(self.first + wait.minibatch, share)

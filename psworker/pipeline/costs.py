@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class StageLoad:
     """The work of a stage for one minibatch, and its links."""
 
     inner_s: float  # Forward and backward on one replica.
@@ -26,10 +26,10 @@ class Load:
 class Cost(Protocol):
     """Seconds and bytes of a stage."""
 
-    def stage_s(self, load: Load) -> float:
+    def stage_s(self, load: StageLoad) -> float:
         """Returns the seconds between two minibatches that leave the stage."""
 
-    def sync_nbytes(self, load: Load) -> float:
+    def sync_nbytes(self, load: StageLoad) -> float:
         """Returns the bytes that the replicas of the stage send and receive for a minibatch."""
 
     def hidden(self) -> Cost:
@@ -37,7 +37,7 @@ class Cost(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class ShardsCost:
     """Replicas push gradients to shards and pull weights; links carry both directions at once.
 
     Activations pass on threads of their own, so they cost time only where the link is slower than
@@ -58,7 +58,7 @@ class Shards:
     num_shards: int
     on_workers: bool = False
 
-    def stage_s(self, load: Load) -> float:
+    def stage_s(self, load: StageLoad) -> float:
         """Returns the seconds between two minibatches that leave the stage."""
         moved = load.input_nbytes + load.output_nbytes
         up, down = self._synced(load)
@@ -73,7 +73,9 @@ class Shards:
         busy_s = own_s if self.hides else own_s + waits_s
         return max(busy_s, link_s) / load.replicas
 
-    def _at_workers(self, load: Load, moved: float, up: float, down: float) -> tuple[float, float]:
+    def _at_workers(
+        self, load: StageLoad, moved: float, up: float, down: float
+    ) -> tuple[float, float]:
         """Returns the seconds of a worker's link, and those of a push and a pull alone.
 
         A worker sends to the other hosts' shards, and its own shard to the other replicas.
@@ -83,15 +85,15 @@ class Shards:
         both = max(up * away + down * served, down * away + up * served)
         return (moved + both) / load.bandwidth, max(both, (up + down) * away) / load.bandwidth
 
-    def sync_nbytes(self, load: Load) -> float:
+    def sync_nbytes(self, load: StageLoad) -> float:
         """Returns the bytes that the replicas of the stage send and receive for a minibatch."""
         return sum(self._synced(load))
 
-    def hidden(self) -> Shards:
+    def hidden(self) -> ShardsCost:
         """Returns the cost of a mode that moves as much, and computes meanwhile."""
         return replace(self, hides=True)
 
-    def _synced(self, load: Load) -> tuple[float, float]:
+    def _synced(self, load: StageLoad) -> tuple[float, float]:
         """Returns the bytes of one replica's push and pull."""
         if load.replicas == 1:
             return 0.0, 0.0
@@ -99,7 +101,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingCost:
     """The cost in PipeDream's released partitioner: a ring of replicas.
 
     `optimizer/optimizer_graph_hierarchical.py` of github.com/msr-fiddle/pipedream, commit 11c40c0,
@@ -114,17 +116,17 @@ class Ring:
 
     hides: bool = False
 
-    def stage_s(self, load: Load) -> float:
+    def stage_s(self, load: StageLoad) -> float:
         """Returns the seconds between two minibatches that leave the stage."""
         exchange_s = 2 * self.sync_nbytes(load) / load.bandwidth
         transfer_s = 2 * max(load.input_nbytes, load.output_nbytes) / load.bandwidth
         busy_s = max(load.inner_s, exchange_s) if self.hides else load.inner_s + exchange_s
         return max(busy_s, transfer_s) / load.replicas
 
-    def hidden(self) -> Ring:
+    def hidden(self) -> RingCost:
         """Returns the cost of a ring that exchanges while it computes."""
-        return Ring(hides=True)
+        return RingCost(hides=True)
 
-    def sync_nbytes(self, load: Load) -> float:
+    def sync_nbytes(self, load: StageLoad) -> float:
         """Returns the bytes that the replicas of the stage send for a minibatch: 2 (m - 1) / m."""
         return 2 * load.parameter_nbytes * (load.replicas - 1) / load.replicas

@@ -25,10 +25,10 @@ from psworker.pipeline.stage import (
     GRADIENT,
     Around,
     Loss,
+    OptimizerWait,
     Receive,
     Send,
     StageReplica,
-    Update,
 )
 from psworker.pipeline.stage import Waits as StageWaits
 from psworker.pipeline.trace import recorded
@@ -263,7 +263,7 @@ class Driver:
             while True:
                 wait = script.send(answer)
                 answer = None
-                if isinstance(wait, Update):
+                if isinstance(wait, OptimizerWait):
                     with recorded(self._session.timeline, "update", wait.number):
                         self._update(wait)
                     self._updates += 1
@@ -286,7 +286,7 @@ class Driver:
         self.waits_s += time.monotonic() - begin_s
         return found
 
-    def _update(self, wait: Update) -> None:
+    def _update(self, wait: OptimizerWait) -> None:
         self._work.weigh(wait.weight)
         self._work.optimizer.step()
 

@@ -30,9 +30,9 @@ from psworker.pipeline.stage import (
     GRADIENT,
     Around,
     Loss,
+    OptimizerWait,
     Receive,
     Send,
-    Update,
     Waits,
     unobserved,
 )
@@ -308,7 +308,7 @@ class FlushReplica:
         self._held.clear()
         self._seen = 0
         self._updates += 1
-        yield Update(self._updates)
+        yield OptimizerWait(self._updates)
         for parameter in self._module.parameters():
             parameter.grad = None
 

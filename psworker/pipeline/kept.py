@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Kept(contextlib.ExitStack):
+class KeptTensors(contextlib.ExitStack):
     """Counts the tensors that autograd keeps inside a `with` block; each storage counts once.
 
     Attributes:
@@ -27,7 +27,7 @@ class Kept(contextlib.ExitStack):
         self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
         self._seen: dict[int, torch.Tensor] = {}
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> KeptTensors:
         """Begins to count."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
         self.enter_context(hooks)
@@ -67,7 +67,7 @@ class Activations:
         if shape in self._sizes:
             yield
         else:
-            with Kept(weights) as kept:
+            with KeptTensors(weights) as kept:
                 yield
             self._sizes[shape] = kept.nbytes
         self.nbytes += self._sizes[shape]

@@ -13,7 +13,7 @@ from torch import nn
 from pscore.net.wire import FLOAT_NBYTES
 from psworker.pipeline.chain import Block
 from psworker.pipeline.entry import require_tensor
-from psworker.pipeline.kept import Kept
+from psworker.pipeline.kept import KeptTensors
 from psworker.pipeline.profile import Layer, Profile
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -73,7 +73,7 @@ def _bytes(blocks: Sequence[Block], example: torch.Tensor) -> tuple[list[int], l
     A tensor that several blocks keep counts at the first of them.
     """
     outputs, held, flowing = [], [], example
-    with Kept(p for block in blocks for p in block.module.parameters()) as kept:
+    with KeptTensors(p for block in blocks for p in block.module.parameters()) as kept:
         for block in blocks:
             before = kept.nbytes
             flowing = block.module(flowing)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from psworker.pipeline.costs import Cost, Load
+from psworker.pipeline.costs import Cost, StageLoad
 from psworker.pipeline.profile import Layer, sums
 
 LESS = 1 - 1e-9  # A time must be shorter by this factor to be worth another stage.
@@ -66,7 +66,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryLimit:
     """The limit of a worker's memory, and the optimizer's part in it."""
 
     limit_nbytes: float = math.inf
@@ -124,7 +124,7 @@ class Partitioner:
         layers: Sequence[Layer],
         levels: Sequence[Level],
         cost: Cost,
-        memory: Memory | None = None,
+        memory: MemoryLimit | None = None,
     ) -> None:
         """Prepares the sums of the layers.
 
@@ -137,7 +137,7 @@ class Partitioner:
         self._layers = layers
         self._levels = levels
         self._cost = cost
-        self._memory = memory or Memory()
+        self._memory = memory or MemoryLimit()
         self._compute = sums([layer.compute_s for layer in layers])
         self._updates = sums([layer.update_s for layer in layers])
         self._weights = sums([layer.parameter_nbytes for layer in layers])
@@ -189,10 +189,10 @@ class Partitioner:
             )
         return seconds, self._stage(0, len(self._layers) - 1, units, 0)
 
-    def load(self, stage: Stage) -> Load:
+    def load(self, stage: Stage) -> StageLoad:
         """Returns the load of a stage of a partition, over the outer links."""
         first, last = stage.first, stage.last
-        return Load(
+        return StageLoad(
             inner_s=self._compute[last + 1] - self._compute[first],
             parameter_nbytes=self._weights[last + 1] - self._weights[first],
             input_nbytes=self._layers[first - 1].output_nbytes if first else 0,
@@ -335,8 +335,8 @@ class Partitioner:
         *,
         is_first: bool = True,
         is_last: bool = True,
-    ) -> Load:
-        return Load(
+    ) -> StageLoad:
+        return StageLoad(
             inner_s=inner_s,
             parameter_nbytes=self._weights[last + 1] - self._weights[first],
             input_nbytes=0 if is_first else self._layers[first - 1].output_nbytes,
@@ -414,7 +414,7 @@ def with_idle(
     layers: Sequence[Layer],
     levels: Sequence[Level],
     cost: Cost,
-    memory: Memory | None = None,
+    memory: MemoryLimit | None = None,
     *,
     is_cut: bool = False,
 ) -> Partition | None:

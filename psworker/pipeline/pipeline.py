@@ -24,7 +24,7 @@ from psworker.job import context
 from psworker.job.environment import Environment
 from psworker.peers.peers import Peers
 from psworker.pipeline.chain import Block, chain_of, joined, names_of
-from psworker.pipeline.checkpoint import Checkpoint, Tensors, optimizer_state
+from psworker.pipeline.checkpoint import StageCheckpoint, Tensors, optimizer_state
 from psworker.pipeline.choice import AUTO, Plan, agreed_plan, resolved
 from psworker.pipeline.driver import Driver, Work
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
@@ -171,7 +171,7 @@ class Pipeline:
 
         def write(weights: Tensors, state: Tensors) -> None:
             nonlocal path
-            path = Checkpoint(number, weights, state).write(path, keep)
+            path = StageCheckpoint(number, weights, state).write(path, keep)
 
         self._driver.save(number, write)
         self._saved = {(number, Path(folder)): path}
@@ -228,14 +228,14 @@ class Pipeline:
         """Joins the job of all stages."""
         return context.open_session(_addresses(joins), joins, timeline=self._timeline)
 
-    def _make_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
+    def _make_driver(self, loss: Loss, session: Session, saved: StageCheckpoint | None) -> Driver:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
         driver = self._new_driver(loss, session, saved)
         session.stage_reports.append(driver.report)
         context.enter_pipeline(session)
         return driver
 
-    def _new_driver(self, loss: Loss, session: Session, saved: Checkpoint | None) -> Driver:
+    def _new_driver(self, loss: Loss, session: Session, saved: StageCheckpoint | None) -> Driver:
         first = 0 if saved is None else saved.minibatches
         own = self.optimizer
         steps = Absences(own) if isinstance(own, DistributedOptimizer) else None
@@ -262,7 +262,7 @@ class Pipeline:
     def _make_optimizer(
         self,
         make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        saved: Checkpoint | None,
+        saved: StageCheckpoint | None,
     ) -> torch.optim.Optimizer:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
         made = make([parameter for _, parameter in named])
@@ -437,7 +437,7 @@ def _require_loss(loss: Loss) -> None:
         )
 
 
-def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
+def _read(folder: str | Path | None, model: nn.Module) -> StageCheckpoint | None:
     """Loads the newest good checkpoint into a model, if there is one, and returns it.
 
     Raises:
@@ -445,7 +445,7 @@ def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
     """
     if folder is None:
         return None
-    found, problems = Checkpoint.newest(Path(folder))
+    found, problems = StageCheckpoint.newest(Path(folder))
     for problem in problems:
         log.warning("a checkpoint is left out: %s", problem)
     if found is None and problems:

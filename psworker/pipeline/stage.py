@@ -32,7 +32,7 @@ class Receive(NamedTuple):
     minibatch: int
 
 
-class Update(NamedTuple):
+class OptimizerWait(NamedTuple):
     """Waits for the optimizer's step; resumed when the parameters hold the new weights."""
 
     number: int
@@ -40,7 +40,7 @@ class Update(NamedTuple):
     weight: float = 1.0  # Of this replica's gradient in the mean over the replicas.
 
 
-Waits = Generator[Receive | Update, Any, None]
+Waits = Generator[Receive | OptimizerWait, Any, None]
 
 
 def unobserved(what: str, minibatch: int) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +173,7 @@ class StageReplica:
             if held > 1 and parameter.grad is not None:
                 parameter.grad /= held
         self.ring.update(self._order.oldest())
-        yield Update(self._order.newest, self._last, weight)
+        yield OptimizerWait(self._order.newest, self._last, weight)
         for parameter in self._parameters:
             parameter.grad = None
         self.ring.add(self._order.newest)

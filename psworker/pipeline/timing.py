@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pscore.types import HyperArray
-from psworker.pipeline.costs import Shards
-from psworker.pipeline.partition import Level, Memory, Partition, Partitioner, Stage
+from psworker.pipeline.costs import ShardsCost
+from psworker.pipeline.partition import Level, MemoryLimit, Partition, Partitioner, Stage
 from psworker.pipeline.profile import Layer
 from psworker.pipeline.schedule import Place
 from psworker.pipeline.stage import ACTIVATION, GRADIENT
@@ -56,7 +56,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeWait:
     """Waits for seconds of computing."""
 
     seconds: float
@@ -69,7 +69,7 @@ class Until:
     is_there: Callable[[], bool]
 
 
-Script = Generator[Compute | Until, None, None]
+Script = Generator[ComputeWait | Until, None, None]
 
 
 class Links:
@@ -164,7 +164,7 @@ class Run:
         self,
         layers: Sequence[Layer],
         partition: Partition,
-        cost: Shards,
+        cost: ShardsCost,
         bandwidth: float,
         workers: int,
     ) -> None:
@@ -233,7 +233,7 @@ class Run:
 
     def _go_on(self, script: Script) -> None:
         for wait in script:
-            if isinstance(wait, Compute):
+            if isinstance(wait, ComputeWait):
                 if wait.seconds > 0:
                     moment = self._now + wait.seconds, next(self._order), script
                     heapq.heappush(self._timers, moment)
@@ -252,7 +252,7 @@ class Run:
         for minibatch in range(place.replica, total, place.num_replicas):
             if not place.is_first:
                 yield self._message(place.rank, ACTIVATION, minibatch)
-            yield Compute(forward_s)
+            yield ComputeWait(forward_s)
             if not place.is_last:
                 nbytes = layers[-1].output_nbytes
                 self._give(place, place.rank_at(1, minibatch), (ACTIVATION, minibatch), nbytes)
@@ -265,14 +265,14 @@ class Run:
     def _backward(self, place: Place, minibatch: int, backward_s: float) -> Script:
         if not place.is_last:
             yield self._message(place.rank, GRADIENT, minibatch)
-        yield Compute(backward_s)
+        yield ComputeWait(backward_s)
         if not place.is_first:
             nbytes = self._stages[place.stage - 1][-1].output_nbytes
             self._give(place, place.rank_at(-1, minibatch), (GRADIENT, minibatch), nbytes)
         if place.num_replicas > 1:
             yield from self._sync(place, minibatch // place.num_replicas)
         else:
-            yield Compute(sum(layer.update_s for layer in self._stages[place.stage]))
+            yield ComputeWait(sum(layer.update_s for layer in self._stages[place.stage]))
         if place.is_last:
             self._ended[minibatch] = self._now
 
@@ -345,8 +345,8 @@ class Run:
 def fastest(
     layers: Sequence[Layer],
     level: Level,
-    cost: Shards,
-    memory: Memory,
+    cost: ShardsCost,
+    memory: MemoryLimit,
 ) -> Partition | None:
     """Returns the pipeline on at most the given workers that is fastest on paper; None: none fits.
 

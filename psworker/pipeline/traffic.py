@@ -8,7 +8,7 @@ from pscore.errors import ConfigError
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.rules.base import Rule
 from psworker.connection.mode_traffic import traffic_of
-from psworker.pipeline.costs import Shards
+from psworker.pipeline.costs import ShardsCost
 from psworker.pipeline.profile import Profile
 
 RAW = NoCompression()
@@ -22,7 +22,7 @@ def cost_on_shards(
     num_shards: int,
     on_workers: bool = False,
     compressors: tuple[Compressor, Compressor] = (RAW, RAW),
-) -> Shards:
+) -> ShardsCost:
     """Returns the cost of stages whose replicas meet on shards.
 
     Args:
@@ -41,7 +41,7 @@ def cost_on_shards(
     if not numels:
         raise ConfigError(f"{profile.model!r} has no parameters that are trained")
     traffic = traffic_of(numels, rule, compressors, num_state)
-    return Shards(
+    return ShardsCost(
         pushed=traffic.pushed,
         pulled=traffic.pulled,
         hides=not traffic.blocks,

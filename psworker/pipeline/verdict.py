@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from psworker.pipeline.costs import Cost, Shards
+from psworker.pipeline.costs import Cost, ShardsCost
 from psworker.pipeline.partition import (
     Level,
-    Memory,
+    MemoryLimit,
     Partition,
     Partitioner,
     Stage,
@@ -80,7 +80,7 @@ class _Facts:
 
 
 def compare(
-    profile: Profile, levels: Sequence[Level], cost: Cost, memory: Memory | None = None
+    profile: Profile, levels: Sequence[Level], cost: Cost, memory: MemoryLimit | None = None
 ) -> Comparison:
     """Returns the best pipeline of a model beside data parallelism, and the verdict.
 
@@ -93,12 +93,12 @@ def compare(
         cost: Cost of a stage.
         memory: Memory of a worker; None: no limit.
     """
-    memory = memory or Memory()
+    memory = memory or MemoryLimit()
     layers = profile.layers
     found = Partitioner(layers, levels, cost, memory)
     parallel_s, stage = found.data_parallel()
     hidden_s, _ = Partitioner(layers, levels, cost.hidden(), memory).data_parallel()
-    if isinstance(cost, Shards) and len(levels) == 1:
+    if isinstance(cost, ShardsCost) and len(levels) == 1:
         pipeline = fastest(layers, levels[0], cost, memory)
     else:
         pipeline = with_idle(layers, levels, cost, memory, is_cut=True)
@@ -198,7 +198,7 @@ def _fits_one(layers: Sequence[Layer], limit: float) -> bool:
     """Returns whether a worker has room for the whole model, without the optimizer's state."""
     weights = sum(layer.parameter_nbytes for layer in layers)
     held = sum(layer.held_nbytes for layer in layers)
-    return Memory().stage_nbytes(weights, held, versions=1, replicas=1) <= limit
+    return MemoryLimit().stage_nbytes(weights, held, versions=1, replicas=1) <= limit
 
 
 def ms(seconds: float) -> str:

@@ -13,7 +13,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
 from pscore.types import SegmentTable
-from psworker.model.copies import Done, Incoming, copies_of
+from psworker.model.copies import CopyEnd, IncomingTensors, copies_of
 from psworker.model.device import is_on_device
 from psworker.replica.ports import PullBuffer
 
@@ -52,7 +52,7 @@ class LocalWeights:
         self.num_state = len(optimizer.state_names)
         self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
         self._copies = copies_of(weights.device) if is_on_device(weights) else None
-        self._coming: dict[int, Incoming] = {}  # Pulls on their way to the device, by slice.
+        self._coming: dict[int, IncomingTensors] = {}  # Pulls on their way to the device, by slice.
         self.parts = [
             LocalSlice(
                 weights=weights[spec.start : spec.stop],
@@ -110,13 +110,13 @@ class LocalWeights:
             state = [] if buffer.counts is None else buffer.state
             self._coming[index] = self._copies.to_device([buffer.weights, *state])
 
-    def rebase(self, index: int, buffer: PullBuffer) -> Done:
+    def rebase(self, index: int, buffer: PullBuffer) -> CopyEnd:
         """Replaces the weights of a slice by a pull that has landed, with its version.
 
         Returns:
             The end of the copies that read the buffer.
         """
-        part, done = self.parts[index], Done()
+        part, done = self.parts[index], CopyEnd()
         weights, state = buffer.weights, [] if buffer.counts is None else buffer.state
         self.bring(index, buffer)
         if index in self._coming:

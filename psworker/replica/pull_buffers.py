@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
-from psworker.model.copies import Done
+from psworker.model.copies import CopyEnd
 from psworker.model.device import is_on_device
 from psworker.replica.ports import PullBuffer
 
@@ -36,7 +36,7 @@ class PullBuffers:
         self._weights: dict[int, torch.Tensor] = {}  # Separate buffers.
         self._state: dict[int, list[torch.Tensor]] = {}
         # Unused ones, by length; each with the end of the copy that still reads it.
-        self._free: defaultdict[int, list[tuple[Done, torch.Tensor]]] = defaultdict(list)
+        self._free: defaultdict[int, list[tuple[CopyEnd, torch.Tensor]]] = defaultdict(list)
 
     def __getitem__(self, index: int) -> PullBuffer:
         """Returns the buffer of a slice's last pull."""
@@ -74,7 +74,7 @@ class PullBuffers:
             self._weights[index] = self._take(index)
         return self._weights[index]
 
-    def release(self, index: int, done: Done) -> None:
+    def release(self, index: int, done: CopyEnd) -> None:
         """Frees the separate buffers of a slice for other slices: their content was applied.
 
         Args:
@@ -145,7 +145,7 @@ class PullBuffers:
                 return free.pop(place)[1]
         return _host_buffer(like)
 
-    def _give(self, done: Done, buffer: torch.Tensor) -> None:
+    def _give(self, done: CopyEnd, buffer: torch.Tensor) -> None:
         self._free[len(buffer)].append((done, buffer))
 
 

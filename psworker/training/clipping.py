@@ -26,7 +26,7 @@ from psworker.model.grad_views import dense
 from psworker.training.agreement import together
 from psworker.training.attempts import Attempts
 from psworker.training.gradients import Gradients
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.sharded_gradients import ShardedGradients
 from psworker.training.table import TrainingTable
 from psworker.training.verbs import declared, named
@@ -36,7 +36,7 @@ BASE, NUM_DIGITS = 1 << 12, 6  # Digits of the number behind the vector.
 
 
 def clip(
-    table: TrainingTable, gradients: Gradients, recovery: Recovery, max_norm: float
+    table: TrainingTable, gradients: Gradients, recovery: WorkerRecovery, max_norm: float
 ) -> torch.Tensor:
     """Clips the gradients as `psworker.clip_grad_norm_` describes, and returns the mean's norm.
 

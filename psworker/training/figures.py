@@ -14,7 +14,7 @@ from psworker.training.scalars import Scalars, Writer
 from psworker.training.table import TrainingTable
 
 
-class Figures:
+class WorkerFigures:
     """This worker's place in the training, its weight in the mean, and its traffic."""
 
     _table: TrainingTable

@@ -11,12 +11,14 @@ import contextlib
 from collections.abc import Iterator
 
 from psworker.training.buffers import Buffers
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.table import TrainingTable
 
 
 @contextlib.contextmanager
-def global_weights(table: TrainingTable, recovery: Recovery, buffers: Buffers) -> Iterator[None]:
+def global_weights(
+    table: TrainingTable, recovery: WorkerRecovery, buffers: Buffers
+) -> Iterator[None]:
     """Context manager: loads the global weights and buffers, and restores the former ones on exit.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from pscore.errors import GradientError
 from pscore.types import Role
 from psworker.training.attempts import Attempts
-from psworker.training.overlap import INSTEAD, Overlap
+from psworker.training.overlap import INSTEAD, EarlyGradients
 from psworker.training.table import TrainingTable
 
 
@@ -29,7 +29,7 @@ class Gradients:
     def __init__(
         self,
         table: TrainingTable,
-        overlap: Overlap,
+        overlap: EarlyGradients,
         begin: Callable[[], object],
     ) -> None:
         """Starts before the first step.

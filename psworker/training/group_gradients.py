@@ -17,7 +17,7 @@ from psworker.group.local_group import LocalGroup, Pending
 from psworker.model.device import is_on_device
 from psworker.model.finite import is_finite
 from psworker.training.gradients import Gradients
-from psworker.training.overlap import INSTEAD, Overlap
+from psworker.training.overlap import INSTEAD, EarlyGradients
 from psworker.training.table import TrainingTable
 
 
@@ -34,7 +34,7 @@ class GroupGradients(Gradients):
         self,
         table: TrainingTable,
         group: LocalGroup,
-        overlap: Overlap,
+        overlap: EarlyGradients,
         begin: Callable[[], object],
     ) -> None:
         """Starts before the first step.

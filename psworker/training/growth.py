@@ -23,7 +23,7 @@ from pscore.types import FloatArray, Role
 from psworker.connection import taking_part
 from psworker.model.sharded import refuse_sharded
 from psworker.training.gradients import Gradients
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.state_dict import pull_state
 from psworker.training.table import TrainingTable
 
@@ -104,7 +104,7 @@ def require_possible(table: TrainingTable, gradients: Gradients) -> None:
         )
 
 
-def leave(table: TrainingTable, recovery: Recovery) -> Kept:
+def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
     """Ends training with a table, at the same place on all workers; they must all call it."""
     session, replica = table.session, table.replica
     with recovery.guard():

@@ -18,7 +18,7 @@ from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
 from psworker.training.growth import Kept
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.state_dict import fill, torch_state
 from psworker.training.table import TrainingTable
 from psworker.training.verbs import named
@@ -60,7 +60,7 @@ def require_possible(table: TrainingTable, rule: Rule, optimizer: Optimizer) -> 
 
 def hand_over(
     former: TrainingTable,
-    recovery: Recovery,
+    recovery: WorkerRecovery,
     kept: Kept,
     inner: torch.optim.Optimizer,
     groups: list[dict[str, Any]],

@@ -31,15 +31,15 @@ from psworker.model.sharded import require_possible
 from psworker.training import clipping, growth, handover, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.declaration import Declaration
-from psworker.training.figures import Figures
+from psworker.training.figures import WorkerFigures
 from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
 from psworker.training.group_steps import GroupSteps
 from psworker.training.mode_change import change_mode
-from psworker.training.overlap import Overlap
+from psworker.training.overlap import EarlyGradients
 from psworker.training.peer_step import require_peers, use_local_steps
 from psworker.training.progress import require_weight
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.saved_state import SavedState
 from psworker.training.sharded_gradients import group_gradients
 from psworker.training.steps import Steps
@@ -52,7 +52,7 @@ TABLE = "model"
 _open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 
-class DistributedOptimizer(Figures, SavedState):
+class DistributedOptimizer(WorkerFigures, SavedState):
     """A torch optimizer whose steps are made by parameter-server shards.
 
     It joins the job when it is made, and brings rank 0's weights into the model.
@@ -92,7 +92,7 @@ class DistributedOptimizer(Figures, SavedState):
         ServerUnavailableError: No shard answers.
     """
 
-    _recovery: Recovery
+    _recovery: WorkerRecovery
     _steps: Steps
     _frozen: list[torch.nn.Parameter]  # Parameters of the groups that are not trained.
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
@@ -131,7 +131,7 @@ class DistributedOptimizer(Figures, SavedState):
         is_raw = self._declaration.pull_compressor.is_raw
         plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=is_raw)
         names, parameters, _ = trained(optimizer, self._declaration.named)
-        early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
+        early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
@@ -355,13 +355,15 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
     return clipping.clip(table, gradients, optimizer._recovery, max_norm)
 
 
-def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) -> None:
+def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: EarlyGradients) -> None:
     """Makes the gradients, the recovery and the steps of a table."""
     wrapper._table = table
     use_local_steps(table, wrapper._inner)
     shared = group_gradients(table, early, wrapper._set_hyper)
     wrapper._gradients = shared or Gradients(table, early, wrapper._set_hyper)
-    wrapper._recovery = Recovery(table, wrapper._gradients, wrapper._buffers, wrapper._left_out)
+    wrapper._recovery = WorkerRecovery(
+        table, wrapper._gradients, wrapper._buffers, wrapper._left_out
+    )
     parts = table, wrapper._gradients, wrapper._buffers, wrapper._recovery, wrapper._left_out
     made = wrapper, wrapper._inner, *parts
     wrapper._steps = Steps(*made) if shared is None else GroupSteps(shared, *made)
@@ -419,7 +421,9 @@ def _replace_table(
     """
     former, gradients = wrapper._table, wrapper._gradients
     names, parameters, _ = trained(wrapper, wrapper._declaration.named)
-    early = Overlap(gradients.overlap.is_wanted, names, has_views=gradients.overlap.has_views)
+    early = EarlyGradients(
+        gradients.overlap.is_wanted, names, has_views=gradients.overlap.has_views
+    )
     gradients.unwatch()
     former.session.left_out.pop(former.exchange.table, None)
     name, num_shards = growth.next_name(former.name), len(former.session.links)

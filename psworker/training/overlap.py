@@ -19,7 +19,7 @@ from pscore.errors import ConfigError, GradientError
 INSTEAD = "pass overlap=False to DistributedOptimizer"
 
 
-class Overlap:
+class EarlyGradients:
     """The gradients of a step that have left during backward."""
 
     def __init__(self, overlap: bool, names: Sequence[str], *, has_views: bool = False) -> None:

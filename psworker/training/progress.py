@@ -23,7 +23,7 @@ def require_weight(samples: float) -> float:
     return samples
 
 
-class Progress:
+class TrainingProgress:
     """The samples that a worker has trained on, and its replica's step.
 
     Attributes:

@@ -53,7 +53,7 @@ class Failure:
     is_given_up: bool = False  # Whether that step was given up; rejoining may need more attempts.
 
 
-class Recovery:
+class WorkerRecovery:
     """Returns one worker to training after errors.
 
     Attributes:

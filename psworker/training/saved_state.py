@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.table import TrainingTable
 
@@ -15,7 +15,7 @@ class SavedState(torch.optim.Optimizer):
     """A torch optimizer whose state is on the shards, or partly there."""
 
     _table: TrainingTable
-    _recovery: Recovery
+    _recovery: WorkerRecovery
     _inner: torch.optim.Optimizer
     _is_global = False  # Whether the model holds the global weights: inside `global_weights`.
 

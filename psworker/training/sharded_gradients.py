@@ -18,7 +18,7 @@ from psworker.model.grad_views import dense
 from psworker.model.sharded import ShardedModel
 from psworker.training.agreement import together
 from psworker.training.group_gradients import GroupGradients
-from psworker.training.overlap import Overlap
+from psworker.training.overlap import EarlyGradients
 from psworker.training.table import TrainingTable
 
 
@@ -133,7 +133,7 @@ class ShardedGradients(GroupGradients):
 
 
 def group_gradients(
-    table: TrainingTable, overlap: Overlap, begin: Callable[[], object]
+    table: TrainingTable, overlap: EarlyGradients, begin: Callable[[], object]
 ) -> GroupGradients | None:
     """Returns the gradients of a process of a group; None: this process is the worker.
 

@@ -21,7 +21,7 @@ from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
 from psworker.model.sharded import refuse_sharded
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.table import TrainingTable
 
 log = logging.getLogger("paceline")
@@ -46,7 +46,7 @@ class LoadedState:
 
 def torch_state(
     table: TrainingTable,
-    recovery: Recovery,
+    recovery: WorkerRecovery,
     param_groups: Groups,
     plain: dict[str, Any],
     inner: dict[int, Any] | None,
@@ -216,7 +216,7 @@ def _torch_order(table: TrainingTable, param_groups: Groups) -> dict[int, int]:
 
 
 def pull_state(
-    table: TrainingTable, recovery: Recovery
+    table: TrainingTable, recovery: WorkerRecovery
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""
     names = table.optimizer.state_names

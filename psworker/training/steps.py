@@ -13,7 +13,7 @@ from psworker.training import clipping, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.global_weights import warn_of_changes
 from psworker.training.gradients import Gradients
-from psworker.training.recovery import Recovery
+from psworker.training.recovery import WorkerRecovery
 from psworker.training.scaling import Overflow
 from psworker.training.table import TrainingTable
 
@@ -28,7 +28,7 @@ class Steps:
         table: TrainingTable,
         gradients: Gradients,
         buffers: Buffers,
-        recovery: Recovery,
+        recovery: WorkerRecovery,
         left_out: LeftOut,
     ) -> None:
         """Starts before the first step.

@@ -31,7 +31,7 @@ from psworker.replica.replica import Replica
 from psworker.replica.slice_ends import OF_ROUNDS
 from psworker.training.local_step import LocalStep
 from psworker.training.parts import Parts, own_slices, refuse_in_group
-from psworker.training.progress import Progress
+from psworker.training.progress import TrainingProgress
 from psworker.training.worker_steps import MeanGradients
 
 log = logging.getLogger("paceline")
@@ -127,7 +127,7 @@ class TrainingTable:
             self.replica.local.around_update = lambda index, step: local_update(
                 timeline, step, slice=index
             )
-        self.progress = Progress(samples, self.replica, self.exchange)
+        self.progress = TrainingProgress(samples, self.replica, self.exchange)
         self.local_step = LocalStep()
         self.make_step: Callable[[Rule], LocalStep] = lambda _: LocalStep()
 

@@ -25,7 +25,7 @@ JOIN_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PendingCall:
     """One call, and the functions of its owner that get its outcome."""
 
     call: Callable[[], Any]
@@ -38,7 +38,7 @@ class DaemonExecutor:
 
     def __init__(self, num_threads: int, name: str) -> None:
         """Starts the threads."""
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
         self._failure: ThreadError | None = None
         self._threads = [OwnedThread(self._work, name, self._fail) for _ in range(num_threads)]
         for thread in self._threads:
@@ -46,11 +46,11 @@ class DaemonExecutor:
 
     def submit(self, call: Callable[[], T], done: Future[T]) -> None:
         """Queues a call; `done` gets its result or its exception."""
-        self._put(Work(call, done.set_result, done.set_exception))
+        self._put(PendingCall(call, done.set_result, done.set_exception))
 
     def start(self, call: Callable[[], None], on_failure: OnFailure) -> None:
         """Queues a call whose result comes by other means; `on_failure` gets its exception."""
-        self._put(Work(call, lambda _: None, on_failure))
+        self._put(PendingCall(call, lambda _: None, on_failure))
 
     def close(self) -> None:
         """Ends the threads after the calls that are queued."""
@@ -63,7 +63,7 @@ class DaemonExecutor:
             if thread is not threading.current_thread():
                 thread.join(JOIN_TIMEOUT_S)
 
-    def _put(self, work: Work) -> None:
+    def _put(self, work: PendingCall) -> None:
         self._queue.put(work)
         if self._failure is not None:
             self._fail(self._failure)

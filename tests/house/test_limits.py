@@ -1,4 +1,4 @@
-"""Rule 2: 100 columns, 70 lines a function, 20 public names a class; ASCII only."""
+"""Rules 2 and 4: columns, lines of a function, public names of a class; ASCII; unique classes."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -106,3 +106,17 @@ def test_the_function_limit_is_reached_and_not_passed(lines: int, problems: int)
 @pytest.mark.parametrize(("columns", "problems"), [(100, 0), (101, 1)])
 def test_the_column_limit_is_reached_and_not_passed(columns: int, problems: int) -> None:
     assert len(too_wide("x" * columns + "\n")) == problems
+
+
+# Plug-ins that are named alike on purpose, and both programs' exit codes. It may only shrink.
+TWINS = {"DelayedNesterov", "Exit", "Mirror", "SlowMo"}
+
+
+def test_a_name_stands_for_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules_or_skip(*PACKAGES):
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name(path))
+    twins = {cls: found for cls, found in places.items() if len(found) > 1}
+    assert set(twins) == TWINS, twins

@@ -10,7 +10,7 @@ from typing import IO
 import pytest
 
 from psworker.commands.run import Launch, LaunchPlan, OnFailure
-from psworker.job.place import Place
+from psworker.job.place import LaunchPlace
 from tests.integration import warm
 
 NO_SHARD = ("127.0.0.1:1",)  # The workers here never ask it.
@@ -27,7 +27,7 @@ class Job:
         self.on_line: Callable[[int, str], None] = lambda rank, line: None
         plan = LaunchPlan(
             command=("sh", "-c", script),
-            place=Place.alone(2),
+            place=LaunchPlace.alone(2),
             servers=NO_SHARD,
             job="j",
             **options,  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import psworker
-from psworker.pipeline.checkpoint import Checkpoint
+from psworker.pipeline.checkpoint import StageCheckpoint
 from psworker.pipeline.plan_file import PlanFile, PlanStage
 from tests.integration.cluster import Shards, Station, WorkerError, new_job
 from tests.paper import test_pipeline as model
@@ -226,8 +226,8 @@ def test_a_checkpoint_is_the_whole_model_at_one_minibatch(shards: Shards, tmp_pa
     for _, end, resumed, _ in results:
         assert end.keys() == resumed.keys()
         assert all((end[name] == resumed[name]).all() for name in end)
-    other = Checkpoint.read(tmp_path / "of-another-plan" / path.name)
-    same = Checkpoint.read(path)
+    other = StageCheckpoint.read(tmp_path / "of-another-plan" / path.name)
+    same = StageCheckpoint.read(path)
     assert other.minibatches == same.minibatches
     for first, second in ((other.weights, same.weights), (other.optimizer, same.optimizer)):
         assert first.keys() == second.keys()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import psworker
-from psworker.pipeline.checkpoint import Checkpoint
+from psworker.pipeline.checkpoint import StageCheckpoint
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 
 TOTAL, COPIES = 40, 32
@@ -92,7 +92,7 @@ def test_each_minibatch_counts_once_whoever_is_killed(tmp_path: Path) -> None:
     for values in results:
         torch.testing.assert_close(counts_of(values), torch.ones(TOTAL, dtype=torch.int64))
     assert results[0] == results[1]
-    saved, problems = Checkpoint.newest(tmp_path)
+    saved, problems = StageCheckpoint.newest(tmp_path)
     assert saved is not None
     assert not problems
     assert saved.minibatches == SAVED

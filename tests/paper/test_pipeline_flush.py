@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules
 from pscore.errors import ConfigError
 from psworker.pipeline.flush import Flush, FlushReplica, schedule_named, torch_schedules
 from psworker.pipeline.schedule import Place
-from psworker.pipeline.stage import ACTIVATION, GRADIENT, Receive, Update
+from psworker.pipeline.stage import ACTIVATION, GRADIENT, OptimizerWait, Receive
 from tests.paper.test_pipeline import LR, OPTIMIZERS, data, loss_of, make_stages
 
 WAIT_S = 60.0  # Against a hang only.
@@ -86,9 +86,9 @@ class Threads:
         except BaseException as problem:  # noqa: BLE001
             self.problems.append(problem)
 
-    def _update(self, place: Place, update: Receive | Update, there: int) -> None:
+    def _update(self, place: Place, update: Receive | OptimizerWait, there: int) -> None:
         """Waits for the replicas of the stage, and steps with their mean, as shards give it."""
-        assert isinstance(update, Update)
+        assert isinstance(update, OptimizerWait)
         own = [p.grad.clone() for p in self.modules[place.rank].parameters() if p.grad is not None]
         key = place.stage, update.number
         with self._lock:

@@ -5,7 +5,7 @@ from pathlib import Path
 from pscore.rules import SSD, SSGD, SSP
 from pssim.case import ONE_SLICE, Case
 from pssim.faulty import simulate
-from pssim.network import Cut, Faults
+from pssim.network import Cut, MessageFaults
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 NEVER = (None, None)
@@ -23,7 +23,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
             dies_s=NEVER,
             back_s=NEVER,
             samples=(1.0, 1.0),
-            faults=Faults(
+            faults=MessageFaults(
                 delay_s_max=0.01,
                 doubled=("worker 0: push of step 0, slice 0, shard 0",),
                 slowed=("worker 0: push of step 0, slice 0, shard 0",),
@@ -44,7 +44,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
             dies_s=NEVER,
             back_s=NEVER,
             samples=(1.0, 1.0),
-            faults=Faults(delay_s_max=0.01),
+            faults=MessageFaults(delay_s_max=0.01),
             shapes=ONE_SLICE,
         ),
     ),
@@ -59,7 +59,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
             dies_s=NEVER,
             back_s=NEVER,
             samples=(1.0, 1.0),
-            faults=Faults(delay_s_max=0.01),
+            faults=MessageFaults(delay_s_max=0.01),
             shapes=ONE_SLICE,
         ),
     ),
@@ -75,7 +75,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
             dies_s=(None, 0.15),
             back_s=NEVER,
             samples=(1.0, 1.0),
-            faults=Faults(delay_s_max=0.01),
+            faults=MessageFaults(delay_s_max=0.01),
             shapes=ONE_SLICE,
         ),
     ),
@@ -91,7 +91,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
             dies_s=NEVER,
             back_s=NEVER,
             samples=(1.0, 1.0),
-            faults=Faults(delay_s_max=0.01),
+            faults=MessageFaults(delay_s_max=0.01),
             cuts=(Cut(worker=1, shard=None, from_s=0.3, until_s=4.5),),
             shapes=ONE_SLICE,
         ),

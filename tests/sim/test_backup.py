@@ -5,7 +5,7 @@ import pytest
 from pscore.rules import SSGD
 from pssim.case import ONE_SLICE, SHAPES, Case
 from pssim.faulty import simulate
-from pssim.network import Faults
+from pssim.network import MessageFaults
 
 SEEDS = 12
 
@@ -23,7 +23,7 @@ def with_backup(
         dies_s=(None,) * num_workers,
         back_s=(None,) * num_workers,
         samples=(1.0,) * num_workers,
-        faults=Faults(drop=0.2, delay_s_max=0.01, until_s=30.0),
+        faults=MessageFaults(drop=0.2, delay_s_max=0.01, until_s=30.0),
         shapes=shapes,
     )
 

@@ -6,7 +6,7 @@ from pscore.rules import CD, OD, SSD, SSGD, SSP
 from pscore.rules.base import Rule
 from pssim.case import Case
 from pssim.faulty import Outcome, simulate
-from pssim.network import Faults
+from pssim.network import MessageFaults
 
 
 def with_slow_worker(rule: Rule, steps: int = 8) -> Outcome:
@@ -21,7 +21,7 @@ def with_slow_worker(rule: Rule, steps: int = 8) -> Outcome:
             dies_s=(None, None),
             back_s=(None, None),
             samples=(1.0, 1.0),
-            faults=Faults(delay_s_max=0.005),
+            faults=MessageFaults(delay_s_max=0.005),
         )
     )
 

@@ -11,7 +11,7 @@ from pscore.rules import ASGD, RULES, SSGD
 from pscore.rules.base import Rule
 from pssim.case import Case, draw_rule
 from pssim.faulty import Outcome, simulate
-from pssim.network import Faults
+from pssim.network import MessageFaults
 
 # Modes whose workers exchange models are in tests/paper/test_decentralised.py.
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
@@ -47,7 +47,7 @@ def training(rule: Rule, seed: int) -> Case:
         dies_s=(None,) * WORKERS,
         back_s=(None,) * WORKERS,
         samples=(1.0, 3.0, 2.0),
-        faults=Faults(drop=0.1, duplicate=0.1, delay_s_max=0.2, until_s=5.0),
+        faults=MessageFaults(drop=0.1, duplicate=0.1, delay_s_max=0.2, until_s=5.0),
         quadratic=True,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from pscore.rules import DiLoCo, LocalSGD
 from pssim.case import SHAPES, Case, draw_elastic
 from pssim.faulty import simulate
-from pssim.network import Faults
+from pssim.network import MessageFaults
 
 SEEDS = 6
 
@@ -24,7 +24,7 @@ def case(seed: int, window: float, **changes: object) -> Case:
         "dies_s": (None, None, 0.5, None),
         "back_s": (None, None, 0.4, None),
         "samples": (1.0, 2.0, 1.0, 2.0),
-        "faults": Faults(drop=0.1, duplicate=0.1, delay_s_max=0.02, until_s=30.0),
+        "faults": MessageFaults(drop=0.1, duplicate=0.1, delay_s_max=0.02, until_s=30.0),
         "crashes": ((0, 0.6), (1, 0.9)),
         "shapes": SHAPES,
     }
@@ -59,7 +59,7 @@ def test_a_learner_that_never_returns_stops_nobody() -> None:
         rule=DiLoCo(steps=2, quorum=2, window=0.1),
         back_s=(None,) * 4,
         crashes=(),
-        faults=Faults(delay_s_max=0.01),
+        faults=MessageFaults(delay_s_max=0.01),
     )
     outcome = simulate(dead)
     updates = [event for event in outcome.events if event.what.name == "UPDATED"]

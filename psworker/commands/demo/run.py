@@ -32,7 +32,7 @@ from psworker.commands.demo.train import BATCH
 from psworker.commands.run import Launch, LaunchPlan, count, new_job, worker_command
 from psworker.exits import Exit
 from psworker.job.own_shards import start_shards
-from psworker.job.place import Place
+from psworker.job.place import LaunchPlace
 
 STEPS_PER_REFRESH = 5
 MEGABYTE = 1e6
@@ -53,7 +53,7 @@ class DemoPlan:
 
 
 @dataclass(slots=True)
-class Run:
+class DemoRun:
     """Collects the output of one mode's workers."""
 
     mode: str
@@ -119,7 +119,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
             for key, mode in modes.items():
                 launch_plan = LaunchPlan(
                     command=_command(plan, mode, folder),
-                    place=Place.alone(plan.num_workers),
+                    place=LaunchPlace.alone(plan.num_workers),
                     servers=shards.addresses,
                     token_file=shards.token_file,
                     job=new_job("demo"),
@@ -143,7 +143,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
     return Exit.OK
 
 
-def _launch(plan: LaunchPlan, run: Run) -> int:
+def _launch(plan: LaunchPlan, run: DemoRun) -> int:
     """Passes workers' output to `run`, except after they were asked to end."""
 
     def hear(rank: int, line: str, target: IO[str]) -> None:
@@ -208,13 +208,13 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def run(self, key: str, mode: str) -> Run:
+    def run(self, key: str, mode: str) -> DemoRun:
         """Starts the clock of one mode, and returns the collector of its workers' output."""
         task = self._tasks[key]
         self._started_s = time.monotonic()
         self._progress.start_task(task)
         self._progress.update(task, outcome="workers start")
-        return Run(
+        return DemoRun(
             mode=mode,
             advance=lambda steps: self._progress.update(task, completed=steps, outcome=""),
             complain=self.say,

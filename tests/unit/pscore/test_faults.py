@@ -10,12 +10,12 @@ import pytest
 
 from pscore.errors import ConfigError, DamagedError, TransportError
 from pscore.net import faults, sockets, wire
-from pscore.net.faults import Fault, Faults, Line
+from pscore.net.faults import Fault, Faults, FaultyLine
 
 FRAME = wire.encode(b"header", b"payload")
 
 
-def line(text: str, point: str = "push") -> Line:
+def line(text: str, point: str = "push") -> FaultyLine:
     found = faults.parse(text).at(point)
     assert found is not None
     return found
@@ -110,7 +110,7 @@ def test_a_seed_draws_the_same_faults_again() -> None:
     many = faults.parse("drop=0.5,corrupt=0.5,seed=7").faults
     draws = []
     for _ in range(2):
-        rng = Line(many, random.Random("7/push/0"))
+        rng = FaultyLine(many, random.Random("7/push/0"))
         draws.append([sorted(rng.draw()) for _ in range(100)])
     assert draws[0] == draws[1]
     assert len({tuple(drawn) for drawn in draws[0]}) == 4

@@ -37,7 +37,7 @@ from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
 from psserver.engine.requests import Requests
-from psserver.engine.residuals import ResidualCollection, Residuals
+from psserver.engine.residuals import JobResiduals, ResidualCollection
 from psserver.engine.waits import Waits
 
 # Attributes that any thread may read: they are set once, or made to be shared.
@@ -64,7 +64,7 @@ FIXED: dict[type, set[str]] = {
     Counters: {"times_s"},
     Histogram: {"bounds"},
     ResidualCollection: {"job", "table", "step"},
-    Residuals: {"is_collecting", "_collections"},
+    JobResiduals: {"is_collecting", "_collections"},
     Waits: set(),
     Recovery: {"journal_nbytes"},
     JobRecorder: set(),

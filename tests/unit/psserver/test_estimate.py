@@ -10,7 +10,7 @@ from pscore.estimate import DELTAS_MAX, fingerprint, require_for_pulls
 from pscore.optimizers.sgd import SGD
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
-from pscore.types import ByteArray, FloatArray, Role, Segment, SliceSpec
+from pscore.types import ByteArray, FloatArray, Role, SliceSpec, TensorSegment
 from psserver.decisions.orders import Answer, Load
 from psserver.slices.base import Payload
 from psserver.slices.pull_estimate import Estimate
@@ -304,7 +304,7 @@ def test_more_noise_than_is_made_up_for_is_refused(text: str) -> None:
 
 
 def store(rule: ASGD | DCASGD) -> SliceStore:
-    segment = Segment(tensor=0, group=0, start=0, stop=NUMEL, tensor_start=0)
+    segment = TensorSegment(tensor=0, group=0, start=0, stop=NUMEL, tensor_start=0)
     spec = SliceSpec(index=0, shard=0, start=0, stop=NUMEL, segments=(segment,), compress=True)
     made = SliceStore(spec, rule, SGD())
     load(made, values(0))

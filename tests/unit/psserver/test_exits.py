@@ -13,7 +13,7 @@ from psserver import __main__
 from psserver.commands import cli, find
 from psserver.exits import MEANINGS, CommandError, Exit
 from psserver.process import daemon
-from psserver.process.run_dir import Run
+from psserver.process.run_dir import StartedRun
 from psserver.remote import ask
 from tests.house.source import ROOT
 from tests.unit.psserver.test_supervisor import make_plan
@@ -91,7 +91,7 @@ def test_a_process_of_another_user_is_not_ours_to_end(monkeypatch: pytest.Monkey
         raise PermissionError(errno.EPERM, "no")
 
     monkeypatch.setattr(os, "kill", deny)
-    run = Run(
+    run = StartedRun(
         pid=1,
         began="",
         cluster="c",

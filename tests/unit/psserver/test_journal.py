@@ -10,7 +10,7 @@ from pscore.optimizers.adam import Adam
 from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
+from pscore.types import FloatArray, Push, Role, SliceSpec, TensorSegment, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
@@ -25,7 +25,7 @@ from tests.participants import Listed
 
 RAW = NoCompression()
 NUMEL = 32
-SEGMENT = Segment(tensor=0, group=0, start=0, stop=NUMEL, tensor_start=0)
+SEGMENT = TensorSegment(tensor=0, group=0, start=0, stop=NUMEL, tensor_start=0)
 SPEC = SliceSpec(index=0, shard=0, start=0, stop=NUMEL, segments=(SEGMENT,))
 HYPER = {
     "sgd": np.array([[0.5, 0.9, 0.0, 0.01, 0.0, 0.0]]),

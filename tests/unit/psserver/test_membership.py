@@ -9,8 +9,8 @@ from psserver.decisions.membership import (
     SPENT_MAX,
     TRANSITIONS,
     WORKERS_MAX,
-    Event,
     Member,
+    MemberEvent,
     Membership,
     Presence,
 )
@@ -450,24 +450,24 @@ def in_state(presence: Presence) -> Membership:
     return membership
 
 
-def happens(membership: Membership, event: Event) -> None:
+def happens(membership: Membership, event: MemberEvent) -> None:
     match event:
-        case Event.JOIN:
+        case MemberEvent.JOIN:
             membership.join(member(0, 2, restart=1))
-        case Event.MESSAGE:
+        case MemberEvent.MESSAGE:
             membership.heard(0, 1, 1.0)
-        case Event.LEAVE | Event.FAIL:
-            membership.leave(0, 1, "over", failed=event is Event.FAIL)
-        case Event.SILENCE:
+        case MemberEvent.LEAVE | MemberEvent.FAIL:
+            membership.leave(0, 1, "over", failed=event is MemberEvent.FAIL)
+        case MemberEvent.SILENCE:
             membership.expire(11.0)
-        case Event.NEW_LIFE:
+        case MemberEvent.NEW_LIFE:
             membership.begin_again()
 
 
-@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("event", MemberEvent)
 @pytest.mark.parametrize("presence", Presence)
 def test_an_event_has_the_effect_that_the_table_of_transitions_says(
-    presence: Presence, event: Event
+    presence: Presence, event: MemberEvent
 ) -> None:
     membership = in_state(presence)
     try:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from pscore.types import Verdict
 from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
-from psserver.decisions.pace import Pace
+from psserver.decisions.pace import ReportedPace
 from psserver.decisions.shard import Shard
 from psserver.decisions.stages import StageReport
 from psserver.engine.engine import Engine
@@ -113,7 +113,9 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
 
 def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
     engine = make_engine()
-    pace = Pace(num_steps=4, steps_s=2.0, waits_s=0.25, requests_s=1.0, step_s=0.5, round_steps=12)
+    pace = ReportedPace(
+        num_steps=4, steps_s=2.0, waits_s=0.25, requests_s=1.0, step_s=0.5, round_steps=12
+    )
     peers = [
         PeerReport(
             table=0, step=9, partner=1, age_s=0.5, staleness=2, distance=0.125, num_exchanges=7

@@ -15,14 +15,14 @@ import pytest
 from pscore.observe.boot import began
 from psserver.exits import CommandError, Exit
 from psserver.process import run_dir
-from psserver.process.run_dir import Run, RunDirectory, ShardRun
+from psserver.process.run_dir import RunDirectory, ShardRun, StartedRun
 
 OURS = psutil.Process()
 
 
-def make_run(port: int = 7070) -> Run:
+def make_run(port: int = 7070) -> StartedRun:
     shard = ShardRun(index=0, pid=1, port=port, metrics_port=None, log=None)
-    return Run(
+    return StartedRun(
         pid=OURS.pid,
         began=began(OURS.pid),
         cluster="c",

@@ -21,7 +21,7 @@ from psserver.logs.rotation import former
 from psserver.process import checkpoint_keeper as keepers
 from psserver.process import checkpoint_schedule
 from psserver.process.checkpoint_keeper import Keeper
-from psserver.process.checkpoint_schedule import Schedule
+from psserver.process.checkpoint_schedule import CheckpointSchedule
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
 from tests.integration.command import eventually
@@ -76,7 +76,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def test_a_job_whose_weights_are_on_its_workers_is_left_out_with_one_line(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    taker = Schedule(plan_of(tmp_path))
+    taker = CheckpointSchedule(plan_of(tmp_path))
     cluster.versions, cluster.optimizers = {"a": 3, "b": 3}, {"b": "mean"}
     with capture_logs() as entries:
         taker.take()
@@ -88,7 +88,7 @@ def test_a_job_whose_weights_are_on_its_workers_is_left_out_with_one_line(
 
 def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) -> None:
     """Its end is a change; without weights there is nothing to save."""
-    taker = Schedule(plan_of(tmp_path))
+    taker = CheckpointSchedule(plan_of(tmp_path))
     cluster.versions = {"a": 3, "b": -1}
     taker.take()
     taker.take()
@@ -108,7 +108,7 @@ def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) ->
 def test_a_failed_checkpoint_is_announced_and_tried_again(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taker = Schedule(plan_of(tmp_path))
+    taker = CheckpointSchedule(plan_of(tmp_path))
     cluster.versions = {"a": 1, "b": 1}
     cluster.failing = {"a": CommandError(Exit.NO_ANSWER, "a worker has stopped")}
     with capture_logs() as lines:
@@ -150,7 +150,7 @@ def test_a_job_that_does_not_answer_delays_only_its_own_checkpoint(
 
     monkeypatch.setattr(checkpoint_schedule, "capture", capture)
     cluster.versions = {"stuck": 1, "stuck too": 1, "z": 1}
-    taker = Schedule(replace(plan_of(tmp_path), every_s=0.01))
+    taker = CheckpointSchedule(replace(plan_of(tmp_path), every_s=0.01))
     for cluster.versions["z"] in (1, 2, 3):
         taker.take()
         newest = f"z-{cluster.versions['z']:08d}"
@@ -165,7 +165,7 @@ def test_a_job_that_does_not_answer_delays_only_its_own_checkpoint(
 
 
 def test_a_bug_in_one_checkpoint_ends_no_other_one(cluster: Cluster, tmp_path: Path) -> None:
-    taker = Schedule(plan_of(tmp_path))
+    taker = CheckpointSchedule(plan_of(tmp_path))
     cluster.versions = {"a": 1, "b": 1}
     cluster.failing = {"a": AttributeError("residual_requests")}
     with capture_logs() as lines:
@@ -180,9 +180,9 @@ def test_a_bug_in_one_checkpoint_ends_no_other_one(cluster: Cluster, tmp_path: P
 
 def test_two_starts_do_not_write_into_one_folder(cluster: Cluster, tmp_path: Path) -> None:
     cluster.versions = {"a": 1}
-    Schedule(plan_of(tmp_path)).take()
+    CheckpointSchedule(plan_of(tmp_path)).take()
     with capture_logs() as lines:
-        Schedule(plan_of(tmp_path)).take()
+        CheckpointSchedule(plan_of(tmp_path)).take()
     assert names(tmp_path) == ["a-00000001"]
     assert "another psserver writes its checkpoints into" in lines[0]["reason"]
 
@@ -206,7 +206,7 @@ def test_a_last_checkpoint_is_written_behind_the_one_under_way(
     monkeypatch.setattr(sys, "stdin", io.StringIO("last\n"))
     monkeypatch.setattr(os, "_exit", lambda code: None)  # The end of the input ends the process.
     cluster.versions = {"a": 1}
-    taker = Schedule(replace(plan_of(tmp_path), every_s=0.01))
+    taker = CheckpointSchedule(replace(plan_of(tmp_path), every_s=0.01))
     thread = threading.Thread(target=taker.run)
     thread.start()
     assert has_begun.wait(200.0)

@@ -14,7 +14,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
+from pscore.types import FloatArray, HyperArray, Push, Role, SliceSpec, TensorSegment
 from psserver.decisions.orders import Add, Answer, Load, Update
 from psserver.slices.base import Payload
 from psserver.slices.store import SliceStore
@@ -29,8 +29,8 @@ SPEC = SliceSpec(
     start=0,
     stop=NUMEL,
     segments=(
-        Segment(tensor=0, group=0, start=0, stop=10, tensor_start=0),
-        Segment(tensor=1, group=0, start=16, stop=32, tensor_start=0),
+        TensorSegment(tensor=0, group=0, start=0, stop=10, tensor_start=0),
+        TensorSegment(tensor=1, group=0, start=16, stop=32, tensor_start=0),
     ),
 )
 MOMENTUM = np.array([[0.5, 0.9, 0.0, 0.0, 0.0, 0.0]])

@@ -10,7 +10,7 @@ from torch import nn
 
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
-from pssim.network import Link
+from pssim.network import NetworkLink
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
 LR, MOMENTUM, NUM_WORKERS, STEPS = 0.1, 0.9, 4, 30
@@ -91,7 +91,7 @@ def test_a_seed_gives_the_same_bits_and_another_seed_others(mode: str) -> None:
 
 
 def test_a_slow_network_is_hidden_by_the_delay_modes_only() -> None:
-    link = Link(bandwidth=2e6)
+    link = NetworkLink(bandwidth=2e6)
     seconds = {
         mode: TrainingCluster(make_job(mode, link=link, num_shards=1)).run().now_s
         for mode in ("ssgd", "od(warmup=0)", "ssd(steps=5, warmup=0)")
@@ -102,7 +102,7 @@ def test_a_slow_network_is_hidden_by_the_delay_modes_only() -> None:
 
 def test_simulated_time_is_computing_and_bytes_and_latency() -> None:
     compute = Compute(mean_s=1.0, deviation=0.0)
-    link = Link(latency_s=0.25, bandwidth=1e3)
+    link = NetworkLink(latency_s=0.25, bandwidth=1e3)
     cluster = TrainingCluster(
         make_job("ssgd", num_workers=1, num_shards=1, steps=10, compute=compute, link=link)
     ).run()

@@ -11,7 +11,7 @@ from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
 from psworker.commands import bench_compressors, cli
 from psworker.commands.bench_compressors import (
-    Cost,
+    CompressorCost,
     Row,
     Wire,
     advise,
@@ -22,10 +22,10 @@ from psworker.commands.bench_compressors import (
 
 SHAPES = [("weight", (1024, 1024)), ("bias", (16,))]  # Two slices; the first is compressed.
 COSTS = {
-    "none": Cost(nbytes=4.0, encode_s=0.0, add_s=0.0),
-    "bf16": Cost(nbytes=2.0, encode_s=1e-9, add_s=0.0),
-    "2bit": Cost(nbytes=0.25, encode_s=2e-9, add_s=0.0),
-    "qsgd": Cost(nbytes=1.0, encode_s=1e-9, add_s=0.0),
+    "none": CompressorCost(nbytes=4.0, encode_s=0.0, add_s=0.0),
+    "bf16": CompressorCost(nbytes=2.0, encode_s=1e-9, add_s=0.0),
+    "2bit": CompressorCost(nbytes=0.25, encode_s=2e-9, add_s=0.0),
+    "qsgd": CompressorCost(nbytes=1.0, encode_s=1e-9, add_s=0.0),
 }
 
 
@@ -35,12 +35,12 @@ def one_slice_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "SLICES_PER_SHARD", 1)
 
 
-def cost_of(compressor: Compressor, numel: int, num_slices: int) -> Cost:
+def cost_of(compressor: Compressor, numel: int, num_slices: int) -> CompressorCost:
     assert numel * num_slices == 1 << 20
     return COSTS[compressor.name]
 
 
-def report(gbit: float, **options: float) -> bench_compressors.Report:
+def report(gbit: float, **options: float) -> bench_compressors.CompressorReport:
     return make_report(
         "model",
         SHAPES,

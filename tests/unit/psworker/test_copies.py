@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from psworker.model.copies import Copies, Done, copies_of, on_device, on_host, on_stream
+from psworker.model.copies import Copies, CopyEnd, copies_of, on_device, on_host, on_stream
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,9 @@ def test_all_tables_of_a_device_share_its_streams() -> None:
 
 
 def test_without_a_copy_nothing_is_to_be_waited_for() -> None:
-    Done().wait()
-    Done().hold(CPU)
-    assert Done().is_over()
+    CopyEnd().wait()
+    CopyEnd().hold(CPU)
+    assert CopyEnd().is_over()
 
 
 def test_a_stream_is_left_before_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pscore.errors import ConfigError
 from psworker.commands.demo import data, report
 from psworker.commands.demo.report import Curve, Result
-from psworker.commands.demo.run import DemoPlan, Run, keyed, run_demo
+from psworker.commands.demo.run import DemoPlan, DemoRun, keyed, run_demo
 
 
 def write_idx(path: Path, shape: tuple[int, ...], content: bytes, magic: int = 0x0800) -> Path:
@@ -121,7 +121,7 @@ def test_too_few_images_for_one_step_are_refused_before_anything_starts(tmp_path
 def test_the_lines_of_workers_become_one_result() -> None:
     steps: list[int] = []
     complaints: list[str] = []
-    run = Run("ssgd", steps.append, complaints.append)
+    run = DemoRun("ssgd", steps.append, complaints.append)
     target = io.StringIO()
     for rank, losses in ((0, [2.0, 1.0]), (1, [4.0, 3.0])):
         for step, loss in enumerate(losses):

@@ -17,7 +17,7 @@ from pscore.rules import RULES
 from pscore.types import Push, TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceSide
-from psworker.model.copies import Copies, Done
+from psworker.model.copies import Copies, CopyEnd
 from psworker.model.finite import first_not_finite
 from psworker.model.flat import FlatModel, describe
 from psworker.training import clipping
@@ -46,7 +46,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = Copies.to_host
 
-    def to_host(self: Copies, *pairs: tuple[torch.Tensor, torch.Tensor]) -> Done:
+    def to_host(self: Copies, *pairs: tuple[torch.Tensor, torch.Tensor]) -> CopyEnd:
         found.append(sum(there.numel() for _, there in pairs))
         return real(self, *pairs)
 

@@ -13,7 +13,7 @@ from pscore.errors import ConfigError
 from pscore.net.endpoint import Endpoint, connect
 from psworker.peers.mailbox import Mailbox
 from psworker.peers.own_end import open_listener
-from psworker.peers.process_group import Store
+from psworker.peers.process_group import PeerStore
 from psworker.peers.service import PeerService
 
 HAS_IPV6 = socket.has_ipv6
@@ -46,7 +46,7 @@ def test_a_worker_listens_where_it_reaches_the_first_shard(address: str, host: s
     endpoint = Endpoint(host=own.host, port=own.port, local="", token=own.secret)
     connect(endpoint, is_local=False).close()
     listener.stop()
-    Store(host)  # Of torch.distributed.
+    PeerStore(host)  # Of torch.distributed.
 
 
 def test_workers_of_a_host_take_ports_of_a_range_until_none_is_free() -> None:

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.errors import ConfigError
-from psworker.pipeline.costs import Cost, Load, Ring, Shards
+from psworker.pipeline.costs import Cost, RingCost, ShardsCost, StageLoad
 from psworker.pipeline.partition import (
     Level,
-    Memory,
+    MemoryLimit,
     Partition,
     Partitioner,
     in_flight,
@@ -95,7 +95,7 @@ def brute_force(layers: list[Layer], workers: int, link: float, cost: str, limit
 
 
 def cost_of(name: str, workers: int) -> Cost:
-    return Ring() if name == "ring" else Shards(num_shards=workers, hides=name == "hidden")
+    return RingCost() if name == "ring" else ShardsCost(num_shards=workers, hides=name == "hidden")
 
 
 NUMBERS = st.integers(0, 50)
@@ -114,9 +114,9 @@ def test_no_plan_is_faster(
     numbers: list[tuple[int, int, int]], workers: int, link: float, cost: str, limit: float
 ) -> None:
     layers = [layer(i, c, a, w, w / 20) for i, (c, a, w) in enumerate(numbers)]
-    found = Partitioner(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
+    found = Partitioner(layers, [Level(workers, link)], cost_of(cost, workers), MemoryLimit(limit))
     best = found.best()
-    idle = with_idle(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
+    idle = with_idle(layers, [Level(workers, link)], cost_of(cost, workers), MemoryLimit(limit))
     fewer = [brute_force(layers, n + 1, link, cost, limit) for n in range(workers)]
     assert (math.inf if idle is None else idle.seconds) == pytest.approx(min(fewer))
     expected = fewer[-1]
@@ -190,8 +190,8 @@ def test_no_plan_of_two_levels_is_faster(
 ) -> None:
     layers = [layer(i, c, a, w) for i, (c, a, w) in enumerate(numbers)]
     levels = [Level(sizes[0], 10.0), Level(sizes[1], 1.0)]
-    cost = Shards(num_shards=64, hides=False)
-    best = Partitioner(layers, levels, cost, Memory(limit)).best()
+    cost = ShardsCost(num_shards=64, hides=False)
+    best = Partitioner(layers, levels, cost, MemoryLimit(limit)).best()
     expected = nested(layers, sizes, (10.0, 1.0), limit)
     if best is None:
         assert math.isinf(expected)
@@ -212,12 +212,12 @@ def best(model: str, workers: int, gbit: float, cost: Cost) -> Partition:
 
 @pytest.mark.parametrize(("workers", "plan"), [(4, "3-1"), (8, "7-1"), (16, "15-1")])
 def test_vgg16_at_25_gbit_gets_the_released_plans(workers: int, plan: str) -> None:
-    assert best("vgg16", workers, 25, Ring()).name == plan
+    assert best("vgg16", workers, 25, RingCost()).name == plan
 
 
 def test_the_cut_of_vgg16_is_behind_the_third_pool() -> None:
     layers = profile("vgg16").layers
-    assert layers[best("vgg16", 4, 25, Ring()).stages[0].last].name == "pool3"
+    assert layers[best("vgg16", 4, 25, RingCost()).stages[0].last].name == "pool3"
 
 
 def test_the_profiles_are_those_of_the_models() -> None:
@@ -231,7 +231,9 @@ def test_the_profiles_are_those_of_the_models() -> None:
 @pytest.mark.parametrize("workers", [4, 8, 16])
 @pytest.mark.parametrize("gbit", [2.5, 10, 25])
 def test_resnet50_gets_data_parallelism(workers: int, gbit: float) -> None:
-    found = compare(profile("resnet50"), [Level(workers, gbit * GBIT)], Shards(num_shards=workers))
+    found = compare(
+        profile("resnet50"), [Level(workers, gbit * GBIT)], ShardsCost(num_shards=workers)
+    )
     assert found.advised is not None
     assert found.advised.name == str(workers)
     assert not found.is_pipeline
@@ -240,12 +242,13 @@ def test_resnet50_gets_data_parallelism(workers: int, gbit: float) -> None:
 
 @pytest.mark.parametrize("workers", [8, 16])
 def test_resnet50_gains_less_than_a_tenth_in_the_released_cost(workers: int) -> None:
-    assert not compare(profile("resnet50"), [Level(workers, 25 * GBIT)], Ring()).is_pipeline
+    assert not compare(profile("resnet50"), [Level(workers, 25 * GBIT)], RingCost()).is_pipeline
 
 
 def test_hidden_traffic_leaves_a_pipeline_of_vgg16_no_gain_but_on_slow_links() -> None:
     fast, slow = (
-        compare(profile("vgg16"), [Level(4, gbit * GBIT)], Shards(num_shards=4)) for gbit in (10, 1)
+        compare(profile("vgg16"), [Level(4, gbit * GBIT)], ShardsCost(num_shards=4))
+        for gbit in (10, 1)
     )
     assert not fast.is_pipeline
     assert slow.is_pipeline
@@ -256,7 +259,7 @@ def test_hidden_traffic_leaves_a_pipeline_of_vgg16_no_gain_but_on_slow_links() -
 
 def test_a_pipeline_that_is_no_faster_than_one_worker_is_not_advised() -> None:
     # At 100 Mbit/s all traffic costs more than it brings; the convolutions are 99 % of the time.
-    found = compare(profile("vgg16"), [Level(4, GBIT / 10)], Shards(num_shards=4, hides=False))
+    found = compare(profile("vgg16"), [Level(4, GBIT / 10)], ShardsCost(num_shards=4, hides=False))
     assert found.pipeline is not None
     assert found.pipeline.workers == 2  # Two workers stay idle: four take 1-3, which is slower.
     assert found.advised is not None
@@ -272,7 +275,7 @@ def test_one_wide_layer_at_the_end_gets_a_worker_of_its_own() -> None:
     layers = [layer(n, 10, output=1, weights=1) for n in range(6)]
     layers.append(layer(6, 10, weights=1000))
     for workers in (2, 4, 7):
-        found = Partitioner(layers, [Level(workers, 1.0)], Shards(num_shards=workers)).best()
+        found = Partitioner(layers, [Level(workers, 1.0)], ShardsCost(num_shards=workers)).best()
         assert found is not None
         assert found.stages[-1].replicas == 1
         assert len(found.stages) > 1
@@ -280,7 +283,7 @@ def test_one_wide_layer_at_the_end_gets_a_worker_of_its_own() -> None:
 
 def test_a_uniform_chain_on_fast_links_is_one_stage() -> None:
     layers = [layer(n, 10, output=1, weights=1) for n in range(8)]
-    found = Partitioner(layers, [Level(4, 1e12)], Shards(num_shards=4)).best()
+    found = Partitioner(layers, [Level(4, 1e12)], ShardsCost(num_shards=4)).best()
     assert found is not None
     assert found.name == "4"
     assert found.seconds == pytest.approx(20)
@@ -293,11 +296,11 @@ def test_layers_without_parameters_are_no_stage_of_their_own() -> None:
         layer(1, 10, output=1),
         layer(2, 10, weights=1000),
     ]
-    found = Partitioner(layers, [Level(3, 1.0)], Shards(num_shards=3)).best_pipeline()
+    found = Partitioner(layers, [Level(3, 1.0)], ShardsCost(num_shards=3)).best_pipeline()
     assert found is not None
     assert len(found.stages) == 2
     untrained = [layer(0, 10, output=1), layer(1, 10)]
-    alone = Partitioner(untrained, [Level(2, 1.0)], Shards(num_shards=2)).best()
+    alone = Partitioner(untrained, [Level(2, 1.0)], ShardsCost(num_shards=2)).best()
     assert alone is not None
     assert alone.name == "2"
 
@@ -314,7 +317,7 @@ def test_the_versions_of_each_stage_are_those_of_the_schedule() -> None:
 def test_tables_of_many_workers_give_the_plans_of_few(
     limit: float, inner: tuple[Level, ...]
 ) -> None:
-    layers, cost, memory = profile("vgg16").layers, cost_of("shards", 6), Memory(limit)
+    layers, cost, memory = profile("vgg16").layers, cost_of("shards", 6), MemoryLimit(limit)
     many = Partitioner(layers, [*inner, Level(6, GBIT)], cost, memory)
     for units in (2, 5, 3, 6):
         few = Partitioner(layers, [*inner, Level(units, GBIT)], cost, memory)
@@ -323,7 +326,7 @@ def test_tables_of_many_workers_give_the_plans_of_few(
 
 
 def test_few_shards_are_a_limit_of_replicas() -> None:
-    load = Load(
+    load = StageLoad(
         inner_s=1,
         parameter_nbytes=10,
         input_nbytes=0,
@@ -332,19 +335,19 @@ def test_few_shards_are_a_limit_of_replicas() -> None:
         bandwidth=1,
     )
     # Four replicas push 10 bytes each over one link of 1 byte/s: 40 s for four minibatches.
-    assert Shards(num_shards=1).stage_s(load) == 10
-    assert Shards(num_shards=4).stage_s(load) == 2.5
-    assert Shards(num_shards=4, hides=False).stage_s(load) == (1 + 10 + 10) / 4
-    assert Ring().stage_s(load) == (1 + 4 * 3 * 10 / 4) / 4
+    assert ShardsCost(num_shards=1).stage_s(load) == 10
+    assert ShardsCost(num_shards=4).stage_s(load) == 2.5
+    assert ShardsCost(num_shards=4, hides=False).stage_s(load) == (1 + 10 + 10) / 4
+    assert RingCost().stage_s(load) == (1 + 4 * 3 * 10 / 4) / 4
 
 
 def test_a_model_that_fits_only_in_stages_is_cut() -> None:
     layers = [layer(n, 10, output=1, weights=100) for n in range(4)]
     whole = Profile(model="m", layers=tuple(layers), samples=1, device="cpu")
-    found = compare(whole, [Level(2, 1e9)], Shards(num_shards=2), Memory(700.0))
+    found = compare(whole, [Level(2, 1e9)], ShardsCost(num_shards=2), MemoryLimit(700.0))
     assert found.is_pipeline
     assert "data parallelism needs 1.208 kB of 700 bytes" in found.reason
-    none = compare(whole, [Level(2, 1e9)], Shards(num_shards=2), Memory(300.0))
+    none = compare(whole, [Level(2, 1e9)], ShardsCost(num_shards=2), MemoryLimit(300.0))
     assert not none.is_pipeline
     assert none.advised is None
     assert none.reason.startswith("nothing fits into 300 bytes")
@@ -352,11 +355,11 @@ def test_a_model_that_fits_only_in_stages_is_cut() -> None:
 
 def test_one_worker_and_one_layer_cannot_be_cut() -> None:
     whole = Profile(model="m", layers=(layer(0, 1),), samples=1, device="cpu")
-    assert "cannot be cut" in compare(whole, [Level(4, 1e9)], Ring()).reason
+    assert "cannot be cut" in compare(whole, [Level(4, 1e9)], RingCost()).reason
 
 
 def test_the_optimizers_state_counts_where_it_lives() -> None:
-    memory = Memory(num_state=2)
+    memory = MemoryLimit(num_state=2)
     # Two versions and activations, a gradient, and Adam's two arrays; on shards if replicated.
     assert memory.stage_nbytes(100, 10, versions=2, replicas=1) == 2 * 110 + 100 + 200
     assert memory.stage_nbytes(100, 10, versions=2, replicas=2) == 2 * 110 + 300

@@ -10,12 +10,12 @@ from torch import nn
 
 from pscore.errors import ConfigError
 from psworker.pipeline import checkpoint
-from psworker.pipeline.checkpoint import Checkpoint, from_numbers, optimizer_state, to_numbers
+from psworker.pipeline.checkpoint import StageCheckpoint, from_numbers, optimizer_state, to_numbers
 
 
-def make(minibatches: int) -> Checkpoint:
+def make(minibatches: int) -> StageCheckpoint:
     weights = {"a.weight": torch.full((2, 3), float(minibatches)), "a.seen": torch.tensor(7)}
-    return Checkpoint(minibatches, weights, {"a.weight/exp_avg": torch.ones(2, 3)})
+    return StageCheckpoint(minibatches, weights, {"a.weight/exp_avg": torch.ones(2, 3)})
 
 
 def test_the_newest_ones_are_kept_and_the_newest_is_read(tmp_path: Path) -> None:
@@ -25,12 +25,12 @@ def test_the_newest_ones_are_kept_and_the_newest_is_read(tmp_path: Path) -> None
         "minibatch-00000012",
         "minibatch-00000100",
     ]
-    found, problems = Checkpoint.newest(tmp_path)
+    found, problems = StageCheckpoint.newest(tmp_path)
     assert found is not None
     assert not problems
     assert found.minibatches == 100
     assert torch.equal(found.weights["a.weight"], torch.full((2, 3), 100.0))
-    assert Checkpoint.newest(tmp_path / "none") == (None, [])
+    assert StageCheckpoint.newest(tmp_path / "none") == (None, [])
 
 
 @pytest.mark.parametrize("name", [checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.ABOUT])
@@ -48,7 +48,7 @@ def test_a_damaged_one_is_named_and_the_next_is_taken(
     else:
         data[len(data) // 2] ^= 255
         path.write_bytes(data)
-    found, (problem,) = Checkpoint.newest(tmp_path)
+    found, (problem,) = StageCheckpoint.newest(tmp_path)
     assert found is not None
     assert found.minibatches == 4
     assert "minibatch-00000008" in problem
@@ -59,7 +59,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     about = (path / checkpoint.ABOUT).read_text()
     (path / checkpoint.ABOUT).write_text(about.replace('"format": 1', '"format": 9'))
     with pytest.raises(ConfigError, match="has format 9, must be 1"):
-        Checkpoint.read(path)
+        StageCheckpoint.read(path)
 
 
 def test_a_full_disk_leaves_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_full_disk_leaves_the_former_one(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space left"):
         make(8).write(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["minibatch-00000004"]
-    found, problems = Checkpoint.newest(tmp_path)
+    found, problems = StageCheckpoint.newest(tmp_path)
     assert found is not None
     assert not problems
 

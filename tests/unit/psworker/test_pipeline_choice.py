@@ -10,7 +10,7 @@ from torch import nn
 from pscore.errors import ConfigError
 from pscore.rules import SSGD
 from psworker.pipeline.chain import chain_of
-from psworker.pipeline.choice import Limits, find_plan, measured, num_state_of
+from psworker.pipeline.choice import PlanLimits, find_plan, measured, num_state_of
 from psworker.pipeline.profile import Layer, Profile, read_profile
 
 PROFILE = Path(__file__).parent / "profiles" / "vgg16.json"
@@ -25,7 +25,7 @@ def test_the_fastest_pipeline_is_taken_where_it_pays(
     vgg16: Profile, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "paceline"):
-        found = find_plan(vgg16, Limits.parse("1gbit", None), 4, 4, 0, SSGD())
+        found = find_plan(vgg16, PlanLimits.parse("1gbit", None), 4, 4, 0, SSGD())
     assert [replicas for _, replicas in found] == [3, 1]
     assert vgg16.layers[found[0][0]].name == "pool5"
     assert found[1][0] == len(vgg16.layers) - 1
@@ -40,7 +40,7 @@ def test_the_fastest_pipeline_is_taken_where_it_pays(
 def test_where_it_does_not_pay_one_stage_is_data_parallelism(
     vgg16: Profile, caplog: pytest.LogCaptureFixture, link: str, reason: str
 ) -> None:
-    assert find_plan(vgg16, Limits.parse(link, None), 4, 4, 0, SSGD()) == [
+    assert find_plan(vgg16, PlanLimits.parse(link, None), 4, 4, 0, SSGD()) == [
         (len(vgg16.layers) - 1, 4)
     ]
     (record,) = caplog.records
@@ -66,8 +66,8 @@ def two_layers(seconds: float = 0.1) -> Profile:
 def test_workers_that_would_be_idle_are_refused() -> None:
     # Data parallelism needs 6 MB. On 1-1 no parameter crosses the slow link.
     with pytest.raises(ConfigError, match=r"1-1, has 2 workers, .* start 2 in place of 3"):
-        find_plan(two_layers(), Limits.parse("1mbit", "3200k"), 3, 1, 0, SSGD())
-    assert find_plan(two_layers(), Limits.parse("1mbit", "3200k"), 2, 1, 0, SSGD()) == [
+        find_plan(two_layers(), PlanLimits.parse("1mbit", "3200k"), 3, 1, 0, SSGD())
+    assert find_plan(two_layers(), PlanLimits.parse("1mbit", "3200k"), 2, 1, 0, SSGD()) == [
         (0, 1),
         (1, 1),
     ]
@@ -76,7 +76,7 @@ def test_workers_that_would_be_idle_are_refused() -> None:
 def test_the_optimizers_state_is_part_of_the_memory() -> None:
     # The first stage has two versions, a gradient, and the state: 3 MB, and 5 MB with Adam.
     with pytest.raises(ConfigError, match=r"no plan for 2 workers: nothing fits into 3\.2 MB"):
-        find_plan(two_layers(), Limits.parse("1mbit", "3200k"), 2, 1, 2, SSGD())
+        find_plan(two_layers(), PlanLimits.parse("1mbit", "3200k"), 2, 1, 2, SSGD())
 
 
 def test_the_arrays_of_an_optimizers_state_are_counted() -> None:
@@ -109,4 +109,4 @@ def test_a_measured_model_stays_as_it_was() -> None:
 )
 def test_wrong_limits_are_refused(bandwidth: str | None, memory: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Limits.parse(bandwidth, memory)
+        PlanLimits.parse(bandwidth, memory)

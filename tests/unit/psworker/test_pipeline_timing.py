@@ -2,8 +2,8 @@
 
 import pytest
 
-from psworker.pipeline.costs import Shards
-from psworker.pipeline.partition import Level, Memory, Partition, Stage
+from psworker.pipeline.costs import ShardsCost
+from psworker.pipeline.partition import Level, MemoryLimit, Partition, Stage
 from psworker.pipeline.profile import Layer
 from psworker.pipeline.timing import PAYLOAD, Flow, Links, Run, fastest
 
@@ -42,7 +42,7 @@ def stages(*replicas: int) -> Partition:
 )
 def test_two_stages_wait_for_minibatches_under_way(transfer: int, expected: float) -> None:
     layers = [layer(3, transfer, 1), layer(3, 0, 1)]
-    run = Run(layers, stages(1, 1), Shards(num_shards=2, on_workers=True), LINK, 2)
+    run = Run(layers, stages(1, 1), ShardsCost(num_shards=2, on_workers=True), LINK, 2)
     assert run.minibatch_s() == pytest.approx(expected)
 
 
@@ -56,13 +56,13 @@ def test_two_stages_wait_for_minibatches_under_way(transfer: int, expected: floa
     ],
 )
 def test_replicas_share_the_link_of_their_shard(hides: bool, expected: float) -> None:
-    cost = Shards(num_shards=1, hides=hides)
+    cost = ShardsCost(num_shards=1, hides=hides)
     run = Run([layer(10, 0, 8)], stages(2), cost, LINK, 2)
     assert run.minibatch_s() == pytest.approx(expected)
 
 
 def test_a_shard_beside_its_worker_needs_no_link() -> None:
-    cost = Shards(num_shards=2, hides=False, on_workers=True)
+    cost = ShardsCost(num_shards=2, hides=False, on_workers=True)
     # A host sends half of its 8 bytes to the other's shard, and its shard sends half to the other.
     run = Run([layer(10, 0, 8)], stages(2), cost, LINK, 2)
     assert run.minibatch_s() == pytest.approx((10 + 4 + 4) / 2)
@@ -95,9 +95,9 @@ def test_rates_are_max_min_fair() -> None:
 
 def test_the_fastest_pipeline_is_one_that_was_timed() -> None:
     layers = [layer(10, 1, 1), layer(10, 1, 1), layer(10, 0, 1000)]
-    cost = Shards(num_shards=3, on_workers=True)
-    found = fastest(layers, Level(3, LINK), cost, Memory())
+    cost = ShardsCost(num_shards=3, on_workers=True)
+    found = fastest(layers, Level(3, LINK), cost, MemoryLimit())
     assert found is not None
     assert found.stages[-1].replicas == 1  # 1000 bytes of weights are not sent.
     assert found.seconds == Run(layers, found, cost, LINK, 3).minibatch_s()
-    assert fastest(layers[:1], Level(3, LINK), cost, Memory()) is None
+    assert fastest(layers[:1], Level(3, LINK), cost, MemoryLimit()) is None

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
-from psworker.job.place import Flags, Place, find_place, parse_workers
+from psworker.job.place import Flags, LaunchPlace, find_place, parse_workers
 
 
-def placed(workers: int, first: int, number: int) -> Place:
-    return Place(
+def placed(workers: int, first: int, number: int) -> LaunchPlace:
+    return LaunchPlace(
         num_workers=workers, first_rank=first, job_workers=number, has_others=workers < number
     )
 
@@ -20,14 +20,14 @@ def placed(workers: int, first: int, number: int) -> Place:
 @pytest.mark.parametrize(
     ("flags", "variables", "place"),
     [
-        (Flags(), {}, Place.alone(1)),
-        (Flags(workers=4), {"PACELINE_RANK": "", "WORLD_SIZE": "1"}, Place.alone(4)),
+        (Flags(), {}, LaunchPlace.alone(1)),
+        (Flags(workers=4), {"PACELINE_RANK": "", "WORLD_SIZE": "1"}, LaunchPlace.alone(4)),
         (Flags(workers=2, nnodes=3, node_rank=1), {}, placed(2, 2, 6)),
-        (Flags(workers=2, nnodes=1, node_rank=0), {}, Place.alone(2)),
+        (Flags(workers=2, nnodes=1, node_rank=0), {}, LaunchPlace.alone(2)),
         (Flags(workers=1), {"PACELINE_NUM_WORKERS": "2", "PACELINE_RANK": "1"}, placed(1, 1, 2)),
         (Flags(workers=3), {"PACELINE_NUM_WORKERS": "8", "PACELINE_RANK": "5"}, placed(3, 5, 8)),
         (Flags(), {"PACELINE_NUM_WORKERS": "2", "PACELINE_RANK": "0"}, placed(1, 0, 2)),
-        (Flags(workers=2), {"PACELINE_NUM_WORKERS": "2"}, Place.alone(2)),
+        (Flags(workers=2), {"PACELINE_NUM_WORKERS": "2"}, LaunchPlace.alone(2)),
         (
             Flags(workers=2, nnodes=2, node_rank=1),
             {"PACELINE_NUM_WORKERS": "4", "PACELINE_RANK": "2"},
@@ -36,27 +36,27 @@ def placed(workers: int, first: int, number: int) -> Place:
         (
             Flags(workers=2, elastic=(1, 8)),
             {"PACELINE_MAX_WORKERS": "4"},
-            Place(num_workers=2, job_workers=8, elastic=(1, 8)),
+            LaunchPlace(num_workers=2, job_workers=8, elastic=(1, 8)),
         ),
         (
             Flags(),
             {"PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "4"},
-            Place(num_workers=2, job_workers=4, elastic=(2, 4)),
+            LaunchPlace(num_workers=2, job_workers=4, elastic=(2, 4)),
         ),
         (
             Flags(workers=8, elastic=(2, 8)),
             {"WORLD_SIZE": "4", "RANK": "1"},
-            Place(num_workers=8, job_workers=8, elastic=(2, 8)),
+            LaunchPlace(num_workers=8, job_workers=8, elastic=(2, 8)),
         ),
         (
             Flags(workers=2),
             {"PACELINE_NUM_GROUPS": "2", "PACELINE_GROUP": "1"},
-            Place(num_workers=2, job_workers=2, has_others=True),
+            LaunchPlace(num_workers=2, job_workers=2, has_others=True),
         ),
     ],
 )  # fmt: skip
 def test_flags_and_variables_place_the_workers(
-    flags: Flags, variables: dict[str, str], place: Place
+    flags: Flags, variables: dict[str, str], place: LaunchPlace
 ) -> None:
     assert find_place(flags, variables) == place
 

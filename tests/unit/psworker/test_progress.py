@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from pscore.types import Origin
-from psworker.training.progress import Progress
+from psworker.training.progress import TrainingProgress
 
 
 def test_each_step_counts_with_its_samples_and_others_steps_with_those_of_then() -> None:
@@ -14,7 +14,7 @@ def test_each_step_counts_with_its_samples_and_others_steps_with_those_of_then()
         replica.step = replica.to
 
     replica.locate = locate
-    progress = Progress(4.0, replica, cast(Any, SimpleNamespace(origin=Origin())))
+    progress = TrainingProgress(4.0, replica, cast(Any, SimpleNamespace(origin=Origin())))
 
     def go(step: int, **known: Any) -> float:
         replica.to = step

@@ -13,7 +13,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Origin, Push, Role, TensorSpec
-from psworker.model.copies import Done
+from psworker.model.copies import CopyEnd
 from psworker.replica.ports import PullBuffer
 from psworker.replica.pull_buffers import PullBuffers
 from psworker.replica.pulls import Waits
@@ -434,7 +434,7 @@ def test_the_next_pull_of_a_gpu_lands_beside_memory_that_a_copy_still_reads(
     assert taken == {third.weights.data_ptr(), third.state[0].data_ptr()}
 
 
-class UnderWay(Done):
+class UnderWay(CopyEnd):
     """Copies that are over when the test says so."""
 
     ends = False

@@ -13,17 +13,17 @@ from psworker.commands import run
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import Launch, LaunchPlan, worker_command, worker_environment
 from psworker.exits import Exit
-from psworker.job.place import Place
+from psworker.job.place import LaunchPlace
 
 
 def plan(num_workers: int = 2) -> LaunchPlan:
-    return LaunchPlan(command=("true",), place=Place.alone(num_workers), job="run-1")
+    return LaunchPlan(command=("true",), place=LaunchPlace.alone(num_workers), job="run-1")
 
 
 def ended(command: tuple[str, ...], *servers: str) -> tuple[int, list[str]]:
     """Runs one worker to its end; returns the exit code of the job and its messages."""
     told: list[str] = []
-    job = LaunchPlan(command=command, place=Place.alone(1), servers=servers, job="run-1")
+    job = LaunchPlan(command=command, place=LaunchPlace.alone(1), servers=servers, job="run-1")
     code = Launch(job, write=plain, tell=told.append, is_quiet=True).run()
     return code, told
 
@@ -100,7 +100,7 @@ def test_nothing_around_tells_a_worker_another_place() -> None:
 
 
 def test_the_shards_give_the_ranks_of_an_elastic_job() -> None:
-    elastic = replace(plan(), place=Place(num_workers=2, job_workers=8, elastic=(2, 8)))
+    elastic = replace(plan(), place=LaunchPlace(num_workers=2, job_workers=8, elastic=(2, 8)))
     given = worker_environment(elastic, 1, ["a:1"], {})
     assert (given["PACELINE_MIN_WORKERS"], given["PACELINE_MAX_WORKERS"]) == ("2", "8")
     assert (given["LOCAL_RANK"], given["LOCAL_WORLD_SIZE"]) == ("1", "2")
@@ -131,7 +131,7 @@ def test_threads_that_are_set_stay() -> None:
 
 
 def test_the_workers_of_a_host_have_their_ranks_in_the_job_and_their_places_on_it() -> None:
-    second = Place(num_workers=2, first_rank=2, job_workers=4, has_others=True)
+    second = LaunchPlace(num_workers=2, first_rank=2, job_workers=4, has_others=True)
     several = replace(plan(), place=second, servers=("a:1",))
     around = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "1"}
     given = worker_environment(several, 3, ["a:1"], around)
@@ -143,7 +143,7 @@ def test_the_workers_of_a_host_have_their_ranks_in_the_job_and_their_places_on_i
 
 
 def test_a_job_on_several_machines_needs_shards_that_all_of_them_reach() -> None:
-    second = Place(num_workers=1, first_rank=1, job_workers=2, has_others=True)
+    second = LaunchPlace(num_workers=1, first_rank=1, job_workers=2, has_others=True)
     with pytest.raises(ConfigError, match="workers on other machines, and no server address"):
         replace(plan(), place=second)
 
