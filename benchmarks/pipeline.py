@@ -53,14 +53,14 @@ from benchmarks import forked, kit
 from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
-from psworker.pipeline.costs import ShardsCost
-from psworker.pipeline.measure import update_s, with_momentum
-from psworker.pipeline.partition import Level, Partition
-from psworker.pipeline.profile import Layer, Profile, read_profile
-from psworker.pipeline.verdict import compare
+from psworker.pipeline.plan.costs import ShardsCost
+from psworker.pipeline.plan.measure import update_s, with_momentum
+from psworker.pipeline.plan.partition import Level, Partition
+from psworker.pipeline.plan.profile import Layer, Profile, read_profile
+from psworker.pipeline.plan.verdict import compare
 
 MODULE = "benchmarks.pipeline"
-PROFILE = kit.ROOT / "tests" / "unit" / "psworker" / "profiles" / "vgg16.json"
+PROFILE = kit.ROOT / "tests/unit/psworker/pipeline/plan/profiles" / "vgg16.json"
 NUM_WORKERS = 4
 FLOAT_NBYTES = 4
 SLEEP_S_MIN = 1e-3  # Shorter ones are added to the next.
@@ -369,7 +369,7 @@ class Hosts:
         for name in (
             "torch.nn.parallel",
             "torch.distributed.pipelining",
-            "psworker.pipeline.pipeline",
+            "psworker.pipeline.run.pipeline",
         ):
             importlib.import_module(name)
         hosts = range(NUM_WORKERS)

@@ -41,7 +41,7 @@ from torch.nn import functional
 from benchmarks import kit, tasks
 from benchmarks.markdown import table
 from pssim.pipelines import PipelineWorld
-from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
+from psworker.pipeline.run.schedule import Place, Stash, TwoVersions, Vertical
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "pipeline_learning.json"
 BATCH = 64  # Images of an update.

@@ -57,7 +57,7 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
     from pscore.rules import SSGD
     from pscore.table_spec import TableSpec
     from pscore.types import Role, TensorSpec
-    from psworker.connection.exchange import Exchange
+    from psworker.connection.exchange.exchange import Exchange
     from psworker.job import context
     from psworker.replica.replica import Replica
 

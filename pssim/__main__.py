@@ -18,7 +18,7 @@ from pssim import continued, peer_case
 from pssim.case import Case, draw, draw_elastic
 from pssim.faulty import FaultyCluster, simulate
 from pssim.transcript import text, transcript
-from psworker.pipeline import members
+from psworker.pipeline.run import members
 
 
 def run(case: Case) -> None:

@@ -1,6 +1,6 @@
 """A pipeline whose workers are killed and start again: the drivers' own code, one thread at a time.
 
-Each worker is a `ContinuingDriver` (psworker/pipeline/continuing.py) in a thread that stops at
+Each worker is a `ContinuingDriver` (psworker/pipeline/run/continuing.py) in a thread that stops at
 every message and every answer; the world draws the thread that goes on. So a seed gives the same
 run each time, and a worker can be killed at every point. The stages are slices of the product
 (`SliceClock`), and the workers meet through its `Directory`. Time does not pass: a lost worker is
@@ -33,13 +33,13 @@ from pscore.types import FloatArray, Pull, Push, Role
 from psserver.decisions.directory import Directory, Peer
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Update
 from psserver.decisions.slice_clock import SliceClock
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.gossip.base import Gathering, Meet, Tag, Want
 from psworker.peers.peers import Peers
-from psworker.pipeline.checkpoint import Tensors
-from psworker.pipeline.continuing import ContinuingDriver
-from psworker.pipeline.driver import Work
-from psworker.pipeline.schedule import Place, Stash
+from psworker.pipeline.run.checkpoint import Tensors
+from psworker.pipeline.run.continuing import ContinuingDriver
+from psworker.pipeline.run.driver import Work
+from psworker.pipeline.run.schedule import Place, Stash
 
 JOB, NUM_SLICES, ACTIONS_MAX = "sim", 2, 20_000
 SAVE_EVERY = 3  # Minibatches from checkpoint to checkpoint.

@@ -1,6 +1,6 @@
 """All replicas of all stages of a pipeline in one thread, one action at a time.
 
-The replicas are those of `psworker.Pipeline` (psworker/pipeline/stage.py). A message stays in a
+The replicas are those of `psworker.Pipeline` (psworker/pipeline/run/stage.py). A message stays in a
 queue of this world until its receiver is drawn; the replicas of a stage take the mean of their
 gradients for an update, as shards in mode `ssgd` give it to them.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from psworker.pipeline.schedule import Place, Stash
-from psworker.pipeline.stage import Loss, OptimizerWait, Receive, StageReplica, Waits
+from psworker.pipeline.run.schedule import Place, Stash
+from psworker.pipeline.run.stage import Loss, OptimizerWait, Receive, StageReplica, Waits
 
 MakeOptimizer = Callable[[Place, list[nn.Parameter]], torch.optim.Optimizer]
 

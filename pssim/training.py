@@ -30,7 +30,7 @@ from pssim.network import LinkNetwork, Loop, Network, NetworkLink
 from pssim.shard import ShardObserver
 from pssim.worker import Program, Worker
 from psworker.compression.error_feedback import choose
-from psworker.connection.pace import SMOOTHING
+from psworker.connection.accounts.pace import SMOOTHING
 from psworker.model.flat import FlatModel, describe
 
 RAW = NoCompression()

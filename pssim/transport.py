@@ -11,8 +11,8 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin, Role, Verdict
 from pssim.shard import JOB, Respond, SimulatedShard
-from psworker.connection.pace import Pace
-from psworker.connection.residuals import Residuals
+from psworker.connection.accounts.pace import Pace
+from psworker.connection.exchange.residuals import Residuals
 from psworker.transports.base import PullCall, PushCall, Transport
 
 PULL_WAIT_S = 1.0  # A pull that cannot be answered by then gets the reason, if the shard ticks.

@@ -23,8 +23,8 @@ from pscore.types import Verdict
 from pssim.network import Loop, Message, Network
 from pssim.shard import Respond, Result, SimulatedShard
 from pssim.transport import SimulatedLink, SimulatedSession, SimulatedTransport
-from psworker.connection.exchange import Exchange
-from psworker.connection.session import Session
+from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import Session
 from psworker.replica.replica import Replica
 from psworker.transports.base import PullCall
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         SlowMo,
         Staleness,
     )
-    from psworker.pipeline.pipeline import Pipeline
+    from psworker.pipeline.run.pipeline import Pipeline
     from psworker.training.modes import modes
     from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
     from psworker.training.verbs import (
@@ -123,7 +123,7 @@ _FROM = {
         *("SSP", "Staleness"),
         *("ADPSGD", "AllReduce", "DPSGD", "SGP"),
     ),
-    "psworker.pipeline.pipeline": ("Pipeline",),
+    "psworker.pipeline.run.pipeline": ("Pipeline",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),
     "psworker.training.verbs": (

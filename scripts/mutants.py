@@ -36,7 +36,7 @@ RULES = "pscore/rules/"
 LOCAL = "pscore/local/"
 OVERLAPS = "pscore/overlaps/"
 COMPRESSORS = "pscore/compressors/"
-PIPELINE = "psworker/pipeline/"
+PIPELINE = "psworker/pipeline/run/"
 MODES_TEST = "tests/integration/test_pipeline_modes.py"
 MUTANTS = (
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = (
         "psserver/decisions/window.py",
         "schedule.number == 1",
         "True",
-        "tests/unit/psserver/test_quorum.py",
+        "tests/unit/psserver/decisions/test_quorum.py",
     ),
     Mutant(
         "quorum",
@@ -192,7 +192,7 @@ MUTANTS = (
         "psserver/decisions/window.py",
         "MARGIN * self._spread_s",
         "self._spread_s",
-        "tests/unit/psserver/test_quorum.py",
+        "tests/unit/psserver/decisions/test_quorum.py",
     ),
     Mutant(
         "quorum",
@@ -200,7 +200,7 @@ MUTANTS = (
         "psserver/decisions/window.py",
         "return self.left_s(step) == 0.0",
         "return True",
-        "tests/unit/psserver/test_quorum.py",
+        "tests/unit/psserver/decisions/test_quorum.py",
     ),
     Mutant(
         "slowmo",

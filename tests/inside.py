@@ -7,7 +7,7 @@ import torch
 import psworker
 from psworker.compression.pull_estimate import PulledEstimate
 from psworker.peers.peers import Peers
-from psworker.training.peer_step import PeerStep
+from psworker.training.local_steps.peer_step import PeerStep
 from psworker.training.table import TrainingTable
 
 

@@ -79,7 +79,7 @@ class Engine:
         self.placement = Placement() if placement is None else placement
         # Order of a shard's locks: engine, slice queue, weights or capture, connection, budget. A
         # thread takes one only if it holds none that comes later. All other locks are leaves: no
-        # lock is taken under them. tests/unit/psserver/test_lock_order.py checks it.
+        # lock is taken under them. tests/unit/psserver/engine/test_lock_order.py checks it.
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
         self.recovery = Recovery(journals, shard)

@@ -40,9 +40,9 @@ from pscore.types import Push, Role, TensorSpec
 from psworker.commands.model_plan import Shapes
 from psworker.commands.run import new_job
 from psworker.compression.error_feedback import choose
-from psworker.connection.exchange import Exchange
-from psworker.connection.mode_traffic import MIN_NBYTES
-from psworker.connection.session import Session
+from psworker.connection.accounts.mode_traffic import MIN_NBYTES
+from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import Session
 from psworker.job.context import open_session
 from psworker.job.environment import Environment
 from psworker.job.own_shards import start_shards

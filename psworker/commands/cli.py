@@ -32,7 +32,7 @@ from psworker.commands.run import (
 )
 from psworker.exits import MEANINGS, Exit
 from psworker.job.place import DEFAULT_JOB, Flags, find_place, parse_workers
-from psworker.pipeline.plan_file import read_plan
+from psworker.pipeline.plan.plan_file import read_plan
 
 PROGRAM = "psworker"
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)

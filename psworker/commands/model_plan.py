@@ -20,8 +20,8 @@ from pscore.rules.base import Rule, require_slices
 from pscore.types import TensorSpec
 from psworker.commands.models import make_model
 from psworker.compression.error_feedback import choose
-from psworker.connection.mode_traffic import MIN_NBYTES, by_step, mean_of
-from psworker.connection.traffic import ddp_nbytes
+from psworker.connection.accounts.mode_traffic import MIN_NBYTES, by_step, mean_of
+from psworker.connection.accounts.traffic import ddp_nbytes
 
 RAW = NoCompression()
 Shapes = list[tuple[str, tuple[int, ...]]]

@@ -14,15 +14,15 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.decentralised import Decentralised
 from psworker.commands.model_plan import PlannedJob
 from psworker.commands.models import MODELS, make_model
-from psworker.pipeline.chain import chain_of
-from psworker.pipeline.costs import Cost, RingCost
-from psworker.pipeline.measure import MakeOptimizer, measure, with_momentum
-from psworker.pipeline.partition import Level, MemoryLimit, Stage
-from psworker.pipeline.plan_file import PlanFile, PlanStage
-from psworker.pipeline.profile import Profile, read_profile
-from psworker.pipeline.traffic import cost_on_shards
-from psworker.pipeline.units import parse_bandwidths, parse_memory
-from psworker.pipeline.verdict import Comparison, compare, size
+from psworker.pipeline.plan.costs import Cost, RingCost
+from psworker.pipeline.plan.measure import MakeOptimizer, measure, with_momentum
+from psworker.pipeline.plan.partition import Level, MemoryLimit, Stage
+from psworker.pipeline.plan.plan_file import PlanFile, PlanStage
+from psworker.pipeline.plan.profile import Profile, read_profile
+from psworker.pipeline.plan.traffic import cost_on_shards
+from psworker.pipeline.plan.units import parse_bandwidths, parse_memory
+from psworker.pipeline.plan.verdict import Comparison, compare, size
+from psworker.pipeline.run.chain import chain_of
 
 SYNCS = ("shards", "ring")
 WORKERS_MAX = 64  # Most workers of a plan: its time grows with their square.

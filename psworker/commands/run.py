@@ -34,7 +34,7 @@ from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
 from psworker.job.own_shards import OwnShards, start_shards
 from psworker.job.place import LaunchPlace
-from psworker.pipeline.plan_file import read_plan
+from psworker.pipeline.plan.plan_file import read_plan
 
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
 READERS_TIMEOUT_S = 2.0  # A worker's children may hold its output open after its end.

@@ -17,7 +17,7 @@ from typing import Any
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.observe.timeline import Timeline, open_timeline
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.group.local_group import LocalGroup
 from psworker.job.environment import Environment
 from psworker.job.grouping import Choice, choose_group

@@ -72,7 +72,7 @@ class Environment:
     tls_key: str = ""  # Path of its private key.
     token_file: str = ""  # Path of the token file; empty: no token is shown.
     timeline: str = ""  # A path (pscore/observe/timeline.py); empty: no timeline.
-    pipeline: str = ""  # A path (psworker/pipeline/plan_file.py); empty: no plan is given.
+    pipeline: str = ""  # A path (psworker/pipeline/plan/plan_file.py); empty: no plan is given.
     peer_host: str = ""  # Listens here for other workers; empty: where it reaches the first shard.
     peer_ports: range = range(1)  # Takes the first that is free; 0: any.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.connection.shard_link import Link
 from psworker.job.environment import Environment
 from psworker.job.own_shards import OwnShards, start_shards

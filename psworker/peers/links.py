@@ -9,8 +9,8 @@ from typing import Any
 from pscore.errors import ConfigError, PacelineError, RemoteProtocolError, TransportError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
-from psworker.connection.session import Session
-from psworker.connection.trace import note_exchange
+from psworker.connection.accounts.trace import note_exchange
+from psworker.connection.membership.session import Session
 from psworker.peers.link import OnAnswer, PeerLink
 from psworker.peers.patience import silence_limit_s
 

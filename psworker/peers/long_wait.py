@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from pscore.errors import ServerUnavailableError
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.peers.patience import has_no_end
 
 log = logging.getLogger("paceline")

@@ -15,7 +15,7 @@ from pscore.errors import ConfigError
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2
 from pscore.text import join_address
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.peers import certificate
 from psworker.peers.service import PeerService
 

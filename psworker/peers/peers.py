@@ -13,7 +13,7 @@ from typing import Any
 from pscore.errors import RemoteProtocolError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.gossip.base import Gathering, Gossip, Meet, Tag, TorchSum, Wait, Waits, Want
 from psworker.peers.links import PeerLinks
 from psworker.peers.long_wait import LongWait

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pscore.rules.base import Rule
-from psworker.connection.missed import Missed
-from psworker.connection.reports import TOKENS
-from psworker.connection.traffic import Traffic, ddp_nbytes
-from psworker.training.gradients import Gradients
+from psworker.connection.accounts.missed import Missed
+from psworker.connection.accounts.reports import TOKENS
+from psworker.connection.accounts.traffic import Traffic, ddp_nbytes
+from psworker.training.gradients.gradients import Gradients
 from psworker.training.progress import require_weight
 from psworker.training.scalars import Scalars, Writer
 from psworker.training.table import TrainingTable

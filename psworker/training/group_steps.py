@@ -13,11 +13,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import LOST, GradientError, ReplacedError
 from pscore.types import Role
-from psworker.training import scaling
-from psworker.training.agreement import together
-from psworker.training.global_weights import warn_of_changes
-from psworker.training.group_gradients import GroupGradients
-from psworker.training.scaling import Overflow
+from psworker.training.gradients import scaling
+from psworker.training.gradients.agreement import together
+from psworker.training.gradients.group import GroupGradients
+from psworker.training.gradients.scaling import Overflow
+from psworker.training.state.global_weights import warn_of_changes
 from psworker.training.steps import Steps
 
 

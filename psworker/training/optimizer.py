@@ -23,29 +23,30 @@ from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule, require_sizes, takes_all
-from psworker.connection.left_out import LeftOut
+from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
-from psworker.training import clipping, growth, handover, scaling
-from psworker.training.buffers import Buffers
+from psworker.training.changes import growth, handover
+from psworker.training.changes.mode_change import change_mode
+from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.declaration import Declaration
 from psworker.training.figures import WorkerFigures
-from psworker.training.global_weights import global_weights
-from psworker.training.gradients import Gradients
+from psworker.training.gradients import clipping, scaling
+from psworker.training.gradients.gradients import Gradients
+from psworker.training.gradients.overlap import EarlyGradients
+from psworker.training.gradients.sharded import group_gradients
 from psworker.training.group_steps import GroupSteps
-from psworker.training.mode_change import change_mode
-from psworker.training.overlap import EarlyGradients
-from psworker.training.peer_step import require_peers, use_local_steps
+from psworker.training.local_steps.peer_step import require_peers, use_local_steps
+from psworker.training.local_steps.worker_steps import choose_optimizer
 from psworker.training.progress import require_weight
-from psworker.training.recovery import WorkerRecovery
-from psworker.training.saved_state import SavedState
-from psworker.training.sharded_gradients import group_gradients
+from psworker.training.state.buffers import Buffers
+from psworker.training.state.global_weights import global_weights
+from psworker.training.state.saved_state import SavedState
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
 from psworker.training.tracing import not_traced
-from psworker.training.worker_steps import choose_optimizer
 
 log = logging.getLogger("paceline")
 TABLE = "model"
@@ -285,7 +286,7 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         Its parameters must be in `named_parameters` of the constructor. Parameters of other groups
         that were frozen and have been unfrozen are trained from then on too; without new groups
         `step` finds these by itself. The shards' memory holds the former table beside the new one
-        until the job ends (psworker/training/growth.py).
+        until the job ends (psworker/training/changes/growth.py).
 
         Raises:
             ConfigError: A parameter has no name, or workers of this job come and go.

@@ -9,7 +9,7 @@ from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from psworker.group.local_group import LocalGroup
 from psworker.group.parts import owners
 from psworker.group.routes import Routes

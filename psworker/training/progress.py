@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pscore.errors import ConfigError
 from pscore.types import SAMPLES_MAX
-from psworker.connection.exchange import Exchange
+from psworker.connection.exchange.exchange import Exchange
 from psworker.replica.replica import Replica
 
 

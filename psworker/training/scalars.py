@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from pscore.errors import ConfigError
-from psworker.connection.reports import RATE, TOKENS
-from psworker.connection.session import Session
-from psworker.connection.traffic import Traffic
+from psworker.connection.accounts.reports import RATE, TOKENS
+from psworker.connection.accounts.traffic import Traffic
+from psworker.connection.membership.session import Session
 
 
 class Writer(Protocol):

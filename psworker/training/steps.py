@@ -7,14 +7,14 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import LOST
 from pscore.types import Role
-from psworker.connection.left_out import LeftOut
-from psworker.connection.trace import RoundSpans, local_update
-from psworker.training import clipping, scaling
-from psworker.training.buffers import Buffers
-from psworker.training.global_weights import warn_of_changes
-from psworker.training.gradients import Gradients
-from psworker.training.recovery import WorkerRecovery
-from psworker.training.scaling import Overflow
+from psworker.connection.accounts.left_out import LeftOut
+from psworker.connection.accounts.trace import RoundSpans, local_update
+from psworker.training.changes.recovery import WorkerRecovery
+from psworker.training.gradients import clipping, scaling
+from psworker.training.gradients.gradients import Gradients
+from psworker.training.gradients.scaling import Overflow
+from psworker.training.state.buffers import Buffers
+from psworker.training.state.global_weights import warn_of_changes
 from psworker.training.table import TrainingTable
 
 

@@ -20,19 +20,19 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role
-from psworker.connection.exchange import Exchange
-from psworker.connection.session import Session
-from psworker.connection.trace import local_update
+from psworker.connection.accounts.trace import local_update
+from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import Session
 from psworker.group.local_group import LocalGroup
 from psworker.model.sharded import find_routes, make_flat
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.replica.slice_ends import OF_ROUNDS
-from psworker.training.local_step import LocalStep
+from psworker.training.local_steps.local_step import LocalStep
+from psworker.training.local_steps.worker_steps import MeanGradients
 from psworker.training.parts import Parts, own_slices, refuse_in_group
 from psworker.training.progress import TrainingProgress
-from psworker.training.worker_steps import MeanGradients
 
 log = logging.getLogger("paceline")
 

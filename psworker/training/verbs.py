@@ -21,8 +21,8 @@ from pscore.optimizers.assign import Assign
 from pscore.rules.ssgd import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
-from psworker.connection.exchange import Exchange
-from psworker.connection.session import Session
+from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import Session
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer

@@ -40,8 +40,8 @@ CORE = (
     "psserver/decisions",
     "psworker/replica",
     "psworker/gossip",
-    "psworker/pipeline/verdict.py",
-    "psworker/pipeline/stage.py",
+    "psworker/pipeline/plan/verdict.py",
+    "psworker/pipeline/run/stage.py",
 )
 IMPURE = {
     "asyncio",

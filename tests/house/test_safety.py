@@ -19,7 +19,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "psworker/transports/daemon_threads.py": 1,
     # A user's own code: a factory, a forward that is traced in two ways.
     "psworker/commands/models.py": 1,
-    "psworker/pipeline/chain.py": 2,
+    "psworker/pipeline/run/chain.py": 2,
 }
 BROAD = {"Exception", "BaseException"}
 

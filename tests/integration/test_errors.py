@@ -447,7 +447,7 @@ def wait_at_a_barrier(me: Station) -> None:
 def wait_until_said(worker: Worker, pattern: str) -> None:
     """Waits until a worker has written that it waits.
 
-    Tests with a clock ask for ten seconds (tests/unit/psworker/test_exchange.py).
+    Tests of `Exchange` with a clock ask for ten seconds.
     """
     end_s = time.monotonic() + DEADLINE_S
     while not re.search(pattern, worker.written()):

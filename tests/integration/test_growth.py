@@ -10,7 +10,7 @@ import torch
 import psworker
 from pscore.net.credentials import ANYONE
 from psserver.remote import checkpoint, checkpoint_files
-from psworker.training import growth
+from psworker.training.changes import growth
 from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import backward, batch, make_model, relative_error, same, weights_of

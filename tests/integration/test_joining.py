@@ -12,7 +12,7 @@ import torch
 import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from psworker.connection.exchange import Exchange
+from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.shard_link import Link
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ShardMapError
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from tests.integration.command import Command, eventually, gone
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import psworker
-from psworker.pipeline.checkpoint import StageCheckpoint
-from psworker.pipeline.plan_file import PlanFile, PlanStage
+from psworker.pipeline.plan.plan_file import PlanFile, PlanStage
+from psworker.pipeline.run.checkpoint import StageCheckpoint
 from tests.integration.cluster import Shards, Station, WorkerError, new_job
 from tests.paper import test_pipeline as model
 from tests.paper.test_pipeline_flush import one_process

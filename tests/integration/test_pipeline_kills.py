@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import psworker
-from psworker.pipeline.checkpoint import StageCheckpoint
+from psworker.pipeline.run.checkpoint import StageCheckpoint
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 
 TOTAL, COPIES = 40, 32

@@ -8,7 +8,7 @@ from torch import nn
 
 import psworker
 from pscore.pb.ps.v1 import control_pb2
-from psworker.connection.session import Session
+from psworker.connection.membership.session import Session
 from tests.integration.cluster import Shards, Station, WorkerError, new_job, wait_until
 
 TOTAL, CLASSES = 6, 4

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import psworker
-from psworker.connection import step_barrier
-from psworker.connection.session import Session
+from psworker.connection.membership import step_barrier
+from psworker.connection.membership.session import Session
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import batch, make_model, relative_error, same, weights_of
 

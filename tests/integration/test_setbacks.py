@@ -10,7 +10,7 @@ import torch
 
 import psworker
 from pscore.types import SliceSpec
-from psworker.connection.push_maker import PushMaker
+from psworker.connection.exchange.push_maker import PushMaker
 from tests.inside import table_of
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import psworker
-from psworker.connection import session as sessions
-from psworker.connection.session import Session
+from psworker.connection.membership import session as sessions
+from psworker.connection.membership.session import Session
 from psworker.training.table import TrainingTable
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from pscore.errors import ConfigError
 from pssim.pipelines import PipelineWorld
-from psworker.pipeline.ring import WeightRing
-from psworker.pipeline.schedule import Order, Place, Stash, TwoVersions, Vertical
+from psworker.pipeline.run.ring import WeightRing
+from psworker.pipeline.run.schedule import Order, Place, Stash, TwoVersions, Vertical
 
 WIDTH, BATCHES = 3, 40
 LR = 0.1

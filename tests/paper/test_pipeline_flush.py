@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from pscore.errors import ConfigError
-from psworker.pipeline.flush import Flush, FlushReplica, schedule_named, torch_schedules
-from psworker.pipeline.schedule import Place
-from psworker.pipeline.stage import ACTIVATION, GRADIENT, OptimizerWait, Receive
+from psworker.pipeline.run.flush import Flush, FlushReplica, schedule_named, torch_schedules
+from psworker.pipeline.run.schedule import Place
+from psworker.pipeline.run.stage import ACTIVATION, GRADIENT, OptimizerWait, Receive
 from tests.paper.test_pipeline import LR, OPTIMIZERS, data, loss_of, make_stages
 
 WAIT_S = 60.0  # Against a hang only.

@@ -19,7 +19,7 @@ from psserver.slices.store import SliceStore
 from psserver.slices.weights import Weights
 from pssim.case import Case, draw, draw_elastic
 from pssim.faulty import simulate
-from psworker.connection.missed import Missed
+from psworker.connection.accounts.missed import Missed
 from psworker.replica.replica import Replica
 
 SEEDS = 40

@@ -3,7 +3,7 @@
 import pytest
 
 from pssim.continued import ContinuedWorld, Kill, draw, find_failure
-from psworker.pipeline import members
+from psworker.pipeline.run import members
 
 pytestmark = pytest.mark.usefixtures("no_sleep")
 REPLICAS, MINIBATCHES = (2, 1), 3

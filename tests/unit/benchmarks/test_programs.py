@@ -16,8 +16,8 @@ from benchmarks.survival import injector
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import Compute
-from psworker.pipeline.profile import Layer, Profile, read_profile
-from psworker.pipeline.schedule import Place
+from psworker.pipeline.plan.profile import Layer, Profile, read_profile
+from psworker.pipeline.run.schedule import Place
 
 
 def test_the_list_of_benchmarks_says_how_each_is_run() -> None:

@@ -18,6 +18,7 @@ from psserver.service.control import ControlServicer
 from psserver.service.data_socket import make_listener
 from psserver.service.metrics import MetricsPage
 from psserver.service.shared_view import SharedView
+from tests.unit.psserver.engine.test_lock_order import Worker
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -29,7 +30,6 @@ from tests.unit.psserver.front import (
     push_header,
     sender,
 )
-from tests.unit.psserver.test_lock_order import Worker
 
 NUM_SLICES = 24  # Tables of one slice each.
 NUM_THREADS = 4

@@ -10,7 +10,10 @@ import pytest
 
 import psworker
 import psworker.training.modes  # A module does not take the place of a name.
-from psworker.training import figures, optimizer, saved_state
+from psworker.training import figures, optimizer
+
+# Beside those of `torch.optim.Optimizer`.
+from psworker.training.state import saved_state
 
 # Beside those of `torch.optim.Optimizer`.
 OURS = {

@@ -1,0 +1,1 @@
+"""Pushes and pulls of slices."""

@@ -1,0 +1,346 @@
+"""Pushes and pulls of one table over the network, through one data plane per shard.
+
+`Exchange` is the `PushPull` of a replica. It keeps a future for each slice under way. A slice has
+at most one push and one pull under way, so the bytes in flight are bounded by the size of the
+model. A gradient must not change until its push is acknowledged: a failure makes the worker send it
+again, and with shared memory the shard reads it in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from pscore.net import wire
+from pscore.partition import Layout
+from pscore.pb.ps.v1 import data_pb2
+from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray, Push, Role
+from psworker.compression.pull_estimate import PulledEstimate
+from psworker.connection.accounts.missed import Missed
+from psworker.connection.accounts.trace import note_pull, note_push
+from psworker.connection.accounts.traffic import Traffic, pulled_nbytes
+from psworker.connection.exchange.answer_wait import AnswerWait
+from psworker.connection.exchange.headers import pull_header, upload_header
+from psworker.connection.exchange.payloads import Payloads
+from psworker.connection.exchange.push_maker import Made, PushMaker
+from psworker.connection.exchange.residuals import Residuals
+from psworker.connection.exchange.shared_grads import SharedGrads
+from psworker.connection.membership import taking_part
+from psworker.connection.membership.session import Session
+from psworker.model.device import is_on_device
+from psworker.replica.ports import PullBuffer
+from psworker.transports import PullCall, PushCall, Transport
+
+log = logging.getLogger("paceline")
+
+
+class Exchange:
+    """Pushes and pulls of one table.
+
+    Attributes:
+        spec: The declaration of the table.
+        layout: Its slices.
+        table: Its index at the shards.
+        grads: `(memory.numel,) float32` on the host, read there by shards of this host, or None.
+        missed: Steps of this worker that did not count, or not in every slice.
+        origin: The push and the step from which steps are counted.
+        payloads: Payloads of pushes, and residuals.
+        traffic: Bytes sent and received.
+        answers: Waits for the shards' answers.
+        minibatch: Number of the minibatch of the next pushes; -1: they name none.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        spec: TableSpec,
+        *,
+        share: bool = False,
+        own: Sequence[int] | None = None,
+        memory: Layout | None = None,
+    ) -> None:
+        """Declares the table at every shard.
+
+        Args:
+            session: This worker's part in the job.
+            spec: The declaration of the table.
+            share: Whether gradients and weights are in shared memory where that is possible.
+            own: The slices that this process pushes and pulls in training; None: all.
+            memory: Where the slices lie in `grads` and in residuals; None: as in the layout.
+
+        Raises:
+            JobMismatchError: The job's table of this name is another one; names the difference.
+        """
+        self.session, self.spec, self.layout = session, spec, spec.layout()
+        own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
+        self.traffic, self.missed = Traffic(), Missed(len(own))
+        self._timeline = session.timeline
+        self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
+        self.minibatch = -1
+        self.table, self.origin = session.define(spec)
+        self._shared = SharedGrads(session, memory, self._sender) if share else None
+        self.grads = None if self._shared is None else self._shared.array
+        self._estimates = self._make_estimates()
+        self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
+        self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
+        self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
+        self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.payloads = Payloads(memory, spec.compressor, self.grads, self._key, own)
+        self._maker = PushMaker(
+            payloads=self.payloads, traffic=self.traffic, timeline=self._timeline
+        )
+        places = session, self.table, self.layout
+        self._residuals = Residuals(*places, self.payloads.feedback, self._pushes)
+
+    @property
+    def compresses_pulls(self) -> bool:
+        """Whether what is pulled in training is an estimate of the weights."""
+        return not self.spec.pull_compressor.is_raw
+
+    # ----- PushPull
+
+    def push(
+        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
+    ) -> None:
+        """Sends one slice; `grad` must not change until `acknowledged(index)` has returned."""
+        self.acknowledged(index)
+        feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
+        self._residuals.begin(index, push.step)
+        is_raw = feedback is None and push.present != 0
+        shared = is_raw and self._shared is not None and self._shared.holds(index, grad)
+        payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
+        compressor = self.spec.compressor.name if feedback is not None and not flush else ""
+        sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
+        minibatch = self.minibatch
+
+        def make() -> Made:
+            spec = self.layout.slices[index]
+            return self._maker.make(
+                spec, push, sender, payload, compressor, shared=shared, minibatch=minibatch
+            )
+
+        call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
+        if self._timeline is not None:
+            note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
+        self._pushes[index] = call.done
+        self.session.pace.follow(call.done)
+        self.missed.sent(index, push.step)
+        self._transport(index).push(call)
+
+    def pull(
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
+    ) -> None:
+        """Requests one slice: its weights, or the estimate of them."""
+        sender = self._sender()
+        header = pull_header(index, clock, min_version, pull_buffer, sender, with_state=with_state)
+        state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
+        call = PullCall(
+            header=header,
+            weights=pull_buffer.weights.numpy(),
+            state=state,
+            copy_on_wait=pull_buffer.copy_on_wait,
+        )
+        held = self._estimates[index]
+        if held is not None and not (with_state or pull_buffer.exact or pull_buffer.is_look):
+            header.estimate, header.held, call.held = True, held.fingerprint, held
+        if self._timeline is not None:
+            note_pull(self._timeline, call)
+        self._pulls[index] = (call, pull_buffer)
+        self.session.pace.follow(call.done)
+        self._pulled_steps[index] = max(clock, min_version) - 1
+        self._transport(index).pull(call)
+
+    def maps_weights(self, index: int) -> bool:
+        """Returns whether a slice's weights are in shared memory and pulled uncompressed."""
+        is_mapped = self._shared is not None and self._shared.is_mapped(index)
+        return is_mapped and self._estimates[index] is None
+
+    def maps_grads(self, indices: Iterable[int]) -> bool:
+        """Returns whether the shards of slices have mapped `grads`, so they acknowledge soon."""
+        shared = self._shared
+        return shared is not None and all(shared.is_mapped(index) for index in indices)
+
+    # ----- waiting
+
+    def run(self, waits: Iterable[int]) -> None:
+        """Drives a replica's generator: waits for each pull that it yields.
+
+        Raises:
+            PacelineError: A pull or push was refused, or a shard does not answer.
+        """
+        for index in waits:
+            call, pull_buffer = self._pulls[index]
+            step = self._pulled_steps.get(index, -1)
+            what = "the first weights" if step < 0 else f"the weights after step {step}"
+            reply = self.answers.wait(call.done, index, what)
+            while call.fetch is not None and not call.fetch():
+                call.done, call.fetch = Future(), None
+                self.session.pace.follow(call.done)
+                self._transport(index).pull(call)
+                reply = self.answers.wait(call.done, index, what)
+            pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
+            pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
+            self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
+            self.traffic.num_pulls += 1
+
+    def has_landed(self, index: int) -> bool:
+        """Returns whether no pull of a slice is under way."""
+        return index not in self._pulls or self._pulls[index][0].done.done()
+
+    def next_landed(self, indices: Sequence[int]) -> int:
+        """Returns the first of some slices without a pull under way; waits until there is one.
+
+        Raises:
+            PacelineError: A pull or push was refused, or a shard does not answer.
+        """
+        for index in indices:
+            if self.has_landed(index):
+                return index
+        answers = {index: self._pulls[index][0].done for index in indices}
+        return self.answers.wait_for_any(answers, "weights of an earlier step")
+
+    def is_busy(self) -> bool:
+        """Returns whether a push has not been acknowledged yet."""
+        return any(not future.done() for future in self._pushes.values())
+
+    def acknowledged(self, index: int) -> None:
+        """Waits until the last push of a slice is acknowledged: its gradient is free again."""
+        future = self._pushes.pop(index, None)
+        if future is not None:
+            what = f"room for step {self.missed.pushed.get(index, 0)}"
+            reply = self.answers.wait(future, index, what)
+            if reply.verdict == data_pb2.VERDICT_TOO_LATE:
+                self.traffic.num_too_late += 1
+                self.missed.late(self.session.rank, index, self.spec.rule)
+            self._residuals.settle(index, reply)
+
+    def flush(self) -> None:
+        """Waits until every push is acknowledged."""
+        for index in list(self._pushes):
+            self.acknowledged(index)
+
+    def give_up_step(self, step: int | None, problem: BaseException) -> None:
+        """Gives up the step under way, if any, and logs whether it counts (`Missed.give_up`)."""
+        unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
+        came = self.missed.give_up(step, unanswered, self.spec.rule)
+        why = str(problem) or type(problem).__name__
+        log.warning("worker %d rejoins, %s: %s", self.session.rank, came, why)
+
+    def _raise_failed(self) -> None:
+        """Raises the error of a push that could not leave: answers may depend on it."""
+        for future in self._pushes.values():
+            if future.done() and (problem := future.exception()) is not None:
+                raise problem
+
+    def restart(self) -> None:
+        """Forgets pushes and pulls under way, which may have been counted; residuals stay."""
+        self.table, self.origin = self.session.define(self.spec, again=True)
+        self._pushes.clear()
+        self._pulls.clear()
+        self.session.pace.forget()
+        self._estimates = self._make_estimates()
+        self.payloads.restart()
+        self._residuals.restart(self.table)
+        if self._shared is not None:
+            self._shared.attach()
+
+    def ask_origin(self) -> None:
+        """Asks the shards from where steps are counted, after a state was loaded."""
+        self.table, self.origin = self.session.define(self.spec, again=True)
+
+    def change(self, rule: Rule, step: int) -> None:
+        """Changes the table's rule, on every shard and for every worker.
+
+        Args:
+            rule: The new mode.
+            step: The step of training at which this worker is.
+        """
+        self.flush()
+        self._num_changes += 1
+        taking_part.step_aside(self.session, self.table, self._num_changes, step)
+        self.session.barrier("mode")
+        taking_part.change(self.session, self.table, self._num_changes, rule)
+        self.spec = replace(self.spec, rule=rule)
+        self.ask_origin()
+
+    def step_aside(self, step: int) -> None:
+        """Asks the shards not to wait for this worker's pushes until `come_back`.
+
+        Args:
+            step: The step of training at which this worker is.
+        """
+        self.flush()
+        self._num_changes += 1
+        taking_part.step_aside(self.session, self.table, self._num_changes, step)
+
+    def come_back(self, minibatch: int) -> None:
+        """Returns to the steps; forgets all pushes and pulls, so the weights have to be pulled.
+
+        Args:
+            minibatch: All minibatches before it are in the weights that the job had to begin with.
+        """
+        taking_part.come_back(self.session, self.table, self._num_changes, minibatch)
+        self.restart()
+
+    # ----- loading
+
+    def load(
+        self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
+    ) -> None:
+        """Uploads the weights of one slice at a step, or its weights and state."""
+        header = upload_header(index, role, counts, step, self._sender())
+        parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
+        self.acknowledged(index)
+        call = PushCall(make=lambda: (header, parts), slice=index)
+        self._pushes[index] = call.done
+        self._transport(index).push(call)
+
+    # ----- error feedback
+
+    def compressor_state(self) -> dict[str, FloatArray]:
+        """Returns the state of error feedback, `(layout.numel,)` each; pushes must be flushed."""
+        return self.payloads.state()
+
+    def load_compressor_state(self, state: Mapping[str, FloatArray]) -> None:
+        """Replaces the state of error feedback; it is the same for any number of shards."""
+        self.payloads.load(state)
+
+    def _make_estimates(self) -> list[PulledEstimate | None]:
+        """Returns each slice's estimate; None where pulls are not compressed."""
+        who = f"worker {self.session.rank}"
+        return [
+            PulledEstimate(self.spec.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
+            if spec.compress and self.compresses_pulls
+            else None
+            for spec in self.layout.slices
+        ]
+
+    # ----- inside
+
+    def _key(self, index: int) -> str:
+        """Returns a string that seeds a slice's random numbers."""
+        return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
+
+    def _transport(self, index: int) -> Transport:
+        self.session.require_own()
+        return self.session.links[self.layout.slices[index].shard].transport
+
+    def _sender(self) -> data_pb2.Sender:
+        session = self.session
+        return data_pb2.Sender(
+            job=session.job,
+            table=self.table,
+            worker=session.rank,
+            incarnation=session.incarnation,
+        )
+
+
+def _is_answered(push: Future[data_pb2.PushReply]) -> bool:
+    return push.done() and push.exception() is None

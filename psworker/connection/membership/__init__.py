@@ -1,0 +1,1 @@
+"""Joining, staying in and leaving a job."""

@@ -1,0 +1,303 @@
+"""Joins the shards of a job, as this process joins first and as it returns later."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pscore.errors import (
+    NotOverError,
+    PacelineError,
+    ProtocolVersionError,
+    RankTakenError,
+    ShardMapError,
+)
+from pscore.net import wire
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psworker.connection.membership.places import PlaceWait
+from psworker.connection.shard_link import Link
+
+log = logging.getLogger("paceline")
+LEAVE_TIMEOUT_S = 3.0
+RANK_RETRY_S = 0.2
+FORMER_MAX = 32  # Former incarnations of this process that are sent.
+# Barriers that each worker passes once at its start; a late worker passes them alone.
+AT_START = ("begin", "load_state_dict")
+FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a shard's.
+
+
+@dataclass(slots=True)
+class JobMember:
+    """This process as a member of a job.
+
+    Attributes:
+        job: Name of the job.
+        num_workers: Number of workers of the job; the maximum of an elastic one.
+        min_workers: Minimum of an elastic job; 0: it is not elastic.
+        restart: Number of restarts of this worker.
+        rank: 0-based rank of this worker; -1: the first shard decides.
+        incarnation: Random number of this membership; 0: none yet.
+        former: Incarnations of this process before this one, oldest first.
+        after: The incarnation under which this process finished a run of the job; 0: none.
+        waits: A description of the shard that does not answer; the other shards report it.
+        lease_s: Seconds without a message after which the shards declare this worker lost.
+    """
+
+    job: str
+    num_workers: int
+    min_workers: int
+    restart: int
+    rank: int
+    incarnation: int = 0
+    former: list[int] = field(default_factory=list)
+    after: int = 0
+    waits: str = ""
+    lease_s: float = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return self.lease_s / 5
+
+    def renew(self) -> None:
+        """Draws a new incarnation; it does not depend on `random`, which scripts seed."""
+        if self.incarnation:
+            self.former = [*self.former, self.incarnation][-FORMER_MAX:]
+        self.incarnation = 1 + secrets.randbits(62)
+
+
+@dataclass(slots=True)
+class Known:
+    """State of a job that the shards reported when this worker joined.
+
+    Attributes:
+        life: The life of the job, on the first shard.
+        progress: Step of each table that the job had.
+        rounds: The next round of each barrier.
+    """
+
+    life: int = 0
+    progress: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+
+    def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
+        """Adds a shard's answer; the first shard counts the lives and the rounds."""
+        self.progress |= {name: step for name, step in reply.progress.items()}
+        if is_first:
+            self.life = reply.life
+            if reply.news:
+                log.warning("worker %d: %s", reply.rank, reply.news)
+            self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
+
+
+class Joining:
+    """Joins a member to every shard, or to none.
+
+    Attributes:
+        known: State of the job that the shards reported.
+    """
+
+    def __init__(
+        self, member: JobMember, links: Sequence[Link], patience_s: float, data_plane: str
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            member: This process; its rank and lease are set by a join.
+            links: One per shard, in the order of the shards.
+            patience_s: Seconds to wait for a rank that another process still holds.
+            data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
+        """
+        self.known = Known()
+        self._member = member
+        self._links = links
+        self._patience_s = patience_s
+        self._data_plane = data_plane
+
+    def join(self) -> None:
+        """Joins for the first time.
+
+        Raises:
+            ShardMapError: The links are not the shards of one cluster, in order.
+            PacelineError: A shard refuses this worker, or does not answer.
+        """
+        check_shards(self._links)
+        if self._member.rank < 0 and self._member.min_workers:
+            self._join_at_any_rank(returns=False)
+        else:
+            self._member.renew()
+            self._join_all(returns=False)
+
+    def rejoin(self) -> None:
+        """Joins as a new incarnation; in an elastic job another rank will do.
+
+        Raises:
+            PacelineError: Another process holds the rank, or a shard does not answer.
+        """
+        member = self._member
+        member.renew()
+        try:
+            self._join_all(returns=True)
+        except RankTakenError as problem:
+            if not member.min_workers:
+                raise
+            log.warning("worker %d takes another rank: %s", member.rank, problem)
+            self._join_at_any_rank(returns=True)
+
+    def leave(self, link: Link, reason: str, *, failed: bool) -> None:
+        """Leaves the job at one shard, if it answers."""
+        request = pb.LeaveRequest(
+            job=self._member.job,
+            worker=self._member.rank,
+            incarnation=self._member.incarnation,
+            reason=reason,
+            failed=failed,
+        )
+        link.patience.limit_s = 0.0
+        try:
+            link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
+        except PacelineError as error:
+            log.info("could not leave the job at %s: %s", link.address, error)
+
+    # ----- inside
+
+    def _join_at_any_rank(self, *, returns: bool) -> None:
+        """Joins at a rank that the first shard chooses.
+
+        Shards do not notice a lost worker at the same moment: its rank may be free at one shard and
+        not yet at another. And a job may be full until a worker leaves.
+
+        Raises:
+            RankTakenError: No rank became free in time.
+            PacelineError: A shard refuses this worker for another reason, or does not answer.
+        """
+        place = PlaceWait(self._member.job, self._patience_s)
+        while True:
+            self._member.rank = -1
+            self._member.renew()
+            for link in self._links:
+                link.patience.limit_s = self._patience_s  # `leave` has set it to 0.
+            try:
+                self._join_all(returns=returns)
+            except RankTakenError as problem:
+                place.wait(problem)
+                time.sleep(RANK_RETRY_S * random.uniform(0.5, 1.0))
+            else:
+                return
+
+    def _join_all(self, *, returns: bool) -> None:
+        """Joins every shard, or none of them."""
+        with contextlib.ExitStack() as undo:
+            for link in self._links:
+                self._join_patiently(link, returns=returns)
+                why = "it could not join every shard"
+                undo.callback(self.leave, link, why, failed=True)
+                link.open(self._data_plane)
+            undo.pop_all()
+
+    def _join_patiently(self, link: Link, *, returns: bool) -> None:
+        """Joins one shard; waits for shards that lag behind the first one.
+
+        They may not have noticed yet that the process that had this rank is gone. A worker of an
+        elastic job does not wait for one rank: it may take another. Each shard may still have
+        workers of the run before this one, which end at one shard after the other.
+        """
+        waits = link is not self._links[0] and not self._member.min_workers
+        run = PlaceWait(self._member.job, self._patience_s)
+        until_s = time.monotonic() + (self._patience_s if waits else 0.0)
+        while True:
+            try:
+                self._join_one(link, returns=returns)
+            except NotOverError as problem:
+                run.wait(problem)
+            except RankTakenError:
+                if time.monotonic() >= until_s:
+                    raise
+            else:
+                return
+            time.sleep(RANK_RETRY_S)
+            self._renew_leases_before(link)
+
+    def _renew_leases_before(self, link: Link) -> None:
+        """Renews the leases at the shards that were joined before this one.
+
+        Another shard may need a whole lease to declare the former process lost. The threads that
+        send heartbeats start when all shards have been joined.
+        """
+        member = self._member
+        request = pb.HeartbeatRequest(
+            job=member.job,
+            worker=member.rank,
+            incarnation=member.incarnation,
+            waiting_for=member.waits,
+        )
+        for joined in self._links[: self._links.index(link)]:
+            with contextlib.suppress(PacelineError):  # The next request raises it as well.
+                joined.beat(request, timeout_s=member.interval_s)
+
+    def _join_one(self, link: Link, *, returns: bool) -> None:
+        member, is_first = self._member, link is self._links[0]
+        reply = link.call(
+            link.control.Join,
+            pb.JoinRequest(
+                job=member.job,
+                rank=member.rank,
+                num_workers=member.num_workers,
+                min_workers=member.min_workers,
+                incarnation=member.incarnation,
+                former=member.former,
+                after=member.after,
+                restart=member.restart,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                protocol=wire.PROTOCOL,
+                returns=returns,
+                life=0 if is_first else self.known.life,
+            ),
+        )
+        member.rank, member.lease_s = reply.rank, reply.lease_s
+        link.instance, link.joined_as = reply.instance, (member.rank, member.incarnation)
+        self.known.add(reply, is_first=is_first)
+
+
+def check_shards(links: Sequence[Link]) -> None:
+    """Checks that the links lead to the shards of one cluster, in their order.
+
+    Raises:
+        ProtocolVersionError: A shard speaks another version of the protocol.
+        ShardMapError: The links are not the shards of one cluster, in order.
+        ServerUnavailableError: A shard does not answer.
+    """
+    replies = [
+        link.call(
+            link.control.Describe,
+            pb.DescribeRequest(),
+            timeout_s=min(FIRST_TIMEOUT_S, max(1.0, link.patience.limit_s)),
+        )
+        for link in links
+    ]
+    listed = ", ".join(
+        f"{link.address} is shard {reply.shard} of {reply.num_shards}"
+        for link, reply in zip(links, replies, strict=True)
+    )
+    for link, reply in zip(links, replies, strict=True):
+        if reply.protocol != wire.PROTOCOL:
+            raise ProtocolVersionError(
+                f"{link.address} speaks protocol {reply.protocol} (paceline {reply.version}), "
+                f"this worker speaks {wire.PROTOCOL}: install one version on both sides"
+            )
+    if len({reply.cluster for reply in replies}) > 1:
+        raise ShardMapError(f"the servers were not started together: {listed}")
+    if any(reply.num_shards != len(replies) for reply in replies):
+        raise ShardMapError(
+            f"{len(replies)} server addresses for {replies[0].num_shards} shards: {listed}"
+        )
+    if [reply.shard for reply in replies] != list(range(len(replies))):
+        raise ShardMapError(f"the servers are not in the order of their shards: {listed}")

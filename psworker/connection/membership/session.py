@@ -1,0 +1,324 @@
+"""A worker's part in a job: it declares tables, waits at barriers, rejoins, and leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+
+from pscore.errors import LOST
+from pscore.net.credentials import ANYONE, Credentials
+from pscore.observe import spans
+from pscore.observe.timeline import Timeline
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.table_spec import TableSpec
+from pscore.types import Origin
+from psworker.connection.accounts.pace import Pace
+from psworker.connection.membership.barrier_wait import wait_at_barrier
+from psworker.connection.membership.group_joining import GroupJoining
+from psworker.connection.membership.heartbeats import Heartbeats
+from psworker.connection.membership.joining import JobMember, Joining
+from psworker.connection.membership.places import refuse_forked
+from psworker.connection.membership.tables import declare
+from psworker.connection.shard_link import Link
+from psworker.group.local_group import LocalGroup
+
+log = logging.getLogger("paceline")
+_finished: dict[str, int] = {}  # By job: incarnation under which this process has finished last.
+
+
+class Session:
+    """This process as a worker of one job, or as one of the processes that are a worker.
+
+    Attributes:
+        job: Name of the job.
+        num_workers: Number of workers of the job; the maximum of an elastic one.
+        min_workers: Minimum of an elastic job; 0: it is not elastic.
+        links: One per shard, in the order of the shards.
+        group: The processes that are this worker; None: this process alone is.
+        timeline: The spans of this process; None: none are recorded.
+        left_out: By table; counts of steps left out, in modes where all workers make all steps.
+        lease_s: Seconds without a message after which the shards declare this worker lost.
+        reports: The values that the script reports of its training.
+        residual_senders: By table; they send the residuals that a checkpoint needs.
+        peer_reports: By table; they describe this worker's last exchanges with its peers.
+        stage_reports: One, of a worker of a pipeline: it describes its part.
+        peer_host: Address at which this worker listens for others; empty: that from which it
+            reaches the first shard.
+        peer_ports: Ports of which it takes the first that is free; 0: any.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        job: str,
+        rank: int,
+        num_workers: int,
+        min_workers: int = 0,
+        restart: int = 0,
+        patience_s: float = 30.0,
+        data_plane: str = "auto",
+        credentials: Credentials = ANYONE,
+        group: LocalGroup | None = None,
+    ) -> None:
+        """Joins every shard, and starts to renew the leases.
+
+        Args:
+            servers: Addresses in the order of the shards.
+            job: Name of the job.
+            rank: Rank of this worker; -1: the first shard decides.
+            num_workers: Number of workers of the job; the maximum of an elastic one.
+            min_workers: Minimum of an elastic job; 0: it is not elastic.
+            restart: Number of restarts of this worker.
+            patience_s: Seconds without an answer that are an error.
+            data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
+            credentials: Token and certificates for the connections.
+            group: The processes that are this worker.
+
+        Raises:
+            ServerUnavailableError: An address does not answer.
+            ShardMapError: The addresses are not the shards of one cluster, in order.
+            RemoteProtocolError: A shard refuses this worker.
+        """
+        self.job = job
+        self._pid, self._has_left = os.getpid(), False
+        self._has_tables = False  # Else it has taken no part in the job's run.
+        self.num_workers = num_workers
+        self.min_workers = min_workers
+        self.links = [
+            Link(address, patience_s=patience_s, credentials=credentials) for address in servers
+        ]
+        self.group = group
+        self.timeline: Timeline | None = None
+        self.peer_host, self.peer_ports = "", range(1)
+        self.pace = Pace()
+        after = _finished.get(job, 0)
+        self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
+        how = self._member, self.links, patience_s, data_plane
+        self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
+        self._heartbeats = Heartbeats(self._member, self.links, self.pace)
+        self.left_out, self.reports = self._heartbeats.left_out, self._heartbeats.reports
+        self.residual_senders = self._heartbeats.residual_senders
+        self.peer_reports = self._heartbeats.peer_reports
+        self.stage_reports = self._heartbeats.stage_reports
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_links)
+            self._joining.join()
+            undo.pop_all()
+        self.lease_s = self._member.lease_s
+        self._heartbeats.start()
+        if group is not None:
+            group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
+
+    @property
+    def rank(self) -> int:
+        """0-based rank of this worker; in an elastic job `rejoin` may change it."""
+        return self._member.rank
+
+    @property
+    def incarnation(self) -> int:
+        """Random number that distinguishes this membership from former ones of the same rank."""
+        return self._member.incarnation
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process speaks for its worker: it is alone, or its group's first."""
+        return self.group is None or self.group.is_leader
+
+    @property
+    def process_rank(self) -> int:
+        """0-based rank of this process among those of all workers."""
+        return self.rank if self.group is None else self.rank * self.group.size + self.group.rank
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of all workers; the maximum of an elastic job."""
+        return self.num_workers * (1 if self.group is None else self.group.size)
+
+    @property
+    def waits(self) -> str:
+        """A description of the shard that does not answer; the other shards report it."""
+        return self._member.waits
+
+    @waits.setter
+    def waits(self, text: str) -> None:
+        self._member.waits = text
+
+    @property
+    def life(self) -> int:
+        """Number of the job's life when this worker joined; all its workers dying ends one."""
+        return self._joining.known.life
+
+    @property
+    def known_tables(self) -> list[str]:
+        """Names of the tables that had made updates when this worker joined."""
+        return list(self._joining.known.progress)
+
+    # ----- what a job needs
+
+    def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:
+        """Declares a table at every shard; returns its index, and where its steps begin.
+
+        A worker that is lost before it has a table, because it was stopped for longer than its
+        lease or a shard was restarted, rejoins here.
+
+        Args:
+            spec: The declaration.
+            again: Whether the job has this table already.
+
+        Raises:
+            JobMismatchError: The job's table of this name is a different one; names the difference.
+            StateLostError: A shard does not know a table that was declared before.
+            ReplacedError: This worker has to rejoin, and has a table already.
+        """
+        while True:
+            request = pb.DefineRequest(
+                job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
+            )
+            try:
+                found = declare(self.links, request, self._joining.known.progress, again=again)
+            except LOST as problem:
+                if self._has_tables or self.group is not None:
+                    raise  # There is more to bring back, or there are others to agree with.
+                log.warning("worker %d rejoins, before its first step: %s", self.rank, problem)
+                self.rejoin()
+            else:
+                self._has_tables = True
+                return found
+
+    def rejoin(self) -> None:
+        """Joins the job again as a new incarnation, after having been declared lost.
+
+        In an elastic job another worker may have taken the rank; then this worker gets another one.
+
+        Raises:
+            PacelineError: Another process holds the rank, or a shard does not answer.
+        """
+        self._joining.rejoin()
+        self._heartbeats.failure = None
+
+    def barrier(self, name: str = "barrier") -> None:
+        """Waits until every worker that is still in the job has reached the same barrier.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or a shard does not answer.
+        """
+        self.agree(name, 0.0)
+
+    def agree(self, name: str, value: float) -> float:
+        """Waits as `barrier` does, and returns the maximum of all processes' values.
+
+        Args:
+            name: Name of the barrier.
+            value: This process's value, 0 or more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or a shard does not answer.
+        """
+        if self.group is None:
+            return self._agree(name, value)
+        largest = max(given for (given,) in self.group.gather([value]))
+        return float(self.group.led(lambda: self._agree(name, largest)))
+
+    def _agree(self, name: str, value: float) -> float:
+        """Waits for the other workers, and returns the maximum of their values."""
+        number = self._joining.known.rounds.get(name, 0)
+        self._joining.known.rounds[name] = number + 1
+        return float(wait_at_barrier(self.links[0], self.arrival(name, number, value)).value)
+
+    def arrival(self, name: str, number: int, value: float) -> pb.BarrierRequest:
+        """Returns the request with which this worker arrives at a round of a barrier."""
+        return pb.BarrierRequest(
+            job=self.job,
+            worker=self.rank,
+            incarnation=self.incarnation,
+            name=name,
+            round=number,
+            value=value,
+        )
+
+    def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
+        """Reports this worker to the directory of a table's peers, on the first shard.
+
+        Args:
+            request: Its job, rank and incarnation are set here.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        request.job, request.peer.rank = self.job, self.rank
+        request.peer.incarnation = self.incarnation
+        reply: pb.MeetReply = self.links[0].call(self.links[0].control.Meet, request)
+        return reply
+
+    def hurry(self) -> None:
+        """Sends the next heartbeat to the first shard now: its answer may end a wait."""
+        self._heartbeats.hurry()
+
+    def require_own(self) -> None:
+        """Refuses a process that was forked from the worker (`refuse_forked`)."""
+        refuse_forked(self._pid, self.rank, self.job)
+
+    def check(self) -> None:
+        """Raises the error that ends the heartbeats, if there is one.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job.
+            ThreadError: It sends no more heartbeats.
+        """
+        if self.group is not None:
+            self.group.watch.check()
+        if (failure := self._heartbeats.broken or self._heartbeats.failure) is not None:
+            raise failure
+
+    def live(self) -> list[int]:
+        """Returns the ranks of the workers that take part now, in order.
+
+        Raises:
+            PacelineError: The first shard does not answer.
+        """
+        request = pb.HeartbeatRequest(
+            job=self.job,
+            worker=self.rank,
+            incarnation=self.incarnation,
+            waiting_for=self.waits,
+            wants_live=True,
+        )
+        first = self.links[0]
+        return list(first.call(first.control.Heartbeat, request).live)
+
+    def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
+        """Leaves the job at every shard; no worker waits for this one any more.
+
+        Args:
+            reason: The reason, for people.
+            failed: Whether the worker did not finish: an elastic job may wait for a replacement.
+        """
+        if self._has_left:
+            return
+        self._has_left = True
+        if self.group is not None:
+            self.group.watch.leave(reason, failed=failed)
+        self._leave_shards(reason, failed=failed)
+        if self._has_tables and not failed:
+            _finished[self.job] = self.incarnation
+        self._close_links()
+        self._heartbeats.join()
+        if self.timeline is not None:
+            self.timeline.write()
+        spans.flush("psworker")
+
+    def _leave_shards(self, reason: str, *, failed: bool) -> None:
+        """Leaves at every shard, once; a group's leader does, or all if it is lost."""
+        if self._heartbeats.is_over:
+            return
+        self._heartbeats.end()
+        if self.is_leader or failed:
+            for link in self.links:
+                self._joining.leave(link, reason, failed=failed)
+
+    def _close_links(self) -> None:
+        for link in self.links:
+            link.close()

@@ -1,0 +1,56 @@
+"""A worker steps aside from a table's steps, and takes part again, or changes the table's mode."""
+
+from __future__ import annotations
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules.base import Rule
+from pscore.table_spec import plugin_to_proto
+from psworker.connection.membership.session import Session
+
+
+def step_aside(session: Session, table: int, number: int, step: int) -> None:
+    """Asks the shards not to wait for this worker's pushes until it returns.
+
+    Args:
+        session: This worker's part in the job.
+        table: Index of the table.
+        number: Number of the absence or of the change of the mode, counted by this worker.
+        step: The step of training at which this worker is.
+    """
+    _change(session, pb.ChangeRequest(table=table, number=number, step=step))
+
+
+def come_back(session: Session, table: int, number: int, minibatch: int) -> None:
+    """Asks the shards to wait for this worker's pushes again, in the same mode.
+
+    Args:
+        session: This worker's part in the job.
+        table: Index of the table.
+        number: The number under which it has stepped aside.
+        minibatch: All minibatches before it are in the weights that the job had to begin with.
+    """
+    request = pb.ChangeRequest(table=table, number=number, returns=True, minibatch=minibatch)
+    _change(session, request)
+
+
+def change(session: Session, table: int, number: int, rule: Rule) -> None:
+    """Changes the mode of a table; every worker calls it, after all have stepped aside.
+
+    Args:
+        session: This worker's part in the job.
+        table: Index of the table.
+        number: The number under which it has stepped aside.
+        rule: The new mode.
+
+    Raises:
+        JobMismatchError: Another worker has named another mode.
+        ConfigError: The mode does not fit the job.
+    """
+    _change(session, pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule)))
+
+
+def _change(session: Session, request: pb.ChangeRequest) -> None:
+    request.job, request.worker = session.job, session.rank
+    request.incarnation = session.incarnation
+    for link in session.links:
+        link.call(link.control.Change, request)

@@ -1,0 +1,1 @@
+"""A model's profile, its partition into stages, and the verdict."""

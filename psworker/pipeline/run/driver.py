@@ -1,0 +1,346 @@
+"""Runs one replica of a stage among the workers of all stages: sends, receives, and updates."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.pb.ps.v1 import control_pb2
+from psworker.connection.membership.session import Session
+from psworker.gossip.base import Meet, Waits, Want
+from psworker.job import context
+from psworker.peers.peers import Peers
+from psworker.pipeline.run import wire
+from psworker.pipeline.run.checkpoint import Tensors, from_numbers, to_numbers
+from psworker.pipeline.run.schedule import Place, Stash
+from psworker.pipeline.run.stage import (
+    ACTIVATION,
+    GRADIENT,
+    Around,
+    Loss,
+    OptimizerWait,
+    Receive,
+    Send,
+    StageReplica,
+)
+from psworker.pipeline.run.stage import Waits as StageWaits
+from psworker.pipeline.run.trace import recorded
+
+if TYPE_CHECKING:
+    from psworker.pipeline.run.flush import FlushReplica
+
+KINDS = {ACTIVATION: "activation", GRADIENT: "gradient", wire.STATE: "state"}
+LOOK_S = 0.25  # From one look to the next, where the directory of the workers was lost.
+Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or raises an OSError.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The part of the training that is this worker's.
+
+    Attributes:
+        module: The layers of its stage.
+        optimizer: Their optimizer.
+        loss: Loss of the last stage's output and the targets.
+        versions: Returns the versions of the weights for a place.
+        parts: Returns the stage's weights and optimizer state, for a checkpoint.
+        step_aside: Asks the shards not to wait for this replica's gradients any more.
+        weigh: Multiplies the weight of this replica's next gradient in the replicas' mean.
+        is_shared: Whether the optimizer is on the shards, and weights have a place for pulls.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    versions: Callable[[Place], Stash]
+    parts: Callable[[], tuple[Tensors, Tensors]]
+    step_aside: Callable[[], None] = lambda: None
+    weigh: Callable[[float], None] = lambda _: None
+    is_shared: bool = False
+
+
+class Driver:
+    """A replica of a stage whose neighbours stay: when one is lost, this one ends with an error.
+
+    Attributes:
+        place: Stage and replica.
+        losses: Losses of the minibatches that this replica has ended, by number.
+        first: The minibatch at which the stage has begun with the newest weights.
+        next: The minibatch that the stage takes next; those before it are given to it or counted.
+        waits_s: Seconds in which it has waited for its neighbours.
+    """
+
+    def __init__(
+        self, work: Work, place: Place, session: Session, peers: Peers, first: int
+    ) -> None:
+        """Waits until the workers of all stages are there, and begins.
+
+        Args:
+            work: The layers, and how they are trained.
+            place: Stage and replica of this worker.
+            session: Its part in the job of all stages.
+            peers: Its connections to the workers of that job.
+            first: Minibatches that the weights have behind them.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        self._work, self.place = work, place
+        self._session, self._peers = session, peers
+        self._device = next(work.module.parameters()).device
+        self.losses: dict[int, float] = {}
+        self.waits_s = 0.0
+        self._updates = 0
+        self.begin(first)
+        self._meet()
+
+    def begin(self, first: int) -> None:
+        """Begins with no minibatch in flight, at the newest weights."""
+        self.first = self.next = first
+        self._stage = _replica(self._work, self.place, self._send, self._take, self._around)
+
+    def step(self, number: int, inputs: Any, targets: Any) -> None:
+        """Trains on a minibatch.
+
+        Raises:
+            TransportError: A worker of another stage is gone.
+        """
+        self.next = number + 1
+        self._drive(self._stage.step(number - self.first, inputs, targets))
+        self._note_losses()
+
+    def end_all(self, number: int) -> None:
+        """Ends the minibatches in flight; `number` of them have been given to `step`.
+
+        Raises:
+            TransportError: A worker of another stage is gone.
+        """
+        self._drive(self._stage.finish())
+        self._note_losses()
+
+    def finish(self, number: int) -> None:
+        """Ends the minibatches in flight, and leaves the job; replicas get the same weights."""
+        self.end_all(number)
+        self._work.step_aside()  # The others' last round waits no longer for this replica.
+        self._session.barrier("pipeline")
+        if self.place.num_replicas > 1:
+            context.shutdown()
+        self._leave()
+
+    def require_whole(self, number: int) -> None:
+        """Refuses a checkpoint behind minibatches whose last update is not full.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        every = self._work.versions(self.place).whole
+        if (number - self.first) % every:
+            raise ConfigError(
+                f"a checkpoint behind {number - self.first} minibatches would cut an update: save "
+                f"behind a multiple of {every}"
+            )
+
+    def save(self, number: int, write: Write) -> None:
+        """Brings the parts of all stages to the first worker, which writes them.
+
+        Args:
+            number: Minibatches behind the weights.
+            write: Writes the parts of all stages.
+
+        Raises:
+            PacelineError: The first worker could not write; training may go on.
+            TransportError: A worker of another stage is gone.
+        """
+        self.end_all(number)
+        self.begin(number)
+        self._session.barrier("checkpoint")  # The gradients of all replicas are on the shards.
+        problem: Exception | None = None
+        if self.place.rank:
+            if self.place.replica == 0:
+                wire.send(self._peers, 0, wire.STATE, number, to_numbers(*self._work.parts()))
+        else:
+            whole = self._work.parts()
+            self._drive(self._collect(number, *whole))
+            try:
+                write(*whole)
+            except OSError as found:
+                problem = found
+        if self._session.agree("checkpoint", float(problem is not None)):
+            raise unwritten(number, problem)
+
+    def report(self) -> control_pb2.StageReport:
+        """Returns what the replica does now, for status; another thread may call it."""
+        stage = self._stage
+        return control_pb2.StageReport(
+            stage=self.place.stage,
+            replica=self.place.replica,
+            minibatch=self.next,
+            version=self._updates,
+            in_flight=stage.num_flying,
+            activation_nbytes=stage.activations.nbytes,
+            versions_held=stage.versions_held,
+            waits_s=self.waits_s,
+        )
+
+    # ----- inside
+
+    def _meet(self) -> None:
+        """Waits for the workers of all stages."""
+        self._peers.run(self._gather())
+
+    def _gather(self) -> Waits:
+        yield Meet(-1, needs_all=sum(self.place.replicas))
+        self._met = dict(self._peers.incarnations)
+        # Since all have met, one may have ended, or the first shard may have started anew.
+        while missing := (yield from self._missing()):
+            pass
+        if missing is None:
+            gone = set(range(sum(self.place.replicas))) - set(self._peers.members())
+            raise self._changed("all were beginning, by the loss of", min(gone, default=0))
+
+    def _missing(self) -> Generator[Meet, Any, int | None]:
+        """Returns how many workers the directory does not list yet; None: one of them is gone.
+
+        The directory of the members may have been lost with the first shard. Each worker enters
+        itself again when it waits for another one; until then it is there if it is live.
+        """
+        yield Meet(self.next, waits=False)
+        missing = set(range(sum(self.place.replicas))) - set(self._peers.members())
+        if self._peers.incarnations != self._met or not missing <= set(self._session.live()):
+            return None
+        if missing:
+            time.sleep(LOOK_S)
+        return len(missing)
+
+    def _leave(self) -> None:
+        self._peers.close()
+        self._session.leave()
+
+    def _note_losses(self) -> None:
+        for number, loss in self._stage.losses.items():
+            self.losses[self.first + number] = loss
+        self._stage.losses.clear()
+
+    def _take(self, wait: Receive) -> torch.Tensor:
+        """Waits for a tensor inside a schedule of torch, which does not yield."""
+        found: list[torch.Tensor] = []
+
+        def script() -> Waits:
+            found.append((yield from self._await(wait)))
+
+        self._peers.run(script())
+        return found[0]
+
+    def _send(self, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
+        wire.send(self._peers, to, kind, self.first + minibatch, values)
+
+    def _drive(self, script: StageWaits) -> None:
+        """Runs what the stage has to do; on an error it leaves the job, so the others learn it."""
+        is_done = False
+        try:
+            self._peers.run(self._waits(script))
+            is_done = True
+        finally:
+            if not is_done:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Leaves the job after an error."""
+        self._peers.close()
+        self._session.leave("its pipeline failed", failed=True)
+
+    def _waits(self, script: StageWaits) -> Waits:
+        """Answers what the stage waits for, from its neighbours and its optimizer."""
+        answer: torch.Tensor | None = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                wait = script.send(answer)
+                answer = None
+                if isinstance(wait, OptimizerWait):
+                    with recorded(self._session.timeline, "update", wait.number):
+                        self._update(wait)
+                    self._updates += 1
+                else:
+                    answer = yield from self._await(wait)
+
+    def _around(
+        self, what: str, minibatch: int, **args: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Records the body of a `with` block in the timeline, if there is one."""
+        return recorded(self._session.timeline, what, self.first + minibatch, **args)
+
+    def _await(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
+        """Returns a tensor of a neighbour when it is here; the timeline shows the wait."""
+        begin_s = time.monotonic()
+        with self._around("wait", wait.minibatch, awaits=KINDS[wait.kind], worker=wait.source):
+            found = yield from self._receive(wait)
+        if wait.kind != wire.STATE:
+            found = found.to(self._device)
+        self.waits_s += time.monotonic() - begin_s
+        return found
+
+    def _update(self, wait: OptimizerWait) -> None:
+        self._work.weigh(wait.weight)
+        self._work.optimizer.step()
+
+    def _collect(self, number: int, weights: Tensors, state: Tensors) -> StageWaits:
+        """Adds the parts of the other stages' first replicas to a checkpoint."""
+        for stage in range(1, len(self.place.replicas)):
+            source = sum(self.place.replicas[:stage])
+            numbers = yield Receive(source, wire.STATE, number - self.first)
+            for whole, part in zip((weights, state), from_numbers(numbers), strict=True):
+                whole.update(part)
+
+    def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
+        minibatch = self.first + wait.minibatch
+        found = yield from wire.receive(wait.source, wait.kind, minibatch, missing=self._missing)
+        if found is None:
+            raise self._changed(f"minibatch {minibatch} was awaited from", wait.source)
+        return found
+
+    def _changed(self, doing: str, rank: int) -> TransportError:
+        """Returns the error for a worker that is gone, which another stage or all waited for."""
+        place = Place.of_rank(rank, self.place.replicas)
+        return TransportError(
+            f"the workers of the pipeline have changed while {doing} "
+            f"replica {place.replica} of stage {place.stage}; start all again"
+        )
+
+
+def unwritten(number: int, problem: Exception | None) -> PacelineError:
+    """Returns the error for a checkpoint that the first worker could not write.
+
+    Args:
+        number: Its minibatches.
+        problem: The cause, on the first worker.
+    """
+    error = PacelineError(
+        f"the checkpoint of minibatch {number} was not written: {problem or 'rank 0 says why'}"
+    )
+    error.__cause__ = problem
+    return error
+
+
+def _replica(
+    work: Work,
+    place: Place,
+    send: Send,
+    take: Callable[..., torch.Tensor],
+    around: Around,
+) -> StageReplica | FlushReplica:
+    """Returns a replica at minibatch 0."""
+    versions = work.versions(place)
+    if not versions.flushes:
+        moves = not work.is_shared or versions.is_single
+        return StageReplica(work.module, versions, work.loss, send, around, moves=moves)
+    from psworker.pipeline.run.flush import Flush, FlushReplica
+
+    assert isinstance(versions, Flush)
+    return FlushReplica(work.module, versions, work.loss, send, take, around)

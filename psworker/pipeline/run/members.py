@@ -1,0 +1,215 @@
+"""The workers of a pipeline that may be lost and come back, as one of them knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from pscore.pb.ps.v1 import control_pb2
+from psworker.connection.membership.session import Session
+from psworker.gossip.base import Gathering, Meet, Waits, Want
+from psworker.peers.peers import Peers
+from psworker.pipeline.run import wire
+from psworker.pipeline.run.schedule import Place
+
+log = logging.getLogger("paceline")
+DIGIT = 2**20  # A number is sent as two of them, each exact in float32.
+LOOK_S = 0.25  # From one look for a worker of a lost stage to the next.
+
+
+class MembersChangedError(Exception):
+    """The workers have changed while this one waited for one of them."""
+
+
+class Members:
+    """The workers that take part, in an epoch: each change of them begins another one.
+
+    A member has an index among them in the order of the ranks, so those of a stage are neighbours.
+
+    Attributes:
+        ranks: Ranks of the members, in order; empty once some stage has none any more.
+        rank: Rank of this worker.
+        first: Minibatches that all slices had counted when the epoch began.
+        saves: Minibatches behind the checkpoint that this worker saves; None: it saves none.
+        savers: Indices of the members that save a checkpoint of the first `first` minibatches.
+    """
+
+    def __init__(self, session: Session, peers: Peers, planned: Sequence[int], loaded: int) -> None:
+        """Begins without having met anyone.
+
+        Args:
+            session: This worker's part in the job of all stages.
+            peers: Its connections to the workers of that job.
+            planned: Replicas of each stage when all are there.
+            loaded: Minibatches behind the weights with which the job began.
+        """
+        self._session, self._peers = session, peers
+        self._planned = tuple(planned)
+        self._loaded = self.first = loaded
+        self.rank = session.rank
+        self.ranks: list[int] = []
+        self.saves: int | None = None
+        self.savers: list[int] = []
+        self._gathering = Gathering(0, {})  # The last meeting.
+        self._num_agreed = 0  # Agreements in this epoch.
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the members have changed since the last meeting."""
+        return self._peers.has_moved
+
+    @property
+    def index(self) -> int:
+        """Index of this worker among the members; the first of them decides for all."""
+        return self.ranks.index(self.rank)
+
+    def meet(self, total: int | None) -> Place:
+        """Waits until all workers have stopped; sets the members, and the first minibatch.
+
+        It waits while a stage has no worker, unless the training has ended and none saves.
+
+        Args:
+            total: Minibatches of the whole training, if it ends; else None.
+
+        Returns:
+            Stage and replica of this worker among those that are there.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or a shard does not answer.
+        """
+        while True:
+            self._ask(Meet(self._position))
+            positions = self._gathering.positions
+            ranks = sorted(positions)
+            stages = [Place.of_rank(rank, self._planned).stage for rank in ranks]
+            replicas = tuple(stages.count(stage) for stage in range(len(self._planned)))
+            if 0 in replicas:
+                saves = any(positions.values())  # A checkpoint needs a part of each stage.
+                if not self._is_over(None if saves else total, replicas.index(0)):
+                    continue
+                ranks = []  # All is counted, and the workers of a stage have left.
+            self._session.waits = ""
+            self.ranks, self._num_agreed = ranks, 0
+            with contextlib.suppress(MembersChangedError):
+                self.first = self.agree(self.counted)  # Nothing is in flight now.
+                break
+        self.savers = [i for i, rank in enumerate(ranks) if positions[rank] == self.first + 1]
+        own = Place.of_rank(self.rank, self._planned).stage
+        before = sum(stage < own for stage in stages)
+        return Place(own, sorted(positions).index(self.rank) - before, replicas)
+
+    def begin_epoch(self) -> None:
+        """Begins another epoch, though no worker may be gone."""
+        self._ask(Meet(self._position, waits=False, again=True))
+
+    def counted(self) -> int:
+        """Returns the first minibatch that some slice of some stage has not counted.
+
+        Raises:
+            PacelineError: A shard does not answer.
+        """
+        counts: list[list[int]] = [[] for _ in self._planned]
+        stages = {f"{self._session.job}.s{stage}": stage for stage in range(len(counts))}
+        for link in self._session.links:
+            for job in link.call(link.control.Status, control_pb2.StatusRequest()).jobs:
+                if job.job in stages:
+                    tables = [table for table in job.tables if table.num_slices]
+                    counts[stages[job.job]] += [table.minibatches for table in tables]
+        return max(self._loaded, min(min(found, default=0) for found in counts))
+
+    def agree(self, decide: Callable[[], int], leader: int = 0) -> int:
+        """Waits until all members have called it; returns what one of them decides then.
+
+        Args:
+            decide: Called on that member; returns a number from 0 to 2**44.
+            leader: Its index.
+
+        Raises:
+            MembersChangedError: They have changed meanwhile.
+        """
+        self._num_agreed += 1
+        if not self.ranks:
+            return decide()
+        number, none = self._num_agreed, torch.zeros(1)
+        found: list[int] = []
+
+        def script() -> Waits:
+            if self.index != leader:
+                self.send(leader, wire.DONE, number, none)
+                high, low = (yield from self.receive(leader, wire.END, number)).tolist()
+                found.append(int(high) * DIGIT + int(low))
+                return
+            others = [index for index in range(len(self.ranks)) if index != leader]
+            for other in others:
+                yield from self.receive(other, wire.DONE, number)
+            found.append(decide())
+            answer = torch.tensor([float(digit) for digit in divmod(found[0], DIGIT)])
+            for other in others:
+                self.send(other, wire.END, number, answer)
+
+        self._peers.run(script())
+        return found[0]
+
+    # ----- messages
+
+    def send(self, to: int, kind: int, number: int, values: torch.Tensor) -> None:
+        """Sends a tensor to a member, by its index."""
+        wire.send(self._peers, self.ranks[to], kind, number, values, self._gathering.epoch)
+
+    def receive(
+        self, source: int, kind: int, number: int
+    ) -> Generator[Want | Meet, Any, torch.Tensor]:
+        """Returns a tensor of a member, by its index, when it is here.
+
+        Raises:
+            MembersChangedError: The members have changed meanwhile.
+        """
+        epoch = self._gathering.epoch
+        found = yield from wire.receive(self.ranks[source], kind, number, epoch)
+        if found is None:
+            raise MembersChangedError
+        return found
+
+    # ----- inside
+
+    @property
+    def _position(self) -> int:
+        """The number that this worker tells the others when they meet."""
+        return 0 if self.saves is None else self.saves + 1
+
+    def _ask(self, meet: Meet) -> None:
+        """Asks the directory of the members; keeps the last meeting that it tells of."""
+
+        def script() -> Waits:
+            if found := (yield meet):
+                self._gathering = found[-1]
+
+        self._peers.run(script())
+
+    def _is_over(self, total: int | None, stage: int) -> bool:
+        """Waits until the members change, because a stage has none, or the training has ended.
+
+        Args:
+            total: Minibatches of the whole training, if it ends; else None.
+            stage: The stage.
+
+        Returns:
+            Whether all minibatches are counted, so that its workers have left.
+        """
+        first = sum(self._planned[:stage])
+        ranks = " or ".join(str(first + replica) for replica in range(self._planned[stage]))
+        text = f"a worker of stage {stage}, of which none is left: start rank {ranks} again"
+        while not self.has_moved:
+            if total is not None and self.counted() >= total:
+                return True
+            if self._session.waits != text:
+                log.warning("worker %d waits for %s", self.rank, text)
+                self._session.waits = text
+            self._session.check()
+            time.sleep(LOOK_S)
+        return False

@@ -1,0 +1,1 @@
+"""Replacements of a running table: after a change of mode or of workers, and after a rejoin."""

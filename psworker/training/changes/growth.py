@@ -1,0 +1,187 @@
+"""A model that grows in training: parameters are unfrozen, or parameter groups are added.
+
+The layout of a table is fixed. So the workers meet, and continue with another table of all the
+parameters that are to be trained now: `model+1` after `model`. Rank 0 uploads to it the global
+weights, the optimizer's state and the step of the former table, and every worker keeps its
+residuals. No gradient is lost, and the weights are those of a plain optimizer whose group was added
+at that step. The former table stays on the shards until the job ends, and no worker pushes to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pscore.errors import ConfigError, GradientError, JobMismatchError
+from pscore.table_spec import GROWN
+from pscore.types import FloatArray, Role
+from psworker.connection.membership import taking_part
+from psworker.model.sharded import refuse_sharded
+from psworker.training.changes.recovery import WorkerRecovery
+from psworker.training.gradients.gradients import Gradients
+from psworker.training.state.state_dict import pull_state
+from psworker.training.table import TrainingTable
+
+BARRIER = "growth"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The state that the next table takes over, in the layout of the former one."""
+
+    weights: FloatArray  # (layout.numel,), as are all arrays here.
+    state: dict[str, FloatArray]  # State arrays of the shards' optimizer; empty but on rank 0.
+    counts: list[int]  # Optimizer steps of each parameter; likewise.
+    residuals: dict[str, FloatArray]
+    step: int
+    samples_seen: float
+
+
+def is_thawed(frozen: Iterable[torch.nn.Parameter]) -> bool:
+    """Returns whether a parameter that was frozen when the table was declared is trained now."""
+    return any(parameter.requires_grad and parameter.numel() for parameter in frozen)
+
+
+def next_name(name: str) -> str:
+    """Returns the name of the table that follows `name`."""
+    stem, _, number = name.partition(GROWN)
+    return f"{stem}{GROWN}{int(number or 0) + 1}"
+
+
+def newest(name: str, known: Container[str]) -> str:
+    """Returns the last table that follows `name` among those known; `name` if none does."""
+    while next_name(name) in known:
+        name = next_name(name)
+    return name
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Context manager: says in the error of a declaration that the job's model has grown."""
+    try:
+        yield
+    except JobMismatchError as problem:
+        if GROWN not in name:
+            raise
+        raise JobMismatchError(
+            f"{problem}; the job's model has grown since it began: make DistributedOptimizer with "
+            "all parameters that the job trains by now"
+        ) from None
+
+
+def require_possible(table: TrainingTable, gradients: Gradients) -> None:
+    """Refuses growth where it cannot be.
+
+    Raises:
+        ConfigError: The workers exchange models, or the job is elastic: a worker that joins later
+            would declare the table with which the job began.
+        GradientError: Gradients of this step have left during backward.
+    """
+    if gradients.overlap.has_begun:
+        raise GradientError(
+            "parameters were unfrozen or added after gradients had been pushed during backward; "
+            "do it before zero_grad(), or pass overlap=False to DistributedOptimizer"
+        )
+    refuse_sharded(
+        table.flat,
+        "adding or unfreezing parameters",
+        "make DistributedOptimizer with all of them, and freeze them after that",
+    )
+    if table.rule.gossip:
+        raise ConfigError(
+            f"parameters cannot be added or unfrozen in mode {table.rule.name}: workers exchange "
+            "whole models; make DistributedOptimizer with all of them, and freeze them after that"
+        )
+    if table.session.min_workers:
+        raise ConfigError(
+            "parameters cannot be added or unfrozen in a job whose workers come and go; make "
+            "DistributedOptimizer with all of them, and freeze them after that"
+        )
+
+
+def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
+    """Ends training with a table, at the same place on all workers; they must all call it."""
+    session, replica = table.session, table.replica
+    with recovery.guard():
+        table.local_step.part()
+        table.end_round()
+        table.settle()
+        step = int(session.agree(BARRIER, float(replica.step)))
+        taking_part.step_aside(session, table.exchange.table, 1 << 30, replica.step)
+        session.barrier(BARRIER)
+        table.fetch(None)
+    table.flat.scatter_weights()
+    state: dict[str, torch.Tensor] = {}
+    counts: list[int] = []
+    if session.process_rank == 0:
+        state, counts = pull_state(table, recovery)
+    return Kept(
+        weights=table.flat.weights.cpu().numpy().copy(),
+        state={name: array.numpy() for name, array in state.items()},
+        counts=counts,
+        residuals=_residuals(table),
+        step=step,
+        samples_seen=table.progress.seen,
+    )
+
+
+def take_over(
+    former: TrainingTable, table: TrainingTable, kept: Kept, groups: Sequence[dict[str, Any]]
+) -> None:
+    """Starts training with the next table where that with the former one ended.
+
+    Args:
+        former: The former table.
+        table: The next one, which holds all parameters of the former.
+        kept: The state that `leave` has returned.
+        groups: The parameter groups.
+    """
+    places = {id(parameter): index for index, parameter in enumerate(former.flat.parameters)}
+    pairs = [
+        (places[id(parameter)], index)
+        for index, parameter in enumerate(table.flat.parameters)
+        if id(parameter) in places
+    ]
+
+    def moved(array: FloatArray, out: FloatArray) -> FloatArray:
+        for theirs, ours in pairs:
+            out[_span(table, ours)] = array[_span(former, theirs)]
+        return out
+
+    def zeros() -> FloatArray:
+        return np.zeros(table.layout.numel, dtype=np.float32)
+
+    table.start(groups)
+    if table.session.process_rank == 0:
+        weights = moved(kept.weights, table.flat.weights.cpu().numpy().copy())
+        table.flat.weights.copy_(torch.from_numpy(weights))
+        state = [moved(array, zeros()) for array in kept.state.values()]
+        counts = [0] * len(table.layout.tensors)
+        for theirs, ours in pairs:
+            counts[ours] = kept.counts[theirs]
+        table.upload(Role.STATE, state, counts, kept.step, gathers=False)
+    table.continue_from(kept.step, kept.samples_seen, BARRIER)
+    residuals = {name: moved(array, zeros()) for name, array in kept.residuals.items()}
+    table.exchange.load_compressor_state(residuals)
+
+
+def _residuals(table: TrainingTable) -> dict[str, FloatArray]:
+    """Returns the worker's residuals; in a group, those of all its processes."""
+    residuals, group = table.exchange.compressor_state(), table.group
+    if group is None:
+        return residuals
+    none = np.zeros(table.layout.numel, dtype=np.float32)
+    return {
+        name: group.sum_on_host(torch.from_numpy(residuals.get(name, none).copy())).numpy()
+        for name in table.exchange.spec.compressor.state_names
+    }
+
+
+def _span(table: TrainingTable, index: int) -> slice:
+    start = table.layout.offsets[index]
+    return slice(start, start + table.layout.tensors[index].numel)

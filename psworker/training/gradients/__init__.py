@@ -1,0 +1,1 @@
+"""Gradients on their way from backward to the flat vector."""

@@ -1,0 +1,1 @@
+"""Updates that a worker makes itself."""

@@ -1,0 +1,122 @@
+"""A change of a table's mode on one shard: its conditions, repeated and late messages."""
+
+import pytest
+
+from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProtocolError
+from pscore.rules import ASGD, SSD, SSGD, LocalSGD
+from psserver.decisions.limits import Limits
+from psserver.decisions.membership import Presence
+from psserver.decisions.orders import Update
+from psserver.decisions.shard import Job, Shard
+from tests.unit.psserver.decisions.test_jobs_and_tables import push, ready
+
+NEW = SSD(steps=4, warmup=0)
+
+
+def aside(shard: Shard, job: Job, rank: int, number: int = 1) -> None:
+    shard.step_aside(job, 0, rank, (1, number))
+
+
+def test_the_first_worker_changes_and_the_others_find_it_done() -> None:
+    shard, job, _ = ready(2)
+    aside(shard, job, 0)
+    aside(shard, job, 1)
+    assert shard.change(job, 0, 1, NEW) == []
+    assert shard.change(job, 0, 0, NEW) is None
+    assert job.table(0).spec.rule == NEW
+    assert job.table(0).clock(0).rule == NEW
+
+
+def test_a_step_closes_without_a_worker_that_stepped_aside() -> None:
+    shard, job, address = ready(2)
+    push(shard, job, address, 0, 0)
+    actions = shard.step_aside(job, 0, 1, (1, 1))
+    assert [type(action) for _, action in actions] == [Update]
+    assert job.counters.num_updates == 1
+
+
+def test_after_the_change_everybody_is_waited_for_again() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank)
+    shard.change(job, 0, 0, SSD(steps=2, warmup=0))
+    push(shard, job, address, 0, 0)
+    assert job.table(0).clock(0).version == 0
+    push(shard, job, address, 1, 0)
+    assert job.table(0).clock(0).version == 1
+
+
+def test_parked_pushes_of_a_lost_worker_are_not_counted_under_the_new_mode() -> None:
+    shard, job, address = ready(2)
+    push(shard, job, address, 1, 1)  # A step too far, and not acknowledged.
+    job.membership.members[1].presence = Presence.LOST
+    aside(shard, job, 0)
+    shard.change(job, 0, 0, NEW)
+    push(shard, job, address, 0, 0)
+    clock = job.table(0).clock(0)
+    assert (clock.version, 1 in clock.counted[1]) == (1, False)
+
+
+def test_nothing_changes_before_all_have_stepped_aside() -> None:
+    shard, job, _ = ready(2)
+    aside(shard, job, 0)
+    with pytest.raises(RemoteProtocolError, match=r"worker 1 .*has not stepped aside"):
+        shard.change(job, 0, 0, NEW)
+    assert job.table(0).spec.rule == SSGD()
+
+
+def test_a_message_of_a_change_that_is_over_is_not_heard() -> None:
+    shard, job, _ = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank)
+    shard.change(job, 0, 0, NEW)
+    aside(shard, job, 1)
+    assert not job.table(0).participants.aside
+    aside(shard, job, 1, number=2)
+    assert set(job.table(0).participants.aside) == {1}
+
+
+def test_a_worker_that_has_come_back_begins_its_changes_again() -> None:
+    """Incarnations are random: the number of a later one may be smaller."""
+    shard, job, _ = ready(1)
+    shard.step_aside(job, 0, 0, (9, 2))
+    shard.change(job, 0, 0, NEW)
+    shard.step_aside(job, 0, 0, (9, 1))
+    assert not job.table(0).participants.aside
+    shard.step_aside(job, 0, 0, (5, 1))
+    assert job.table(0).participants.aside == {0: (5, 1)}
+
+
+def test_another_mode_is_refused() -> None:
+    shard, job, _ = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank)
+    shard.change(job, 0, 0, NEW)
+    with pytest.raises(
+        JobMismatchError, match=r"changes the mode to asgd, another one to ssd\(steps=4"
+    ):
+        shard.change(job, 0, 1, ASGD())
+
+
+def test_a_mode_that_needs_another_optimizer_is_refused() -> None:
+    shard, job, _ = ready(1)
+    aside(shard, job, 0)
+    with pytest.raises(ConfigError, match="the shards run another optimizer"):
+        shard.change(job, 0, 0, LocalSGD())
+    assert not job.table(0).participants.aside, "all continue as they were"
+    aside(shard, job, 0, number=2)
+    with pytest.raises(ConfigError, match="must be less than the 1 workers"):
+        shard.change(job, 0, 0, SSGD(backup=1))
+    assert job.table(0).clock(0).rule == SSGD()
+
+
+def test_a_mode_that_needs_more_memory_than_there_is_is_refused() -> None:
+    shard, job, _ = ready(1)
+    table = job.table(0)
+    shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes - 1)
+    aside(shard, job, 0)
+    with pytest.raises(LimitError, match="table 'model' of job 'run' on shard 0 needs"):
+        shard.change(job, 0, 0, NEW)
+    shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes)
+    aside(shard, job, 0, number=2)
+    assert shard.change(job, 0, 0, NEW) == []

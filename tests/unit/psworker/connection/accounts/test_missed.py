@@ -1,0 +1,76 @@
+"""Reports of a worker about steps that did not count whole."""
+
+import logging
+
+import pytest
+
+from pscore.rules import SSGD, LocalSGD
+from psworker.connection.accounts.missed import RECENT_MAX, Missed
+
+
+def send_all(missed: Missed, step: int, num_slices: int = 3) -> None:
+    for index in range(num_slices):
+        missed.sent(index, step)
+
+
+def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    missed = Missed(3)
+    send_all(missed, 4)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        missed.late(2, 1, SSGD())
+        missed.late(2, 0, SSGD())
+    assert (missed.num_steps, list(missed.recent)) == (1, [4])
+    (text,) = caplog.messages
+    assert text.startswith("worker 2: step 4 does not count in slice 1, and perhaps in others")
+
+
+def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    missed = Missed(1)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        for step in range(100):
+            missed.sent(0, step)
+            missed.late(0, 0, SSGD())
+            missed.end_step()
+    assert missed.num_steps == 100
+    assert len(caplog.messages) == 7
+    assert list(missed.recent) == list(range(100 - RECENT_MAX, 100))
+
+
+@pytest.mark.parametrize(
+    ("pushed", "unanswered", "text"),
+    [
+        ([], [], "step 7 does not count"),
+        ([0, 1, 2], [], "step 5 counts"),
+        ([0, 1], [], "step 5 counts in 2 of 3 slices"),
+        ([0, 1, 2], [1, 2], "step 5 counts in 1 of 3 slices, and perhaps in 2 more"),
+        ([2], [0, 2], "step 5 counts in 0 of 3 slices, and perhaps in 1 more"),
+    ],
+)
+def test_of_a_step_that_is_given_up_counts_what_was_acknowledged(
+    pushed: list[int], unanswered: list[int], text: str
+) -> None:
+    missed = Missed(3)
+    send_all(missed, 4)
+    missed.end_step()
+    for index in pushed:
+        missed.sent(index, 5)
+    assert missed.give_up(7, unanswered, SSGD()) == text
+    assert missed.num_steps == (text != "step 5 counts")
+    assert missed.give_up(8, [], SSGD()) == "step 8 does not count"
+
+
+def test_the_push_of_a_round_is_not_called_a_step() -> None:
+    missed = Missed(3)
+    send_all(missed, 4)
+    text = missed.give_up(4, [1, 2], LocalSGD(steps=5))
+    assert text == "push 4 counts in 1 of 3 slices, and perhaps in 2 more"
+
+
+def test_between_two_steps_nothing_is_given_up() -> None:
+    missed = Missed(3)
+    send_all(missed, 4)
+    missed.end_step()
+    assert missed.give_up(None, [], SSGD()) == "no step was under way"
+    assert missed.num_steps == 0
