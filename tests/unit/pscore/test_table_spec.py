@@ -71,7 +71,7 @@ def test_a_compressor_that_is_not_for_pulls_is_refused() -> None:
 
 @pytest.mark.parametrize("origin", [(0, -1), (COUNT_MAX + 1, 0)])
 def test_an_origin_out_of_range_is_refused(origin: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="two counts wanted"):
+    with pytest.raises(ConfigError, match="must be an integer in 0"):
         TableSpec.from_json(SPEC.to_json() | {"origin": origin})
 
 

@@ -34,7 +34,7 @@ OURS = {
 }
 PARTS = (
     (optimizer, "DistributedOptimizer"),
-    (figures, "Figures"),
+    (figures, "WorkerFigures"),
     (saved_state, "SavedState"),
 )
 OF_TORCH = {"add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"}
