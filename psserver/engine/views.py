@@ -152,6 +152,7 @@ class JobView:
     raw_pulled_nbytes: int
     open_steps: int  # Open steps of the slice with most.
     num_lost: int
+    num_away: int  # Lost workers that the others miss.
     has_checkpoint: bool  # Whether this process has given its part of a whole one.
     checkpoint_age_s: float  # Since then, or since this process has the job.
     rounds: tuple[RoundView, ...] = ()  # Tables whose rounds have a quorum.
@@ -219,6 +220,7 @@ def view_of(
             default=0,
         ),
         num_lost=job.membership.num_lost,
+        num_away=job.membership.num_away,
         has_checkpoint=saves.has_any,
         checkpoint_age_s=now_s - saves.since_s,
         rounds=_rounds(job),

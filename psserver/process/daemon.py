@@ -55,13 +55,14 @@ from psserver.process.shard_plan import (
     Report,
     ShardPlan,
     report_to_json,
+    with_own_port,
 )
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
 from psserver.service.callers import Callers
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
-from psserver.service.metrics import REQUEST_S_MAX, MetricsPage
+from psserver.service.metrics import REQUEST_S_MAX, Identity, MetricsPage
 from psserver.service.refusals import ErrorInterceptor
 from psserver.service.web import WebServer
 
@@ -116,9 +117,11 @@ class Daemon:
         self._callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
         self._instance = secrets.randbits(63)
         self._data: Listener | None = None
+        self._addresses: list[str] = []  # Addresses of all shards, once ours is known.
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        page = MetricsPage(self.engine, lambda: self.is_ready, self._authorizer)
+        identity = Identity(cluster=plan.cluster, certificate_end_s=plan.trust.ends_s())
+        page = MetricsPage(self.engine, lambda: self.is_ready, self._authorizer, identity)
         self._web = WebServer(
             page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)
         )
@@ -183,6 +186,7 @@ class Daemon:
         self._data = self._make_listener()
         self._server = self._make_server()
         self._port = port = self._bind()
+        self._addresses = with_own_port(self.plan.addresses, self.plan.index, port)
         metrics_port = None
         if self.plan.metrics_port is not None:
             try:
@@ -333,7 +337,7 @@ class Daemon:
         while self._to_bring:
             try:
                 credentials = read_credentials(token_file=self.plan.trust.token_file)
-                await asyncio.to_thread(bring, self.plan.addresses, credentials, self._to_bring)
+                await asyncio.to_thread(bring, self._addresses, credentials, self._to_bring)
             except PacelineError as problem:
                 log.warning(
                     "workers wait until all shards have the checkpoints", reason=str(problem)

@@ -76,7 +76,8 @@ class ServerSettings(BaseSettings):
     no checkpoints."""
     shard_addresses: str | None = None
     """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
-    checkpoints where each shard is started by itself, with `shard_index`."""
+    checkpoints where each shard is started by itself, with `shard_index`. Its own port may be
+    0."""
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
     refused. By default the memory of the host."""

@@ -8,6 +8,7 @@ because both sides wait for it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from psserver.access.files import Trust
@@ -16,6 +17,14 @@ from psserver.exits import Exit
 
 FOLDER = "checkpoints"  # In the state directory.
 KEEP_CHECKPOINTS_S = 7 * 86400.0
+
+
+def with_own_port(addresses: Sequence[str], index: int, port: int) -> list[str]:
+    """Returns the addresses of all shards; in that of shard `index`, port 0 becomes `port`."""
+    whole = list(addresses)
+    if whole and whole[index].endswith(":0"):
+        whole[index] = f"{whole[index][:-1]}{port}"
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

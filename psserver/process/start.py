@@ -27,7 +27,7 @@ from psserver.process.checkpoint_keeper import Keeper
 from psserver.process.notify import ServiceManager
 from psserver.process.run_dir import FREE, RunDirectory, ShardRun, StartedRun
 from psserver.process.settings import Settings, metrics_ports
-from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan
+from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan, with_own_port
 from psserver.process.supervisor import SupervisedShard, Supervisor
 
 log = structlog.get_logger()
@@ -153,8 +153,10 @@ class ShardLaunch:
 
     def _schedule(self, folder: str, addresses: list[str]) -> SchedulePlan:
         server = self.settings.server
+        port = int(addresses[0].rpartition(":")[2])
+        others = with_own_port(server.other_addresses, 0, port)
         return SchedulePlan(
-            addresses=server.other_addresses or addresses,
+            addresses=others or addresses,
             folder=folder,
             every_s=server.checkpoint_s,
             keep_checkpoints_s=server.keep_checkpoints_s,

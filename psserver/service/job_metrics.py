@@ -83,6 +83,11 @@ def _of_jobs(shard: ShardView) -> Iterator[Metric]:
         lambda job: job.checkpoint_age_s,
     )
     yield gauge(
+        "paceline_workers_away",
+        "Lost workers that the live ones miss; in an elastic job those below its least number.",
+        lambda job: job.num_away,
+    )
+    yield gauge(
         "paceline_exposed_slices",
         "Slices that would be lost with this process: its journal has no space for them.",
         lambda job: sum(table.num_exposed for table in job.tables),

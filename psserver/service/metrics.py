@@ -11,6 +11,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -33,12 +34,26 @@ if TYPE_CHECKING:
 REQUEST_S_MAX = 5.0  # Limit for one connection.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Facts about a shard's process that its engine does not have."""
+
+    cluster: str = ""
+    certificate_end_s: float | None = None  # Seconds since 1970; None: no TLS.
+
+
+NAMELESS = Identity()
+
+
 class ShardCollector:
     """Reads one shard when Prometheus asks."""
 
-    def __init__(self, engine: Engine, journal_nbytes: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, identity: Identity = NAMELESS, journal_nbytes: int = 0
+    ) -> None:
         """Reads `engine`, whose journals take `journal_nbytes`."""
         self._engine = engine
+        self._identity = identity
         self._journal_nbytes = journal_nbytes
 
     def collect(self) -> Iterator[Metric]:
@@ -75,6 +90,7 @@ class ShardCollector:
         for name, live in figures.live.items():
             workers.add_metric([name], live)
         yield workers
+        yield from self._identified(sum(figures.live.values()))
         yield from job_metrics(figures.shard)
         yield from self._resources(figures.shard)
         about = {
@@ -84,6 +100,25 @@ class ShardCollector:
             "num_shards": str(shard.num_shards),
         }
         yield InfoMetricFamily("paceline_build", "The shard and its version.", value=about)
+
+    def _identified(self, num_live: int) -> Iterator[Metric]:
+        """Yields what tells alerts that this shard is missing, or will be refused."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        workers = GaugeMetricFamily(
+            "paceline_shard_workers",
+            "Workers of all jobs that hold a lease on this shard.",
+            labels=["cluster", "shard"],
+        )
+        workers.add_metric([self._identity.cluster, str(self._engine.shard.index)], num_live)
+        yield workers
+        end = GaugeMetricFamily(
+            "paceline_certificate_end_seconds",
+            "Time when the first certificate that the shard uses ends, in seconds since 1970.",
+        )
+        if self._identity.certificate_end_s is not None:
+            end.add_metric([], self._identity.certificate_end_s)
+        yield end
 
     def _resources(self, view: ShardView) -> Iterator[Metric]:
         """Yields memory, its limits, the clock and the recoveries of the shard."""
@@ -177,6 +212,7 @@ class MetricsPage:
         engine: Engine,
         is_ready: Callable[[], bool],
         authorizer: Authorizer | None = None,
+        identity: Identity = NAMELESS,
     ) -> None:
         """Shows `engine`.
 
@@ -184,7 +220,9 @@ class MetricsPage:
             engine: The shard.
             is_ready: Unless it is, `/healthz` says 503.
             authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
+            identity: The cluster and certificates of its process.
         """
+        self._identity = identity
         self._engine = engine
         self._authorizer = Authorizer() if authorizer is None else authorizer
         self._is_ready = is_ready
@@ -220,6 +258,6 @@ class MetricsPage:
         registry = prometheus.CollectorRegistry(auto_describe=False)
         # A disk may take its time.
         nbytes = await asyncio.to_thread(self._engine.recovery.journal_nbytes)
-        registry.register(ShardCollector(self._engine, nbytes))
+        registry.register(ShardCollector(self._engine, self._identity, nbytes))
         prometheus.ProcessCollector(registry=registry)
         return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

@@ -1,13 +1,18 @@
-"""deploy/slurm/train.sbatch on a real Slurm: it trains through a requeue, and leaves nothing."""
+"""deploy/slurm/train.sbatch on a real Slurm of two nodes: requeues, preemption, an array."""
 
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from tests.deploy.pages import commands
 from tests.deploy.slurm import DAEMONS, Slurm
 from tests.house.source import ROOT
 
@@ -46,10 +51,11 @@ print("ends at step", optimizer.steps, flush=True)
 
 pytestmark = [
     pytest.mark.skipif(
-        any(shutil.which(daemon) is None for daemon in DAEMONS),
-        reason="no Slurm: apt-get install slurmctld slurmd slurm-client munge",
+        any(shutil.which(daemon) is None for daemon in (*DAEMONS, "ip", "nsenter")),
+        reason="no Slurm: apt-get install slurmctld slurmd slurm-client munge iproute2",
     ),
     pytest.mark.skipif(os.getuid() != 0, reason="only root starts a Slurm"),
+    pytest.mark.timeout(900),
 ]
 
 
@@ -70,37 +76,138 @@ def plain() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.timeout(900)
-def test_a_job_is_requeued_in_the_middle_and_ends_like_a_plain_run(tmp_path: Path) -> None:
-    script, output, saved = tmp_path / "train.py", tmp_path / "out", tmp_path / "model.pt"
-    script.write_text(SCRIPT)
-    binaries = ROOT / ".venv" / "bin"
-    with Slurm(tmp_path) as slurm:
-        variables = f"ALL,PYTHON={binaries / 'python'},PSSERVER={binaries / 'psserver'}"
-        words = ["sbatch", "--parsable", f"--ntasks={WORKERS}", f"--output={output}"]
-        # Without journals, as on another node after the requeue: only the checkpoint is left.
-        variables += ",PACELINE_DURABILITY=memory"
-        words += [f"--export={variables},PACELINE_FOLDER={tmp_path / 'job'}"]
-        job = slurm.call(
-            *words, str(ROOT / "deploy/slurm/train.sbatch"), str(script), str(saved), cwd=tmp_path
-        ).strip()
+@dataclass
+class Training:
+    """A job of SCRIPT on both nodes, one worker each."""
+
+    slurm: Slurm
+    folder: Path
+    job: str = ""
+    output: Path = field(init=False)
+    saved: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.output, self.saved = self.folder / "out", self.folder / "model.pt"
+
+    def submit(self, *options: str, **variables: str) -> None:
+        script = self.folder / "train.py"
+        script.write_text(SCRIPT)
+        exported = ",".join(f"{name}={value}" for name, value in variables.items())
+        words = ["sbatch", "--parsable", "--nodes=2", f"--ntasks={WORKERS}", *options]
+        words += [f"--output={self.output}", f"--export=ALL,{exported}"]
+        words += [str(ROOT / "deploy/slurm/train.sbatch"), str(script), str(self.saved)]
+        self.job = self.slurm.call(*words, cwd=self.folder).strip()
+
+    def wait(self, what: str, word: str, count: int = WORKERS) -> None:
+        """Waits until the output has a word so often; or, without one, until the job has ended."""
         try:
-            slurm.wait("quarter", lambda: text(output).count("a quarter is done") == WORKERS)
-            slurm.call("scancel", "--batch", "--signal=USR1", job)
-            slurm.wait("end", lambda: slurm.state(job) == "COMPLETED", 600)
+            if word:
+                self.slurm.wait(what, lambda: text(self.output).count(word) >= count, 300)
+            else:
+                self.slurm.wait(what, lambda: self.slurm.state(self.job) == "COMPLETED", 600)
         except BaseException as problem:
-            logs = [text(path)[-3000:] for path in [output, *(tmp_path / "job").glob("*.log")]]
-            raise AssertionError("\n---\n".join(logs)) from problem
-    later = [line for line in text(output).splitlines() if "begins at step" in line][WORKERS:]
-    assert len(later) == WORKERS
-    assert all(STEPS // 4 <= int(line.split()[-1]) < STEPS for line in later)
-    weights = torch.load(saved)
-    for name, expected in plain().items():
-        torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
-    left = [
-        each.cmdline() for each in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(each))
-    ]
-    assert [words for words in left if "psserver" in " ".join(words)] == []
+            paths = [self.output, *self.folder.glob("paceline-*/*.log")]
+            logs = [f"{path}\n{text(path)[-3000:]}" for path in paths]
+            shown = self.slurm.call("scontrol", "show", "job", self.job)
+            raise AssertionError("\n---\n".join([*logs, shown])) from problem
+
+    def check(self) -> None:
+        """Checks that it continued at its step, ended like a plain run, and left no process."""
+        later = [line for line in text(self.output).splitlines() if "begins at step" in line]
+        assert len(later) == 2 * WORKERS
+        assert all(STEPS // 4 <= int(line.split()[-1]) < STEPS for line in later[WORKERS:])
+        weights = torch.load(self.saved)
+        for name, expected in plain().items():
+            torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
+        self.slurm.wait("end of all processes", lambda: not left_over(self.folder))
+
+
+def left_over(folder: Path) -> list[str]:
+    lines = [" ".join(cmdline(each)) for each in psutil.process_iter()]
+    return [line for line in lines if str(folder) in line and "psserver" in line]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    with environment(), Slurm(tmp_path) as running:
+        yield running
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """Finds python and psserver as a user's environment would."""
+    former = os.environ["PATH"]
+    os.environ["PATH"] = f"{ROOT / '.venv' / 'bin'}:{former}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = former
+
+
+@pytest.fixture
+def training(slurm: Slurm, tmp_path: Path) -> Training:
+    return Training(slurm, tmp_path)
+
+
+def test_a_job_is_requeued_in_the_middle_and_ends_like_a_plain_run(training: Training) -> None:
+    """Without journals, as on other nodes after the requeue: only the checkpoint is left."""
+    training.submit(PACELINE_DURABILITY="memory")
+    training.wait("a quarter", "a quarter is done")
+    training.slurm.call("scancel", "--batch", "--signal=USR1", training.job)
+    training.wait("end", "")
+    training.check()
+
+
+def test_a_job_that_is_preempted_with_notice_continues(training: Training) -> None:
+    training.submit("--exclusive", "--time=30")
+    training.wait("a quarter", "a quarter is done")
+    words = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    other = training.slurm.call("sbatch", "--parsable", *words, "--wrap=sleep 1").strip()
+    training.slurm.wait("the urgent job", lambda: training.slurm.state(other) == "COMPLETED", 200)
+    training.wait("end", "")
+    assert "preempted at" in text(training.output)
+    training.check()
+
+
+def test_a_job_of_one_worker_continues_from_its_checkpoint(training: Training) -> None:
+    training.submit("--nodes=1", "--ntasks=1", SHARDS="3", PACELINE_DURABILITY="memory")
+    training.wait("a quarter", "a quarter is done", 1)
+    training.slurm.call("scancel", "--batch", "--signal=USR1", training.job)
+    training.wait("end", "")
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", text(training.output))]
+    assert len(begun) == 2
+    assert begun[1] >= STEPS // 4
+
+
+def test_tasks_of_an_array_share_a_node(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = ("--array=0-1", "--nodes=1", "--ntasks=1", "--nodelist=node1")
+    file = str(ROOT / "deploy/slurm/train.sbatch")
+    job = slurm.call(
+        *("sbatch", "--parsable", *words, f"--output={tmp_path}/out-%a", file),
+        *(str(script), str(tmp_path / "model.pt")),
+        cwd=tmp_path,
+    ).strip()
+    slurm.wait("end", lambda: slurm.call("squeue", "-h", "-j", job).strip() == "", 600)
+    outputs = [text(tmp_path / f"out-{index}") for index in range(2)]
+    assert all(f"ends at step {STEPS}" in output for output in outputs), "\n".join(outputs)
+    used = [re.findall(r"node1:(\d+)", output) for output in outputs]
+    assert len({port for ports in used for port in ports}) == 4
+
+
+def test_the_commands_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
+    """`sbatch` with eight workers on two nodes, and status on a login node."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("sys.argv[1]", "'model.pt'"))
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    submit, login = commands("slurm.md")
+    said = slurm.call("bash", "-euc", submit.replace("tail -f", "#"), cwd=tmp_path)
+    job = re.findall(r"Submitted batch job (\d+)", said)[0]
+    output = tmp_path / f"slurm-{job}.out"
+    slurm.wait("a quarter", lambda: text(output).count("a quarter is done") == 8, 300)
+    ready = login.replace("JOBID", job).replace("psserver dashboard", "psserver status")
+    assert f"slurm-{job}" in slurm.call("bash", "-euc", ready, cwd=tmp_path)
+    slurm.wait("end", lambda: slurm.state(job) == "COMPLETED", 600)
 
 
 def text(path: Path) -> str:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
+from tests.deploy.pages import commands
 from tests.deploy.shells import FIRST, SECOND, two_hosts
-from tests.house.source import ROOT
 from tests.integration.cluster import Shards, clean_environment
 
 STEPS = 1500
@@ -175,8 +175,7 @@ def test_the_workers_of_other_hosts_train_on_when_a_host_is_lost(
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2")
 def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
     """As printed, but for one worker a host instead of eight."""
-    page = (ROOT / "docs" / "torchrun.md").read_text(encoding="utf-8")
-    shards, workers = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    shards, workers = commands("torchrun.md")
     assert "--nproc-per-node 8" in workers
     with two_hosts(tmp_path) as shells:
         code, said = shells[FIRST].run(shards)
@@ -189,8 +188,30 @@ def test_the_commands_of_the_page_train_on_two_hosts(tmp_path: Path) -> None:
             shutil.copy2(secrets / name, there)
         for shell in shells.values():
             (shell.folder / "train.py").write_text(SCRIPT.replace("STEPS", "20"))
-        commands = workers.replace("--nproc-per-node 8", "--nproc-per-node 1")
-        running = [shell.start(commands) for shell in shells.values()]
+        lines = workers.replace("--nproc-per-node 8", "--nproc-per-node 1")
+        running = [shell.start(lines) for shell in shells.values()]
         said = "".join(each.communicate()[0] for each in running)
         assert [each.returncode for each in running] == [0, 0], said
         assert sorted(re.findall(r"rank (\d) ends", said)) == ["0", "1"]
+
+
+def test_a_host_joins_with_a_torchrun_of_its_own(shards: Shards, tmp_path: Path) -> None:
+    """The commands of docs/torchrun.md; with a common rendezvous torchrun would end both hosts."""
+    (block,) = commands("torchrun.md", "Hosts that come and go")
+    variables = dict(re.findall(r"(PACELINE_\w+)=(\S+)", block))
+    (line,) = re.findall(r"^torchrun (.+) train.py$", block, re.M)
+    options = line.replace("--nproc-per-node 8", "--nproc-per-node 1").split()
+    first = Agent(tmp_path, "first", environment(shards, **variables), *options)
+    try:
+        wait(first, "steps", lambda: first.steps() >= 200)
+        second = Agent(tmp_path, "second", environment(shards, **variables), *options)
+        try:
+            wait(second, "steps of the new host", lambda: second.steps() >= 300)
+            assert first.process.wait(200) == second.process.wait(200) == 0
+        finally:
+            second.close()
+    finally:
+        first.close()
+    assert len(re.findall(r"begins at step \d+", first.said)) == 1  # It was not started again.
+    (joined,) = re.findall(r"rank 1 begins at step (\d+)", second.said)
+    assert int(joined) >= 200

@@ -12,10 +12,15 @@ import subprocess
 import sys
 import urllib.request
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from pscore.net.wire import PROTOCOL
+from pscore.version import VERSION
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(280)
@@ -28,24 +33,29 @@ class Installed:
     bin: Path
     folder: Path
 
-    def run(self, *words: str) -> str:
+    def run(self, *words: str, returns: int = 0, **variables: str) -> str:
+        """Runs a program; returns its output, and that for errors if it returns another code."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "PYTHON"))}
         done = subprocess.run(
             [self.bin / words[0], *words[1:]],
             cwd=self.folder,
-            env={**kept, "XDG_RUNTIME_DIR": str(self.folder)},
+            env={**kept, "XDG_RUNTIME_DIR": str(self.folder), **variables},
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == returns, done.stderr
+        return done.stderr if returns else done.stdout
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    return build(tmp_path_factory.mktemp("wheel"), ROOT)
+
+
+def build(folder: Path, source: Path) -> Path:
+    """Returns the wheel of a folder with the source."""
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([sys.executable, *words, "--wheel-dir", folder, ROOT], check=True)
+    subprocess.run([sys.executable, *words, "--wheel-dir", folder, source], check=True)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -149,3 +159,79 @@ def test_shards_and_the_dashboard_start(installed: Installed) -> None:
         assert servers in installed.run("psserver", "top", "--once", "--servers", servers)
     finally:
         installed.run("psserver", "stop", "--servers", servers)
+
+
+def sources(folder: Path, commit: str = "HEAD") -> Path:
+    """Returns a folder with the files of a commit."""
+    folder.mkdir()
+    words = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
+    packed = subprocess.run(words, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-x", "-C", folder], input=packed, check=True)
+    return folder
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+TRAIN = """
+import importlib.metadata, torch, psworker
+model = torch.nn.Linear(4, 1)
+optimizer = psworker.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+print("trained with", importlib.metadata.version("paceline"))
+"""
+
+
+@contextmanager
+def shards(environment: Installed) -> Iterator[str]:
+    words = ("start", "--port", "0", "--metrics-port", "0", "--detach")
+    servers = re.findall(r"PACELINE_SERVERS=(\S+)", environment.run("psserver", *words))[0]
+    try:
+        yield servers
+    finally:
+        environment.run("psserver", "stop", "--servers", servers)
+
+
+def test_workers_and_shards_of_other_versions_meet(installed: Installed, tmp_path: Path) -> None:
+    """docs/versions.md: the protocol decides, and not the version of the package."""
+    source = sources(tmp_path / "source")
+    replace(source / "pyproject.toml", f'version = "{VERSION}"', 'version = "0.0.9"')
+    alike = install(build(tmp_path / "alike", source), tmp_path / "alike", THERE)
+    replace(source / "pscore" / "net" / "wire.py", f"PROTOCOL = {PROTOCOL}", "PROTOCOL = 99")
+    unlike = install(build(tmp_path / "unlike", source), tmp_path / "unlike", THERE)
+    train = ("python", "-c", TRAIN)
+    with shards(installed) as servers:
+        said = alike.run(*train, PACELINE_SERVERS=servers, PACELINE_JOB="a")
+        assert "trained with 0.0.9" in said
+        said = unlike.run(*train, returns=1, PACELINE_SERVERS=servers, PACELINE_JOB="b")
+        sentence = (
+            f"speaks protocol {PROTOCOL} (paceline {VERSION}), this worker speaks 99: install"
+        )
+        assert sentence in said
+    with shards(alike) as servers:
+        installed.run(*train, PACELINE_SERVERS=servers, PACELINE_JOB="c")
+
+
+def test_the_last_release_works_with_this_one_or_is_refused(
+    installed: Installed, tmp_path: Path
+) -> None:
+    words = ["git", "-C", str(ROOT), "describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^"]
+    tag = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    if not tag:
+        pytest.skip("there is no release yet")
+    source = sources(tmp_path / "source", tag)
+    there = (source / "pscore" / "net" / "wire.py").read_text()
+    (protocol,) = map(int, re.findall(r"^PROTOCOL = (\d+)", there, re.M))
+    last = install(build(tmp_path / "last", source), tmp_path / "last", THERE)
+    with shards(installed) as servers:
+        code = 0 if protocol == PROTOCOL else 1
+        said = last.run("python", "-c", TRAIN, returns=code, PACELINE_SERVERS=servers)
+        assert ("trained with" if code == 0 else f"this worker speaks {protocol}") in said

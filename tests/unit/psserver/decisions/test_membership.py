@@ -477,3 +477,37 @@ def test_an_event_has_the_effect_that_the_table_of_transitions_says(
     found = membership.members.get(0)
     after = Presence.ABSENT if found is None else found.presence
     assert after is TRANSITIONS.get((presence, event), presence)
+
+
+# ----- away
+
+
+def test_a_lost_worker_is_away_until_it_is_back() -> None:
+    membership = joined(3, 0, 1, 2)
+    assert membership.num_away == 0
+    membership.members[2].lease_ends_s = -1.0
+    membership.leave(1, 1, "its script failed", failed=True)
+    membership.expire(0.0)
+    assert membership.num_away == 2
+    membership.join(member(1, 2))
+    assert membership.num_away == 1
+
+
+def test_a_worker_that_ends_and_a_job_that_is_stopped_have_nobody_away() -> None:
+    membership = joined(2, 0, 1)
+    membership.leave(0, 1, "finished")
+    assert membership.num_away == 0
+    membership = joined(2, 0, 1)
+    for rank in range(2):
+        membership.leave(rank, 1, "its process failed", failed=True)
+    assert membership.num_away == 0
+
+
+def test_an_elastic_job_misses_only_those_below_its_least_number() -> None:
+    membership = Membership(4, lease_s=10.0, min_workers=2)
+    for rank in range(3):
+        membership.join(member(rank))
+    membership.leave(2, 1, "its process failed", failed=True)
+    assert membership.num_away == 0
+    membership.leave(1, 1, "its process failed", failed=True)
+    assert membership.num_away == 1
