@@ -1,0 +1,387 @@
+"""Every alert of deploy/chart/files/rules.yaml is provoked and cleared, on a real Prometheus.
+
+The rules are those of the file with seconds in the place of minutes, and a checkpoint counts as old
+after 8 s. Shards and workers are real; only a clock that is wrong is a page of this test.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.test_prometheus import RULES, ask, end, free_ports, running
+
+BIN = Path(sys.executable).parent
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+LIMIT_S = 120.0
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None,
+        reason="prometheus is not installed: apt-get install prometheus",
+    ),
+    pytest.mark.timeout(400),
+]
+# A file `slow-RANK` in its folder holds the seconds that each of its steps takes longer.
+SCRIPT = """
+import os, time
+from pathlib import Path
+import torch
+import psworker
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(2048, 1024)
+optimizer = psworker.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), mode=os.environ["MODE"]
+)
+slow = Path(__file__).parent / f"slow-{psworker.rank()}"
+while not (Path(__file__).parent / "enough").exists():
+    optimizer.zero_grad()
+    model(torch.randn(1, 2048)).square().mean().backward()
+    time.sleep(0.05)
+    deadline_s = time.monotonic() + (float(slow.read_text()) if slow.exists() else 0.0)
+    while time.monotonic() < deadline_s and slow.exists():
+        time.sleep(0.05)
+    optimizer.step()
+"""
+
+
+def quick() -> str:
+    """Returns the rules with seconds instead of minutes."""
+    text = RULES.read_text()
+    text = re.sub(r"\[1h\]", "[2m]", text)
+    text = re.sub(r"\[\d+m\]", "[10s]", text)
+    text = re.sub(r"for: \d+m", "for: 5s", text)
+    assert text.count("> 3600") == 1
+    return text.replace("> 3600", "> 8")
+
+
+class Site:
+    """A Prometheus whose targets are in a file."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port = folder, port
+        self.targets = folder / "targets.json"
+        self.aim()
+        (folder / "rules.yaml").write_text(quick())
+        (folder / "token").write_text("")
+        plain = {"job_name": "paceline", "file_sd_configs": [{"files": [str(self.targets)]}]}
+        plain["file_sd_configs"][0]["refresh_interval"] = "1s"  # type: ignore[index]
+        self.config: dict[str, Any] = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(folder / "rules.yaml")],
+            "scrape_configs": [plain],
+        }
+
+    def aim(self, *ports: int) -> None:
+        """Sets the targets: pages on these ports."""
+        new = self.targets.with_suffix(".new")
+        new.write_text(json.dumps([{"targets": [f"127.0.0.1:{port}" for port in ports]}]))
+        new.replace(self.targets)
+
+    def write(self) -> None:
+        (self.folder / "prometheus.yml").write_text(json.dumps(self.config))
+
+    def alerts(self, name: str) -> list[dict[str, str]]:
+        """Returns the labels of the alerts of a rule that fire."""
+        found = ask(self.port, "alerts")["alerts"]
+        labels = [each["labels"] for each in found if each["state"] == "firing"]
+        return [each for each in labels if each["alertname"] == f"Paceline{name}"]
+
+    def value(self, expression: str) -> list[float]:
+        found = ask(self.port, "query", query=expression)["result"]
+        return [float(series["value"][1]) for series in found]
+
+    def fires(self, name: str) -> dict[str, str]:
+        until(lambda: self.alerts(name), f"{name} does not fire")
+        return self.alerts(name)[0]
+
+    def clears(self, name: str) -> None:
+        until(lambda: not self.alerts(name), f"{name} still fires")
+
+
+def until(is_so: Callable[[], Any], what: str) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.3)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    port = free_ports(1)
+    made = Site(tmp_path, port)
+    made.write()
+    words = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    words += [f"--web.listen-address=127.0.0.1:{port}"]
+    with running("prometheus", *words, **QUIET):
+        until(lambda: is_up(port), "Prometheus does not answer")
+        yield made
+
+
+def is_up(port: int) -> bool:
+    try:
+        ask(port, "alerts")
+    except OSError:
+        return False
+    return True
+
+
+class Shard:
+    """One shard, which may be started again at its ports."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.port = free_ports(40)
+        self.metrics = self.port + 20
+        self.servers = f"127.0.0.1:{self.port}"
+        self.folder, self.options = folder, options
+        self.stack = ExitStack()
+
+    def start(self, *more: str) -> None:
+        words = ["start", "--port", str(self.port), "--metrics-port", str(self.metrics)]
+        words += ["--lease-s", "2", "--cluster", "site", *self.options, *more]
+        process = self.stack.enter_context(
+            running(BIN / "psserver", *words, cwd=self.folder, stdout=subprocess.PIPE)
+        )
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            assert pipe.readline().startswith(b"PACELINE_SERVERS=")
+
+    def call(self, *words: str) -> str:
+        done = subprocess.run(
+            [BIN / "psserver", *words, "--servers", self.servers],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    def stop(self) -> None:
+        self.stack.close()
+
+
+@contextmanager
+def shard(folder: Path, *options: str) -> Iterator[Shard]:
+    made = Shard(folder, *options)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@contextmanager
+def workers(
+    shard: Shard, mode: str = "ssgd", count: int = 2
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Workers that train until the end of the block; each is a process of its own."""
+    (shard.folder / "train.py").write_text(SCRIPT)
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            started.append(worker(shard, mode, count, rank))
+        yield started
+    finally:
+        for process in started:
+            end(process)
+
+
+def worker(shard: Shard, mode: str, count: int, rank: int) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PACELINE_SERVERS": shard.servers,
+        "PACELINE_NUM_WORKERS": str(count),
+        "PACELINE_RANK": str(rank),
+        "PACELINE_JOB": "job",
+        "MODE": mode,
+    }
+    return subprocess.Popen([sys.executable, shard.folder / "train.py"], env=environment, **QUIET)
+
+
+def slow(shard: Shard, rank: int, seconds: float) -> Path:
+    path = shard.folder / f"slow-{rank}"
+    path.write_text(str(seconds))
+    return path
+
+
+def test_every_alert_has_a_test() -> None:
+    names = {
+        rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+    }  # fmt: skip
+    text = Path(__file__).read_text()
+    assert {f"Paceline{name}" for name in re.findall(r'\.fires\("(\w+)"\)', text)} == names
+    assert {f"Paceline{name}" for name in re.findall(r'\.clears\("(\w+)"\)', text)} == names
+
+
+def test_a_shard_that_is_down(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one:
+        site.aim(one.metrics)
+        until(lambda: site.value("up") == [1.0], "no target")
+        one.stop()
+        assert site.fires("ShardDown")["instance"].endswith(str(one.metrics))
+        one.start()
+        site.clears("ShardDown")
+
+
+def test_a_shard_that_is_no_target_any_more(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one, workers(one):
+        site.aim(one.metrics)
+        until(lambda: site.value("paceline_shard_workers") == [2.0], "no workers")
+        site.aim()
+        found = site.fires("ShardMissing")
+        assert (found["cluster"], found["shard"]) == ("site", "0")
+        site.aim(one.metrics)
+        site.clears("ShardMissing")
+
+
+def test_workers_that_do_not_push_and_a_straggler(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one:
+        files = [slow(one, rank, 1000.0) for rank in range(2)]
+        with workers(one):
+            site.aim(one.metrics)
+            assert site.fires("NobodyPushes")["exported_job"] == "job"
+            for file in files:
+                file.unlink()
+            site.clears("NobodyPushes")
+            lagging = slow(one, 1, 0.5)
+            assert site.fires("Straggler")["worker"] == "1"
+            lagging.unlink()
+            site.clears("Straggler")
+
+
+def test_pushes_that_come_too_late(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one:
+        site.aim(one.metrics)
+        slow(one, 1, 0.2)
+        with workers(one, "od(backup=1)"):
+            site.fires("ManyPushesTooLate")
+        site.clears("ManyPushesTooLate")
+
+
+def test_a_lost_worker_until_it_is_back_and_no_alert_for_a_stop(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one, workers(one) as started:
+        site.aim(one.metrics)
+        until(lambda: site.value("paceline_workers_live") == [2.0], "no workers")
+        started[1].kill()
+        started[1].wait()
+        site.fires("WorkerLost")
+        # It stays, also beyond the window of any rate, until the worker is back.
+        until(lambda: site.value("paceline_workers_away offset 20s") == [1.0], "not away")
+        assert site.alerts("WorkerLost")
+        started[1] = worker(one, "ssgd", 2, 1)
+        site.clears("WorkerLost")
+        until(lambda: site.value("paceline_workers_live") == [2.0], "no workers")
+        stopped = 'max_over_time(ALERTS{alertname="PacelineWorkerLost", alertstate="firing"}[5s])'
+        until(lambda: not site.value(stopped), "an alert of before")
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        # As long as the rule waits, and longer.
+        gone = "max_over_time(paceline_workers_live[10s])"
+        until(lambda: site.value(gone) == [0.0], "live workers")
+        assert not site.value(stopped.replace("[5s]", "[30s]"))
+
+
+def test_old_gradients(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one:
+        site.aim(one.metrics)
+        lagging = slow(one, 1, 4.0)
+        with workers(one, "asgd"):
+            site.fires("Stale")
+            lagging.unlink()
+            site.clears("Stale")
+
+
+def test_an_old_checkpoint(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one, workers(one, count=1):
+        site.aim(one.metrics)
+        site.fires("CheckpointOld")
+        one.call("checkpoint", str(tmp_path / "saved"))
+        site.clears("CheckpointOld")
+
+
+def test_memory_that_is_nearly_used_up(site: Site, tmp_path: Path) -> None:
+    with shard(tmp_path) as one, workers(one, count=1):
+        site.aim(one.metrics)
+        until(lambda: (site.value("paceline_table_bytes") or [0.0])[0] > 0, "no table")
+        (nbytes,) = site.value("paceline_table_bytes")
+    limit_mb = int(nbytes) // (1 << 20) + 1
+    assert nbytes > 0.9 * (limit_mb << 20)
+    with shard(tmp_path, "--memory-mb", str(limit_mb)) as one:
+        site.aim(one.metrics)
+        with workers(one, count=1):
+            site.fires("MemoryShort")
+        one.call("forget", "job", "--force")
+        site.clears("MemoryShort")
+
+
+def test_a_clock_that_is_wrong(site: Site) -> None:
+    ahead_s = [30.0]
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"paceline_time_seconds {time.time() + ahead_s[0]}\n".encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            site.aim(server.server_port)
+            site.fires("ClockSkew")
+            ahead_s[0] = 0.0
+            site.clears("ClockSkew")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_certificate_that_ends(tmp_path: Path) -> None:
+    port = free_ports(1)
+    site = Site(tmp_path, port)
+    certs = tmp_path / "certs"
+
+    def make(days: int) -> None:
+        words = ("certs", str(certs), "--host", "127.0.0.1", "--days", str(days), "--force")
+        subprocess.run([BIN / "psserver", *words], check=True, capture_output=True)
+
+    make(7)
+    one = Shard(
+        tmp_path,
+        *("--tls-cert", f"{certs}/server.pem", "--tls-key", f"{certs}/server.key"),
+        *("--token-file", f"{certs}/token"),
+    )
+    (scraped,) = site.config["scrape_configs"]
+    scraped |= {"scheme": "https", "tls_config": {"ca_file": f"{certs}/ca.pem"}}
+    scraped |= {"authorization": {"credentials_file": f"{certs}/token"}}
+    site.write()
+    words = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    words += [f"--web.listen-address=127.0.0.1:{port}"]
+    with running("prometheus", *words, **QUIET):
+        until(lambda: is_up(port), "Prometheus does not answer")
+        try:
+            one.start()
+            site.aim(one.metrics)
+            site.fires("CertificateEnds")
+            one.stop()
+            make(365)
+            one.start()
+            site.clears("CertificateEnds")
+            until(lambda: site.value("up") == [1.0], "the new certificate is not taken")
+        finally:
+            one.stop()
