@@ -16,8 +16,12 @@ PROBE_TIMEOUT_S = 2.0
 SHAPE = "must look like host:port or unix:///path"
 
 
-def parse_addresses(text: str | Iterable[str] | None) -> tuple[str, ...]:
+def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> tuple[str, ...]:
     """Returns addresses from `host:port,host:port` or a list of them.
+
+    Args:
+        text: The addresses.
+        port_min: The lowest port; 0 where an address may name a port that is not known yet.
 
     Raises:
         ConfigError: One of them is not an address; says what is wrong with it.
@@ -26,25 +30,29 @@ def parse_addresses(text: str | Iterable[str] | None) -> tuple[str, ...]:
     addresses = tuple(address.strip() for address in listed if address.strip())
     for address in addresses:
         if not address.startswith("unix:"):
-            split_address(address)
+            split_address(address, port_min=port_min)
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"a server address is given twice in {', '.join(addresses)}")
     return addresses
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, *, port_min: int = 1) -> tuple[str, int]:
     """Returns host and port of `host:port`; the host of an IPv6 address has no brackets.
+
+    Args:
+        address: The address.
+        port_min: The lowest port.
 
     Raises:
         ConfigError: It is none; says what is wrong with it.
     """
-    if reason := _fault(address):
+    if reason := _fault(address, port_min):
         raise ConfigError(f"server address {address!r} {SHAPE}: {reason}")
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def _fault(address: str) -> str:
+def _fault(address: str, port_min: int) -> str:
     """Returns the reason why a text is no `host:port`; empty if it is one."""
     scheme, found, rest = address.partition("://")
     if found:
@@ -61,8 +69,8 @@ def _fault(address: str) -> str:
         return f"put an IPv6 address into brackets: [{host}]:{port}"
     if not is_bracketed and re.fullmatch(r"[\w.-]+", host) is None:
         return f"{host!r} is not the name or the address of a host"
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= PORT_MAX):
-        return f"the port is {port!r}, and ports are 1 to {PORT_MAX}"
+    if not (port.isascii() and port.isdecimal() and port_min <= int(port) <= PORT_MAX):
+        return f"the port is {port!r}, and ports are {port_min} to {PORT_MAX}"
     return ""
 
 

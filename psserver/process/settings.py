@@ -140,7 +140,7 @@ class ServerSettings(BaseSettings):
         """Addresses of all shards, in order, at a shard 0 that is started by itself."""
         if self.shard_index != 0 or self.shard_addresses is None:
             return []
-        return list(parse_addresses(self.shard_addresses))
+        return list(parse_addresses(self.shard_addresses, port_min=0))
 
     @property
     def takes_checkpoints(self) -> bool:
@@ -357,7 +357,8 @@ def _check_checkpoints(settings: Settings) -> None:
             "server.shard_addresses is for shards that are started one by one, with --shard-index"
         )
     try:
-        addresses = parse_addresses(server.shard_addresses)
+        addresses = parse_addresses(server.shard_addresses, port_min=0)
+        parse_addresses(addresses[1:])
     except ConfigError as problem:
         raise ConfigError(f"server.shard_addresses: {problem}") from problem
     if len(addresses) != server.shards:

@@ -8,6 +8,7 @@ from pscore.errors import ConfigError
 from pscore.text import is_loopback
 from psserver.access.certs import make
 from psserver.process.settings import metrics_ports, resolve
+from psserver.process.shard_plan import with_own_port
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +195,7 @@ ADDRESSES = {"server.shard_addresses": "a:1, b:2"}
         ({"server.state_dir": None}, "they have no directory: give --state-dir"),
         (PART, "shard 0 does not know the addresses of the others: give --shard-addresses"),
         ({**PART, "server.shard_addresses": "a:1"}, "has 1 addresses for 2 shards"),
+        ({**PART, "server.shard_addresses": "a:0,b:0"}, "the port is '0'"),
         (
             {**PART, "server.shard_addresses": "a:1,b"},
             "'b' must look like host:port .* port is missing",
@@ -217,6 +219,14 @@ def test_checkpoints_are_taken_by_the_supervisor_of_shard_0(tmp_path: Path) -> N
     assert (first.takes_checkpoints, first.other_addresses) == (True, ["a:1", "b:2"])
     other = resolve({**given, **PART, **ADDRESSES, "server.shard_index": 1}).server
     assert (other.takes_checkpoints, other.other_addresses) == (False, [])
+
+
+def test_shard_0_may_take_a_free_port(tmp_path: Path) -> None:
+    given = {"server.state_dir": tmp_path, **PART, "server.shard_addresses": "a:0,b:2"}
+    addresses = resolve(given).server.other_addresses
+    assert with_own_port(addresses, 0, 41234) == ["a:41234", "b:2"]
+    assert with_own_port(["a:1", "b:2"], 0, 41234) == ["a:1", "b:2"]
+    assert with_own_port([], 0, 41234) == []
 
 
 def test_checkpoints_over_tls_need_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
