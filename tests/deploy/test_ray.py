@@ -1,5 +1,6 @@
-"""examples/ray_train.py on a real Ray: a shard's and a worker's actor are killed."""
+"""examples/ray_train.py on a real Ray: actors are killed, and a node of several is lost."""
 
+import contextlib
 import json
 import os
 import re
@@ -51,22 +52,20 @@ def line(process: psutil.Process) -> str:
 
 
 class Cluster:
-    """A Ray of one node, and the example on it."""
+    """A Ray of one or several nodes, and the example on it."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *num_cpus: int) -> None:
+        """Starts a head with the first number of processors, and a node with each further one."""
         self.log = log
         self.folder = Path(f"/tmp/ray-{os.getpid()}")  # Ray's sockets need a short path.
         self.before = set(psutil.pids())
-        words = ["start", "--head", "--port=6399", "--num-cpus=6", "--include-dashboard=false"]
-        words += ["--object-store-memory=200000000", "--disable-usage-stats"]
-        words += ["--node-ip-address=127.0.0.1", f"--temp-dir={self.folder}"]
-        done = subprocess.run([BIN / "ray", *words], capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0, done.stderr
-        self.daemons = [
-            it
-            for it in psutil.process_iter()
-            if it.pid not in self.before and str(self.folder) in line(it)
-        ]
+        common = ["--object-store-memory=200000000", "--disable-usage-stats"]
+        common += ["--node-ip-address=127.0.0.1"]
+        head = ["--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={self.folder}"]
+        self.nodes = [self._start(f"--num-cpus={num_cpus[0]}", *head, *common)]
+        for count in num_cpus[1:]:
+            words = [f"--num-cpus={count}", "--address=127.0.0.1:6399"]
+            self.nodes.append(self._start(*words, *common))
         words = [str(BIN / "python"), "examples/ray_train.py", "--steps", str(STEPS)]
         environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:6399", "RAY_DEDUP_LOGS": "0"}
         with log.open("wb") as output:
@@ -74,6 +73,26 @@ class Cluster:
                 [*words, "--port", str(PORT)],
                 cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
+
+    def _start(self, *options: str) -> list[psutil.Process]:
+        """Starts a node; returns its daemons."""
+        before = set(psutil.pids())
+        words = [BIN / "ray", "start", *options]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        return [
+            it
+            for it in psutil.process_iter()
+            if it.pid not in before and str(self.folder) in line(it)
+        ]
+
+    def lose(self, node: int) -> None:
+        """Kills the daemons of a node and everything below them, as a machine that loses power."""
+        for process in self.nodes[node]:
+            below = process.children(recursive=True) if process.is_running() else []
+            for each in (process, *below):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
 
     def job(self) -> dict[str, Any]:
         """Returns the status of the job; empty while there is none."""
@@ -100,10 +119,11 @@ class Cluster:
         """Ends the processes of this Ray; `ray stop` would end every Ray of the machine."""
         self.driver.kill()
         self.driver.wait()
-        for process in self.daemons:
+        daemons = [process for node in self.nodes for process in node]
+        for process in daemons:
             if process.is_running():
                 process.terminate()
-        psutil.wait_procs(self.daemons, timeout=20)
+        psutil.wait_procs(daemons, timeout=20)
         words = (str(BIN), str(self.folder), "ray::")
         left = [it for it in psutil.process_iter() if it.pid not in self.before]
         for process in [it for it in left if any(word in line(it) for word in words)]:
@@ -112,8 +132,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    running = Cluster(tmp_path / "log")
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    running = Cluster(tmp_path / "log", *getattr(request, "param", (6,)))
     try:
         yield running
     finally:
@@ -131,6 +151,28 @@ def test_a_job_ends_like_a_plain_run_although_an_actor_of_each_kind_is_killed(
     psutil.Process(victim).kill()
     at = cluster.job()["step"]
     cluster.wait("steps after the kill of a worker", lambda: cluster.job()["step"] > at + 20)
+    check(cluster)
+
+
+# The head has room for the shards alone, and each other node for both workers.
+@pytest.mark.parametrize("cluster", [(2, 2, 2)], indirect=True)
+def test_workers_of_a_lost_node_continue_on_another(cluster: Cluster) -> None:
+    cluster.wait("steps", lambda: cluster.job()["step"] > STEPS // 10)
+    pids = {worker["pid"] for worker in cluster.job()["workers"]}
+    (node,) = (
+        index
+        for index, daemons in enumerate(cluster.nodes)
+        if pids & {below.pid for it in daemons for below in it.children(recursive=True)}
+    )
+    assert node > 0
+    cluster.lose(node)
+    at = cluster.job()["step"]
+    cluster.wait("steps after the loss", lambda: cluster.job()["step"] > at + 20)
+    check(cluster)
+
+
+def check(cluster: Cluster) -> None:
+    """Checks that the job continued at its step, and ended like a plain run."""
     assert cluster.driver.wait(600) == 0, cluster.log.read_text()[-3000:]
     text = cluster.log.read_text()
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", text)]
