@@ -206,7 +206,9 @@ def worker(shard: Shard, mode: str, count: int, rank: int) -> subprocess.Popen[b
         "PACELINE_JOB": "job",
         "MODE": mode,
     }
-    return subprocess.Popen([sys.executable, shard.folder / "train.py"], env=environment, **QUIET)
+    words = [sys.executable, str(shard.folder / "train.py")]
+    devnull = subprocess.DEVNULL
+    return subprocess.Popen(words, env=environment, stdout=devnull, stderr=devnull)
 
 
 def slow(shard: Shard, rank: int, seconds: float) -> Path:

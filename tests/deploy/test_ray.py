@@ -77,7 +77,7 @@ class Cluster:
     def _start(self, *options: str) -> list[psutil.Process]:
         """Starts a node; returns its daemons."""
         before = set(psutil.pids())
-        words = [BIN / "ray", "start", *options]
+        words = [str(BIN / "ray"), "start", *options]
         done = subprocess.run(words, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
         return [
