@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+
+def machine(described: str) -> str:
+    """Returns the cores and the load of a machine; its result file describes it in full."""
+    return ", ".join(re.findall(r"\d+ cores|load [\d.]+", described)) or described
+
 
 def table(head: list[str], rows: list[list[str]], align: str = "") -> str:
     """Returns a Markdown table.

@@ -23,7 +23,7 @@ from typer.main import get_command
 from benchmarks import pipeline_kills, pipeline_learning, round_tables
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
-from benchmarks.markdown import table
+from benchmarks.markdown import machine, table
 from benchmarks.survival import tables as survival_tables
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
@@ -50,13 +50,11 @@ def settings() -> str:
                 [
                     f"`--{prefix}{name.replace('_', '-')}`",
                     f"`{kind.model_config['env_prefix']}{name.upper()}`",
-                    f"`{section}.{name}`",
-                    _default(field),
-                    _bounds(field),
+                    "; ".join(part for part in (_default(field), _bounds(field)) if part),
                     " ".join((field.description or "").split()),
                 ]
             )
-    return table(["flag", "variable", "in the file", "default", "range", "meaning"], rows)
+    return table(["flag", "variable", "default; range", "meaning"], rows)
 
 
 def _default(field: FieldInfo) -> str:
@@ -127,9 +125,10 @@ def metrics() -> str:
     rows = []
     for family in ShardCollector(Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)).collect():
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
-        rows.append([f"`{family.name}{ends.get(family.type, '')}`", family.type, labels])
-        rows[-1].append(family.documentation)
-    return table(["metric", "type", "labels", "meaning"], rows)
+        kind = f"{family.type.capitalize()}. " if family.type in ("histogram", "summary") else ""
+        name = f"`{family.name}{ends.get(family.type, '')}`"
+        rows.append([name, labels, f"{kind}{family.documentation}"])
+    return table(["metric", "labels", "meaning"], rows)
 
 
 def dashboard() -> str:
@@ -139,7 +138,7 @@ def dashboard() -> str:
     row = [
         f"{figures['shards']} shards, {figures['workers']} workers",
         f"{median:.2f} ms; the shard with most {most:.2f} ms",
-        f"{median / 10:.2f} % of a core",
+        f"{median / 10:.2f}% of a core",
     ]
     looks = table(["cluster", "a shard's CPU for one look", "at one look a second"], [row])
     if "poll" not in figures:
@@ -148,9 +147,9 @@ def dashboard() -> str:
     shard, memory = poll["shard_percent_of_core"], poll["page_mb"]
     row = [
         f"{poll['seconds'] / 60:.0f} minutes, {poll['views']} views",
-        f"{shard['median'] - figures['alone_percent_of_core']:.2f} %",
-        f"{figures['alone_percent_of_core']:.2f} %",
-        f"{poll['page_percent_of_core']:.2f} %",
+        f"{shard['median'] - figures['alone_percent_of_core']:.2f}%",
+        f"{figures['alone_percent_of_core']:.2f}%",
+        f"{poll['page_percent_of_core']:.2f}%",
         f"{memory['start']:.0f} and {memory['end']:.0f} MB",
     ]
     columns = [
@@ -183,7 +182,6 @@ class Round:
     workers: int
     times_ms: list[float]
     floor_ms: float | None  # None: nothing to compare with.
-    fixed_ms: float  # A round of one small slice.
     gbytes: float
     cpu_s: float
 
@@ -199,17 +197,14 @@ class Round:
 
     def cells(self) -> list[str]:
         """Returns the row of the table."""
-        ordered = sorted(self.times_ms)
-        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         known = self.floor_ms is not None
         return [
             PATHS.get(self.plane, self.plane),
             f"`{self.case}`",
             f"{self.workers}x{self.workers}",
             f"{self.floor_ms:.1f}" if self.floor_ms is not None else "",
-            f"{self.floor_ms + self.fixed_ms:.1f}" if self.floor_ms is not None else "",
-            f"{self.median_ms:.1f} ({low:.1f} to {high:.1f})",
-            f"**{100 * self.share:.0f} %**" if known else "",
+            f"{self.median_ms:.1f}",
+            f"**{100 * self.share:.0f}%**" if known else "",
             f"{1e3 * self.gbytes / self.median_ms:.2f}",
             f"{self.cpu_s / self.gbytes:.2f}",
         ]
@@ -240,15 +235,12 @@ class TransportRun:
     def round(self, plane: str, case: str, workers: int) -> Round:
         """Returns a case with its floor: memory copies, or a plain-socket round for each worker."""
         found = self.cases[plane, case, workers]
-        floor_ms, fixed_ms = None, 0.0
+        floor_ms = None
         if plane in PATHS:
-            fixed_ms = self.median_ms(plane, "tiny")
             floor_ms = workers * self.median_ms("socket", case)
         if plane == "local":
             floor_ms = self.copies(case, workers) * self.result["nbytes"] / self.copy_gbps / 1e6
-        return Round(
-            plane, case, workers, found["ms"], floor_ms, fixed_ms, found["gbytes"], found["cpu_s"]
-        )
+        return Round(plane, case, workers, found["ms"], floor_ms, found["gbytes"], found["cpu_s"])
 
     def rounds(self) -> list[Round]:
         """Returns all cases but the small ones."""
@@ -274,14 +266,15 @@ def transport() -> str:
             f"**A round through shared memory reaches {_range(shares['local'])} of its floor, a "
             f"round over TCP {_range(shares['tcp'])} of plain sockets.**",
             "",
-            f"{run.result['date']}, commit {run.result['commit']}, {run.result['machine']}, "
+            f"{run.result['date']}, commit {run.result['commit']}, "
+            f"{machine(run.result['machine'])}, "
             f"{len(run.result['copy_ms'])} rounds a case. Constants of this run: M = "
             f"{run.copy_gbps:.1f} GB/s, K = {socket_gbps:.1f} GB/s, m = {fixed} ms.",
             "",
             table(
-                ["path", "case", "workers x shards", "floor, ms", "model, ms",
-                 "measured, ms (10 to 90 %)", "floor / measured", "GB/s", "CPU s/GB"],
-                rows, "lllrrrrrr",
+                ["path", "case", "workers x shards", "floor, ms",
+                 "measured, ms", "floor / measured", "GB/s", "CPU s/GB"],
+                rows, "lllrrrrr",
             ),
         ]
     )  # fmt: skip
@@ -289,26 +282,7 @@ def transport() -> str:
 
 def _range(shares: list[float]) -> str:
     low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
-    return f"{low} %" if low == high else f"{low} to {high} %"
-
-
-def targets() -> str:
-    """Returns the targets, each beside the figure of the run."""
-    run = TransportRun()
-    lines = []
-    for case in ("flat", "keys"):
-        local, tcp = run.round("local", case, 1), run.round("tcp", case, 1)
-        gloo_ms = run.median_ms("gloo", case, 2)
-        pair_ms = run.median_ms("local", case, 2)
-        gbps = 1e3 * local.gbytes / local.median_ms
-        lines += [
-            f"- `{case}`: 6 GB/s through shared memory: {_met(gbps >= 6)}, {gbps:.1f} GB/s.",
-            f"- `{case}`: two workers through shared memory faster than Gloo: "
-            f"{_met(pair_ms < gloo_ms)}, {pair_ms:.0f} ms for {gloo_ms:.0f} ms.",
-            f"- `{case}`: 85 % of plain sockets over TCP: {_met(tcp.share >= 0.85)}, "
-            f"{100 * tcp.share:.0f} %.",
-        ]
-    return "\n".join(lines)
+    return f"{low}%" if low == high else f"{low} to {high}%"
 
 
 def hosts() -> str:
@@ -325,7 +299,7 @@ def hosts() -> str:
             for mode, step_ms in two["step_ms"].items()
         ]
     head = ["hosts", "mode", "step, ms", "max(compute, bytes / bandwidth), ms"]
-    return f"{figures['date']}, {figures['machine']}.\n\n" + table(head, rows, "llrr")
+    return f"{figures['date']}, {machine(figures['machine'])}.\n\n" + table(head, rows, "llrr")
 
 
 def reasons() -> str:
@@ -356,7 +330,7 @@ def step_hosts() -> str:
             )
         ]
         head = ["mode", "step, ms", "max(compute, bytes / bandwidth), ms", "MB, busiest link"]
-        about = f"{case} ({run['date']}, {run['machine']}):"
+        about = f"{case} ({run['date']}, {machine(run['machine'])}):"
         blocks.append(f"{about}\n\n{table(head, rows, 'lrrr')}")
     return "\n\n".join(blocks)
 
@@ -369,7 +343,7 @@ def gpu(path: Path = GPU) -> str:
     if not path.is_file():
         return "No GPU has been measured yet."
     run = json.loads(path.read_text(encoding="utf-8"))
-    about = f"`{run['command']}`, {run['date']}, commit {run['commit']}, {run['machine']}."
+    about = f"`{run['command']}`, {run['date']}, commit {run['commit']}, {machine(run['machine'])}."
     blocks = [f"**{run['device']}.** {about}"]
     if run["kernels"]:
         rows = [
@@ -398,36 +372,6 @@ def gpu(path: Path = GPU) -> str:
     return "\n\n".join(blocks)
 
 
-def _met(is_met: bool) -> str:
-    return "met" if is_met else "**not met**"
-
-
-FALL = 0.05  # Share by which a figure may fall without a word about it.
-
-
-def slowdowns() -> str:
-    """Returns the figures of `versions` that fell by more than 5 %, as one item of a list."""
-    run = json.loads((ROOT / "docs" / "results" / "versions.json").read_text(encoding="utf-8"))
-    found = []
-    for case in run["cases"]:
-        longer = case["this one"]["median_ms"] / case["the other"]["median_ms"] - 1
-        if longer > FALL:
-            found.append(
-                f"a round of `{case['case']}` through {PATHS[case['plane']]} takes "
-                f"{100 * longer:.1f} % longer"
-            )
-    for case in run["models"]:
-        fewer = 1 - case["this one"]["steps_per_s"] / case["the other"]["steps_per_s"]
-        if fewer > FALL:
-            found.append(
-                f"`{case['model']}` (benchmarks.small) makes {100 * fewer:.1f} % fewer steps a "
-                f"second through {PATHS[case['plane']]}"
-            )
-    text = "; ".join(found) or "nothing is slower"
-    since = f"- **Compared with {run['other']}**, the last version before the present folders"
-    return f"{since}, by turns ({run['date']}): {text}."
-
-
 # ----- the cost of not overlapping: docs/training.md
 
 
@@ -437,7 +381,6 @@ def overlap() -> str:
     run = json.loads(path.read_text(encoding="utf-8"))
     rows = [
         [
-            case["rate"],
             f"`{case['mode']}`" + (f", {case['compression']}" * (case["compression"] != "none")),
             f"{case['compute_ms']:.0f}",
             f"{case['default_ms']:.0f}",
@@ -446,12 +389,13 @@ def overlap() -> str:
         ]
         for case in run["cases"]
     ]
-    head = ["link", "mode", "computing, ms", "default, ms", "`overlap=True`, ms", "ratio"]
+    head = ["mode", "computing, ms", "default, ms", "`overlap=True`, ms", "ratio"]
     return "\n".join(
         [
-            f"`{run['command']}`, {run['date']}, commit {run['commit']}, {run['machine']}:",
+            f"`{run['command']}`, {run['date']}, commit {run['commit']}, "
+            f"{machine(run['machine'])}:",
             "",
-            table(head, rows, "llrrrr"),
+            table(head, rows, "lrrrr"),
         ]
     )
 
@@ -473,15 +417,14 @@ def pipeline() -> str:
             rate,
             found["plan"],
             *(f"{found[name]:.3g}" if name in found else "" for name in PIPELINE_COLUMNS),
-            f"{100 * (found['predicted'] / found['pipeline'] - 1):+.0f} %",
-            f"{100 * found['bytes_saved']:.1f} %" if "bytes_saved" in found else "",
+            f"{100 * found['bytes_saved']:.1f}%" if "bytes_saved" in found else "",
         ]
         for rate, found in run.items()
         if isinstance(found, dict)
     ]
-    head = ["link", "plan", *PIPELINE_COLUMNS, "beside measured", "bytes saved"]
-    about = f"`{run['command']}`, {run['date']}, {run['machine']}. Minibatches a second:"
-    return f"{about}\n\n" + table(head, rows, "llrrrrrrrr")
+    head = ["link", "plan", *PIPELINE_COLUMNS, "bytes saved"]
+    about = f"`{run['command']}`, {run['date']}, {machine(run['machine'])}. Minibatches a second:"
+    return f"{about}\n\n" + table(head, rows, "llrrrrrrr")
 
 
 IMAGES = ROOT / "docs" / "results" / "images.json"  # deploy/check writes it.
@@ -506,8 +449,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dashboard": dashboard,
     "metrics": metrics,
     "transport": transport,
-    "slowdowns": slowdowns,
-    "targets": targets,
     "hosts": hosts,
     "reasons": reasons,
     "step hosts": step_hosts,
@@ -535,7 +476,6 @@ PAGES = (
     "docs/recovery.md",
     "docs/reference.md",
     "docs/rules/decentralised.md",
-    "docs/rules/fragments.md",
     "docs/rules/overlap.md",
     "docs/rules/quorum.md",
     "docs/training.md",

@@ -37,7 +37,7 @@ from torch import nn
 
 from benchmarks import kit
 from benchmarks.forked import Forked, prepare
-from benchmarks.markdown import table
+from benchmarks.markdown import machine
 from benchmarks.survival.shards import Shards, free_ports
 
 RESULTS = kit.ROOT / "docs" / "results" / "pipeline_kills.json"
@@ -246,25 +246,25 @@ class Run:
 def results() -> str:
     """Returns the account of docs/pipelines.md."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    rows = [
-        list(map(str, [stage, count, *one.values()]))
-        for stage, (count, one) in enumerate(zip(found["replicas"], found["stages"], strict=True))
-    ]
-    head = ["stage", "replicas", "counted once", "lost", "twice", "replicas that differ at the end"]
+    counts = zip(*(one.values() for one in found["stages"]), strict=True)
+    once, lost, twice, differ = map(sum, counts)
     stops = {name: statistics.median(found[f"stops_of_{name}s_s"]) for name in ("worker", "shard")}
     of_shards = sum(name.startswith("shard") for _, name in found["kills"])
     about = (
-        f"`{found['command']}`, {found['date']}, commit {found['commit']}, {found['machine']}: "
+        f"`{found['command']}`, {found['date']}, commit {found['commit']}, "
+        f"{machine(found['machine'])}: "
         f"{len(found['kills'])} kills in {found['seconds'] / 60:.0f} minutes, {of_shards} of them "
-        "of shards. Minibatches by how often a stage has counted them:"
+        "of shards."
     )
     said = (
-        f"No minibatch ended for {stops['worker']:.1f} s after a killed worker and "
+        f"The stages together have counted {once:,} minibatches once, lost {lost} and counted "
+        f"{twice} twice; {differ} replicas differ at the end. No minibatch ended for "
+        f"{stops['worker']:.1f} s after a killed worker and "
         f"{stops['shard']:.1f} s after a killed shard (medians), at most for "
         f"{found['longest_stop_s']:.1f} s. {found['computed'] - found['setup']['minibatches']} "
         "minibatches were computed again."
     )
-    return "\n".join([about, "", table(head, rows, "rrrrrr"), "", said])
+    return f"{about} {said}"
 
 
 def main() -> None:

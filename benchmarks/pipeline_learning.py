@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks import kit, tasks
-from benchmarks.markdown import table
+from benchmarks.markdown import machine, table
 from pssim.pipelines import PipelineWorld
 from psworker.pipeline.run.schedule import Place, Stash, TwoVersions, Vertical
 
@@ -284,7 +284,7 @@ def results() -> str:
     seeds = len({one["seed"] for one in runs})
     about = (
         f"{seeds} seeds, {runs[0]['updates']} updates of {BATCH} images. {'; '.join(made)}, "
-        f"{found['machine']}."
+        f"{machine(found['machine'])}."
     )
     names = dict.fromkeys(one["name"] for one in runs)
     optimizers = dict.fromkeys(name.split(", ")[-1] for name in names)
@@ -301,13 +301,13 @@ def _compared(runs: Sequence[dict[str, Any]], optimizer: str) -> str:
         apart = gaps(runs, name)
         if name != base:
             row = cells.setdefault("any" if form == "flush" else plan, {})
-            row[form] = f"{statistics.fmean(apart):+.2f} ({min(apart):+.2f})"
+            row[form] = f"{statistics.fmean(apart):+.2f}"
     forms = list(dict.fromkeys(form for row in cells.values() for form in row))
     rows = [[plan, *(row.get(form, "") for form in forms)] for plan, row in cells.items()]
     alone = statistics.fmean(one["accuracy"] for one in runs if one["name"] == base)
     return (
-        f"{optimizer}: one process has {100 * alone:.2f} %. Differences in points, the lowest "
-        f"seed in brackets:\n\n{table(['replicas', *forms], rows, 'l' + 'r' * len(forms))}"
+        f"{optimizer}: one process has {100 * alone:.2f}%. Differences in points:\n\n"
+        f"{table(['replicas', *forms], rows, 'l' + 'r' * len(forms))}"
     )
 
 
@@ -321,7 +321,7 @@ def main() -> None:
     found = []
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         for one in pool.imap_unordered(run, work):
-            print(f"{one.name}, seed {one.seed}: {100 * one.accuracy:.2f} %", flush=True)
+            print(f"{one.name}, seed {one.seed}: {100 * one.accuracy:.2f}%", flush=True)
             found.append(one)
     runs = [asdict(one) for one in found]
     means = {

@@ -9,18 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fragments, round_links, round_reach, round_times
-from benchmarks.markdown import table
+from benchmarks import round_links, round_times
+from benchmarks.markdown import machine, table
 from benchmarks.rounds import FORMS, FURTHER
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 ROUNDS = tuple(  # By task and data; those that there are.
     RESULTS / f"rounds{task}.json" for task in ("", "-unlike", "-lenet", "-lenet-unlike", "-resnet")
 )
-FRAGMENTS = RESULTS / "fragments.json"
 ROUND_LINKS = RESULTS / "round_links.json"
 ROUND_TIMES = RESULTS / "round_times.json"
-ROUND_REACH = RESULTS / "round_reach.json"
 TASK_NAMES = {"text": "characters", "lenet": "LeNet", "resnet": "ResNet-20"}
 NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
 
@@ -51,18 +49,9 @@ def rounds() -> str:
     dates = sorted({run["date"] for run in runs})
     return (
         "`python -m benchmarks.rounds`, with `--task`, `--unlike`, `--lengths`, `--steps` and "
-        f"`--seeds` of the columns, {' and '.join(dates)}. `mirror` is within 1 % of rounds that "
+        f"`--seeds` of the columns, {' and '.join(dates)}. `mirror` is within 1% of rounds that "
         f"block, or below them, in {num_near} of these {len(parts)} cases.\n\n"
         f"{table(head, rows, 'llrrr' + 'r' * len(forms))}"
-    )
-
-
-def fragment_bytes() -> str:
-    """Returns the bytes of a worker's steps by the number of fragments."""
-    run = json.loads(FRAGMENTS.read_text(encoding="utf-8"))
-    return (
-        f"`python -m benchmarks.fragments --out docs/results/fragments.json`, {run['date']}, "
-        f"H = {run['length']}.\n\n{fragments.rows_of(run['rows'])}"
     )
 
 
@@ -71,7 +60,7 @@ def link_bytes() -> str:
     run = json.loads(ROUND_LINKS.read_text(encoding="utf-8"))
     return (
         "`python -m benchmarks.rounds --links --out docs/results/round_links.json`, "
-        f"{run['date']}, {run['machine']}. {round_links.verdict(run)}\n\n"
+        f"{run['date']}, {machine(run['machine'])}. {round_links.verdict(run)}\n\n"
         f"{round_links.rows_of(run)}"
     )
 
@@ -83,21 +72,8 @@ def times() -> str:
         return f"Not measured yet on a quiet machine: {command}."
     run = json.loads(ROUND_TIMES.read_text(encoding="utf-8"))
     return (
-        f"{command}, {run['date']}, {run['machine']}. {round_times.verdict(run)}\n\n"
+        f"{command}, {run['date']}, {machine(run['machine'])}. {round_times.verdict(run)}\n\n"
         f"{round_times.rows_of(run)}"
-    )
-
-
-def reach() -> str:
-    """Returns the loss of `mirror` by delay, momentum and workers."""
-    command = "`python -m benchmarks.round_reach --out docs/results/round_reach.json`"
-    if not ROUND_REACH.exists():
-        return f"Not measured yet: {command}."
-    run = json.loads(ROUND_REACH.read_text(encoding="utf-8"))
-    seeds = len(run["rows"][0]["mirror"])
-    return (
-        f"{command}, {run['date']}: H = {run['length']}, {run['steps']} steps, "
-        f"outer rate {run['outer_lr']:g}, means of {seeds} seeds.\n\n{round_reach.rows_of(run)}"
     )
 
 
@@ -110,20 +86,17 @@ def _mean_loss(row: dict[str, Any], form: str) -> float:
 
 
 def _loss_of(row: dict[str, Any], form: str) -> str:
-    """Returns the loss of rounds that block, or another form's beside it, and the outer rate."""
+    """Returns the loss of rounds that block, or another form's beside it."""
     if form not in row:
         return ""
     loss, base = _mean_loss(row, form), _mean_loss(row, "blocking")
     if not math.isfinite(loss):
         return "diverged"
-    shown = f"{loss:.3f}" if form == "blocking" else f"{100 * (loss / base - 1):+.1f} %"
-    return f"{shown} ({row[form]['rate']:g})"
+    return f"{loss:.3f}" if form == "blocking" else f"{loss / base - 1:+.1%}"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "rounds": rounds,
-    "fragments": fragment_bytes,
     "round links": link_bytes,
     "round times": times,
-    "round reach": reach,
 }

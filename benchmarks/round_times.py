@@ -118,7 +118,7 @@ def rows_of(run: Mapping[str, Any]) -> str:
     rows = []
     for length, net in cases:
         found = run["seconds"][length][net]
-        above = [f"{100 * (found[name] / found[PLAIN] - 1):+.1f} %" for name in names]
+        above = [f"{found[name] / found[PLAIN] - 1:+.1%}" for name in names]
         rows.append([length, net, f"{found[PLAIN]:.3f}", *above])
     return table(["round", "links", f"{PLAIN}, s", *names], rows, "llr" + "r" * len(names))
 

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import machine, table
 
 DDP = "DDP, Gloo"
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "decentralised.json"
@@ -21,18 +21,8 @@ def part(name: str) -> dict[str, Any]:
 
 def origin(found: dict[str, Any]) -> str:
     """Returns the line that tells where figures come from."""
-    return f"`{found['command']}`, {found['date']}, commit {found['commit']}, {found['machine']}."
-
-
-def straggler() -> str:
-    """Returns the seconds an epoch of the workers that are not slowed."""
-    found = part("straggler")
-    rows = [
-        [f"`{mode}`", *(f"{seconds:.2f}" for seconds in row.values())]
-        for mode, row in found["figures"].items()
-    ]
-    head = ["mode", *next(iter(found["figures"].values()))]
-    return "\n".join([origin(found), "", table(head, rows, "l" + "r" * len(head))])
+    made = f"`{found['command']}`, {found['date']}, commit {found['commit']}"
+    return f"{made}, {machine(found['machine'])}."
 
 
 def learning() -> str:
@@ -92,7 +82,6 @@ def links() -> str:
 
 
 BLOCKS = {
-    "pace beside a slow worker": straggler,
     "accuracy without weights": learning,
     "kills without weights": kills,
     "links without weights": links,

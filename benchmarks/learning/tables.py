@@ -12,26 +12,8 @@ from benchmarks.learning.runs import COLUMNS, Row, cells, collect, load
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 LONG = "convergence.jsonl"  # The runs of `--sweep full`.
-BRIEF = ("run", "test accuracy, %", "from ssgd")
-SHORT = (*BRIEF, "simulated s")
-SEEDS = ("run", "seeds", *SHORT[1:])
+SHORT = ("run", "test accuracy, %", "from ssgd", "simulated s")
 UPDATES = ("mirror", "mirror kept", "glu", "secant", "sgd")  # Local updates, best first.
-SECANT = (
-    "ssgd",
-    "mirror k=5",
-    "glu k=5",
-    "secant k=5",
-    "secant k=5, lr_scale=0.5",
-    "secant k=5, lr_scale=1.4",
-    "secant k=5, alpha=1, beta=0.5",
-    "secant k=5, alpha=2, beta=0.8",
-    "secant k=5, alpha=4, beta=0.5",
-    "secant k=5, local_warmup=100",
-    "mirror k=16",
-    "secant k=16",
-    "secant k=16, warmup=200",
-)  # The other runs of the file differ from these by no more than the text says.
-MODES = (*SHORT, "MB pushed")
 
 
 def table(file: str, columns: Iterable[str], names: Iterable[str] = ()) -> str:
@@ -73,42 +55,24 @@ def _apart(row: Row | None, base: Row) -> str:
 
 def modes() -> str:
     """Returns the table of the modes that have no k."""
-    return table(LONG, MODES, [setting.name for setting in sweeps.modes()])
+    return table(LONG, SHORT, [setting.name for setting in sweeps.modes()])
 
 
 def stragglers() -> str:
     """Returns the table of one slow worker of eight, of `benchmarks.straggler`."""
     found = json.loads((RESULTS / "straggler.json").read_text(encoding="utf-8"))
     rows = [
-        f"{mode} | {item['none']:.1f} | {item['10x']:.1f} | {item['100x']:.1f} | "
-        f"{item['pace']:.2f} | {item['pace, hiccups']:.2f}"
+        f"{mode} | {item['10x'] / item['none']:.2f} | {item['pace']:.2f} | "
+        f"{item['pace, hiccups']:.2f}"
         for mode, item in found.items()
     ]
-    head = "mode | none | 10x | 100x | pace at 100x | pace, steps slow now and then"
-    return "\n".join(f"| {row} |" for row in (head, "---" + " | --:" * 5, *rows))
-
-
-def daemons() -> str:
-    """Returns the table of the runs through real daemons, of `benchmarks.accuracy`."""
-    found = json.loads((RESULTS / "accuracy.json").read_text(encoding="utf-8"))
-    best = found["ssgd"]["accuracy"]
-    rows = [
-        f"{name} | {item['accuracy']:.4f} | {100 * (item['accuracy'] - best):+.2f} | "
-        f"{item['loss']:.3f} | {item['pulled_mb']:,.0f}"
-        for name, item in found.items()
-    ]
-    head = "mode | test accuracy | points from ssgd | training loss | MB pulled"
-    return "\n".join(f"| {row} |" for row in (head, "---" + " | --:" * 4, *rows))
+    head = "mode | pace at 10x | at 100x | steps slow now and then"
+    return "\n".join(f"| {row} |" for row in (head, "---" + " | --:" * 3, *rows))
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "daemons": daemons,
     "local updates": local_updates,
     "modes": modes,
-    "spread": lambda: table("spread.jsonl", SEEDS),
-    "secant": lambda: table("secant.jsonl", BRIEF, SECANT),
     "adam": lambda: table("adam.jsonl", SHORT),
-    "gap": lambda: table("gap.jsonl", SHORT),
     "stragglers": stragglers,
-    "resnet": lambda: table("resnet.jsonl", SEEDS),
 }

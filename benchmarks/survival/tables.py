@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import machine, table
 from benchmarks.survival.faults import STATUS_CLIENTS, STATUS_HZ
 from benchmarks.survival.injector import FAULTS
 from benchmarks.survival.shards import CHECKPOINT_S
@@ -32,8 +32,8 @@ def recovery() -> str:
     return "\n".join(
         [
             f"`{run['command']}`, one run on {run['date']}, commit {run['commit']}, "
-            f"{run['machine']}: {_setup(run)}, a checkpoint every {CHECKPOINT_S:g} s, links in "
-            f"namespaces, {run['faults']} faults.",
+            f"{machine(run['machine'])}: {_setup(run)}, a checkpoint every "
+            f"{CHECKPOINT_S:g} s, links in namespaces, {run['faults']} faults.",
             "",
             table(["fault", "count", "recovery, median", "p99"], rows, "lrrr"),
             "",
@@ -44,7 +44,7 @@ def recovery() -> str:
             f"which a power cut went back, and {run['open_in'] + run['open_out']} were never "
             f"acknowledged because a process died ({run['open_in']} of these are in the weights). "
             f"{_status(run)} One fault a "
-            f"minute keeps {kept:.1f} % of the throughput (target 90 %: {is_met}).",
+            f"minute keeps {kept:.1f}% of the throughput (target 90%: {is_met}).",
         ]
     )
 
@@ -64,20 +64,18 @@ def others() -> str:
     rows = [
         [
             name,
-            _setup(run),
             ", ".join(
                 f"{kind} {found['median']:.2g} s ({found['count']})"
                 for kind, found in run["recovery"].items()
                 if found["count"]
             ),
-            f"{run['pushes']:,}",
             f"{run['lost']:,} / {run['double']:,} / {run['torn']:,} / {run['partial']:,}",
         ]
         for name, run in _runs().items()
         if name != "all faults"
     ]
-    head = ["run", "of", "recovery, median (faults)", "pushes"]
-    return table([*head, "lost / double / torn / partial"], rows, "lllrr")
+    head = ["run", "recovery, median (faults)", "lost / double / torn / partial"]
+    return table(head, rows, "llr")
 
 
 def chaos() -> str:
@@ -97,9 +95,6 @@ def chaos() -> str:
         ("**lost**", "lost"),
         ("**double**", "double"),
         ("**torn**", "torn"),
-        ("never acknowledged, and in the weights", "open_in"),
-        ("never acknowledged, and not in the weights", "open_out"),
-        ("in some slices only: killed while it sent them", "partial"),
     ):
         rows.append([label, *(f"{run['proof'][arm][key]:,}" for arm in arms)])
     is_kept = "met" if goodput >= GOODPUT else "**not met**"
@@ -107,14 +102,15 @@ def chaos() -> str:
     is_near = "met" if abs(differs) <= NEAR else "**not met**"
     return "\n".join(
         [
-            f"`{run['command']}`, {run['date']}, {run['machine']}: {setup['learners']} learners, "
-            f"{setup['shards']} shards, `{run['mode']}`, {setup['seconds'] / 60:g} minutes each, "
+            f"`{run['command']}`, {run['date']}, {machine(run['machine'])}: "
+            f"{setup['learners']} learners, {setup['shards']} shards, "
+            f"`{run['mode']}`, {setup['seconds'] / 60:g} minutes each, "
             f"{len(run['kills'])} kills, {shards} of them of shards.",
             "",
             table(["", "undisturbed", f"a kill every {setup['every_s']:g} s"], rows, "lrr"),
             "",
-            f"Goodput {100 * goodput:.1f} % (target 95 %: {is_kept}); the loss at "
-            f"{run['equal_tokens']:,} tokens differs by {100 * differs:+.2f} % (target 1 %: "
+            f"Goodput {100 * goodput:.1f}% (target 95%: {is_kept}); the loss at "
+            f"{run['equal_tokens']:,} tokens differs by {100 * differs:+.2f}% (target 1%: "
             f"{is_near}). It began at {loss['first']:.3f}, and the model that has made the labels "
             f"has {loss['labels']:.3f}.",
         ]
@@ -131,7 +127,7 @@ def goodput() -> str:
     for row in run["rows"]:
         columns[row["learners"], row["mode"]][row["hours"]] = row
     rows = [
-        [f"{each:g} h", *(f"{100 * found[each]['goodput']:.1f} %" for found in columns.values())]
+        [f"{each:g} h", *(f"{100 * found[each]['goodput']:.1f}%" for found in columns.values())]
         for each in hours
     ]
     head = [f"{mode}, {learners:,} learners" for learners, mode in columns]

@@ -101,7 +101,10 @@ def test_the_table_of_saved_states_is_true(shards: Shards, tmp_path: Path) -> No
     for mode in MODES:
         one, several = (describe(*column[mode]) for column in columns)
         several = NEVER if mode.startswith(RACES) else several
-        rows.append(f"| `{mode}` | {one} | {several} |")
+        rows.append((f"`{mode}`", one, several))
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    missing = [row for row in rows if row not in text]
-    assert not missing, "\n".join(rows)
+    section = text.partition("## Saved states")[2].partition("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    shown = {(mode, *ends) for modes, *ends in cells for mode in modes.split(", `")}
+    missing = [row for row in rows if row not in shown and (row[0][1:], *row[1:]) not in shown]
+    assert not missing, "\n".join(map(" | ".join, rows))
