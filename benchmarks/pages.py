@@ -205,7 +205,6 @@ class Round:
             f"{self.floor_ms:.1f}" if self.floor_ms is not None else "",
             f"{self.median_ms:.1f}",
             f"**{100 * self.share:.0f}%**" if known else "",
-            f"{1e3 * self.gbytes / self.median_ms:.2f}",
             f"{self.cpu_s / self.gbytes:.2f}",
         ]
 
@@ -273,8 +272,8 @@ def transport() -> str:
             "",
             table(
                 ["path", "case", "workers x shards", "floor, ms",
-                 "measured, ms", "floor / measured", "GB/s", "CPU s/GB"],
-                rows, "lllrrrrr",
+                 "measured, ms", "floor / measured", "CPU s/GB"],
+                rows, "lllrrrr",
             ),
         ]
     )  # fmt: skip

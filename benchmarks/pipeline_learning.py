@@ -280,10 +280,11 @@ def results() -> str:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     runs = found["runs"]
     last = [found[key] for key in ("command", "date", "commit")]
-    made = [f"`{one[0]}`, {one[1]}, commit {one[2]}" for one in (*found.get("former", []), last)]
+    made = [f"{one[1]}, commit {one[2]}" for one in (*found.get("former", []), last)]
     seeds = len({one["seed"] for one in runs})
     about = (
-        f"{seeds} seeds, {runs[0]['updates']} updates of {BATCH} images. {'; '.join(made)}, "
+        f"`python -m benchmarks.pipeline_learning`, {seeds} seeds, {runs[0]['updates']} updates of "
+        f"{BATCH} images, {'; '.join(made)}, "
         f"{machine(found['machine'])}."
     )
     names = dict.fromkeys(one["name"] for one in runs)

@@ -61,11 +61,11 @@ def modes() -> str:
 def stragglers() -> str:
     """Returns the table of one slow worker of eight, of `benchmarks.straggler`."""
     found = json.loads((RESULTS / "straggler.json").read_text(encoding="utf-8"))
-    rows = [
-        f"{mode} | {item['10x'] / item['none']:.2f} | {item['pace']:.2f} | "
-        f"{item['pace, hiccups']:.2f}"
-        for mode, item in found.items()
-    ]
+    alike: dict[str, list[str]] = {}  # Modes by their figures.
+    for mode, item in found.items():
+        paces = (item["10x"] / item["none"], item["pace"], item["pace, hiccups"])
+        alike.setdefault(" | ".join(f"{pace:.2f}" for pace in paces), []).append(mode)
+    rows = [f"{'; '.join(modes)} | {paces}" for paces, modes in alike.items()]
     head = "mode | pace at 10x | at 100x | steps slow now and then"
     return "\n".join(f"| {row} |" for row in (head, "---" + " | --:" * 3, *rows))
 
