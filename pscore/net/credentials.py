@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 
 from pscore.errors import ConfigError
-from pscore.net.rpc import CHANNEL_OPTIONS
+from pscore.net.rpc import CHANNEL_OPTIONS, ChannelOptions
 
 TOKEN_KEY = "paceline-token"  # Key of the metadata of a gRPC call.
 EVERY = "*"  # Stands for all jobs, and control.
@@ -50,10 +50,16 @@ class Credentials:
     key: Path | None = None
     token: str = field(default="", repr=False)
 
-    def channel(self, address: str) -> grpc.Channel:
-        """Returns a gRPC channel to a shard; each call carries the token."""
+    def channel(self, address: str, options: ChannelOptions = ()) -> grpc.Channel:
+        """Returns a gRPC channel to a shard; each call carries the token.
+
+        Args:
+            address: Address of the shard.
+            options: Options beside `CHANNEL_OPTIONS`.
+        """
+        options = (*CHANNEL_OPTIONS, *options)
         if self.ca is None:
-            channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = grpc.insecure_channel(address, options=options)
         else:
             own = self.cert is not None and self.key is not None
             secrets = grpc.ssl_channel_credentials(
@@ -61,7 +67,7 @@ class Credentials:
                 self.key.read_bytes() if own and self.key else None,
                 self.cert.read_bytes() if own and self.cert else None,
             )
-            channel = grpc.secure_channel(address, secrets, options=CHANNEL_OPTIONS)
+            channel = grpc.secure_channel(address, secrets, options=options)
         return grpc.intercept_channel(channel, _Shows(self.token)) if self.token else channel
 
 

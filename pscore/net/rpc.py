@@ -30,7 +30,8 @@ DATA_SERVICE = "ps.v1.Data"
 SENDER_KEY = "paceline-sender-bin"  # Key of the metadata of a push or pull: its `Sender`.
 ERROR_KEY = "paceline-error"
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+ChannelOptions = tuple[tuple[str, int | str], ...]
+CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.keepalive_time_ms", 10_000),

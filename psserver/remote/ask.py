@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -12,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pscore.errors import AccessError
 from pscore.net.addresses import explain_silence
 from pscore.net.credentials import ANYONE, Credentials
-from pscore.net.rpc import RETRYABLE, error_of
+from pscore.net.rpc import RETRYABLE, ChannelOptions, error_of
 from pscore.net.tls import diagnose
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
@@ -21,6 +23,26 @@ from psserver.exits import CommandError, Exit
 
 ANSWER_S_MAX = 5.0
 POLL_S = 0.05
+# A shard with very many connections closes some of them, perhaps ours.
+AGAIN = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+PATIENT: ChannelOptions = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.service_config", json.dumps(AGAIN)),
+)
 
 Reply = TypeVar("Reply")
 
@@ -29,7 +51,7 @@ def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> lis
     """Returns the status of the shards at `addresses`, in this order.
 
     Raises:
-        CommandError: One of them does not answer; says which, and for how long it was asked.
+        CommandError: One of them does not answer; the message names it.
     """
     return _ask_all(addresses, credentials, _ask_status)
 
@@ -40,7 +62,7 @@ def answers(
     """Returns the status of the shards at `addresses`, in this order, or why there is none.
 
     Raises:
-        CommandError: None of them answers, or one refuses; says which, and how long it was asked.
+        CommandError: None of them answers, or one refuses; the message names it.
     """
     found = _ask_each(addresses, credentials, _ask_status)
     silent = [answer for answer in found if isinstance(answer, CommandError)]
@@ -83,7 +105,7 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
 
     _ask_all(addresses, credentials, ask)
     deadline_s = time.monotonic() + grace_s + ANSWER_S_MAX
-    while any(readiness(addresses, credentials, names=("liveness",))):
+    while any(_are_serving(addresses, credentials, "liveness", is_patient=False)):
         if time.monotonic() > deadline_s:
             raise CommandError(
                 Exit.SHARD_DIED,
@@ -113,27 +135,35 @@ def forget(
     return _ask_all(addresses, credentials, ask)
 
 
-def readiness(
-    addresses: Sequence[str],
-    credentials: Credentials = ANYONE,
-    names: Sequence[str] = ("readiness",),
+def readiness(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[bool]:
+    """Returns for each shard whether it answers within `ANSWER_S_MAX` that it is ready.
+
+    A connection that is refused or closed is made again until then.
+    """
+    return _are_serving(addresses, credentials, "readiness", is_patient=True)
+
+
+def _are_serving(
+    addresses: Sequence[str], credentials: Credentials, name: str, *, is_patient: bool
 ) -> list[bool]:
-    """Returns for each shard whether it answers that it serves."""
-    found: list[bool] = []
-    for address in addresses:
-        with credentials.channel(address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            try:
-                replies = [
-                    stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=ANSWER_S_MAX)
-                    for name in names
-                ]
-            except grpc.RpcError:
-                found.append(False)
-            else:
-                serving = health_pb2.HealthCheckResponse.SERVING
-                found.append(all(reply.status == serving for reply in replies))
-    return found
+    """Returns for each shard whether it answers that it serves, by a name of its health."""
+    request = health_pb2.HealthCheckRequest(service=name)
+    with contextlib.ExitStack() as channels:
+        calls = []
+        for address in addresses:
+            channel = credentials.channel(address, PATIENT if is_patient else ())
+            stub = health_pb2_grpc.HealthStub(channels.enter_context(channel))
+            calls.append(
+                stub.Check.future(request, timeout=ANSWER_S_MAX, wait_for_ready=is_patient)
+            )
+        return [_is_serving(call) for call in calls]
+
+
+def _is_serving(call: grpc.CallFuture[health_pb2.HealthCheckResponse]) -> bool:
+    try:
+        return bool(call.result().status == health_pb2.HealthCheckResponse.SERVING)
+    except grpc.RpcError:
+        return False
 
 
 def _ask_all(
@@ -164,14 +194,13 @@ def _ask_each(
     Raises:
         CommandError: A shard refuses.
     """
-    started_s = time.monotonic()
     channels = [credentials.channel(address) for address in addresses]
     try:
         calls = [ask(channel) for channel in channels]
         replies: list[Reply | CommandError] = []
         for address, call in zip(addresses, calls, strict=True):
             try:
-                replies.append(_answer(address, call, started_s, credentials))
+                replies.append(_answer(address, call, credentials))
             except CommandError as problem:
                 if problem.code is not Exit.NO_ANSWER:
                     raise
@@ -182,25 +211,24 @@ def _ask_each(
             channel.close()
 
 
-def _answer(
-    address: str, call: grpc.CallFuture[Reply], started_s: float, credentials: Credentials
-) -> Reply:
+def _answer(address: str, call: grpc.CallFuture[Reply], credentials: Credentials) -> Reply:
     try:
         return call.result()
     except grpc.RpcError as problem:
-        waited_s = time.monotonic() - started_s
         port = address.rpartition(":")[2]
         refusal = error_of(problem, address)
         if isinstance(refusal, AccessError):
             raise CommandError(Exit.ACCESS, f"{address}: {refusal}") from problem
-        is_shut = call.code() in RETRYABLE and call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        is_late = call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        is_shut = call.code() in RETRYABLE and not is_late
         if is_shut and (reason := diagnose(address, credentials)):
             raise CommandError(Exit.ACCESS, str(reason)) from problem
         how = f"start servers with: psserver start --port {port}"
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             what = f"{address} is another service, not a shard of psserver"
         elif call.code() in RETRYABLE:
-            what = f"nothing answers at {address} (waited {waited_s:.1f} s)"
+            limit = f" within {ANSWER_S_MAX:g} s" if is_late else ""
+            what = f"nothing answers at {address}{limit}"
             how = explain_silence(address) or how
         else:
             what = f"{address} answers {call.code().name}: {call.details()}"

@@ -390,7 +390,7 @@ def test_a_wrong_address_is_one_clear_line(psserver: Command) -> None:
     for command in ("status", "stop"):
         done = psserver.run(command, "--servers", f"127.0.0.1:{free}", code=6)
         (line,) = done.stderr.splitlines()
-        assert f"nothing answers at 127.0.0.1:{free} (waited " in line
+        assert f"nothing answers at 127.0.0.1:{free}; " in line
         assert f"psserver start --port {free}" in line
     psserver.run("status", "--servers", "nonsense", code=2)
 

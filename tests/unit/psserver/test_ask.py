@@ -1,0 +1,68 @@
+"""The questions of commands to shards: connections that break, and shards that do not answer."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from psserver.exits import CommandError
+from psserver.remote import ask
+
+NUM_CLOSED = 3
+WAIT_S = 200.0
+
+
+def serve_health(address: str) -> grpc.Server:
+    servicer = health.HealthServicer()
+    for name in ("", "liveness", "readiness"):
+        servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    assert server.add_insecure_port(address)
+    server.start()
+    return server
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a peer that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_health_is_asked_again_when_a_connection_is_closed_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three connections are closed, the next ones refused, and then a shard answers."""
+    monkeypatch.setattr(ask, "ANSWER_S_MAX", WAIT_S)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    started: list[grpc.Server] = []
+
+    def close_some() -> None:
+        for _ in range(NUM_CLOSED):
+            listener.accept()[0].close()
+        listener.close()
+        started.append(serve_health(address))
+
+    thread = threading.Thread(target=close_some)
+    thread.start()
+    assert ask.readiness([address]) == [True]
+    thread.join()
+    started[0].stop(None).wait()
+
+
+def test_the_limit_of_a_silent_shard_is_named_and_no_wait_for_a_closed_port(
+    monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    monkeypatch.setattr(ask, "ANSWER_S_MAX", 0.5)
+    with pytest.raises(CommandError, match=rf"nothing answers at {silent} within 0\.5 s; "):
+        ask.statuses([silent])
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        closed = f"127.0.0.1:{found.getsockname()[1]}"
+    with pytest.raises(CommandError, match=f"nothing answers at {closed}; "):
+        ask.statuses([closed])
