@@ -25,6 +25,7 @@ from pscore.net.wire import (
     PREFIX,
 )
 
+BACKLOG = 4096  # Connections that wait to be accepted; the kernel's limit may be lower.
 SCRATCH_NBYTES = 1 << 16
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection is still open.
@@ -42,7 +43,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
         OSError: The address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=256)
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     return listener, congestion.defer_pacing(listener)
 
 

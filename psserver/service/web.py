@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,15 +23,16 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from pscore.net import crowd, descriptors
+from pscore.net import crowd, descriptors, sockets
 
 CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.
-BACKLOG = 256
 REQUEST_NBYTES_MAX = 8 << 10  # The head of a request; no body is read.
+NEWCOMERS = 4  # Connections that are begun with in one turn of the loop.
 PAUSE_S = 0.1
 
 Answer = Callable[[Request], Awaitable[Response]]
+Newcomer = tuple[socket.socket, tuple[Any, ...]]  # An accepted connection, and its peer.
 
 
 class HttpExchange(H11Protocol):
@@ -99,7 +102,7 @@ class WebServer:
             OSError: The port cannot be bound.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=sockets.BACKLOG)
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
         return int(listener.getsockname()[1])
@@ -118,17 +121,47 @@ class WebServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with listener:
+        newcomers: list[Newcomer] = []
+        try:
             while True:
                 try:
-                    accepted, (address, *_) = await loop.sock_accept(listener)
+                    if not newcomers:
+                        newcomers.append(await loop.sock_accept(listener))
+                    while len(newcomers) < self._connections_max:
+                        newcomers.append(listener.accept())
+                except BlockingIOError:
+                    pass  # No more of them wait.
                 except OSError as problem:  # It has ended by itself, unless descriptors are short.
                     if problem.errno in descriptors.EXHAUSTED:
                         self._make_room()
                         await asyncio.sleep(PAUSE_S)
-                    continue
-                self._start_serving(accepted, address)
-                await asyncio.sleep(0)  # One newcomer in a turn of the loop, and then the others.
+                newcomers = self._thin_out(newcomers)
+                for accepted, (address, *_) in newcomers[:NEWCOMERS]:
+                    self._start_serving(accepted, address)
+                del newcomers[:NEWCOMERS]
+                await asyncio.sleep(0)  # A few newcomers in a turn of the loop, then the others.
+        finally:
+            for one in (listener, *(accepted for accepted, _ in newcomers)):
+                one.close()
+
+    def _thin_out(self, newcomers: list[Newcomer]) -> list[Newcomer]:
+        """Returns the newcomers without those that say nothing, as far as there are too many.
+
+        A crowd that comes at once is closed as fast as the kernel hands it over, so its connections
+        do not fill the kernel's queue, where those of others would be lost.
+        """
+        excess = len(newcomers) - max(NEWCOMERS, self._connections_max - len(self._open))
+        if excess <= 0:
+            return newcomers
+        poll = select.poll()
+        for accepted, _ in newcomers:
+            poll.register(accepted, select.POLLIN)
+        speaking = {number for number, _ in poll.poll(0)}
+        silent = [(one, peer[0]) for one, peer in newcomers if one.fileno() not in speaking]
+        closing = set(crowd.to_close(silent, excess))
+        for accepted in closing:
+            accepted.close()
+        return [newcomer for newcomer in newcomers if newcomer[0] not in closing]
 
     def _start_serving(self, accepted: socket.socket, address: str) -> None:
         if len(self._open) >= self._connections_max:

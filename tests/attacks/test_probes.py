@@ -2,20 +2,27 @@
 
 import contextlib
 import http.client
+import os
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from pscore.net import descriptors
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
 from tests.attacks.fortress import fortress
 from tests.integration.command import Command
 
 WAIT_S = 200.0
 BEGUN = b"GET /healthz HTTP/1.1\r\nHost: "  # The rest never comes.
 NUM_PROBES = 10
+BURST = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()) // 3)
+QUEUED_S = 20.0
 
 
 @contextlib.contextmanager
@@ -75,6 +82,54 @@ def test_slow_peers_do_not_hold_the_places_of_the_dashboard(tmp_path: Path) -> N
         with crowd(port, 1000):
             for _ in range(NUM_PROBES):
                 assert ask(port, "/api/view")[0] == 200
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process for a while, as a busy machine may."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def burst(port: int, number: int) -> Iterator[None]:
+    """Holds connections that come at once and wait in the kernel's queue.
+
+    The kernel alone puts them there, so that takes no time. A connection that has no place there
+    is repeated after one second, after two more, ...; a probe has no time for that.
+    """
+    with contextlib.ExitStack() as held:
+        for _ in range(number):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), QUEUED_S))
+        yield
+
+
+def test_a_burst_of_connections_takes_neither_the_place_nor_the_time_of_a_probe(
+    tmp_path: Path,
+) -> None:
+    with Command(tmp_path).detached() as run:
+        (shard,) = run["shards"]
+        port = shard["metrics_port"]
+        with contextlib.ExitStack() as held:
+            with stopped(shard["pid"]):
+                held.enter_context(burst(port, BURST))
+                probe = held.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+                probe.sendall(b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n")
+                held.enter_context(burst(port, BURST))
+            assert probe.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_burst_of_connections_leaves_room_for_workers(tmp_path: Path) -> None:
+    with Command(tmp_path).detached() as run:
+        (shard,) = run["shards"]
+        with grpc.insecure_channel(run["addresses"][0]) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            port = stub.Describe(pb.DescribeRequest(), timeout=WAIT_S).data_port
+        with stopped(shard["pid"]), burst(port, 2 * BURST):
+            pass
 
 
 @pytest.mark.parametrize(
