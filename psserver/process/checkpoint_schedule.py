@@ -88,7 +88,7 @@ class CheckpointSchedule:
         try:
             self._claim()
             credentials = read_credentials(token_file=self._plan.token_file)
-            statuses = ask.statuses(self._plan.addresses, credentials)
+            statuses = ask.statuses(self._plan.addresses, credentials, is_patient=True)
         except (PacelineError, OSError) as problem:
             log.warning("no checkpoints written; the last ones are kept", reason=str(problem))
             return

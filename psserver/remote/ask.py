@@ -23,37 +23,45 @@ from psserver.exits import CommandError, Exit
 
 ANSWER_S_MAX = 5.0
 POLL_S = 0.05
-# A shard with very many connections closes some of them, perhaps ours.
-AGAIN = {
-    "methodConfig": [
-        {
-            "name": [{}],
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
+RETRY_POLICY = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "1s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
 }
-PATIENT: ChannelOptions = (
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.service_config", json.dumps(AGAIN)),
-)
+
+
+def _options(**config: object) -> ChannelOptions:
+    """Returns channel options for calls with a method configuration of gRPC."""
+    return (
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], **config}]})),
+    )
+
+
+# For calls that may be made twice. A shard with too many connections closes some, perhaps theirs.
+REPEATED = _options(retryPolicy=RETRY_POLICY)
+PATIENT = _options(retryPolicy=RETRY_POLICY, waitForReady=True)  # They also wait for a shard.
 
 Reply = TypeVar("Reply")
 
 
-def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[pb.StatusReply]:
+def statuses(
+    addresses: Sequence[str], credentials: Credentials = ANYONE, *, is_patient: bool = False
+) -> list[pb.StatusReply]:
     """Returns the status of the shards at `addresses`, in this order.
+
+    Args:
+        addresses: The shards.
+        credentials: The token and certificates to show.
+        is_patient: Make a connection that is refused or closed again for `ANSWER_S_MAX`.
 
     Raises:
         CommandError: One of them does not answer; the message names it.
     """
-    return _ask_all(addresses, credentials, _ask_status)
+    return _ask_all(addresses, credentials, _ask_status, PATIENT if is_patient else ())
 
 
 def answers(
@@ -105,7 +113,7 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
 
     _ask_all(addresses, credentials, ask)
     deadline_s = time.monotonic() + grace_s + ANSWER_S_MAX
-    while any(_are_serving(addresses, credentials, "liveness", is_patient=False)):
+    while any(_are_serving(addresses, credentials, "liveness")):
         if time.monotonic() > deadline_s:
             raise CommandError(
                 Exit.SHARD_DIED,
@@ -140,22 +148,20 @@ def readiness(addresses: Sequence[str], credentials: Credentials = ANYONE) -> li
 
     A connection that is refused or closed is made again until then.
     """
-    return _are_serving(addresses, credentials, "readiness", is_patient=True)
+    return _are_serving(addresses, credentials, "readiness", PATIENT)
 
 
 def _are_serving(
-    addresses: Sequence[str], credentials: Credentials, name: str, *, is_patient: bool
+    addresses: Sequence[str], credentials: Credentials, name: str, options: ChannelOptions = ()
 ) -> list[bool]:
     """Returns for each shard whether it answers that it serves, by a name of its health."""
     request = health_pb2.HealthCheckRequest(service=name)
     with contextlib.ExitStack() as channels:
         calls = []
         for address in addresses:
-            channel = credentials.channel(address, PATIENT if is_patient else ())
-            stub = health_pb2_grpc.HealthStub(channels.enter_context(channel))
-            calls.append(
-                stub.Check.future(request, timeout=ANSWER_S_MAX, wait_for_ready=is_patient)
-            )
+            channel = channels.enter_context(credentials.channel(address, options))
+            stub = health_pb2_grpc.HealthStub(channel)
+            calls.append(stub.Check.future(request, timeout=ANSWER_S_MAX))
         return [_is_serving(call) for call in calls]
 
 
@@ -170,6 +176,7 @@ def _ask_all(
     addresses: Sequence[str],
     credentials: Credentials,
     ask: Callable[[grpc.Channel], grpc.CallFuture[Reply]],
+    options: ChannelOptions = (),
 ) -> list[Reply]:
     """Returns all answers.
 
@@ -177,7 +184,7 @@ def _ask_all(
         CommandError: A shard does not answer, or refuses.
     """
     replies: list[Reply] = []
-    for answer in _ask_each(addresses, credentials, ask):
+    for answer in _ask_each(addresses, credentials, ask, options):
         if isinstance(answer, CommandError):
             raise answer
         replies.append(answer)
@@ -188,13 +195,14 @@ def _ask_each(
     addresses: Sequence[str],
     credentials: Credentials,
     ask: Callable[[grpc.Channel], grpc.CallFuture[Reply]],
+    options: ChannelOptions = (),
 ) -> list[Reply | CommandError]:
     """Returns all answers; an error in the place of each that is missing.
 
     Raises:
         CommandError: A shard refuses.
     """
-    channels = [credentials.channel(address) for address in addresses]
+    channels = [credentials.channel(address, options) for address in addresses]
     try:
         calls = [ask(channel) for channel in channels]
         replies: list[Reply | CommandError] = []

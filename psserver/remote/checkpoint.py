@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 
 from pscore.net.credentials import Credentials
-from pscore.net.rpc import error_of
+from pscore.net.rpc import ChannelOptions, error_of
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
@@ -48,10 +48,15 @@ Stub = checkpoint_pb2_grpc.CheckpointsStub
 class JobShards:
     """Connections to the shards of a job."""
 
-    def __init__(self, addresses: Sequence[str], credentials: Credentials) -> None:
-        """Connects lazily."""
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials,
+        options: ChannelOptions = (),
+    ) -> None:
+        """Connects lazily; `options` are those of the channels."""
         self.addresses = addresses
-        self._channels = [credentials.channel(address) for address in addresses]
+        self._channels = [credentials.channel(address, options) for address in addresses]
         self.stubs = [Stub(channel) for channel in self._channels]
 
     def call(
@@ -99,7 +104,7 @@ def capture(
     Raises:
         CommandError: There is no such job, or a shard does not answer.
     """
-    statuses = ask.statuses(addresses, credentials)
+    statuses = ask.statuses(addresses, credentials, is_patient=True)
     found = _choose(statuses[0], job)
     if not holds_weights(found):
         raise CommandError(
@@ -107,7 +112,7 @@ def capture(
             f"job {found.job!r} runs its optimizer on the workers (optimizer_on='worker'), so the "
             "shards have no weights to save; let the script save state_dict()",
         )
-    shards = JobShards(addresses, credentials)
+    shards = JobShards(addresses, credentials, ask.REPEATED)
     try:
         checkpoint = Checkpoint(
             job=found.job,

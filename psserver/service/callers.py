@@ -49,8 +49,11 @@ class Callers:
 
         Args:
             method: Name of the method.
-            peer: Other end of the connection, as gRPC names it.
+            peer: Other end of the connection, as gRPC names it; it has no address of IP if the
+                connection is over, or is a Unix socket.
         """
+        if not peer.startswith(("ipv4:", "ipv6:")):
+            return
         is_proof = not method.startswith(HEALTH) if self._needs_token else method in WORKERS_PROOFS
         if is_proof:
             self._known.add(peer)

@@ -9,6 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.exits import CommandError
 from psserver.remote import ask
 
@@ -16,12 +18,20 @@ NUM_CLOSED = 3
 WAIT_S = 200.0
 
 
-def serve_health(address: str) -> grpc.Server:
+class Control(control_pb2_grpc.ControlServicer):
+    """A shard that tells its status, and nothing else."""
+
+    def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusReply:  # noqa: N802
+        return pb.StatusReply(pid=3)
+
+
+def serve(address: str) -> grpc.Server:
     servicer = health.HealthServicer()
     for name in ("", "liveness", "readiness"):
         servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    control_pb2_grpc.add_ControlServicer_to_server(Control(), server)
     assert server.add_insecure_port(address)
     server.start()
     return server
@@ -34,10 +44,9 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_health_is_asked_again_when_a_connection_is_closed_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Three connections are closed, the next ones refused, and then a shard answers."""
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a shard: it closes three connections, refuses the next, and then answers."""
     monkeypatch.setattr(ask, "ANSWER_S_MAX", WAIT_S)
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -47,13 +56,22 @@ def test_health_is_asked_again_when_a_connection_is_closed_or_refused(
         for _ in range(NUM_CLOSED):
             listener.accept()[0].close()
         listener.close()
-        started.append(serve_health(address))
+        started.append(serve(address))
 
     thread = threading.Thread(target=close_some)
     thread.start()
-    assert ask.readiness([address]) == [True]
+    yield address
     thread.join()
     started[0].stop(None).wait()
+
+
+def test_health_is_asked_again_when_a_connection_is_closed_or_refused(late: str) -> None:
+    assert ask.readiness([late]) == [True]
+
+
+def test_a_scheduled_checkpoint_asks_again_for_the_status(late: str) -> None:
+    """Else its job has no checkpoint for a second interval."""
+    assert [reply.pid for reply in ask.statuses([late], is_patient=True)] == [3]
 
 
 def test_the_limit_of_a_silent_shard_is_named_and_no_wait_for_a_closed_port(
