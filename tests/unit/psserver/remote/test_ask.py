@@ -31,7 +31,7 @@ def serve(address: str) -> grpc.Server:
         servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    control_pb2_grpc.add_ControlServicer_to_server(Control(), server)
+    control_pb2_grpc.add_ControlServicer_to_server(Control(), server)  # type: ignore[abstract]
     assert server.add_insecure_port(address)
     server.start()
     return server
