@@ -169,7 +169,6 @@ DASHBOARD = ROOT / "docs" / "results" / "dashboard.json"
 HOSTS = ROOT / "docs" / "results" / "hosts.json"
 STRAGGLER = ROOT / "docs" / "results" / "straggler.json"
 RECOVERY = ROOT / "docs" / "results" / "recovery.json"
-STEP_HOSTS = ROOT / "docs" / "results" / "step_hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
 
@@ -318,22 +317,6 @@ def reasons() -> str:
   twice** ([recovery](docs/recovery.md))."""
 
 
-def step_hosts() -> str:
-    """Returns the table of ResNet-50's size on several hosts, by the place of the shards."""
-    blocks = []
-    for case, run in json.loads(STEP_HOSTS.read_text(encoding="utf-8")).items():
-        rows = [
-            [f"`{mode}`", f"{step_ms:.0f}", f"{run['bound_ms'][mode]:.0f}", f"{link_mb:.0f}"]
-            for (mode, step_ms), link_mb in zip(
-                run["step_ms"].items(), run["link_mb"].values(), strict=True
-            )
-        ]
-        head = ["mode", "step, ms", "max(compute, bytes / bandwidth), ms", "MB, busiest link"]
-        about = f"{case} ({run['date']}, {machine(run['machine'])}):"
-        blocks.append(f"{about}\n\n{table(head, rows, 'lrrr')}")
-    return "\n\n".join(blocks)
-
-
 GPU = ROOT / "docs" / "results" / "gpu.json"
 
 
@@ -450,7 +433,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "transport": transport,
     "hosts": hosts,
     "reasons": reasons,
-    "step hosts": step_hosts,
     "gpu": gpu,
     "overlap": overlap,
     "pipeline": pipeline,

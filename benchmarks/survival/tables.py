@@ -12,7 +12,6 @@ from benchmarks.survival.shards import CHECKPOINT_S
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "recovery.json"
 CHAOS = RESULTS.parent / "chaos.json"
-SIMULATED = RESULTS.parent / "goodput.json"
 GOODPUT, NEAR = 0.95, 0.01  # Targets of rounds under kills: tokens that count, and the loss.
 NONE = {"count": 0}  # The recoveries from a kind that a run did not make.
 TARGET = 0.9  # Of the throughput without faults, with one fault a minute.
@@ -101,27 +100,6 @@ def chaos() -> str:
     )
 
 
-def goodput() -> str:
-    """Returns the simulated goodput of each mode by the time between failures."""
-    run = json.loads(SIMULATED.read_text(encoding="utf-8"))
-    hours = sorted({row["hours"] for row in run["rows"]})
-    columns: dict[tuple[int, str], dict[float, dict[str, Any]]] = {
-        (row["learners"], row["mode"]): {} for row in run["rows"]
-    }
-    for row in run["rows"]:
-        columns[row["learners"], row["mode"]][row["hours"]] = row
-    rows = [
-        [f"{each:g} h", *(f"{100 * found[each]['goodput']:.1f}%" for found in columns.values())]
-        for each in hours
-    ]
-    head = [f"{mode}, {learners:,} learners" for learners, mode in columns]
-    between = "mean time between a learner's failures"
-    return (
-        f"`{run['command']}`, {run['date']}.\n\n"
-        f"{table([between, *head], rows, 'r' * (len(head) + 1))}"
-    )
-
-
 def _runs() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return found
@@ -136,4 +114,4 @@ def _setup(run: dict[str, Any]) -> str:
     )
 
 
-BLOCKS = {"recovery": recovery, "other recoveries": others, "chaos": chaos, "goodput": goodput}
+BLOCKS = {"recovery": recovery, "other recoveries": others, "chaos": chaos}
