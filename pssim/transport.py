@@ -13,7 +13,7 @@ from pscore.types import Origin, Role, Verdict
 from pssim.shard import JOB, Respond, SimulatedShard
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.exchange.residuals import Residuals
-from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.base import OutgoingPush, PullCall, Transport
 
 PULL_WAIT_S = 1.0  # A pull that cannot be answered by then gets the reason, if the shard ticks.
 
@@ -71,11 +71,11 @@ class SimulatedTransport(Transport):
         self._worker = worker
         self._shard = shard
 
-    def push(self, call: PushCall) -> None:
-        """Sends a push; `call.done` gets the reply."""
-        self._worker.pushes[call.slice] = call.done
-        header, made = call.make()
-        payload = b"".join(made)
+    def push(self, push: OutgoingPush) -> None:
+        """Sends a push; `push.done` gets the reply."""
+        header = push.header
+        self._worker.pushes[header.slice] = push.done
+        payload = b"".join(push.payload())
         self._worker.begin_push(header, payload)
         parts = () if self._worker.share(header, payload) else (payload,)
         frame = wire.encode(header.SerializeToString(), *parts)
@@ -84,7 +84,7 @@ class SimulatedTransport(Transport):
         def land(answer: bytes) -> None:
             reply = data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
             self._worker.end_push(header, Verdict(int(reply.verdict)))
-            call.done.set_result(reply)
+            push.done.set_result(reply)
 
         self._worker.request(
             self._shard,

@@ -14,7 +14,7 @@ from pscore.errors import ConfigError, TransportError
 from pscore.memory.segment import keeps_order
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.endpoint import Endpoint, connect
-from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.base import OutgoingPush, PullCall, Transport
 from psworker.transports.grpc import GrpcTransport
 from psworker.transports.retry import RetryPolicy
 from psworker.transports.shared_memory import SharedMemoryTransport
@@ -24,7 +24,7 @@ from psworker.transports.tcp import TcpTransport
 log = logging.getLogger("paceline")
 DATA_PLANES = ("auto", "local", "tcp", "grpc")
 
-__all__ = ["DATA_PLANES", "Endpoint", "PullCall", "PushCall", "Transport", "choose"]
+__all__ = ["DATA_PLANES", "Endpoint", "OutgoingPush", "PullCall", "Transport", "choose"]
 
 
 def choose(

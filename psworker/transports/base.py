@@ -26,14 +26,22 @@ log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is logged after this time, and then each time it has doubled.
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class PushCall:
-    """One push; the transport's own thread makes it, because compression takes time."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OutgoingPush:
+    """One push on its way to a shard.
 
-    make: Callable[[], tuple[data_pb2.PushHeader, Sequence[memoryview]]]
-    slice: int
-    is_shared: bool = False  # Whether the gradient is in the attached segment and stays there.
-    waits: bool = False  # Whether `make` waits for a copy from a device.
+    Attributes:
+        header: Sent after `payload` has returned, which may find that the gradient is refused and
+            then marks it as absent here.
+        payload: Returns the parts of the payload. A transport calls it once, on the thread that
+            sends, because it compresses or waits for a device.
+        waits: Whether `payload` waits for a copy from a device.
+        done: The shard's answer, or the error.
+    """
+
+    header: data_pb2.PushHeader
+    payload: Callable[[], Sequence[memoryview]]
+    waits: bool = False
     done: Future[data_pb2.PushReply] = field(default_factory=Future)
 
 
@@ -115,8 +123,8 @@ class Transport(ABC):
     shares_memory: bool = False
 
     @abstractmethod
-    def push(self, call: PushCall) -> None:
-        """Sends one slice; `call.done` gets the reply or the error."""
+    def push(self, push: OutgoingPush) -> None:
+        """Sends one slice; `push.done` gets the reply or the error."""
 
     @abstractmethod
     def pull(self, call: PullCall) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from pscore.net import faults, rpc, wire
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import data_pb2
-from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.base import OutgoingPush, PullCall, Transport
 from psworker.transports.daemon_threads import DaemonExecutor
 from psworker.transports.retry import CALL_TIMEOUT_S, RetryPolicy
 
@@ -46,9 +46,9 @@ class GrpcTransport(Transport):
         self._push_threads = DaemonExecutor(num_threads, "push")
         self._pull_threads = DaemonExecutor(num_threads, "pull")
 
-    def push(self, call: PushCall) -> None:
+    def push(self, push: OutgoingPush) -> None:
         """Sends one slice."""
-        self._push_threads.submit(lambda: self._push_now(call), call.done)
+        self._push_threads.submit(lambda: self._push_now(push), push.done)
 
     def pull(self, call: PullCall) -> None:
         """Requests one slice."""
@@ -64,10 +64,10 @@ class GrpcTransport(Transport):
         for executor in executors:
             executor.join()
 
-    def _push_now(self, call: PushCall) -> data_pb2.PushReply:
-        header, payload = call.make()
-        frame = wire.encode(header.SerializeToString(), *payload)
-        metadata = _metadata_of(header.sender)
+    def _push_now(self, push: OutgoingPush) -> data_pb2.PushReply:
+        payload = push.payload()
+        frame = wire.encode(push.header.SerializeToString(), *payload)
+        metadata = _metadata_of(push.header.sender)
         raw, _ = self._policy.call(
             lambda: wire.decode(self._push(frame, timeout=CALL_TIMEOUT_S, metadata=metadata))
         )

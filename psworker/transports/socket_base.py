@@ -19,7 +19,7 @@ from pscore.net import sockets, tls
 from pscore.net.channel import FrameChannel
 from pscore.net.endpoint import Endpoint
 from pscore.pb.ps.v1 import data_pb2 as pb
-from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.base import OutgoingPush, PullCall, Transport
 from psworker.transports.daemon_threads import DaemonExecutor
 from psworker.transports.retry import RetryPolicy
 
@@ -27,7 +27,7 @@ from psworker.transports.retry import RetryPolicy
 class PushConnection(NamedTuple):
     """A connection for pushes, and the thread that makes and sends them."""
 
-    channel: FrameChannel[PushCall]
+    channel: FrameChannel[OutgoingPush]
     sender: DaemonExecutor
 
 
@@ -53,13 +53,13 @@ class SocketTransport(Transport):
         )
         self._pulls.start()
 
-    def push(self, call: PushCall) -> None:
+    def push(self, push: OutgoingPush) -> None:
         """Sends one slice; a notice at once, unless a device has still to copy the gradient."""
-        if call.is_shared and not call.waits:
-            self._push_now(call)
+        if push.header.shared and not push.waits:
+            self._push_now(push)
         else:
-            sender = self._push_connection(call).sender
-            sender.start(lambda: self._push_now(call), call.done.set_exception)
+            sender = self._push_connection(push).sender
+            sender.start(lambda: self._push_now(push), push.done.set_exception)
 
     def pull(self, call: PullCall) -> None:
         """Requests one slice."""
@@ -98,34 +98,34 @@ class SocketTransport(Transport):
         """Opens connections for pushes until there are `num_wanted`."""
         with self._adding:
             while len(self._push_connections) < num_wanted and not self._is_closed:
-                channel = FrameChannel[PushCall](
+                channel = FrameChannel[OutgoingPush](
                     self._reconnect, self._on_pushed, "push", self._limit_s
                 )
                 channel.start()
                 sender = DaemonExecutor(1, "data-send")
                 self._push_connections.append(PushConnection(channel, sender))
 
-    def _push_connection(self, call: PushCall) -> PushConnection:
+    def _push_connection(self, push: OutgoingPush) -> PushConnection:
         """Returns the connection that a push takes: its slice's index decides.
 
         Pushes of one slice come one by one, each after the acknowledgement of the one before. So
         they stay in order, even if there are more connections by then.
         """
-        return self._push_connections[call.slice % len(self._push_connections)]
+        return self._push_connections[push.header.slice % len(self._push_connections)]
 
-    def _push_now(self, call: PushCall) -> None:
+    def _push_now(self, push: OutgoingPush) -> None:
         try:
-            header, payload = call.make()
+            payload = push.payload()
         except PacelineError as problem:
-            call.done.set_exception(problem)
+            push.done.set_exception(problem)
             return
-        self._push_connection(call).channel.request(call, pb.Envelope(push=header), payload)
+        self._push_connection(push).channel.request(push, pb.Envelope(push=push.header), payload)
 
     def _on_pushed(
-        self, envelope: pb.Envelope, call: PushCall, incoming: sockets.Incoming
+        self, envelope: pb.Envelope, push: OutgoingPush, incoming: sockets.Incoming
     ) -> pb.Envelope | None:
         incoming.read_into()
-        call.done.set_result(envelope.pushed)
+        push.done.set_result(envelope.pushed)
         return None
 
     def _on_pulled(

@@ -22,14 +22,13 @@ from tests.integration.models import backward, batch, make_model, same, sgd
 STAND_IN = "cpu as a device"
 STEPS = 8
 ON_DEVICE = (
-    "connection.exchange",
-    "connection.payloads",
-    "connection.shared_grads",
+    "connection.exchange.payloads",
+    "connection.exchange.shared_grads",
     "model.copies",
     "model.flat",
     "replica.local_weights",
     "replica.pull_buffers",
-    "training.group_gradients",
+    "training.gradients.group",
 )
 # Modes and compressors; tests/gpu/test_training.py trains in them on a GPU.
 CASES = [

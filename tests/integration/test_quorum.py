@@ -9,7 +9,7 @@ import torch
 
 import psworker
 from pscore.pb.ps.v1 import data_pb2
-from psworker.transports import PullCall, PushCall, Transport
+from psworker.transports import OutgoingPush, PullCall, Transport
 from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, results_of
 
@@ -22,13 +22,13 @@ class Overtaken:
 
     def __init__(self, transport: Transport) -> None:
         self._push, self._pull = transport.push, transport.pull
-        self._held: list[PushCall] = []
+        self._held: list[OutgoingPush] = []
         self.was_answered: list[bool] = []  # Each pull, before the push in front of it was sent.
         transport.push = self.push  # type: ignore[method-assign]
         transport.pull = self.pull  # type: ignore[method-assign]
 
-    def push(self, call: PushCall) -> None:
-        self._held.append(call)
+    def push(self, push: OutgoingPush) -> None:
+        self._held.append(push)
 
     def pull(self, call: PullCall) -> None:
         self._pull(call)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import psworker
-from pscore.types import SliceSpec
-from psworker.connection.exchange.push_maker import PushMaker
+from psworker.connection.exchange.payloads import Payloads
+from psworker.transports import OutgoingPush
 from tests.inside import table_of
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
@@ -173,19 +173,19 @@ def be_refused(me: Station, mode: str, scale: float) -> tuple[int, dict[str, np.
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0.0)
     scaler.scale(torch.zeros(()))  # From now on it has its scale, which changes no gradient here.
     optimizer = wrap(model, mode=mode, compression="2bit", overlap=False)
-    make = PushMaker.make
+    prepare = Payloads.prepare
 
-    def nonsense(maker: PushMaker, spec: SliceSpec, *args: Any, **options: Any) -> Any:
-        header, payload = make(maker, spec, *args, **options)
-        header.samples = -1.0 if spec.index == 1 else header.samples
-        return header, payload
+    def nonsense(payloads: Payloads, index: int, *args: Any, **options: Any) -> OutgoingPush:
+        outgoing = prepare(payloads, index, *args, **options)
+        outgoing.header.samples = -1.0 if index == 1 else outgoing.header.samples
+        return outgoing
 
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(model, *batch(me.rank, step))
         if step == BAD and me.rank == 0:
             with (
-                mock.patch.object(PushMaker, "make", nonsense),
+                mock.patch.object(Payloads, "prepare", nonsense),
                 pytest.raises(psworker.RemoteProtocolError, match="weight of a push is -1"),
             ):
                 step_and_wait(optimizer, scaler)

@@ -9,8 +9,8 @@ from typing import Any
 
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2, data_pb2
-from pscore.types import Push
-from psworker.transports import PullCall, PushCall
+from pscore.types import Role
+from psworker.transports import OutgoingPush, PullCall
 
 
 class RoundSpans:
@@ -82,40 +82,38 @@ def peer_step(
         )
 
 
-def note_push(
-    timeline: Timeline,
-    call: PushCall,
-    sender: data_pb2.Sender,
-    index: int,
-    push: Push,
-    nbytes: int,
-) -> None:
+def note_push(timeline: Timeline, push: OutgoingPush, nbytes: int) -> None:
     """Records a push from now until it is acknowledged; `nbytes` are those of its gradient."""
-    begin_ns = timeline.now_ns()
+    begin_ns, header = timeline.now_ns(), push.header
 
     def end(_: Future[data_pb2.PushReply]) -> None:
         timeline.span(
             "push",
             begin_ns,
             track="push",
-            job=sender.job,
-            table=sender.table,
-            slice=index,
-            worker=push.worker,
-            step=push.step,
-            role=push.role.name.lower(),
+            job=header.sender.job,
+            table=header.sender.table,
+            slice=header.slice,
+            worker=header.sender.worker,
+            step=header.step,
+            role=Role(int(header.role)).name.lower(),
             nbytes=nbytes,
         )
 
-    call.done.add_done_callback(end)
+    push.done.add_done_callback(end)
 
 
 def note_payload(
-    timeline: Timeline, begin_ns: int, index: int, push: Push, nbytes: int, compressor: str
+    timeline: Timeline, begin_ns: int, header: data_pb2.PushHeader, nbytes: int
 ) -> None:
     """Records the compression of a push's payload, from `begin_ns` until now."""
     timeline.span(
-        "compress", begin_ns, slice=index, step=push.step, nbytes=nbytes, compressor=compressor
+        "compress",
+        begin_ns,
+        slice=header.slice,
+        step=header.step,
+        nbytes=nbytes,
+        compressor=header.compressor,
     )
 
 

@@ -27,18 +27,16 @@ from psworker.connection.accounts.missed import Missed
 from psworker.connection.accounts.trace import note_pull, note_push
 from psworker.connection.accounts.traffic import Traffic, pulled_nbytes
 from psworker.connection.exchange.answer_wait import AnswerWait
-from psworker.connection.exchange.headers import pull_header, upload_header
 from psworker.connection.exchange.payloads import Payloads
-from psworker.connection.exchange.push_maker import Made, PushMaker
 from psworker.connection.exchange.residuals import Residuals
 from psworker.connection.exchange.shared_grads import SharedGrads
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import Session
-from psworker.model.device import is_on_device
 from psworker.replica.ports import PullBuffer
-from psworker.transports import PullCall, PushCall, Transport
+from psworker.transports import OutgoingPush, PullCall, Transport
 
 log = logging.getLogger("paceline")
+WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with the reason.
 
 
 class Exchange:
@@ -51,7 +49,7 @@ class Exchange:
         grads: `(memory.numel,) float32` on the host, read there by shards of this host, or None.
         missed: Steps of this worker that did not count, or not in every slice.
         origin: The push and the step from which steps are counted.
-        payloads: Payloads of pushes, and residuals.
+        payloads: Makes the pushes, and keeps the residuals.
         traffic: Bytes sent and received.
         answers: Waits for the shards' answers.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
@@ -92,12 +90,18 @@ class Exchange:
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
-        self.payloads = Payloads(memory, spec.compressor, self.grads, self._key, own)
-        self._maker = PushMaker(
-            payloads=self.payloads, traffic=self.traffic, timeline=self._timeline
+        self.payloads = Payloads(
+            memory,
+            spec.compressor,
+            own,
+            shared=self._shared,
+            sender=self._sender,
+            traffic=self.traffic,
+            timeline=self._timeline,
         )
-        places = session, self.table, self.layout
-        self._residuals = Residuals(*places, self.payloads.feedback, self._pushes)
+        self._residuals = Residuals(
+            session, self.table, self.layout, self.payloads.feedback, self._pushes
+        )
 
     @property
     def compresses_pulls(self) -> bool:
@@ -113,33 +117,30 @@ class Exchange:
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
         self._residuals.begin(index, push.step)
-        is_raw = feedback is None and push.present != 0
-        shared = is_raw and self._shared is not None and self._shared.holds(index, grad)
-        payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
-        compressor = self.spec.compressor.name if feedback is not None and not flush else ""
-        sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
-        minibatch = self.minibatch
-
-        def make() -> Made:
-            spec = self.layout.slices[index]
-            return self._maker.make(
-                spec, push, sender, payload, compressor, shared=shared, minibatch=minibatch
-            )
-
-        call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
+        outgoing = self.payloads.prepare(
+            index, push, grad, feedback, flush=flush, minibatch=self.minibatch
+        )
         if self._timeline is not None:
-            note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
-        self._pushes[index] = call.done
-        self.session.pace.follow(call.done)
+            note_push(self._timeline, outgoing, grad.nbytes)
+        self._pushes[index] = outgoing.done
+        self.session.pace.follow(outgoing.done)
         self.missed.sent(index, push.step)
-        self._transport(index).push(call)
+        self._transport(index).push(outgoing)
 
     def pull(
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Requests one slice: its weights, or the estimate of them."""
-        sender = self._sender()
-        header = pull_header(index, clock, min_version, pull_buffer, sender, with_state=with_state)
+        header = data_pb2.PullHeader(
+            sender=self._sender(),
+            slice=index,
+            clock=clock,
+            min_version=min_version,
+            with_state=with_state,
+            wait_ms=WAIT_MS,
+            begins=pull_buffer.begins,
+            look=pull_buffer.is_look,
+        )
         state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
         call = PullCall(
             header=header,
@@ -295,12 +296,18 @@ class Exchange:
         self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
     ) -> None:
         """Uploads the weights of one slice at a step, or its weights and state."""
-        header = upload_header(index, role, counts, step, self._sender())
+        header = data_pb2.PushHeader(
+            sender=self._sender(),
+            slice=index,
+            step=step,
+            role=data_pb2.Role.Name(int(role)),
+            counts=counts,
+        )
         parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
         self.acknowledged(index)
-        call = PushCall(make=lambda: (header, parts), slice=index)
-        self._pushes[index] = call.done
-        self._transport(index).push(call)
+        outgoing = OutgoingPush(header=header, payload=lambda: parts)
+        self._pushes[index] = outgoing.done
+        self._transport(index).push(outgoing)
 
     # ----- error feedback
 
@@ -323,10 +330,6 @@ class Exchange:
         ]
 
     # ----- inside
-
-    def _key(self, index: int) -> str:
-        """Returns a string that seeds a slice's random numbers."""
-        return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
 
     def _transport(self, index: int) -> Transport:
         self.session.require_own()

@@ -1,4 +1,4 @@
-"""Payloads of one table's pushes: gradients as they are, or compressed with error feedback.
+"""The pushes of one table as they leave: gradients as they are, or with error feedback.
 
 The part that a compressor leaves out of a gradient is its residual, which is added to the next one
 (error_feedback.py). A gradient on the host that cannot be added to it is refused before anything is
@@ -8,7 +8,9 @@ refused, the push is sent as absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,15 +18,21 @@ import torch
 from pscore.compressors.base import Compressor
 from pscore.errors import GradientError
 from pscore.net import wire
+from pscore.observe.timeline import Timeline
 from pscore.partition import Layout
+from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Push
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceSide
+from psworker.connection.accounts.trace import note_payload
+from psworker.connection.accounts.traffic import Traffic
+from psworker.connection.exchange.shared_grads import SharedGrads
 from psworker.model.device import is_on_device
+from psworker.transports import OutgoingPush
 
 
 class Payloads:
-    """Makes the payloads of one table, and keeps its residuals.
+    """Makes the pushes of one table, counts them, and keeps its residuals.
 
     Attributes:
         feedback: Error feedback by slice; None where nothing is compressed. A slice's entry is
@@ -35,28 +43,37 @@ class Payloads:
         self,
         layout: Layout,
         compressor: Compressor,
-        grads: FloatArray | None,
-        key: Callable[[int], str],
         own: Collection[int],
+        *,
+        shared: SharedGrads | None,
+        sender: Callable[[], data_pb2.Sender],
+        traffic: Traffic,
+        timeline: Timeline | None,
     ) -> None:
         """Starts without residuals.
 
         Args:
             layout: The table's slices.
             compressor: The compressor of its pushes.
-            grads: `(layout.numel,) float32` on the host, for copies of gradients from a GPU; None:
-                it is allocated when the first one comes.
-            key: Returns a string that seeds a slice's random numbers.
             own: The slices that this process pushes.
+            shared: Memory for copies of gradients from a GPU; None: memory that no shard maps is
+                allocated when the first one comes.
+            sender: Returns the table and this worker as they stand in messages.
+            traffic: Counts the pushes and their payload bytes.
+            timeline: Records the time of each compression; None: nothing is recorded.
         """
         self._layout = layout
         self._compressor = compressor
-        self._grads = grads
-        self._key = key
+        self._shared = shared
+        self._sender = sender
+        self._traffic = traffic
+        self._timeline = timeline
+        self._counting = threading.Lock()  # Guards `_traffic`: pushes leave on several threads.
         self._device: DeviceSide | None = None  # For a model on a GPU.
         self._refused: GradientError | None = None  # Why a push was sent as absent; not raised yet.
+        seed = self._seed()
         self.feedback: list[Feedback | None] = [
-            Feedback(compressor, spec.numel, key(spec.index))
+            Feedback(compressor, spec.numel, f"{seed}/{spec.index}")
             if spec.compress and not compressor.is_raw and spec.index in own
             else None
             for spec in layout.slices
@@ -67,9 +84,10 @@ class Payloads:
         self._refused = None
         if self._device is not None:
             self._device.restart()
+        seed = self._seed()
         for index, feedback in enumerate(self.feedback):
             if feedback is not None:
-                feedback.key = self._key(index)
+                feedback.key = f"{seed}/{index}"
 
     def require_room(
         self, grads: Mapping[int, torch.Tensor], present: Callable[[int], int]
@@ -97,20 +115,54 @@ class Payloads:
         return feedback
 
     def prepare(
-        self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
-    ) -> Callable[[], memoryview]:
-        """Starts work on a GPU, and returns a function that returns the payload."""
-        if is_on_device(grad):
-            return self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
-        if feedback is None:
-            return lambda: wire.as_bytes(grad.numpy())
-        if flush:
-            return lambda: feedback.flush(push, grad.numpy())
-        return lambda: feedback.encode(push, grad.numpy())
+        self,
+        index: int,
+        push: Push,
+        grad: torch.Tensor,
+        feedback: Feedback | None,
+        *,
+        flush: bool,
+        minibatch: int,
+    ) -> OutgoingPush:
+        """Starts work on a GPU, and returns the push as it leaves: of this worker as it is now.
 
-    def refuse(self, problem: GradientError) -> None:
-        """Records an error found in a gradient after its push; the first one will be raised."""
-        self._refused = self._refused or problem
+        Args:
+            index: The slice.
+            push: The push, for the shard's decision.
+            grad: `(numel,) float32`; it must not change until the push is acknowledged.
+            feedback: From `choose`; None: the payload is the gradient.
+            flush: Whether the payload is the sum of gradient and residual, uncompressed.
+            minibatch: Number of the gradient's minibatch; -1: it names none.
+        """
+        is_shared = (
+            feedback is None
+            and push.present != 0
+            and self._shared is not None
+            and self._shared.holds(index, grad)
+        )
+        header = data_pb2.PushHeader(
+            sender=self._sender(),
+            slice=index,
+            step=push.step,
+            base_version=push.base_version,
+            role=data_pb2.Role.Name(int(push.role)),
+            samples=push.samples,
+            present=wire.pack_bits(push.present, len(self._layout.slices[index].segments)),
+            hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
+            shared=is_shared,
+            may_wait=is_shared and push.may_wait,
+            minibatch=minibatch + 1,
+            compressor="" if feedback is None or flush else self._compressor.name,
+        )
+        waits = is_on_device(grad)
+        if waits:
+            encode = self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
+        elif feedback is None:
+            encode = partial(wire.as_bytes, grad.numpy())
+        else:
+            encode = partial(feedback.flush if flush else feedback.encode, push, grad.numpy())
+        payload = partial(self._make_payload, header, push, encode)
+        return OutgoingPush(header=header, payload=payload, waits=waits)
 
     @property
     def has_refused(self) -> bool:
@@ -118,7 +170,7 @@ class Payloads:
         return self._refused is not None
 
     def raise_refused(self) -> None:
-        """Raises the error that `refuse` has recorded, once.
+        """Raises the first error that was found in a gradient after its push, once.
 
         Raises:
             GradientError: A gradient holds NaN or Inf, or cannot be added to the residual.
@@ -147,6 +199,42 @@ class Payloads:
 
     # ----- inside
 
+    def _make_payload(
+        self, header: data_pb2.PushHeader, push: Push, encode: Callable[[], memoryview]
+    ) -> Sequence[memoryview]:
+        """Encodes and counts one push, on a thread of the transport.
+
+        A gradient that is refused only now, after its copy from a GPU, is sent as absent, so that
+        the step still ends.
+
+        Args:
+            header: The header of the push; it changes if the gradient is refused.
+            push: The push.
+            encode: Returns the bytes of its payload, or raises GradientError.
+
+        Returns:
+            The payload; nothing if the shard reads it in shared memory, or it is absent.
+        """
+        begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
+        try:
+            data = encode()
+        except GradientError as problem:
+            self._refused = self._refused or problem  # The first one will be raised.
+            header.present = wire.pack_bits(0, len(self._layout.slices[header.slice].segments))
+            header.compressor, header.shared, header.may_wait = "", False, False
+            return ()
+        if self._timeline is not None and header.compressor:
+            note_payload(self._timeline, begin_ns, header, data.nbytes)
+        with self._counting:
+            self._traffic.num_pushes += 1
+            self._traffic.pushed_nbytes += data.nbytes if push.present else 0
+        return () if header.shared or push.present == 0 else (data,)
+
+    def _seed(self) -> str:
+        """Returns a string that seeds the random numbers of this worker's pushes."""
+        sender = self._sender()
+        return f"{sender.job}/{sender.table}/{sender.worker}"
+
     def _choose(self, index: int, present: int) -> Feedback | None:
         """Returns the error feedback of a slice, unless a segment has no gradient.
 
@@ -163,7 +251,7 @@ class Payloads:
     def _on_device(self, device: torch.device) -> DeviceSide:
         """Returns the GPU side, made when it is first needed."""
         if self._device is None:
-            if self._grads is None:
-                self._grads = np.zeros(self._layout.numel, dtype=np.float32)
-            self._device = DeviceSide(self._layout, self._compressor, self._grads, device)
+            shared = self._shared
+            host = np.zeros(self._layout.numel, np.float32) if shared is None else shared.array
+            self._device = DeviceSide(self._layout, self._compressor, host, device)
         return self._device

@@ -138,6 +138,7 @@ def exchange_of(num_shards: int) -> Exchange:
     session: Any = SimpleNamespace(
         job="job",
         rank=0,
+        incarnation=1,
         links=[],
         define=lambda *_: (0, Origin()),
         timeline=None,

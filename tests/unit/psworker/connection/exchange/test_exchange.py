@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,8 @@ from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.exchange.exchange import Exchange
-from psworker.connection.exchange.push_maker import PushMaker
 from psworker.replica.ports import PullBuffer
-from psworker.transports import PullCall, PushCall
+from psworker.transports import OutgoingPush, PullCall
 
 TENSORS = [
     TensorSpec(name="weight", shape=(5000,), dtype="float32"),
@@ -38,11 +38,11 @@ class Plane:
     shares_memory = False
 
     def __init__(self) -> None:
-        self.pushes: list[PushCall] = []
+        self.pushes: list[OutgoingPush] = []
         self.pulls: list[PullCall] = []
 
-    def push(self, call: PushCall) -> None:
-        self.pushes.append(call)
+    def push(self, push: OutgoingPush) -> None:
+        self.pushes.append(push)
 
     def pull(self, call: PullCall) -> None:
         self.pulls.append(call)
@@ -113,17 +113,18 @@ def a_push(step: int = 0, present: int = -1) -> Push:
     return Push(worker=1, step=step, base_version=step, samples=4.0, present=present, hyper=hyper)
 
 
-def accept(call: PushCall, verdict: Verdict = Verdict.ACCEPTED) -> None:
+def accept(push: OutgoingPush, verdict: Verdict = Verdict.ACCEPTED) -> None:
     name = data_pb2.Verdict.Name(int(verdict))
-    call.done.set_result(data_pb2.PushReply(verdict=name, version=1))
+    push.done.set_result(data_pb2.PushReply(verdict=name, version=1))
 
 
 def test_a_push_that_leaves_after_a_return_is_still_one_of_the_former_worker() -> None:
     exchange, session = make()
     exchange.push(0, a_push(), gradient(0), compress=False)
-    (call,) = session.planes[0].pushes
-    session.rank, session.incarnation = 0, 78  # It comes back before the call is made up.
-    header, _ = call.make()
+    (outgoing,) = session.planes[0].pushes
+    session.rank, session.incarnation = 0, 78  # It comes back before the push has left.
+    outgoing.payload()
+    header = outgoing.header
     assert (header.sender.worker, header.sender.incarnation) == (1, 77)
 
 
@@ -132,8 +133,9 @@ def test_a_push_goes_to_the_shard_of_its_slice_with_all_that_travels() -> None:
     assert session.defined[0].name == "model"
     exchange.push(1, a_push(step=3), gradient(1), compress=True)
     assert session.planes[0].pushes == []
-    (call,) = session.planes[1].pushes
-    header, (payload,) = call.make()
+    (outgoing,) = session.planes[1].pushes
+    (payload,) = outgoing.payload()
+    header = outgoing.header
     sender = header.sender
     assert (sender.job, sender.table, sender.worker, sender.incarnation) == ("job", 5, 1, 77)
     assert (header.slice, header.step, header.base_version, header.samples) == (1, 3, 3, 4.0)
@@ -148,20 +150,21 @@ def test_a_push_goes_to_the_shard_of_its_slice_with_all_that_travels() -> None:
 def test_a_slice_without_any_gradient_travels_without_numbers() -> None:
     exchange, session = make()
     exchange.push(0, a_push(present=0), gradient(0), compress=True)
-    header, payload = session.planes[0].pushes[0].make()
-    assert list(payload) == []
-    assert header.present == b"\x00"
+    (outgoing,) = session.planes[0].pushes
+    assert list(outgoing.payload()) == []
+    assert outgoing.header.present == b"\x00"
 
 
 def test_a_compressed_push_names_its_compressor_and_one_in_full_does_not() -> None:
     exchange, session = make("fp16")
     exchange.push(0, a_push(), gradient(0), compress=True)
     exchange.push(1, a_push(), gradient(1), compress=False)
-    header, (payload,) = session.planes[0].pushes[0].make()
-    assert header.compressor == "fp16"
+    encoded, plain = (plane.pushes[0] for plane in session.planes)
+    (payload,) = encoded.payload()
+    assert encoded.header.compressor == "fp16"
     assert payload.nbytes == 2 * LAYOUT.slices[0].numel
-    header, (payload,) = session.planes[1].pushes[0].make()
-    assert header.compressor == ""
+    (payload,) = plain.payload()
+    assert plain.header.compressor == ""
     assert payload.nbytes == 4 * LAYOUT.slices[1].numel
 
 
@@ -181,7 +184,7 @@ def test_a_slice_is_pushed_again_only_when_its_last_push_is_acknowledged() -> No
 def test_a_late_push_returns_to_the_residual() -> None:
     exchange, session = make("fp16")
     exchange.push(0, a_push(0), gradient(0, 0.1), compress=True)
-    session.planes[0].pushes[0].make()
+    session.planes[0].pushes[0].payload()
     accept(session.planes[0].pushes[0], Verdict.TOO_LATE)
     exchange.flush()
     residual = exchange.compressor_state()["residual"]
@@ -205,9 +208,9 @@ def test_residuals_survive_a_change_of_the_number_of_shards(compression: str) ->
     grads = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(0))
     for spec in LAYOUT.slices:
         before.push(spec.index, a_push(), grads[spec.start : spec.stop], compress=True)
-        (call,) = session.planes[spec.shard].pushes
-        call.make()
-        accept(call)
+        (outgoing,) = session.planes[spec.shard].pushes
+        outgoing.payload()
+        accept(outgoing)
     before.flush()
     saved = before.compressor_state()
     assert all(array.any() for array in saved.values())
@@ -283,10 +286,10 @@ def test_initial_weights_travel_with_their_role_and_counts() -> None:
     exchange, session = make()
     arrays = [np.full(LAYOUT.slices[0].numel, value, np.float32) for value in (1.0, 2.0)]
     exchange.load(0, Role.STATE, arrays, [3, 4])
-    header, parts = session.planes[0].pushes[0].make()
-    assert header.role == int(Role.STATE)
-    assert list(header.counts) == [3, 4]
-    assert [np.frombuffer(part, np.float32)[0] for part in parts] == [1.0, 2.0]
+    (outgoing,) = session.planes[0].pushes
+    assert outgoing.header.role == int(Role.STATE)
+    assert list(outgoing.header.counts) == [3, 4]
+    assert [np.frombuffer(part, np.float32)[0] for part in outgoing.payload()] == [1.0, 2.0]
 
 
 class Slow(Future[Any]):
@@ -405,7 +408,7 @@ def test_a_worker_that_returns_with_another_rank_draws_as_that_rank() -> None:
         session.rank = rank
         exchange.restart()
         exchange.push(1, a_push(step=3), gradient(1), compress=True)
-        _, payload = session.planes[1].pushes[-1].make()
+        payload = session.planes[1].pushes[-1].payload()
         drawn.append(b"".join(bytes(part) for part in payload))
     assert drawn[0] != drawn[1]
 
@@ -420,23 +423,29 @@ def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
     assert len(session.defined) == 2
 
 
-def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_once() -> None:
+@pytest.mark.parametrize("compression", ["2bit", "none"])
+def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_once(
+    compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a device, whose gradient is looked at when it has arrived: the step still ends."""
-    exchange, _ = make("2bit")
-    spec = exchange.layout.slices[0]
-    maker = PushMaker(payloads=exchange.payloads, traffic=exchange.traffic, timeline=None)
-
-    def payload() -> memoryview:
-        raise GradientError("gradient of 'weight' holds NaN")
-
-    sender = data_pb2.Sender(job="test")
-    header, parts = maker.make(spec, a_push(), sender, payload, "2bit", shared=True, minibatch=-1)
-    assert wire.unpack_bits(header.present, len(spec.segments)) == 0
-    assert (header.compressor, list(parts)) == ("", [])
+    monkeypatch.setattr("psworker.connection.exchange.payloads.is_on_device", lambda _: True)
+    exchange, session = make(compression)
+    shared = SimpleNamespace(array=np.zeros(LAYOUT.numel, np.float32), holds=lambda *_: True)
+    monkeypatch.setattr(exchange.payloads, "_shared", shared)
+    push = replace(a_push(), may_wait=True)
+    exchange.push(0, push, gradient(0, float("nan")), compress=True)
+    (outgoing,) = session.planes[0].pushes
+    header, is_shared = outgoing.header, compression == "none"
+    assert outgoing.waits
+    assert (header.shared, header.may_wait) == (is_shared, is_shared)
+    assert header.compressor == ("" if is_shared else "2bit")
+    assert list(outgoing.payload()) == []
+    assert wire.unpack_bits(header.present, len(exchange.layout.slices[0].segments)) == 0
+    assert header.compressor == ""
     assert not header.shared
     assert not header.may_wait
     assert exchange.traffic.num_pushes == 0
-    with pytest.raises(GradientError, match="holds NaN"):
+    with pytest.raises(GradientError, match="NaN"):
         exchange.payloads.raise_refused()
     exchange.payloads.raise_refused()
 
