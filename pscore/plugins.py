@@ -77,8 +77,13 @@ def parse_plugin(kind: str, text: str) -> tuple[str, dict[str, Any]]:
     """Returns name and arguments from text like `ssd(steps=5, warmup=100, local=glu)`.
 
     Raises:
-        ConfigError: The text is not of that form.
+        ConfigError: It is no text, or not of that form.
     """
+    if not isinstance(text, str):
+        raise ConfigError(  # type: ignore[unreachable]
+            f"{kind} is {_brief(text)}, must be text such as name or name(argument=value), or an "
+            "object with the arguments"
+        )
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
     if match is None:
         raise ConfigError(f"{kind} is {text!r}, must look like name or name(argument=value)")

@@ -35,6 +35,7 @@ from psworker.exits import Exit
 from psworker.job.own_shards import OwnShards, start_shards
 from psworker.job.place import LaunchPlace
 from psworker.pipeline.plan.plan_file import read_plan
+from psworker.training.script_errors import SHORT
 
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
 READERS_TIMEOUT_S = 2.0  # A worker's children may hold its output open after its end.
@@ -426,6 +427,7 @@ def worker_environment(
     return {
         "OMP_NUM_THREADS": str(threads_each(place.num_workers)),
         "PYTHONUNBUFFERED": "1",
+        SHORT: "1",
         **kept,
         **own,
         "LOCAL_RANK": str(rank - place.first_rank),

@@ -71,6 +71,19 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
             )
         return self._wrapper
 
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Trains as `Trainer` does; with `load_best_model_at_end` all ranks get the best weights.
+
+        Training with this trainer has then ended: the shards' weights are the last ones.
+        """
+        output = super().train(*args, **options)
+        if self.args.load_best_model_at_end and self._wrapper is not None:
+            best = {name: value.clone() for name, value in self.model.state_dict().items()}
+            self._wrapper.close()
+            psworker.broadcast_parameters(best)  # Rank 0 alone has saved, and so loaded them.
+            self.model.load_state_dict(best)
+        return output
+
     def evaluate(self, *args: Any, **options: Any) -> Any:
         """Evaluates the global weights."""
         with self._global_weights():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,16 @@ def trained(
     if not parameters:
         raise ConfigError("the optimizer has no parameter that requires a gradient")
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
+
+
+def _of_trainer() -> str:
+    """Returns advice for a script that has imported the Trainer of Transformers; else nothing."""
+    if "transformers.trainer" not in sys.modules:
+        return ""
+    return (
+        "; transformers.Trainer moves it in train(): use "
+        "psworker.integrations.transformers.PacelineTrainer in its place"
+    )
 
 
 def refuse_joined(name: str, parameter: torch.Tensor) -> None:
@@ -286,7 +297,7 @@ class FlatModel:
                 raise ConfigError(
                     f"parameter {self.layout.tensors[index].name!r} was given other memory "
                     "(model.to(), share_memory(), or an assignment to .data) after "
-                    "DistributedOptimizer was made; move the model before"
+                    f"DistributedOptimizer was made; move the model before{_of_trainer()}"
                 )
 
     def grads_of(self, index: int) -> torch.Tensor:

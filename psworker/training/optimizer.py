@@ -28,6 +28,7 @@ from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
+from psworker.training.arguments import list_named, require_optimizer
 from psworker.training.changes import growth, handover
 from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
@@ -77,7 +78,8 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         gradient_as_bucket_view: With `overlap`: a large `.grad` becomes a view of the vector
             that is sent, which saves its memory; the next backward overwrites it (as in DDP).
         samples: Weight of this worker's gradient in the mean; its batch size if workers'
-            batches differ. May be changed before each step (`optimizer.samples = 17`).
+            batches differ: without it a smaller batch counts as much as a larger one. May be
+            changed before each step (`optimizer.samples = len(batch)`).
         compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
             are not compressed; in bytes of float32.
         local_group: The processes that are one worker (docs/hosts.md): a ProcessGroup of torch,
@@ -120,10 +122,11 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         optimizer_on: str = "auto",
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
+        require_optimizer(optimizer, named_parameters, DistributedOptimizer)
         samples = require_weight(samples)
         rule = parse_mode(mode)
         self._declaration = Declaration(
-            named=list(named_parameters),
+            named=list_named(named_parameters),
             compressor=parse_compressor(compression),
             pull_compressor=parse_pull_compressor(pull_compression),
             min_nbytes=compress_min_nbytes,

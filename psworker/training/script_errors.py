@@ -2,7 +2,8 @@
 
 The frames of such a traceback are Paceline's own and say little to the author of a script. The
 sentence names the script's own line; PACELINE_DEBUG=1 shows the traceback. All other exceptions
-are handled as before.
+are handled as before. `psworker run` asks for it with PACELINE_SHORT_ERRORS=1; a script that is
+started in another way calls `psworker.print_short_errors()`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ OTHERS = (
     os.path.join(sysconfig.get_path("stdlib"), ""),
     "<frozen",
 )
+SHORT = "PACELINE_SHORT_ERRORS"  # Set: `import psworker` calls `print_short_errors`.
 INSTALLED = ("site-packages", "dist-packages")
 
 
-def install() -> None:
-    """Replaces `sys.excepthook`, once."""
+def print_short_errors() -> None:
+    """Prints a Paceline error that ends the script in one sentence: replaces `sys.excepthook`."""
     global _former
     if sys.excepthook is not _hook:
         _former, sys.excepthook = sys.excepthook, _hook

@@ -24,6 +24,7 @@ from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.membership.session import Session
 from psworker.job import context
+from psworker.job.environment import Environment
 from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer
 from psworker.training.lanes import Lanes
@@ -231,6 +232,15 @@ def rank() -> int:
     In a pipeline it counts the workers of all stages.
     """
     return context.place().process_rank
+
+
+def local_rank() -> int:
+    """Returns the 0-based number of this process on its host, as its launcher set it: picks a GPU.
+
+    0 where the launcher has set no rank (LOCAL_RANK, SLURM_LOCALID or PACELINE_LOCAL_RANK).
+    """
+    context.place()
+    return Environment.read().local_rank
 
 
 def size() -> int:

@@ -198,6 +198,7 @@ SCRIPT = """
 import sys
 import torch
 import psworker
+psworker.print_short_errors()
 from tests.integration.command import gone
 from tests.integration.models import backward, batch, make_model, sgd
 

@@ -35,7 +35,7 @@ open(sys.argv[1] + os.environ["RANK"], "w").close()
 TRAIN = """
 import torch
 import psworker
-
+psworker.print_short_errors()
 model = torch.nn.Linear(3, 2)
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = psworker.DistributedOptimizer(sgd, named_parameters=model.named_parameters())

@@ -28,7 +28,7 @@ def told(problem: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
 def test_ours_are_one_line_that_names_the_scripts_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         context.join(num_workers=1, max_workers=2)
-    script_errors.install()
+    script_errors.print_short_errors()
     sys.excepthook(ConfigError, raised.value, raised.value.__traceback__)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("psworker: num_workers is 1 and max_workers 2: give one (")
@@ -37,13 +37,13 @@ def test_ours_are_one_line_that_names_the_scripts_own(capsys: pytest.CaptureFixt
 
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    script_errors.install()
-    script_errors.install()
+    script_errors.print_short_errors()
+    script_errors.print_short_errors()
     assert told(KeyboardInterrupt(), capsys).startswith("psworker: interrupted by Ctrl-C (")
 
 
 def test_other_exceptions_go_where_they_went_before(capsys: pytest.CaptureFixture[str]) -> None:
-    script_errors.install()
+    script_errors.print_short_errors()
     said = told(KeyError("mine"), capsys)
     assert "Traceback" in said
     assert "psworker:" not in said
@@ -52,7 +52,7 @@ def test_other_exceptions_go_where_they_went_before(capsys: pytest.CaptureFixtur
 def test_the_traceback_comes_when_it_is_wanted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script_errors.install()
+    script_errors.print_short_errors()
     monkeypatch.setenv("PACELINE_DEBUG", "1")
     said = told(ConfigError("wrong"), capsys)
     assert said.startswith("Traceback")
