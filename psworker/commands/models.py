@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -179,10 +180,17 @@ class Residual(nn.Module):
         return result
 
 
-def gpt2(width: int = 768, layers: int = 12, heads: int = 12) -> nn.Sequential:
-    """Returns the small GPT-2 with a head of its own: 163,037,184 elements, 38.6 M of them there.
+def gpt2(
+    width: int = 768, layers: int = 12, heads: int = 12, *, is_tied: bool = True
+) -> nn.Sequential:
+    """Returns the small GPT-2: 124,439,808 elements.
 
-    The head does not share the embedding's table, so that first and last stage share no tensor.
+    Args:
+        width: Elements of a token's vector.
+        layers: Number of blocks.
+        heads: Heads of a block's attention.
+        is_tied: Whether the head uses the table of the embedding, as in GPT-2. Stages of a pipeline
+            cannot share a tensor: there the head has its own, of 38.6 M elements more.
     """
     blocks: list[nn.Module] = []
     for _ in range(layers):
@@ -190,8 +198,10 @@ def gpt2(width: int = 768, layers: int = 12, heads: int = 12) -> nn.Sequential:
             nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
         )
         blocks += [Residual(width, Attention(width, heads)), Residual(width, wide)]
-    head = nn.Linear(width, VOCABULARY, bias=False)
-    return nn.Sequential(Embedding(width), *blocks, nn.LayerNorm(width), head)
+    embedding, head = Embedding(width), nn.Linear(width, VOCABULARY, bias=False)
+    if is_tied:
+        head.weight = embedding.wte.weight
+    return nn.Sequential(embedding, *blocks, nn.LayerNorm(width), head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,35 +211,40 @@ class KnownModel:
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     vocabulary: int = 0  # Vocabulary of integer inputs; 0: they are float32.
+    # The same for a pipeline, whose stages share no tensor; None: `make` returns such a model.
+    make_for_stages: Callable[[], nn.Module] | None = None
 
 
 IMAGE = (3, 224, 224)
 MODELS = {
     "alexnet": KnownModel(alexnet, IMAGE),
-    "gpt2": KnownModel(gpt2, (CONTEXT,), VOCABULARY),
+    "gpt2": KnownModel(gpt2, (CONTEXT,), VOCABULARY, partial(gpt2, is_tied=False)),
     "lenet": KnownModel(LeNet, (1, 28, 28)),
     "resnet50": KnownModel(ResNet50, IMAGE),
     "vgg16": KnownModel(vgg16, IMAGE),
 }
 
 
-def make_model(model: str, device: str = "cpu") -> nn.Module:
+def make_model(model: str, device: str = "cpu", *, for_stages: bool = False) -> nn.Module:
     """Returns a model known by name, or the result of `module:factory`.
 
     Args:
         model: One of `MODELS`, or `module:factory`.
         device: Device of its parameters, if it is known by name; `meta`: without memory.
+        for_stages: Whether it is to be cut into stages, if it is known by name.
 
     Raises:
         ConfigError: There is no such model, or the factory does not return one.
     """
     if model in MODELS:
+        known = MODELS[model]
+        make = (known.make_for_stages if for_stages else None) or known.make
         with torch.device(device):
-            return MODELS[model].make()
+            return make()
     module_name, colon, factory_name = model.partition(":")
     if not colon:
-        known = ", ".join(sorted(MODELS))
-        raise ConfigError(f"model is {model!r}, must be one of {known}, or module:factory")
+        names = ", ".join(sorted(MODELS))
+        raise ConfigError(f"model is {model!r}, must be one of {names}, or module:factory")
     with _users_code(model):
         return _make(model, module_name, factory_name)
 

@@ -139,7 +139,7 @@ def profile_of(
         except OSError as problem:
             raise ConfigError(f"profile {model} cannot be read: {problem}") from problem
     example = _example(model, inputs)
-    made = make_model(model)
+    made = make_model(model, for_stages=True)
     try:
         blocks = chain_of(made.to(device), example.to(device))
         return measure(model, blocks, example.to(device), optimizer=optimizer)

@@ -1,6 +1,7 @@
 """The plan of a model: the numbers that a person reads before a run."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.rules import parse_mode
 from psworker.commands import cli
 from psworker.commands.model_plan import Report, lines_of, make_report, shapes_of
+from psworker.commands.models import make_model
 
 SHAPES = [("large", (1024, 1024)), ("small", (64, 64)), ("bias", (1 << 20,))]
 MIB = 1 << 20
@@ -93,6 +95,13 @@ def test_resnet_50_has_161_tensors_of_25557032_elements() -> None:
         optimizer=OPTIMIZERS["sgd"](),
     )
     assert report.num_elements == 25_557_032
+
+
+def test_the_table_that_the_head_of_gpt2_shares_is_counted_once() -> None:
+    shapes = shapes_of("gpt2")
+    assert sum(math.prod(shape) for _, shape in shapes) == 124_439_808
+    stages = make_model("gpt2", "meta", for_stages=True)
+    assert sum(weight.numel() for weight in stages.parameters()) == 163_037_184
 
 
 def test_a_factory_is_found_in_the_working_directory(

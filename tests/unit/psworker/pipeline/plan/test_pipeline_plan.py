@@ -53,7 +53,7 @@ TINY = {
         torch.randn(2, 3, 16, 16),
     ),
     "resnet50": lambda: (models.make_model("resnet50").eval(), torch.randn(1, 3, 32, 32)),
-    "gpt2": lambda: (models.gpt2(8, 2, 2), torch.randint(100, (2, 5))),
+    "gpt2": lambda: (models.gpt2(8, 2, 2, is_tied=False), torch.randint(100, (2, 5))),
     "exported": lambda: (Branches(), torch.randint(11, (2, 5))),
 }
 
