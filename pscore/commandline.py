@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
 import inspect
+import io
 import os
 import signal
 import sys
@@ -17,11 +20,51 @@ from pscore.text import printable
 DEBUG = "PACELINE_DEBUG"  # A variable, so that the processes that a command starts have it too.
 WIDTH_MAX = 240  # Largest width of help, in columns; less where the terminal has less.
 INTERRUPTED = 130  # As in a shell: 128 and the number of SIGINT.
+OUTPUT_FAILED = os.EX_IOERR  # Exit code if standard output cannot be written.
+# Characters of `rich` and of bars, for a terminal that has ASCII only.
+IN_ASCII = {0x2026: ".", **dict(zip(range(0x2581, 0x2589), "_.:-=+*#", strict=True))}
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH_MAX}
 
 
+class OutputError(OSError):
+    """Standard output cannot be written: its disk is full, or its reader has gone."""
+
+
+class Output(io.TextIOWrapper):
+    """Standard output of a command: an error names it, and each character can be written."""
+
+    def write(self, text: str) -> int:
+        """Writes text; raises `OutputError` where that fails."""
+        with _named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Writes text that is kept in memory; raises `OutputError` where that fails."""
+        with _named():
+            super().flush()
+
+    def close(self) -> None:
+        """Leaves the stream open, which has a former wrapper too."""
+        self.flush()
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise OutputError(problem.errno, problem.strerror) from problem
+
+
+def _write_in_ascii(problem: UnicodeError) -> tuple[str | bytes, int]:
+    """Replaces characters that an encoding lacks: by a similar one, else by an escape."""
+    assert isinstance(problem, UnicodeEncodeError)
+    lacking = problem.object[problem.start : problem.end].translate(IN_ASCII)
+    return lacking.encode("ascii", "backslashreplace").decode("ascii"), problem.end
+
+
 def open_standard_streams() -> None:
-    """Opens /dev/null instead of a standard stream that is closed; call this first.
+    """Prepares standard output, and opens /dev/null for a stream that is closed; call this first.
 
     Otherwise the next file or socket would get its number, and would receive text for people.
     """
@@ -33,10 +76,20 @@ def open_standard_streams() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.dup(number), "w", encoding="utf-8"))
+    codecs.register_error("paceline", _write_in_ascii)
+    before = sys.stdout
+    assert isinstance(before, io.TextIOWrapper)
+    sys.stdout = Output(
+        before.buffer,
+        encoding=before.encoding,
+        errors="paceline",
+        line_buffering=before.line_buffering,
+        write_through=before.write_through,
+    )
 
 
 def run(app: Any, name: str) -> None:
-    """Runs one command of a `typer.Typer`; reports if Ctrl-C ends it.
+    """Runs one command of a `typer.Typer`; reports if Ctrl-C or a full disk ends it.
 
     Args:
         app: With all of its commands.
@@ -46,11 +99,26 @@ def run(app: Any, name: str) -> None:
         for command in group.registered_commands:  # Whole sentences, where typer cuts them off.
             command.short_help = (inspect.getdoc(command.callback) or "").partition("\n")[0]
     try:
-        app(prog_name=name)
+        try:
+            app(prog_name=name)
+        finally:
+            sys.stdout.flush()
     except SystemExit as end:
         if end.code == INTERRUPTED:
             tell_interrupted(name)
         raise
+    except OutputError as problem:
+        _end_without_output(name, problem)
+
+
+def _end_without_output(name: str, problem: OutputError) -> None:
+    """Ends the process: with a sentence, unless the reader of a pipe has gone."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 1)  # The interpreter writes the rest at its end.
+    if problem.errno == errno.EPIPE:
+        sys.exit(1)  # As typer ends a command.
+    tell_error(name, OSError(f"cannot write standard output: {problem.strerror}"))
+    sys.exit(OUTPUT_FAILED)
 
 
 @contextlib.contextmanager

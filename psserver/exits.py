@@ -22,6 +22,7 @@ class Exit(enum.IntEnum):
     BUG = 9
     HOST = 10
     ACCESS = 11
+    OUTPUT = 74
     INTERRUPTED = 130
 
 
@@ -38,6 +39,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.BUG: "an invariant is violated: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
     Exit.ACCESS: "a shard refused access: token, certificate, or TLS on one side only",
+    Exit.OUTPUT: "standard output cannot be written",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
 }
 

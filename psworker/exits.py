@@ -12,6 +12,7 @@ class Exit(enum.IntEnum):
     FAILED = 1
     USAGE = 2
     NO_SHARDS = 6
+    OUTPUT = 74
     INTERRUPTED = 130
     TERMINATED = 143
 
@@ -21,6 +22,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.FAILED: "a shard refused a request, doctor found a problem, or the demo failed",
     Exit.USAGE: "a flag, variable or file is wrong",
     Exit.NO_SHARDS: "no shard answers, or the shards that were started for the job ended",
+    Exit.OUTPUT: "standard output cannot be written",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
     Exit.TERMINATED: "ended by SIGTERM",
 }

@@ -39,6 +39,16 @@ StateDir = Annotated[
         help="Directory for run file and logs; if given, also for journals and checkpoints."
     ),
 ]
+RunPort = Annotated[
+    int | None,
+    typer.Option(help="Port of shard 0, for servers of this machine [the only ones, or 7070]."),
+]
+RunStateDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory that servers of this machine were started with [PACELINE_STATE_DIR]."
+    ),
+]
 Cluster = Annotated[
     str | None, typer.Option(help="Name shared by the shards of one cluster [a new one].")
 ]
@@ -175,8 +185,8 @@ def start(
 @app.command()
 def status(
     *,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
     job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     as_json: AsJson = False,
@@ -210,8 +220,8 @@ def dashboard(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond loopback without TLS and token.")
     ] = False,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
     """Serve a page that shows the shards, jobs and workers, with a history of six hours."""
@@ -228,8 +238,8 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print it once and exit; takes about a second.")
     ] = False,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
     """Show the dashboard's figures in the terminal, and update them every second."""
@@ -242,8 +252,8 @@ def top(
 @app.command()
 def jobs(
     *,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -270,8 +280,8 @@ def forget(
             "--force", help="Forget the job even if it has live workers; they end with an error."
         ),
     ] = False,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
     """Delete a job and its state on the shards; its checkpoints are moved aside."""
@@ -290,7 +300,7 @@ def forget(
 
 
 @app.command()
-def health(*, port: Port = None, state_dir: StateDir = None, servers: Servers = None) -> None:
+def health(*, port: RunPort = None, state_dir: RunStateDir = None, servers: Servers = None) -> None:
     """Exit with 0 if every shard is ready, else with 1."""
     from psserver.commands.find import find
     from psserver.remote import ask
@@ -310,8 +320,8 @@ def health(*, port: Port = None, state_dir: StateDir = None, servers: Servers = 
 @app.command()
 def stop(
     *,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
     grace_s: Annotated[
         float | None,
@@ -339,8 +349,8 @@ def stop(
 @app.command()
 def logs(
     *,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     shard: Annotated[int | None, typer.Option(help="Only the log of this shard.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the logs until the shards end.")
@@ -396,8 +406,8 @@ def checkpoint(
             help="Number of this job's checkpoints to keep; older ones are deleted.", min=1
         ),
     ] = 3,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
     """Write a checkpoint: one step of a job on all shards; training continues meanwhile."""
@@ -430,8 +440,8 @@ def restore(
         int | None,
         typer.Option(help="Number of workers that will join [as in the checkpoint].", min=1),
     ] = None,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
     """Create a job from a checkpoint, on any number of shards; workers then join it."""
@@ -459,8 +469,8 @@ def export(
     source: Annotated[
         Path | None, typer.Option("--from", help="Checkpoint to export [the running job].")
     ] = None,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
     """Write a job's weights as one safetensors file."""
@@ -518,8 +528,8 @@ def certs(
 @app.command()
 def doctor(
     *,
-    port: Port = None,
-    state_dir: StateDir = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
     servers: Servers = None,
     job: Annotated[str | None, typer.Option(help="Check this job too.")] = None,
     as_json: AsJson = False,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from psserver.exits import Exit
 from tests.integration import warm
 from tests.integration.command import Command
 
@@ -70,6 +71,16 @@ if os.fork() == 0:
 _, status = os.wait()
 step()
 sys.exit(os.waitstatus_to_exitcode(status))
+"""
+REPORTS = """
+import torch
+import psworker
+psworker.init(job="caf\\u00e9")
+model = torch.nn.Linear(3, 2)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = psworker.DistributedOptimizer(sgd, model.named_parameters())
+model(torch.ones(1, 3)).sum().backward()
+optimizer.step()
 """
 
 
@@ -216,6 +227,43 @@ def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> No
     for verb in sorted(verbs):  # `stop` comes last.
         shown = psserver.run(*verb).stdout
         assert "ready" in shown or verb[0] != "logs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("psserver", "rules"), ("psworker", "modes")], ids=" ".join)
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_full_disk_at_standard_output_is_a_sentence(
+    words: tuple[str, str], buffered: str
+) -> None:
+    line = shlex.join([sys.executable, "-m", *words]) + " > /dev/full"
+    done = run(["bash", "-c", line], PYTHONUNBUFFERED=buffered)
+    program = words[0]
+    assert done.stderr == f"{program}: cannot write standard output: No space left on device\n"
+    assert done.returncode == Exit.OUTPUT
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_ends_a_command_without_a_word() -> None:
+    line = shlex.join([sys.executable, "-m", "psserver", "rules"]) + " | :; exit ${PIPESTATUS[0]}"
+    done = run(["bash", "-c", line], PYTHONUNBUFFERED="")
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.slow
+def test_status_and_top_work_where_text_is_ascii_or_the_disk_is_full(tmp_path: Path) -> None:
+    psserver = Command(tmp_path, fresh=True)
+    with psserver.detached() as shards:
+        servers = ",".join(shards["addresses"])
+        script = tmp_path / "train.py"
+        script.write_text(REPORTS)
+        trained = warm.run([script], env=KEPT | {"PACELINE_SERVERS": servers}, timeout=WAIT_S)
+        assert trained.returncode == 0, trained.stderr
+        shown = psserver.run("top", "--once", PYTHONIOENCODING="ascii:strict").stdout
+        assert "job caf\\xe9" in shown
+        assert shown.isascii()
+        line = shlex.join(psserver.line("status")) + " > /dev/full"
+        full = run(["bash", "-c", line], **psserver.environment)
+        assert full.stderr == "psserver: cannot write standard output: No space left on device\n"
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ ELSEWHERE = {
     Exit.HOST: "tests/integration/test_psserver_cli.py",
     Exit.BUG: "tests/unit/psserver/process/test_daemon.py",
     Exit.ACCESS: "tests/attacks/test_access.py",
+    Exit.OUTPUT: "tests/integration/test_friction.py",
 }
 
 
