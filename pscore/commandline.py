@@ -33,6 +33,17 @@ class OutputError(OSError):
 class Output(io.TextIOWrapper):
     """Standard output of a command: an error names it, and each character can be written."""
 
+    def __init__(self, former: io.TextIOWrapper) -> None:
+        """Takes the place of another wrapper of the stream, which stays open with it."""
+        super().__init__(
+            former.buffer,
+            encoding=former.encoding,
+            errors="paceline",
+            line_buffering=former.line_buffering,
+            write_through=former.write_through,
+        )
+        self._former = former  # It would close the stream when it is collected.
+
     def write(self, text: str) -> int:
         """Writes text; raises `OutputError` where that fails."""
         with _named():
@@ -44,8 +55,7 @@ class Output(io.TextIOWrapper):
             super().flush()
 
     def close(self) -> None:
-        """Leaves the stream open, which has a former wrapper too."""
-        self.flush()
+        """Leaves the stream open: the former wrapper has it too."""
 
 
 @contextlib.contextmanager
@@ -77,15 +87,8 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.dup(number), "w", encoding="utf-8"))
     codecs.register_error("paceline", _write_in_ascii)
-    before = sys.stdout
-    assert isinstance(before, io.TextIOWrapper)
-    sys.stdout = Output(
-        before.buffer,
-        encoding=before.encoding,
-        errors="paceline",
-        line_buffering=before.line_buffering,
-        write_through=before.write_through,
-    )
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout = Output(sys.stdout)
 
 
 def run(app: Any, name: str) -> None:
