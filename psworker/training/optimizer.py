@@ -39,6 +39,7 @@ from psworker.training.gradients.gradients import Gradients
 from psworker.training.gradients.overlap import EarlyGradients
 from psworker.training.gradients.sharded import group_gradients
 from psworker.training.group_steps import GroupSteps
+from psworker.training.hints import Hints
 from psworker.training.local_steps.peer_step import require_peers, use_local_steps
 from psworker.training.local_steps.worker_steps import choose_optimizer
 from psworker.training.progress import require_weight
@@ -150,6 +151,7 @@ class DistributedOptimizer(WorkerFigures, SavedState):
             table = TrainingTable(*made, samples=samples)
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
+        self._hints = Hints()
         self._buffers = Buffers(model, buffers, session)
         _warn_of_buffers(self, rule)
         _drive(self, table, early)
@@ -181,6 +183,8 @@ class DistributedOptimizer(WorkerFigures, SavedState):
     ) -> Any:
         """Ends one step: sends the remaining gradients, and brings in the weights for the next.
 
+        Without any gradient it adds nothing to the step, which counts, and logs a warning once.
+
         Args:
             closure: Computes the loss and its gradients, and returns it.
             grad_scaler: Given by `GradScaler.step`. If it has found Inf or NaN the step is left
@@ -197,6 +201,7 @@ class DistributedOptimizer(WorkerFigures, SavedState):
             with torch.enable_grad():
                 loss = closure()
         scaling.refuse_attributes(self)
+        self._hints.check()
         self._grow_if_thawed()
         self._steps.run(grad_scaler)
         return loss
@@ -330,6 +335,7 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         """Ends training with this wrapper: its hooks are removed."""
         self._end = why
         self._gradients.unwatch()
+        self._hints.end()
         _open.discard(self)
 
 
@@ -371,6 +377,7 @@ def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: EarlyGrad
     parts = table, wrapper._gradients, wrapper._buffers, wrapper._recovery, wrapper._left_out
     made = wrapper, wrapper._inner, *parts
     wrapper._steps = Steps(*made) if shared is None else GroupSteps(shared, *made)
+    wrapper._hints.follow(table, wrapper._gradients)
     wrapper._frozen = _frozen(wrapper.param_groups, table.flat.parameters)
     session = table.session
     if takes_all(table.rule) and not session.min_workers and session.is_leader:
