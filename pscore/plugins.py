@@ -77,10 +77,10 @@ def parse_plugin(kind: str, text: str) -> tuple[str, dict[str, Any]]:
     """Returns name and arguments from text like `ssd(steps=5, warmup=100, local=glu)`.
 
     Raises:
-        ConfigError: It is no text, or not of that form.
+        ConfigError: The argument is no text, or not of that form.
     """
     if not isinstance(text, str):
-        raise ConfigError(  # type: ignore[unreachable]
+        raise ConfigError(
             f"{kind} is {_brief(text)}, must be text such as name or name(argument=value), or an "
             "object with the arguments"
         )

@@ -70,7 +70,7 @@ def trained(
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
 
 
-def _of_trainer() -> str:
+def _advise_trainer() -> str:
     """Returns advice for a script that has imported the Trainer of Transformers; else nothing."""
     if "transformers.trainer" not in sys.modules:
         return ""
@@ -297,7 +297,7 @@ class FlatModel:
                 raise ConfigError(
                     f"parameter {self.layout.tensors[index].name!r} was given other memory "
                     "(model.to(), share_memory(), or an assignment to .data) after "
-                    f"DistributedOptimizer was made; move the model before{_of_trainer()}"
+                    f"DistributedOptimizer was made; move the model before{_advise_trainer()}"
                 )
 
     def grads_of(self, index: int) -> torch.Tensor:

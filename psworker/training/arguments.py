@@ -21,7 +21,7 @@ def require_optimizer(optimizer: object, named: object, wrapper: type) -> None:
         wrapper: The class of wrapped optimizers.
 
     Raises:
-        ConfigError: It is; the message has the right form.
+        ConfigError: The first argument cannot be wrapped; the message shows the right call.
     """
     if isinstance(optimizer, wrapper):
         raise ConfigError(
@@ -42,7 +42,7 @@ def list_named(named: object) -> list[tuple[str, torch.nn.Parameter]]:
     """Returns the pairs of name and parameter in the second argument.
 
     Raises:
-        ConfigError: It is something else; the message has the right form.
+        ConfigError: The second argument holds no such pairs; the message shows the right call.
     """
     if isinstance(named, torch.nn.Module):
         raise ConfigError(f"the second argument is a model; pass its named parameters: {FORM}")

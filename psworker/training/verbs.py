@@ -237,9 +237,9 @@ def rank() -> int:
 def local_rank() -> int:
     """Returns the 0-based number of this process on its host, as its launcher set it: picks a GPU.
 
-    0 where the launcher has set no rank (LOCAL_RANK, SLURM_LOCALID or PACELINE_LOCAL_RANK).
+    It may be called before the process joins a job. It is 0 where the launcher has set no rank
+    (LOCAL_RANK, SLURM_LOCALID or PACELINE_LOCAL_RANK).
     """
-    context.place()
     return Environment.read().local_rank
 
 

@@ -363,6 +363,9 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
     backward(model, *batch(0, 0))
     problems["group"] = problem_of(lambda: optimizer.add_param_group({"params": []}))
     assert len(optimizer.param_groups) == 1
+    problems["wrapped"] = problem_of(
+        lambda: psworker.DistributedOptimizer(optimizer, model.named_parameters())
+    )
     optimizer = begin(make_model())
     stranger = torch.nn.Parameter(torch.zeros(3))
     problems["stranger"] = problem_of(lambda: optimizer.add_param_group({"params": [stranger]}))
@@ -400,6 +403,10 @@ MISUSES = {
     ),
     "lr": ("GradientError", "a learning rate or other hyper-parameter was changed after gradients"),
     "group": ("GradientError", "parameters were unfrozen or added after gradients had been pushed"),
+    "wrapped": (
+        "ConfigError",
+        "the optimizer is a DistributedOptimizer already: wrap the optimizer of torch.optim, once",
+    ),
     "stranger": (
         "ConfigError",
         r"parameter 0 of group 1 \[3\] is in the optimizer but not",

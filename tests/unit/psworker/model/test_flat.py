@@ -1,5 +1,8 @@
 """The flat vector of a model: gradients in, weights out, and refusals."""
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -179,6 +182,16 @@ def test_a_parameter_that_was_given_other_memory_is_refused_by_name() -> None:
     flat_model.check_weights()
     parameters["scalar"].data = torch.tensor(1.0)
     with pytest.raises(ConfigError, match="parameter 'scalar' was given other memory"):
+        flat_model.check_weights()
+
+
+def test_the_trainer_that_moves_a_model_is_named_where_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameters, flat_model = make_bucket()
+    parameters["scalar"].data = torch.tensor(1.0)
+    monkeypatch.setitem(sys.modules, "transformers.trainer", ModuleType("trainer"))
+    with pytest.raises(ConfigError, match=r"use psworker\.integrations\.\S+\.PacelineTrainer in"):
         flat_model.check_weights()
 
 

@@ -1,5 +1,7 @@
 """The text for a person when an error ends a script."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -57,3 +59,18 @@ def test_the_traceback_comes_when_it_is_wanted(
     said = told(ConfigError("wrong"), capsys)
     assert said.startswith("Traceback")
     assert "psworker: wrong (" in said
+
+
+HOOK = "import sys; before = sys.excepthook; import psworker; print(sys.excepthook is before)"
+
+
+@pytest.mark.parametrize(("asked", "is_kept"), [("", "True"), ("1", "False")])
+def test_an_import_keeps_the_hook_unless_the_launcher_asks(asked: str, is_kept: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOOK],
+        env=os.environ | {"PACELINE_SHORT_ERRORS": asked},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout == f"{is_kept}\n"
