@@ -34,7 +34,7 @@ class Output(io.TextIOWrapper):
     """Standard output of a command: an error names it, and each character can be written."""
 
     def __init__(self, former: io.TextIOWrapper) -> None:
-        """Takes the place of another wrapper of the stream, which stays open with it."""
+        """Replaces another wrapper of the stream, which stays open with it."""
         super().__init__(
             former.buffer,
             encoding=former.encoding,

@@ -8,6 +8,7 @@ function, which sees one worker's gradient: DDP's scripts clip the mean with the
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -48,8 +49,8 @@ class Hints:
         self._table, self._gradients = table, gradients
         has_others = table.session.num_processes > 1
         if has_others and not (gradients.overlap.is_wanted or table.flat.is_sharded):
-            first = table.flat.parameters[0]
-            self._handle = first.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            first: Any = table.flat.parameters[0]
+            self._handle = first.register_post_accumulate_grad_hook(self._note)
 
     def check(self) -> None:
         """Gives the hints that apply to the step that begins."""
