@@ -7,10 +7,11 @@
 
 Workers push whole numbers to real shards (`survival/cluster.py`), without a pause except for
 simulated computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows
-links, fills the shards' disk, uses up their descriptors, polls their status, and kills everything
-at once (`survival/faults.py`); the next fault comes a while after the job has recovered
-from the last one. In the end the weights show for every single push whether it is in
-them (`survival/proof.py`).
+links, fills the shards' disk, uses up their descriptors, holds thousands of idle connections,
+polls their status, and kills everything at once (`survival/faults.py`); the next fault comes a
+while after the job has recovered from the last one. Meanwhile probes ask for the shards' health
+(`survival/monitors.py`). In the end the weights show for every single push whether it is in them
+(`survival/proof.py`).
 
 Recovery is the time from a fault (where it lasts, from its end) until every worker that it concerns
 has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
@@ -36,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+import benchmarks.survival.monitors  # noqa: F401 - the monitors of a run
 from benchmarks import kit, measured
 from benchmarks.survival import proof
 from benchmarks.survival.cluster import Cluster, Setup
@@ -48,6 +50,7 @@ from benchmarks.survival.injector import (
     FaultInjector,
     possible,
 )
+from benchmarks.survival.shards import NUM_FILES
 from pscore.json_text import to_json
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
@@ -264,6 +267,7 @@ def main() -> None:
     parser.add_argument("--no-net", action="store_true", help="without namespaces")
     parser.add_argument("--no-disk", action="store_true", help="without a disk that can be full")
     parser.add_argument("--shard-option", action="append", default=[], help="of psserver start")
+    parser.add_argument("--files", type=int, default=NUM_FILES, help="open files of a shard")
     parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="add the figures here")
     parser.add_argument("--name", default="all faults", help="of this run in the result file")
@@ -276,6 +280,7 @@ def main() -> None:
         mode=args.mode,
         think_s=args.think_ms / 1e3,
         options=tuple(args.shard_option),
+        num_files=args.files,
         net=not args.no_net,
         disk=not args.no_disk,
     )

@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks import kit, netlab
 from benchmarks.survival import proof
-from benchmarks.survival.shards import JOB, Shards, free_ports
+from benchmarks.survival.shards import JOB, NUM_FILES, Shards, free_ports
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
 from psserver.durability.sealed import read_json, write_json
@@ -52,6 +52,7 @@ class Setup:
     think_s: float = 0.005  # Between two steps of a worker.
     lease_s: float = 3.0
     options: tuple[str, ...] = ()  # More flags of `psserver start`.
+    num_files: int = NUM_FILES  # That a shard may have open.
     net: bool = True  # Use namespaces if that can be.
     disk: bool = True  # Use a file system of their own for the shards if that can be.
 
@@ -318,10 +319,19 @@ class Cluster:
         flags = ["--shards", str(self.setup.shards), "--lease-s", str(self.setup.lease_s)]
         flags += ["--insecure"] * (self.lab is not None) + list(self.setup.options)
         if self.lab is None:
-            place: dict[str, Any] = {"port": free_ports(self.setup.shards)}
+            port = free_ports(2 * self.setup.shards)
+            place: dict[str, Any] = {"port": port}
         else:
-            place = {"host": self.lab.address(0), "port": PORT, "prefix": self.lab.inside(0)}
-        self.shards = Shards(self.folder, self.state, flags, **place)
+            port = PORT
+            place = {"host": self.lab.address(0), "port": port, "prefix": self.lab.inside(0)}
+        self.shards = Shards(
+            self.folder,
+            self.state,
+            flags,
+            metrics_port=port + self.setup.shards,
+            num_files=self.setup.num_files,
+            **place,
+        )
         try:
             self.shards.start()
             yield

@@ -7,45 +7,100 @@ To add one, write a function with the decorator `fault`, here or in a file that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import multiprocessing
 import os
 import resource
+import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 import grpc
 
-from benchmarks import measured
+from benchmarks import kit, measured
 from benchmarks.survival.cluster import Cluster
-from benchmarks.survival.injector import FIGURES, Damage, FaultInjector, fault, role
+from benchmarks.survival.injector import (
+    DISK,
+    FIGURES,
+    Damage,
+    FaultInjector,
+    fault,
+    role,
+)
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 
 STATUS_CLIENTS, STATUS_HZ = 8, 100.0
 CROWD = 600  # Connections to each port: more than a shard here may have files open.
+IDLE = 10_000  # Connections to each port of all shards, if the limit of files allows.
+OWN_FILES = 64  # Files of a process that holds connections, beside these.
+OPEN_S_MAX = 10.0  # For connections that wait to be accepted.
 KILLS = ("worker", "shard", "coordinator")
 FIGURES |= {"status_answers": 0, "status_s": 0.0}  # While `status` was polled.
+FIGURES |= {"idle_connections": 0}  # To each port, of the last time.
 
 
 # ----- processes that faults need
 
 
 @role
-def crowd(host: str, ports: Sequence[int]) -> None:
-    """Opens connections to each port and sends nothing on them, until standard input ends."""
-    files = len(ports) * CROWD + 64
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    with contextlib.ExitStack() as held:
-        opened = 0
-        for _ in range(CROWD):
-            for port in ports:
-                with contextlib.suppress(OSError):  # A full shard may refuse.
-                    held.enter_context(socket.create_connection((host, port), timeout=0.2))
-                    opened += 1
-        measured.report({"opened": opened})
+def crowd(host: str, ports: Sequence[int], number: int) -> None:
+    """Opens connections to each port and sends nothing on them, until standard input ends.
+
+    Each port has a process of its own, which may have only so many files open.
+
+    Args:
+        host: Address of the shards.
+        ports: Their ports.
+        number: Connections to each port.
+    """
+    context = multiprocessing.get_context("fork")
+    lines = []
+    for port in ports:
+        line, child_line = context.Pipe()
+        arguments = (child_line, host, port, number)
+        context.Process(target=_hold, args=arguments, daemon=True).start()
+        lines.append(line)
+    measured.report({"opened": min(line.recv() for line in lines)})
+
+
+def _hold(line: Connection, host: str, port: int, number: int) -> None:
+    """Opens connections to a port, reports how many that were, and holds them."""
+    kit.end_with_parent()
+    number = min(number, _raise_files(number + OWN_FILES) - OWN_FILES)
+    sockets: dict[int, socket.socket] = {}
+    with select.epoll() as poll:
+        for _ in range(number):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex((host, port))
+            sockets[one.fileno()] = one
+            poll.register(one, select.EPOLLOUT | select.EPOLLONESHOT)
+        waiting, end_s = set(sockets), time.monotonic() + OPEN_S_MAX
+        while waiting and time.monotonic() < end_s:
+            waiting.difference_update(fileno for fileno, _ in poll.poll(0.1))
+    problems = [
+        one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        for fileno, one in sockets.items()
+        if fileno not in waiting
+    ]
+    line.send(sum(problem in (0, errno.ECONNRESET) for problem in problems))
+    signal.pause()
+
+
+def _raise_files(wanted: int) -> int:
+    """Raises this process's limit of open files, as far as it may; returns the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # Beyond the hard limit, or the system's.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, hard)))
+        return wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 @role
@@ -151,6 +206,21 @@ def stop_worker(injector: FaultInjector) -> Damage:
     return Damage(what=f"worker {rank}", wanted=injector.everything([rank]))
 
 
+@fault("workers stopped", "half of the workers are stopped for longer than their lease")
+def stop_workers(injector: FaultInjector) -> Damage:
+    """SIGSTOP of half of the workers beyond their lease, then SIGCONT."""
+    setup = injector.cluster.setup
+    ranks = sorted(injector.rng.sample(range(setup.workers), max(1, setup.workers // 2)))
+    processes = [injector.cluster.roles[rank].popen for rank in ranks]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    injector.cluster.watch(injector.rng.uniform(1.5, 2.5) * setup.lease_s)
+    injector.cluster.progress.mark(time.monotonic())
+    for process in processes:
+        process.send_signal(signal.SIGCONT)
+    return Damage(what=f"workers {ranks}", wanted=injector.everything(ranks))
+
+
 @fault("shard stopped", "a shard is stopped for up to 4.5 s")
 def stop_shard(injector: FaultInjector) -> Damage:
     """SIGSTOP of any shard, perhaps beyond the leases, then SIGCONT."""
@@ -160,7 +230,8 @@ def stop_shard(injector: FaultInjector) -> Damage:
     injector.cluster.watch(injector.rng.uniform(0.2, 1.5 * injector.cluster.setup.lease_s))
     injector.cluster.progress.mark(time.monotonic())
     injector.cluster.shards.signal(index, signal.SIGCONT)
-    return Damage(what=f"shard {index}", wanted=injector.everything(shard=index))
+    name = f"shard {index}"
+    return Damage(what=name, wanted=injector.everything(shard=index), away=[name])
 
 
 @fault("link cut", "a link is cut for up to 4.5 s", _has_links)
@@ -212,7 +283,7 @@ def fill_disk(injector: FaultInjector) -> Damage:
     injector.cluster.progress.mark(time.monotonic())
     injector.cluster.filler.unlink()
     name = f"shard {index}"
-    return Damage(what=f"the disk, {name}", wanted=injector.everything(), ended=[name])
+    return Damage(what=f"{DISK}, {name}", wanted=injector.everything(), ended=[name], away=[DISK])
 
 
 @fault("descriptors", "a shard has 600 connections to each port, and a worker is killed meanwhile")
@@ -223,6 +294,7 @@ def use_up_descriptors(injector: FaultInjector) -> Damage:
     arguments = {
         "host": injector.cluster.shards.host,
         "ports": injector.cluster.shards.ports(index),
+        "number": CROWD,
     }
     if not arguments["ports"]:
         return Damage(what="", wanted=set())
@@ -233,6 +305,25 @@ def use_up_descriptors(injector: FaultInjector) -> Damage:
     injector.cluster.progress.mark(time.monotonic())
     name = f"worker {rank}"
     return Damage(what=f"shard {index}, {name}", wanted=injector.everything(), ended=[name])
+
+
+@fault(
+    "idle connections",
+    "all shards have 10,000 idle connections to each port, and a worker is killed and joins again",
+)
+def hold_idle_connections(injector: FaultInjector) -> Damage:
+    """Holds idle connections to every port until a worker that is killed has joined again."""
+    shards = injector.cluster.shards
+    ports = [port for index in range(injector.cluster.setup.shards) for port in shards.ports(index)]
+    rank = injector.rng.randrange(injector.cluster.setup.workers)
+    arguments = {"host": shards.host, "ports": ports, "number": IDLE}
+    with injector.role("crowd", arguments) as (process,):
+        injector.figures["idle_connections"] = process.line()["opened"]
+        injector.cluster.progress.mark(time.monotonic())
+        injector.cluster.roles[rank].popen.kill()
+        injector.cluster.await_all(injector.everything())
+    name = f"worker {rank}"
+    return Damage(what=f"all ports, {name}", wanted=injector.everything(), ended=[name])
 
 
 @fault("status polled", "`status` is polled from 8 clients")

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks import kit
 from benchmarks.survival.cluster import Cluster
 
 MODULE = "benchmarks.recovery"  # Runs the roles.
+DISK = "the disk"  # Its name among the absences.
 Role = TypeVar("Role", bound=Callable[..., None])
 
 
@@ -38,6 +40,15 @@ class Damage:
     what: str  # Empty if there was nothing to break.
     wanted: set[tuple[int, int]]  # `(worker, slice)` that must be acknowledged afterwards.
     ended: Sequence[str] = ()  # Processes that it ended, as `Cluster.alive` names them.
+    away: Sequence[str] = ()  # Processes that it stopped for a while, and the disk (`DISK`).
+
+
+class Absence(NamedTuple):
+    """A time in which a fault had taken a process or the disk away, until the job's recovery."""
+
+    name: str  # As `Cluster.alive` names it, or `DISK`.
+    from_s: float
+    to_s: float
 
 
 @dataclass(slots=True)
@@ -50,6 +61,7 @@ class FaultInjector:
         kinds: Names of the kinds of faults that are made.
         faults: The faults made so far.
         bystanders: Healthy processes that ended.
+        absences: Times in which the faults had taken something away.
         figures: Sums of the run, by their names in the JSON (`FIGURES`).
     """
 
@@ -58,11 +70,12 @@ class FaultInjector:
     kinds: Sequence[str]
     faults: list[Fault] = field(default_factory=list)
     bystanders: list[str] = field(default_factory=list)
+    absences: list[Absence] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=lambda: dict(FIGURES))
 
     def inject(self, kind: str) -> None:
         """Makes one fault, waits until it is over, and until the job has recovered from it."""
-        before = self.cluster.alive()
+        before, began_s = self.cluster.alive(), time.monotonic()
         done = FAULTS[kind].make(self)
         if not done.what:
             return
@@ -73,6 +86,8 @@ class FaultInjector:
             self.cluster.await_successors(shards)
             self.cluster.progress.forget()
         fault.recovery_s = self.cluster.await_all(done.wanted) - fault.at_s
+        over_s = time.monotonic()
+        self.absences += [Absence(name, began_s, over_s) for name in (*done.ended, *done.away)]
         after = self.cluster.alive()
         for name, pid in before.items():
             if name not in done.ended and after.get(name) != pid:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from benchmarks import kit
 
-NUM_FILES = 512  # That a shard may have open: few, so that a benchmark can use them up.
+NUM_FILES = 512  # Files that a shard may have open: few, so that a benchmark can use them up.
 CHECKPOINT_S = 5.0
 JOB = "recovery"
 TCP_LISTEN = "0A"  # In /proc/net/tcp.
@@ -41,6 +41,8 @@ class Shards:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        metrics_port: int = 0,
+        num_files: int = NUM_FILES,
         prefix: Sequence[str] = (),
     ) -> None:
         """Prepares the command; starts nothing yet.
@@ -51,13 +53,16 @@ class Shards:
             flags: More flags of `psserver start`.
             host: Address to listen on.
             port: Port of shard 0.
+            metrics_port: Port of its metrics page; 0: the shards have none.
+            num_files: Files that a shard may have open.
             prefix: Words in front of each command, such as those that enter a namespace.
         """
         self.host, self.folder, self.prefix = host, folder, list(prefix)
         self.addresses: list[str] = []
+        self._metrics_port, self._num_files = metrics_port, num_files
         self._command = [
             *self.prefix, sys.executable, "-m", "psserver", "start", "--host", host,
-            "--port", str(port), "--metrics-port", "0", "--state-dir", str(state),
+            "--port", str(port), "--metrics-port", str(metrics_port), "--state-dir", str(state),
             "--checkpoint-s", str(CHECKPOINT_S), "--grace-s", "2", "--log-level", "warning", *flags,
         ]  # fmt: skip
 
@@ -70,7 +75,7 @@ class Shards:
         with (self.folder / "shards.log").open("ab") as errors:
             self.supervisor = subprocess.Popen(
                 self._command, cwd=kit.ROOT, env=_clean(os.environ), stdout=subprocess.PIPE,
-                stderr=errors, text=True, preexec_fn=_with_few_files,
+                stderr=errors, text=True, preexec_fn=self._limit_files,
             )  # fmt: skip
         assert self.supervisor.stdout is not None
         line = self.supervisor.stdout.readline()
@@ -120,6 +125,11 @@ class Shards:
         pid = self.pids().get(index)
         return [] if pid is None else listening(pid)
 
+    @property
+    def pages(self) -> list[int]:
+        """The ports of the metrics pages."""
+        return [self._metrics_port + index for index in range(len(self.addresses))]
+
     def log(self) -> str:
         """Returns the logs of the shards and their supervisor."""
         return (self.folder / "shards.log").read_text(errors="replace")
@@ -141,6 +151,10 @@ class Shards:
         if done.returncode:
             raise RuntimeError(f"{done.stderr}\n{self.log()[-3000:]}")
         return load_file(path)[name]
+
+    def _limit_files(self) -> None:
+        kit.end_with_parent()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._num_files, self._num_files))
 
 
 def listening(pid: int) -> list[int]:
@@ -168,11 +182,6 @@ def free_ports(count: int) -> int:
                 for port in range(first + 1, first + count):
                     held.enter_context(socket.create_server(("127.0.0.1", port)))
                 return int(first)
-
-
-def _with_few_files() -> None:
-    kit.end_with_parent()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
 
 
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:

@@ -47,3 +47,13 @@ def test_no_push_is_lost_or_counted_twice(
     """Each kind of fault strikes once, however long the machine takes for it."""
     figures = kill_loop(tmp_path, *kinds, mode=mode)
     assert figures["faults"] >= len(kinds)
+
+
+@pytest.mark.slow
+def test_idle_connections_and_stopped_workers_keep_nobody_out(tmp_path: Path) -> None:
+    """A worker that is killed meanwhile joins again, and probes are answered."""
+    figures = kill_loop(tmp_path, "idle connections", "workers stopped", mode="asgd")
+    assert figures["recovery"]["idle connections"]["count"] == 1
+    assert figures["idle_connections"] > 0
+    assert figures["probes"] > 0
+    assert figures["probe_s_max"] > 0.0
