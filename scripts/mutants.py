@@ -243,7 +243,7 @@ MUTANTS = (
         "delayed_nesterov",
         "the momentum waits for the N-th arrival",
         "pscore/optimizers/delayed_nesterov.py",
-        "is_last = momentum > 0 and step.counts[index] % int(every) == 0",
+        "is_last = momentum > 0 and (step.counts[index] + 1) % int(every) == 0",
         "is_last = momentum > 0",
     ),
     Mutant(

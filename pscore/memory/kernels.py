@@ -35,6 +35,15 @@ def kernel(function: F) -> F:
     return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
 
 
+def inlined(function: F) -> F:
+    """Makes a loop a part of each kernel that calls it; other kernels may be its arguments.
+
+    In a call such an argument would be an address in this process, and Numba would then keep no
+    code of the caller on disk.
+    """
+    return cast(F, numba.njit(inline="always")(function))
+
+
 @kernel
 def copy_checked_loop(source: FloatArray, out: FloatArray) -> bool:
     """Copies, and returns whether all is finite (x - x is 0 for finite x only); for kernels."""
@@ -142,7 +151,7 @@ def move_idle(source: FloatArray, target: FloatArray, bounds: IntArray, active: 
 def read_only(array: FloatArray) -> FloatArray:
     """Returns a read-only view, so that a kernel is compiled for one kind of array only."""
     view = array.view()
-    view.flags.writeable = False
+    view.setflags(write=False)
     return view
 
 

@@ -15,13 +15,14 @@ torch: a parameter group may have an initial_accumulator_value of its own; torch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.memory.kernels import kernel
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
+from pscore.types import FloatArray
 
 LR, LR_DECAY, WEIGHT_DECAY, INITIAL, EPS, MAXIMIZE = range(6)
 
@@ -42,27 +43,9 @@ class Adagrad(Optimizer):
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
     torch_has_step: ClassVar[bool] = True
 
-    @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters; flags are 0 or 1."""
-        cls.refuse_flags(group, "differentiable")
-        return tuple(float(group[name]) for name in cls.hyper_names)
-
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(
-            read_only(step.weights),
-            step.out,
-            read_only(step.grad),
-            float(step.scale),
-            read_only(step.state[0]),
-            step.state_after[0],
-            step.segments.bounds,
-            step.segments.groups,
-            step.counts,
-            step.active,
-            step.hyper,
-        )
+        _step(step.for_kernel())
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
@@ -81,57 +64,29 @@ class Adagrad(Optimizer):
 
 
 @kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    scale: float,
-    total: FloatArray,
-    total_out: FloatArray,
-    bounds: IntArray,
-    groups: IntArray,
-    counts: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-) -> None:
-    move_idle(weights, out, bounds, active)
-    move_idle(total, total_out, bounds, active)
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        row = hyper[groups[index]]
-        start, stop = bounds[index, 0], bounds[index, 1]
-        factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
-        lr = np.float32(row[LR] / (1.0 + counts[index] * row[LR_DECAY]))
-        for low in range(start, stop, BLOCK):
-            high = min(low + BLOCK, stop)
-            move(weights[low:high], out[low:high])
-            if counts[index] == 0:
-                total_out[low:high] = np.float32(row[INITIAL])
-            else:
-                move(total[low:high], total_out[low:high])
-            _adagrad(
-                out[low:high],
-                grad[low:high],
-                total_out[low:high],
-                factor,
-                np.float32(row[WEIGHT_DECAY]),
-                lr,
-                np.float32(row[EPS]),
-            )
-        counts[index] += 1
+def _compute_factors(step: KernelStep, index: int) -> Factors:
+    row, count = step.hyper[step.groups[index]], step.counts[index]
+    return (
+        np.float32(-step.scale if row[MAXIMIZE] != 0.0 else step.scale),
+        np.float32(row[WEIGHT_DECAY]),
+        np.float32(row[LR] / (1.0 + count * row[LR_DECAY])),
+        np.float32(row[EPS]),
+        count == 0,
+        np.float32(row[INITIAL]),
+    )
 
 
 @kernel
-def _adagrad(
-    w: FloatArray,
-    g: FloatArray,
-    s: FloatArray,
-    factor: np.float32,
-    decay: np.float32,
-    lr: np.float32,
-    eps: np.float32,
-) -> None:
+def _step(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    s = state[0]
+    factor, decay, lr, eps, is_first, initial = factors
+    if is_first:
+        s[:] = initial
     for i in range(w.size):
         d = g[i] * factor + decay * w[i]
         total = s[i] + d * d

@@ -14,13 +14,14 @@ Differs from the paper: weight decay, which the paper does not have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.memory.kernels import kernel
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
+from pscore.types import FloatArray
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAXIMIZE = range(6)
 
@@ -49,42 +50,13 @@ class Adam(Optimizer):
     keeps_largest: ClassVar[bool] = False
 
     @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters; flags are 0 or 1."""
-        cls.refuse_flags(
-            group,
-            "differentiable",
-            amsgrad=cls.keeps_largest,
-            decoupled_weight_decay=cls.decoupled,
-        )
-        beta1, beta2 = group["betas"]
-        return (
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            float(group["maximize"]),
-        )
+    def fixed_flags(cls) -> Mapping[str, bool]:
+        """Returns the flags by which the optimizers of this file and of `amsgrad.py` differ."""
+        return {"amsgrad": cls.keeps_largest, "decoupled_weight_decay": cls.decoupled}
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(
-            read_only(step.weights),
-            step.out,
-            read_only(step.grad),
-            float(step.scale),
-            read_only(step.state[0]),
-            read_only(step.state[1]),
-            step.state_after[0],
-            step.state_after[1],
-            step.segments.bounds,
-            step.segments.groups,
-            step.counts,
-            step.active,
-            step.hyper,
-            self.decoupled,
-        )
+        _step(step.for_kernel(self.decoupled))
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
@@ -116,73 +88,33 @@ def corrections(beta1: float, beta2: float, count: int) -> tuple[float, float]:
 
 
 @kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    scale: float,
-    mean: FloatArray,
-    square: FloatArray,
-    mean_out: FloatArray,
-    square_out: FloatArray,
-    bounds: IntArray,
-    groups: IntArray,
-    counts: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-    decoupled: bool,
-) -> None:
-    move_idle(weights, out, bounds, active)
-    move_idle(mean, mean_out, bounds, active)
-    move_idle(square, square_out, bounds, active)
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        start, stop = bounds[index, 0], bounds[index, 1]
-        row = hyper[groups[index]]
-        counts[index] += 1
-        correction1, correction2 = corrections(row[BETA1], row[BETA2], counts[index])
-        factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
-        decay = np.float32(0.0 if decoupled else row[WEIGHT_DECAY])
-        shrink = np.float32(1.0 - row[LR] * row[WEIGHT_DECAY] if decoupled else 1.0)
-        for low in range(start, stop, BLOCK):
-            high = min(low + BLOCK, stop)
-            move(weights[low:high], out[low:high])
-            move(mean[low:high], mean_out[low:high])
-            move(square[low:high], square_out[low:high])
-            _adam(
-                out[low:high],
-                grad[low:high],
-                mean_out[low:high],
-                square_out[low:high],
-                factor,
-                decay,
-                shrink,
-                np.float32(1.0 - row[BETA1]),
-                np.float32(row[BETA2]),
-                np.float32(1.0 - row[BETA2]),
-                np.float32(row[LR] / correction1),
-                np.float32(correction2),
-                np.float32(row[EPS]),
-            )
+def compute_factors(step: KernelStep, index: int) -> Factors:
+    """Returns the factors of a parameter in its next step, for `amsgrad.py` as well."""
+    row, count = step.hyper[step.groups[index]], step.counts[index] + 1
+    correction1, correction2 = corrections(row[BETA1], row[BETA2], count)
+    decay = row[WEIGHT_DECAY]
+    return (
+        np.float32(-step.scale if row[MAXIMIZE] != 0.0 else step.scale),
+        np.float32(0.0 if step.decoupled else decay),
+        np.float32(1.0 - row[LR] * decay if step.decoupled else 1.0),
+        np.float32(1.0 - row[BETA1]),
+        np.float32(row[BETA2]),
+        np.float32(1.0 - row[BETA2]),
+        np.float32(row[LR] / correction1),
+        np.float32(correction2),
+        np.float32(row[EPS]),
+    )
 
 
 @kernel
-def _adam(
-    w: FloatArray,
-    g: FloatArray,
-    m: FloatArray,
-    v: FloatArray,
-    factor: np.float32,
-    decay: np.float32,
-    shrink: np.float32,
-    take1: np.float32,
-    keep2: np.float32,
-    take2: np.float32,
-    step_size: np.float32,
-    correction2: np.float32,
-    eps: np.float32,
-) -> None:
+def _step(step: KernelStep) -> None:
+    change_blocks(step, compute_factors, _change)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    m, v = state
+    factor, decay, shrink, take1, keep2, take2, step_size, correction2, eps = factors
     for i in range(w.size):
         weight = w[i] * shrink
         d = g[i] * factor + decay * weight

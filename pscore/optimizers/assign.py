@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pscore.memory.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, move_idle, read_only
 from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
 from pscore.types import FloatArray, IntArray
 
@@ -54,13 +54,9 @@ def _step(
     counts: IntArray,
     active: IntArray,
 ) -> None:
-    written = 0
+    move_idle(weights, out, bounds, active)
     for index in range(counts.size):
-        start, stop = bounds[index, 0], bounds[index, 1]
-        if active[index] == 0:
-            continue
-        out[written:start] = weights[written:start]
-        out[start:stop] = grad[start:stop]
-        written = stop
-        counts[index] += 1
-    out[written:] = weights[written:]
+        if active[index] != 0:
+            start, stop = bounds[index, 0], bounds[index, 1]
+            out[start:stop] = grad[start:stop]
+            counts[index] += 1

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from pscore.errors import UnsupportedOptimizerError
+from pscore.memory.kernels import read_only
+from pscore.optimizers.driver import KernelStep
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 
@@ -47,10 +49,22 @@ class SliceStep(NamedTuple):
     hyper: HyperArray
     state_out: Sequence[FloatArray] | None = None
 
-    @property
-    def state_after(self) -> Sequence[FloatArray]:
-        """The arrays that receive the state."""
-        return self.state if self.state_out is None else self.state_out
+    def for_kernel(self, decoupled: bool = False) -> KernelStep:
+        """Returns the step as kernels take it; `weights`, `grad`, `state` as read-only views."""
+        return KernelStep(
+            read_only(self.weights),
+            self.out,
+            read_only(self.grad),
+            float(self.scale),
+            tuple(map(read_only, self.state)),
+            tuple(self.state if self.state_out is None else self.state_out),
+            self.segments.bounds,
+            self.segments.groups,
+            self.counts,
+            self.active,
+            self.hyper,
+            decoupled,
+        )
 
 
 class DeviceStep(NamedTuple):
@@ -101,11 +115,6 @@ class StepKernels(Protocol):
         """Makes the step of `adam.py` or, with a third state array, of `amsgrad.py`."""
 
 
-# Elements that a kernel copies to its output and then changes there: small enough to stay in the
-# first-level cache, so that memory is passed over once although the loops work in place.
-BLOCK = 1024
-
-
 class Optimizer(ABC):
     """One kind of step from a gradient to new weights.
 
@@ -129,37 +138,33 @@ class Optimizer(ABC):
     torch_has_step: ClassVar[bool] = False
 
     @classmethod
-    @abstractmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters from a torch parameter group.
-
-        Raises:
-            UnsupportedOptimizerError: An argument is set that the shards do not implement.
-        """
+    def fixed_flags(cls) -> Mapping[str, bool]:
+        """Returns the flags of a torch parameter group that must have these values."""
+        return {}
 
     @classmethod
-    def refuse_flags(cls, group: Mapping[str, Any], *never: str, **fixed: bool) -> None:
-        """Refuses flags of a torch parameter group with which this optimizer makes no step.
-
-        Args:
-            group: The parameter group.
-            never: Flags that must not be set.
-            fixed: Flags that must have these values; one that is not there has it.
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters from a torch parameter group; flags are 0 or 1.
 
         Raises:
-            UnsupportedOptimizerError: Names the first one that is set, or not set.
+            UnsupportedOptimizerError: An argument is set that the shards do not implement, or a
+                flag of `fixed_flags` has another value; one that is not there has it.
         """
-        wanted = dict.fromkeys(never, False) | fixed
-        for argument, value in wanted.items():
-            if bool(group.get(argument, value)) == value:
-                continue
-            names = " or ".join(cls.torch_classes)
+        names = " or ".join(cls.torch_classes)
+        if group.get("differentiable"):
             raise UnsupportedOptimizerError(
-                f"{names} has {argument}={group[argument]!r}, which the shards do not implement"
-                if argument in never
-                else f"{names} has {argument}={group[argument]!r} in one group, or since it was "
-                "made; the shards need one value for all groups and steps"
+                f"{names} has differentiable={group['differentiable']!r}, which the shards do not "
+                "implement"
             )
+        for flag, value in cls.fixed_flags().items():
+            if bool(group.get(flag, value)) != value:
+                raise UnsupportedOptimizerError(
+                    f"{names} has {flag}={group[flag]!r} in one group, or since it was made; the "
+                    "shards need one value for all groups and steps"
+                )
+        betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        values = {**group, **betas}
+        return tuple(float(values[name]) for name in cls.hyper_names)
 
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether a step with these hyper-parameters leaves the state as it is."""

@@ -17,16 +17,16 @@ Differs from the paper: with m = 0, where no momentum is kept, the state is left
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, read_only
+from pscore.memory.kernels import kernel
 from pscore.optimizers.base import Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
 from pscore.types import FloatArray, HyperArray
 
-MOMENTUM = 1  # Its column.
+LR, MOMENTUM, EVERY, ACTIVATION = range(4)
 EVERY_MAX = 4096
 
 
@@ -37,70 +37,49 @@ class DelayedNesterov(Optimizer):
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "momentum", "every", "activation")
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer", "move_sum")
 
-    @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters, from a group that the mode has made."""
-        return tuple(float(group[name]) for name in cls.hyper_names)
-
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether there is no momentum in any group."""
         return not hyper[:, MOMENTUM].any()
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        kept = step.state_after
-        if step.state_out is not None:
-            for before, after in zip(step.state, step.state_out, strict=True):
-                np.copyto(after, before)
-        written = 0
-        for index, (start, stop) in enumerate(step.segments.bounds.tolist()):
-            if not step.active[index]:
-                continue
-            lr, momentum, every, activation = step.hyper[step.segments.groups[index]].tolist()
-            every = min(max(1.0, every), EVERY_MAX)  # It came over the wire.
-            np.copyto(step.out[written:start], step.weights[written:start])
-            written = stop
-            step.counts[index] += 1
-            is_last = momentum > 0 and step.counts[index] % int(every) == 0
-            along = 1.0 - activation * every + activation if is_last else activation
-            _step(
-                read_only(step.weights[start:stop]),
-                step.out[start:stop],
-                read_only(step.grad[start:stop]),
-                kept[0][start:stop],
-                kept[1][start:stop],
-                np.float32(step.scale),
-                np.float32(1.0 / every),
-                np.float32(lr),
-                np.float32(momentum),
-                np.float32(along * momentum),
-                is_last,
-            )
-        np.copyto(step.out[written:], step.weights[written:])
+        _step(step.for_kernel())
 
 
 @kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    velocity: FloatArray,
-    total: FloatArray,
-    scale: np.float32,
-    part: np.float32,
-    lr: np.float32,
-    momentum: np.float32,
-    along: np.float32,
-    is_last: bool,
-) -> None:
+def _compute_factors(step: KernelStep, index: int) -> Factors:
+    row = step.hyper[step.groups[index]]
+    momentum, activation = row[MOMENTUM], row[ACTIVATION]
+    every = min(row[EVERY], EVERY_MAX) if row[EVERY] > 1.0 else 1.0  # It came over the wire.
+    is_last = momentum > 0 and (step.counts[index] + 1) % int(every) == 0
+    along = 1.0 - activation * every + activation if is_last else activation
+    return (
+        np.float32(step.scale),
+        np.float32(1.0 / every),
+        np.float32(row[LR]),
+        np.float32(momentum),
+        np.float32(along * momentum),
+        is_last,
+    )
+
+
+@kernel
+def _step(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    velocity, total = state
+    scale, part, lr, momentum, along, is_last = factors
     if momentum == 0.0:
-        for i in range(len(out)):
-            out[i] = weights[i] - lr * (grad[i] * scale * part)
+        for i in range(w.size):
+            w[i] -= lr * (g[i] * scale * part)
         return
-    for i in range(len(out)):
-        move = grad[i] * scale
+    for i in range(w.size):
+        move = g[i] * scale
         total[i] += move
         if is_last:
             velocity[i] = momentum * velocity[i] + total[i] * part
             total[i] = 0.0
-        out[i] = weights[i] - lr * (move * part + along * velocity[i])
+        w[i] -= lr * (move * part + along * velocity[i])

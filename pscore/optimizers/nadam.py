@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.memory.kernels import kernel
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
+from pscore.types import FloatArray
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MOMENTUM_DECAY, DECOUPLED, MAXIMIZE = range(8)
 
@@ -52,36 +53,9 @@ class NAdam(Optimizer):
     scalar_names: ClassVar[tuple[str, ...]] = ("mu_product",)
     torch_has_step: ClassVar[bool] = True
 
-    @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters; flags are 0 or 1."""
-        cls.refuse_flags(group, "differentiable")
-        return (
-            float(group["lr"]),
-            float(group["betas"][0]),
-            float(group["betas"][1]),
-            *(float(group[name]) for name in cls.hyper_names[EPS:]),
-        )
-
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(
-            read_only(step.weights),
-            step.out,
-            read_only(step.grad),
-            float(step.scale),
-            read_only(step.state[0]),
-            read_only(step.state[1]),
-            read_only(step.state[2]),
-            step.state_after[0],
-            step.state_after[1],
-            step.state_after[2],
-            step.segments.bounds,
-            step.segments.groups,
-            step.counts,
-            step.active,
-            step.hyper,
-        )
+        _step(step.for_kernel())
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device, without waiting for it."""
@@ -116,81 +90,38 @@ def momentum_at(beta1: float, momentum_decay: float, count: int) -> float:
 
 
 @kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    scale: float,
-    mean: FloatArray,
-    square: FloatArray,
-    product: FloatArray,
-    mean_out: FloatArray,
-    square_out: FloatArray,
-    product_out: FloatArray,
-    bounds: IntArray,
-    groups: IntArray,
-    counts: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-) -> None:
-    move_idle(weights, out, bounds, active)
-    move_idle(mean, mean_out, bounds, active)
-    move_idle(square, square_out, bounds, active)
-    move_idle(product, product_out, bounds, active)
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        row = hyper[groups[index]]
-        start, stop = bounds[index, 0], bounds[index, 1]
-        former = product[start] if counts[index] else np.float32(1.0)
-        counts[index] += 1
-        mu = momentum_at(row[BETA1], row[MOMENTUM_DECAY], counts[index])
-        mu_next = momentum_at(row[BETA1], row[MOMENTUM_DECAY], counts[index] + 1)
-        now = np.float32(former * np.float32(mu))
-        decay = row[WEIGHT_DECAY]
-        is_decoupled = row[DECOUPLED] != 0.0
-        correction2 = 1.0 - row[BETA2] ** counts[index]
-        for low in range(start, stop, BLOCK):
-            high = min(low + BLOCK, stop)
-            move(weights[low:high], out[low:high])
-            move(mean[low:high], mean_out[low:high])
-            move(square[low:high], square_out[low:high])
-            product_out[low:high] = now
-            _nadam(
-                out[low:high],
-                grad[low:high],
-                mean_out[low:high],
-                square_out[low:high],
-                np.float32(-scale if row[MAXIMIZE] != 0.0 else scale),
-                np.float32(0.0 if is_decoupled else decay),
-                np.float32(1.0 - row[LR] * decay if is_decoupled else 1.0),
-                np.float32(1.0 - row[BETA1]),
-                np.float32(row[BETA2]),
-                np.float32(1.0 - row[BETA2]),
-                np.float32(1.0 / correction2),
-                np.float32(row[EPS]),
-                np.float32(row[LR] * (1.0 - mu) / (1.0 - now)),
-                np.float32(row[LR] * mu_next / (1.0 - now * mu_next)),
-            )
+def _compute_factors(step: KernelStep, index: int) -> Factors:
+    row, count = step.hyper[step.groups[index]], step.counts[index] + 1
+    former = step.state[2][step.bounds[index, 0]] if count > 1 else np.float32(1.0)
+    mu = momentum_at(row[BETA1], row[MOMENTUM_DECAY], count)
+    mu_next = momentum_at(row[BETA1], row[MOMENTUM_DECAY], count + 1)
+    now = np.float32(former * np.float32(mu))
+    decay, is_decoupled = row[WEIGHT_DECAY], row[DECOUPLED] != 0.0
+    return (
+        now,
+        np.float32(-step.scale if row[MAXIMIZE] != 0.0 else step.scale),
+        np.float32(0.0 if is_decoupled else decay),
+        np.float32(1.0 - row[LR] * decay if is_decoupled else 1.0),
+        np.float32(1.0 - row[BETA1]),
+        np.float32(row[BETA2]),
+        np.float32(1.0 - row[BETA2]),
+        np.float32(1.0 / (1.0 - row[BETA2] ** count)),
+        np.float32(row[EPS]),
+        np.float32(row[LR] * (1.0 - mu) / (1.0 - now)),
+        np.float32(row[LR] * mu_next / (1.0 - now * mu_next)),
+    )
 
 
 @kernel
-def _nadam(
-    w: FloatArray,
-    g: FloatArray,
-    m: FloatArray,
-    v: FloatArray,
-    factor: np.float32,
-    decay: np.float32,
-    shrink: np.float32,
-    take1: np.float32,
-    keep2: np.float32,
-    take2: np.float32,
-    unbias2: np.float32,
-    eps: np.float32,
-    along: np.float32,
-    ahead: np.float32,
-) -> None:
+def _step(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    m, v, product = state
+    now, factor, decay, shrink, take1, keep2, take2, unbias2, eps, along, ahead = factors
+    product[:] = now
     for i in range(w.size):
         weight = w[i] * shrink
         d = g[i] * factor + decay * weight

@@ -19,13 +19,14 @@ counts as 0; torch's root of it is NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.memory.kernels import kernel
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
+from pscore.types import FloatArray
 
 LR, ALPHA, EPS, WEIGHT_DECAY, MOMENTUM, MAXIMIZE = range(6)
 
@@ -52,31 +53,13 @@ class RMSprop(Optimizer):
     is_centered: ClassVar[bool] = False
 
     @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters; flags are 0 or 1."""
-        cls.refuse_flags(group, "differentiable", centered=cls.is_centered)
-        return tuple(float(group[name]) for name in cls.hyper_names)
+    def fixed_flags(cls) -> Mapping[str, bool]:
+        """Returns the flag by which the two optimizers of this file differ."""
+        return {"centered": cls.is_centered}
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(
-            read_only(step.weights),
-            step.out,
-            read_only(step.grad),
-            float(step.scale),
-            read_only(step.state[0]),
-            read_only(step.state[1]),
-            read_only(step.state[-1]),  # Without a mean, the buffer again, which is not used.
-            step.state_after[0],
-            step.state_after[1],
-            step.state_after[-1],
-            step.segments.bounds,
-            step.segments.groups,
-            step.counts,
-            step.active,
-            step.hyper,
-            self.is_centered,
-        )
+        _step(step.for_kernel())
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
@@ -107,70 +90,34 @@ class CenteredRMSprop(RMSprop):
     state_names: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
     is_centered: ClassVar[bool] = True
 
-
-@kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    scale: float,
-    square: FloatArray,
-    buffer: FloatArray,
-    mean: FloatArray,
-    square_out: FloatArray,
-    buffer_out: FloatArray,
-    mean_out: FloatArray,
-    bounds: IntArray,
-    groups: IntArray,
-    counts: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-    is_centered: bool,
-) -> None:
-    move_idle(weights, out, bounds, active)
-    move_idle(square, square_out, bounds, active)
-    move_idle(buffer, buffer_out, bounds, active)
-    if is_centered:
-        move_idle(mean, mean_out, bounds, active)
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        counts[index] += 1
-        row = hyper[groups[index]]
-        start, stop = bounds[index, 0], bounds[index, 1]
-        factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
-        decay, eps = np.float32(row[WEIGHT_DECAY]), np.float32(row[EPS])
-        keep, take = np.float32(row[ALPHA]), np.float32(1.0 - row[ALPHA])
-        momentum, lr = np.float32(row[MOMENTUM]), np.float32(row[LR])
-        for low in range(start, stop, BLOCK):
-            high = min(low + BLOCK, stop)
-            move(weights[low:high], out[low:high])
-            move(square[low:high], square_out[low:high])
-            move(buffer[low:high], buffer_out[low:high])
-            w, g = out[low:high], grad[low:high]
-            v, b = square_out[low:high], buffer_out[low:high]
-            if is_centered:
-                move(mean[low:high], mean_out[low:high])
-                m = mean_out[low:high]
-                _centered(w, g, v, b, m, factor, decay, keep, take, eps, momentum, lr)
-            else:
-                _plain(w, g, v, b, factor, decay, keep, take, eps, momentum, lr)
+    def step(self, step: SliceStep) -> None:
+        """Makes one step on the CPU in one pass over memory."""
+        _step_centered(step.for_kernel())
 
 
 @kernel
-def _plain(
-    w: FloatArray,
-    g: FloatArray,
-    v: FloatArray,
-    b: FloatArray,
-    factor: np.float32,
-    decay: np.float32,
-    keep: np.float32,
-    take: np.float32,
-    eps: np.float32,
-    momentum: np.float32,
-    lr: np.float32,
-) -> None:
+def _compute_factors(step: KernelStep, index: int) -> Factors:
+    row = step.hyper[step.groups[index]]
+    return (
+        np.float32(-step.scale if row[MAXIMIZE] != 0.0 else step.scale),
+        np.float32(row[WEIGHT_DECAY]),
+        np.float32(row[ALPHA]),
+        np.float32(1.0 - row[ALPHA]),
+        np.float32(row[EPS]),
+        np.float32(row[MOMENTUM]),
+        np.float32(row[LR]),
+    )
+
+
+@kernel
+def _step(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    v, b = state
+    factor, decay, keep, take, eps, momentum, lr = factors
     is_kept = momentum != np.float32(0.0)
     for i in range(w.size):
         d = g[i] * factor + decay * w[i]
@@ -182,20 +129,14 @@ def _plain(
 
 
 @kernel
-def _centered(
-    w: FloatArray,
-    g: FloatArray,
-    v: FloatArray,
-    b: FloatArray,
-    m: FloatArray,
-    factor: np.float32,
-    decay: np.float32,
-    keep: np.float32,
-    take: np.float32,
-    eps: np.float32,
-    momentum: np.float32,
-    lr: np.float32,
-) -> None:
+def _step_centered(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change_centered)
+
+
+@kernel
+def _change_centered(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    v, b, m = state
+    factor, decay, keep, take, eps, momentum, lr = factors
     is_kept = momentum != np.float32(0.0)
     for i in range(w.size):
         d = g[i] * factor + decay * w[i]

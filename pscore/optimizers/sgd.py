@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, move, move_idle, read_only
-from pscore.optimizers.base import BLOCK, DeviceStep, Optimizer, SliceStep
-from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+from pscore.memory.kernels import kernel
+from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
+from pscore.types import FloatArray, HyperArray, SegmentTable
 
 LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, MAXIMIZE = range(6)
 
@@ -40,38 +41,13 @@ class SGD(Optimizer):
     )
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
-    @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters; flags are 0 or 1."""
-        cls.refuse_flags(group, "differentiable")
-        return (
-            float(group["lr"]),
-            float(group["momentum"]),
-            float(group["dampening"]),
-            float(group["weight_decay"]),
-            float(group["nesterov"]),
-            float(group["maximize"]),
-        )
-
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether there is no momentum in any group."""
         return not hyper[:, MOMENTUM].any()
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(
-            read_only(step.weights),
-            step.out,
-            read_only(step.grad),
-            float(step.scale),
-            read_only(step.state[0]),
-            step.state_after[0],
-            step.segments.bounds,
-            step.segments.groups,
-            step.counts,
-            step.active,
-            step.hyper,
-        )
+        _step(step.for_kernel())
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
@@ -124,71 +100,37 @@ class SGD(Optimizer):
 
 
 @kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    scale: float,
-    buffer: FloatArray,
-    buffer_out: FloatArray,
-    bounds: IntArray,
-    groups: IntArray,
-    counts: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-) -> None:
-    move_idle(weights, out, bounds, active)
-    move_idle(buffer, buffer_out, bounds, active)
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        start, stop = bounds[index, 0], bounds[index, 1]
-        row = hyper[groups[index]]
-        factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
-        weight_decay = np.float32(row[WEIGHT_DECAY])
-        lr = np.float32(row[LR])
-        momentum = np.float32(row[MOMENTUM])
-        # The first step is v = 0 * v + 1 * d; without Nesterov the step is 0 * d + 1 * v.
-        first = counts[index] == 0
-        keep = np.float32(0.0) if first else momentum
-        take = np.float32(1.0) if first else np.float32(1.0 - row[DAMPENING])
-        nesterov = row[NESTEROV] != 0.0
-        ahead = np.float32(1.0) if nesterov else np.float32(0.0)
-        along = momentum if nesterov else np.float32(1.0)
-        for low in range(start, stop, BLOCK):
-            high = min(low + BLOCK, stop)
-            move(weights[low:high], out[low:high])
-            move(buffer[low:high], buffer_out[low:high])
-            w, g, v = out[low:high], grad[low:high], buffer_out[low:high]
-            if momentum == 0:
-                _plain(w, g, factor, weight_decay, lr)
-            else:
-                _momentum(w, g, v, factor, weight_decay, lr, keep, take, ahead, along)
-        counts[index] += 1
+def _compute_factors(step: KernelStep, index: int) -> Factors:
+    row = step.hyper[step.groups[index]]
+    momentum = np.float32(row[MOMENTUM])
+    # The first step is v = 0 * v + 1 * d; without Nesterov the step is 0 * d + 1 * v.
+    is_first, is_ahead = step.counts[index] == 0, row[NESTEROV] != 0.0
+    return (
+        np.float32(-step.scale if row[MAXIMIZE] != 0.0 else step.scale),
+        np.float32(row[WEIGHT_DECAY]),
+        np.float32(row[LR]),
+        momentum != 0.0,
+        np.float32(0.0) if is_first else momentum,
+        np.float32(1.0) if is_first else np.float32(1.0 - row[DAMPENING]),
+        np.float32(1.0) if is_ahead else np.float32(0.0),
+        momentum if is_ahead else np.float32(1.0),
+    )
 
 
 @kernel
-def _plain(
-    w: FloatArray, g: FloatArray, factor: np.float32, weight_decay: np.float32, lr: np.float32
-) -> None:
-    for i in range(w.size):
-        d = g[i] * factor + weight_decay * w[i]
-        w[i] -= lr * d
+def _step(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change)
 
 
 @kernel
-def _momentum(
-    w: FloatArray,
-    g: FloatArray,
-    v: FloatArray,
-    factor: np.float32,
-    weight_decay: np.float32,
-    lr: np.float32,
-    keep: np.float32,
-    take: np.float32,
-    ahead: np.float32,
-    along: np.float32,
-) -> None:
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    v = state[0]
+    factor, weight_decay, lr, has_momentum, keep, take, ahead, along = factors
+    if not has_momentum:
+        for i in range(w.size):
+            d = g[i] * factor + weight_decay * w[i]
+            w[i] -= lr * d
+        return
     for i in range(w.size):
         d = g[i] * factor + weight_decay * w[i]
         velocity = keep * v[i] + take * d

@@ -16,13 +16,14 @@ of the round, made by its steps with other rates, counts by w - slow_lr * d, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, read_only
+from pscore.memory.kernels import kernel
 from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import Arrays, Factors, KernelStep, change_blocks
 from pscore.types import FloatArray, HyperArray, SegmentTable
 
 
@@ -33,37 +34,9 @@ class SlowMo(Optimizer):
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "slow_lr", "slow_momentum")
     state_names: ClassVar[tuple[str, ...]] = ("slow_momentum_buffer",)
 
-    @classmethod
-    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Returns one row of hyper-parameters, from a group that the mode has made."""
-        return tuple(float(group[name]) for name in cls.hyper_names)
-
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        buffer = step.state[0]
-        if step.state_out is not None:
-            buffer = step.state_out[0]
-            np.copyto(buffer, step.state[0])
-        written = 0
-        for index, (start, stop) in enumerate(step.segments.bounds.tolist()):
-            if not step.active[index]:
-                continue
-            lr, slow_lr, slow_momentum = step.hyper[step.segments.groups[index]].tolist()
-            np.copyto(step.out[written:start], step.weights[written:start])
-            written = stop
-            step.counts[index] += 1
-            _step(
-                read_only(step.weights[start:stop]),
-                step.out[start:stop],
-                read_only(step.grad[start:stop]),
-                buffer[start:stop],
-                np.float32(step.scale),
-                np.float32(1.0 / lr if lr else 0.0),
-                np.float32(slow_lr * lr),
-                np.float32(slow_lr),
-                np.float32(slow_momentum),
-            )
-        np.copyto(step.out[written:], step.weights[written:])
+        _step(step.for_kernel())
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
@@ -105,24 +78,34 @@ class SlowMo(Optimizer):
 
 
 @kernel
-def _step(
-    weights: FloatArray,
-    out: FloatArray,
-    grad: FloatArray,
-    buffer: FloatArray,
-    scale: np.float32,
-    inverse: np.float32,
-    rate: np.float32,
-    slow_lr: np.float32,
-    momentum: np.float32,
-) -> None:
+def _compute_factors(step: KernelStep, index: int) -> Factors:
+    row = step.hyper[step.groups[index]]
+    lr, slow_lr, slow_momentum = row[0], row[1], row[2]
+    return (
+        np.float32(step.scale),
+        np.float32(1.0 / lr if lr != 0.0 else 0.0),
+        np.float32(slow_lr * lr),
+        np.float32(slow_lr),
+        np.float32(slow_momentum),
+    )
+
+
+@kernel
+def _step(step: KernelStep) -> None:
+    change_blocks(step, _compute_factors, _change)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, state: Arrays, factors: Factors) -> None:
+    buffer = state[0]
+    scale, inverse, rate, slow_lr, momentum = factors
     if momentum == 0.0 or inverse == 0.0:
-        for i in range(len(out)):
-            out[i] = weights[i] - slow_lr * (grad[i] * scale)
+        for i in range(w.size):
+            w[i] -= slow_lr * (g[i] * scale)
         if momentum != 0.0:
-            for i in range(len(out)):
+            for i in range(w.size):
                 buffer[i] *= momentum
         return
-    for i in range(len(out)):
-        buffer[i] = momentum * buffer[i] + grad[i] * scale * inverse
-        out[i] = weights[i] - rate * buffer[i]
+    for i in range(w.size):
+        buffer[i] = momentum * buffer[i] + g[i] * scale * inverse
+        w[i] -= rate * buffer[i]

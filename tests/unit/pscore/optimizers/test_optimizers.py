@@ -16,16 +16,10 @@ from pscore.errors import UnsupportedOptimizerError
 from pscore.optimizers import (
     OPTIMIZERS,
     Optimizer,
-    adagrad,
-    adam,
-    amsgrad,
     assign,
     from_torch,
     hyper_rows,
     mean,
-    nadam,
-    radam,
-    rmsprop,
     sgd,
     warm_up,
 )
@@ -494,9 +488,35 @@ def test_kernels_are_compiled_for_one_kind_of_arguments(name: str) -> None:
     ours.step(grad, np.ones(len(SIZES), np.int64), hyper_for(ours.optimizer), scale=1)
     ours.weights.flags.writeable = False
     ours.step(grad, np.ones(len(SIZES), np.int64), hyper_for(ours.optimizer))
-    for module in (sgd, adam, amsgrad, adagrad, rmsprop, nadam, radam, assign, mean):
-        kernel: Any = module._step
-        assert len(kernel.signatures) <= 1
+    assert all(len(kernel.signatures) <= 1 for kernel in all_kernels())
+
+
+def all_kernels() -> list[Any]:
+    """Returns the kernels that the optimizers call from Python."""
+    modules = {sys.modules[optimizer.__module__] for optimizer in OPTIMIZERS.values()}
+    return [
+        value for module in modules for name, value in vars(module).items() if name[:5] == "_step"
+    ]
+
+
+COMPILED = """
+from pscore.optimizers import OPTIMIZERS, warm_up
+from tests.unit.pscore.optimizers.test_optimizers import all_kernels
+
+for optimizer in OPTIMIZERS.values():
+    warm_up(optimizer())
+print(sum(bool(kernel.stats.cache_hits) for kernel in all_kernels()))
+print([kernel for kernel in all_kernels() if kernel.stats.cache_misses])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_compiles_nothing_that_one_before_it_has_compiled() -> None:
+    """The driver's arguments are kernels; passed as addresses they would not be kept on disk."""
+    for optimizer in OPTIMIZERS.values():
+        warm_up(optimizer())
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.stderr) == ([str(len(all_kernels())), "[]"], "")
 
 
 def parameter() -> list[torch.nn.Parameter]:
