@@ -8,7 +8,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 DELAY_MIN_S = 0.001
 SLOWED_S = 0.2
@@ -190,7 +190,7 @@ class FaultyNetwork(Network):
         self._faults = faults
         self._cuts = cuts
         self._rng = rng
-        self._rng_first = random.Random(f"first {faults}")
+        self._rng_first = random.Random(f"first {astuple(faults)}")
 
     def send(self, message: Message, deliver: Callable[[], None]) -> None:
         """Delivers once, twice or not at all."""

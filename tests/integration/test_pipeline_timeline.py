@@ -20,7 +20,9 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     case = [(REPLICAS, request.param, "weights")]
     with (
         Shards(1) as shards,
-        shards.workers(train, new_job(), case, num_workers=sum(REPLICAS), env=env) as running,
+        shards.workers(
+            train, new_job(), case, TOTAL, num_workers=sum(REPLICAS), env=env
+        ) as running,
     ):
         for worker in running:
             worker.result()
