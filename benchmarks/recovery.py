@@ -17,7 +17,8 @@ Recovery is the time from a fault (where it lasts, from its end) until every wor
 has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
 start of its interpreter, most of it for importing torch. `shard` is any shard but the first, which
 is the `coordinator`. Throughput kept is measured if the run is long enough for a stretch with one
-fault a minute; else it is what one fault of the loop costs, spread over a minute.
+kill a minute, of a worker or a shard at any time; else it is what one fault of the loop costs,
+spread over a minute.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import numpy as np
 
 import benchmarks.survival.monitors  # noqa: F401 - the monitors of a run
 from benchmarks import kit, measured
-from benchmarks.survival import proof
+from benchmarks.survival import moments, proof
 from benchmarks.survival.cluster import Cluster, Setup
 from benchmarks.survival.faults import KILLS
 from benchmarks.survival.injector import (
@@ -54,6 +55,7 @@ from benchmarks.survival.shards import NUM_FILES
 from pscore.json_text import to_json
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
+CALM_S_MIN, CALM_S_MAX = 3.0, 90.0
 MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.
 FINISH_S = 4.0  # Of a run, for its end.
 
@@ -68,6 +70,7 @@ def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: f
     import psworker
 
     torch.set_num_threads(1)
+    moments.attach(Path(folder), rank)
     weights = torch.nn.Parameter(torch.zeros(numel))
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD([weights], lr=1.0), [("w", weights)], mode=mode, overlap=False
@@ -116,9 +119,9 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
             monitors.enter_context(monitor(injector))
         end_s = time.monotonic() + seconds - FINISH_S - (time.monotonic() - started_s)
         calm_s = time.monotonic()
-        cluster.watch(max(3.0, CALM_SHARE * seconds))
+        cluster.watch(min(max(CALM_S_MIN, CALM_SHARE * seconds), CALM_S_MAX))
         rate = cluster.progress.rate(calm_s, time.monotonic())
-        is_measured = seconds >= MEASURED_S_MIN
+        is_measured = seconds >= MEASURED_S_MIN and not set(KILLS).isdisjoint(injector.kinds)
         kept = _minutes(injector, MINUTES_SHARE * seconds) / rate if is_measured else 0.0
         loop_s, before = time.monotonic(), len(injector.faults)
         _loop(injector, end_s, gap_s)
@@ -138,14 +141,14 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
             skipped=cluster.skipped,
             failures=cluster.failures,
             bystanders=injector.bystanders,
-            figures=injector.figures,
+            figures=injector.figures | {"stuck_waits": cluster.num_stuck},
         )
 
 
 def _minutes(injector: FaultInjector, seconds: float) -> float:
     """Kills something once a minute; returns the rate."""
     cluster, started_s = injector.cluster, time.monotonic()
-    kinds = [kind for kind in KILLS if kind in injector.kinds] or injector.kinds
+    kinds = [kind for kind in KILLS if kind in injector.kinds]
     for number in range(max(1, round(seconds / 60.0))):
         cluster.watch(started_s + 60.0 * number + 20.0 - time.monotonic())
         injector.inject(kinds[number % len(kinds)])
@@ -261,6 +264,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--numel", type=int, default=1 << 20, help="parameters")
     parser.add_argument("--think-ms", type=float, default=5.0, help="pause between two steps")
+    parser.add_argument("--lease-s", type=float, default=3.0, help="of the workers")
     parser.add_argument("--gap-s", type=float, default=3.0, help="from a recovery to a fault")
     parser.add_argument("--seed", type=int, default=1, help="of the plan of faults")
     parser.add_argument("--kinds", nargs="*", default=[], help=f"of {', '.join(FAULTS)}")
@@ -279,6 +283,7 @@ def main() -> None:
         numel=-(-args.numel // 64) * 64,
         mode=args.mode,
         think_s=args.think_ms / 1e3,
+        lease_s=args.lease_s,
         options=tuple(args.shard_option),
         num_files=args.files,
         net=not args.no_net,

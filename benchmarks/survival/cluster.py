@@ -9,6 +9,7 @@ shards write to a small file system that can be filled.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -37,6 +38,7 @@ RATE = "10gbit"
 NUM_HOSTS = 3  # The shards' one, and two more.
 PORT = 7070  # Of shard 0, in a namespace of its own.
 PATIENCE_S = 120.0  # From the end of the faults until the workers must have ended.
+STUCK_S = 60.0  # Twice the limit of a worker's waits, and the start of its interpreter.
 POLL_S = 0.02
 SETTLE_S = 0.05  # Messages under way when a fault is made have arrived by then.
 
@@ -73,6 +75,7 @@ class Progress:
     first: dict[tuple[int, int], float] = field(default_factory=dict)  # Since the last fault.
     since_s: float = 0.0
     _offsets: dict[Path, int] = field(default_factory=dict)
+    _num_taken: int = 0
 
     def mark(self, now_s: float) -> None:
         """Begins to look for the first acknowledgements after a fault."""
@@ -98,6 +101,12 @@ class Progress:
                     self.first.setdefault((rank, entry.slice), entry.time_s)
             self._offsets[path] = offset
 
+    def take_new(self) -> list[tuple[float, int, int]]:
+        """Returns the acknowledgements that were read since the last call."""
+        new = self.acknowledged[self._num_taken :]
+        self._num_taken += len(new)
+        return new
+
     def rate(self, from_s: float, to_s: float) -> float:
         """Returns acknowledged pushes per second of a stretch of time."""
         inside = sum(from_s <= when < to_s for when, _, _ in self.acknowledged)
@@ -115,7 +124,9 @@ class Cluster:
         self.roles: list[kit.Role] = []
         self.lab: netlab.Lab | None = None
         self.eras: list[proof.Era] = []  # Stretches of the books that ended with a power cut.
+        self.num_stuck = 0  # Waits of workers that were longer than `STUCK_S`.
         self._restarts = [0] * setup.workers
+        self._moved_s = [math.inf] * setup.workers  # Time of each worker's last progress or start.
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -212,7 +223,12 @@ class Cluster:
     def tend(self) -> None:
         """Restarts workers that have died, and reads all files."""
         self.progress.read()
+        for _, rank, _ in self.progress.take_new():
+            self._moved_s[rank] = time.monotonic()
         for rank, role in enumerate(self.roles):
+            if time.monotonic() - self._moved_s[rank] > STUCK_S:
+                self.num_stuck += 1
+                self._moved_s[rank] = math.inf  # Counted once, until it moves again.
             status = role.popen.poll()
             if status in (None, 0):
                 continue
@@ -278,6 +294,7 @@ class Cluster:
             "mode": self.setup.mode,
             "think_s": self.setup.think_s,
         }
+        self._moved_s[rank] = time.monotonic()
         prefix = () if self.lab is None else self.lab.inside(self.host_of(rank))
         return kit.Role("benchmarks.recovery", "worker", arguments, environment, prefix)
 

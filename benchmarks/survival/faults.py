@@ -148,9 +148,10 @@ def _has_small_disk(cluster: Cluster) -> bool:
 
 
 @fault("worker", "a worker is killed")
-def kill_worker(injector: FaultInjector) -> Damage:
+def kill_worker(injector: FaultInjector, rank: int = -1) -> Damage:
     """SIGKILL of a worker."""
-    rank = injector.rng.randrange(injector.cluster.setup.workers)
+    if rank < 0:
+        rank = injector.rng.randrange(injector.cluster.setup.workers)
     injector.cluster.progress.mark(time.monotonic())
     injector.cluster.roles[rank].popen.kill()
     name = f"worker {rank}"

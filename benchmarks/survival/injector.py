@@ -20,7 +20,7 @@ from benchmarks.survival.cluster import Cluster
 
 MODULE = "benchmarks.recovery"  # Runs the roles.
 DISK = "the disk"  # Its name among the absences.
-Role = TypeVar("Role", bound=Callable[..., None])
+Role = TypeVar("Role", bound=Callable[..., Any])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class Kind:
 
 
 FAULTS: dict[str, Kind] = {}  # By name; each is made in this order once, and then at random.
-ROLES: dict[str, Callable[..., None]] = {}  # Processes that faults need.
+ROLES: dict[str, Callable[..., Any]] = {}  # Processes that faults need.
 MONITORS: list[Monitor] = []
 FIGURES: dict[str, float] = {}  # The sums of a run before it begins.
 

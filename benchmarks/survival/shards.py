@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -22,6 +23,7 @@ from benchmarks import kit
 NUM_FILES = 512  # Files that a shard may have open: few, so that a benchmark can use them up.
 CHECKPOINT_S = 5.0
 JOB = "recovery"
+PORTS = range(20000, 32768)  # Below those that the kernel gives to connections.
 TCP_LISTEN = "0A"  # In /proc/net/tcp.
 
 
@@ -174,14 +176,16 @@ def listening(pid: int) -> list[int]:
 
 
 def free_ports(count: int) -> int:
-    """Returns the first of so many free ports of loopback, one after the other."""
+    """Returns the first of so many free ports of loopback, one after the other.
+
+    A connection of another process takes none of them, not even while a shard starts again.
+    """
     while True:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                for port in range(first + 1, first + count):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-                return int(first)
+        first = random.randrange(PORTS.start, PORTS.stop - count)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import benchmarks.recovery  # noqa: F401 - adds all kinds of faults
 from benchmarks.markdown import machine, table
 from benchmarks.survival.injector import FAULTS
 from benchmarks.survival.monitors import GAP_S_MAX, PROBE_S_MAX
+from benchmarks.survival.moments import COUNTS
 from benchmarks.survival.shards import CHECKPOINT_S
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "recovery.json"
@@ -41,8 +42,8 @@ def recovery() -> str:
             f"{run['double']} double, {run['torn']} torn, {run['partial']} partial; "
             f"{run['healthy_ended']} healthy processes ended, {run['workers_failed']} workers "
             f"ended with an error.** {run['rolled_back']:,} pushes were behind the checkpoint to "
-            f"which a power cut went back. One fault a minute keeps {kept:.1f}% of the throughput "
-            f"(target 90%: {is_met}).{_monitored(run)}",
+            f"which a power cut went back. {_moments(run)}One fault a minute keeps {kept:.1f}% of "
+            f"the throughput (target 90%: {is_met}).{_monitored(run)}",
         ]
     )
 
@@ -60,6 +61,12 @@ def _monitored(run: dict[str, Any]) -> str:
         f"(target {GAP_S_MAX:g} s: {is_often}). Each port had {run['idle_connections']:,} idle "
         "connections for a while."
     )
+
+
+def _moments(run: dict[str, Any]) -> str:
+    """Returns how many kills fell into each moment; runs before 2026-11-25 made none."""
+    kills = ", ".join(f"{run[key]} into {what}" for key, what in COUNTS.items() if run.get(key))
+    return f"Kills fell into moments: {kills}; {run['stuck_waits']} stuck waits. " if kills else ""
 
 
 def others() -> str:

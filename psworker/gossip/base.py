@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 
+from pscore.errors import RemoteProtocolError
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
 
@@ -144,6 +146,7 @@ class ExchangeStats:
     partner: int = -1
     staleness: int = 0
     num_exchanges: int = 0
+    refused: set[int] = field(default_factory=set)  # Ranks whose models held NaN or Inf.
 
 
 class Gossip(ABC):
@@ -227,6 +230,30 @@ class Gossip(ABC):
 
     def on_answer(self, number: int, part: int, values: FloatArray | None) -> None:  # noqa: B027
         """Receives the answer to an offer; None: the other one is busy or gone."""
+
+
+def require_numel(source: int, values: FloatArray, least: int, most: float) -> None:
+    """Refuses an array of another worker that is too short or too long.
+
+    Args:
+        source: Its rank.
+        values: The array.
+        least: Fewest numbers that are accepted.
+        most: Most of them; infinite: any number.
+
+    Raises:
+        RemoteProtocolError: It has fewer or more.
+    """
+    if not least <= len(values) <= most:
+        wanted = f"{least}" if least == most else f"{least} to {most}"
+        raise RemoteProtocolError(
+            f"worker {source} has sent {len(values)} numbers, {wanted} wanted"
+        )
+
+
+def is_finite(values: FloatArray) -> bool:
+    """Returns whether an array, which is not empty, holds neither NaN nor Inf."""
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
 def parts_of(numel: int) -> list[slice]:

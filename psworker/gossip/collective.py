@@ -15,7 +15,7 @@ import numpy as np
 from pscore.errors import ConfigError
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from psworker.gossip.base import Steps, Tag, TorchSum, Waits, Want
+from psworker.gossip.base import Steps, Tag, TorchSum, Waits, Want, require_numel
 from psworker.gossip.ring import Ring
 
 READY, STORE = 6, 7  # Kinds of messages, beside those of the ring.
@@ -105,6 +105,7 @@ class Collective(Ring):
             told = yield Want(first, store)
             if told is None:
                 return False
+            require_numel(first, told, 1, 1)
             self._port = int(told[0])
         else:
             for other in others:

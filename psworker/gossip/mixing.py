@@ -23,8 +23,10 @@ from psworker.gossip.base import (
     Tag,
     Waits,
     Want,
+    is_finite,
     on_device_of,
     parts_of,
+    require_numel,
     to_host,
 )
 
@@ -148,19 +150,30 @@ class Mixing(Gossip):
         return taken
 
     def _model_of(self, giver: int, step: int, numel: int) -> Steps[FloatArray | None]:
-        """Waits for one neighbour's array of a step, `(numel,)`; returns None if it is gone."""
+        """Waits for one neighbour's array of a step, `(numel,)`.
+
+        Returns None if it is gone, and for an array with NaN or Inf, which would spread: its
+        worker makes no step at such weights.
+
+        Raises:
+            RemoteProtocolError: The array has another length.
+        """
         values: FloatArray = torch.empty(numel).numpy()
         for index, part in enumerate(parts_of(len(values))):
             while True:
                 is_gone = self._is_gone(giver, step)  # It may have given its model before.
                 found = yield Want(giver, Tag(MODEL, step, index), waits=not is_gone)
                 if found is not None:
+                    require_numel(giver, found, part.stop - part.start, part.stop - part.start)
                     values[part] = found
                     break
                 if is_gone:
                     return None
                 yield from self._meet(self.number)
-        return values
+        if is_finite(values):
+            return values
+        self.stats.refused.add(giver)
+        return None
 
     def _meet(self, position: int, *, parts: bool = False) -> Waits:
         """Meets the others; behind the last step that anyone has begun the graph is a new one."""

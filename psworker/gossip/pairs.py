@@ -21,7 +21,17 @@ import numpy as np
 from pscore.errors import RemoteProtocolError
 from pscore.graphs import graph_of
 from pscore.types import FloatArray
-from psworker.gossip.base import Gossip, LateExchange, Meet, Waits, on_device_of, parts_of, to_host
+from psworker.gossip.base import (
+    Gossip,
+    LateExchange,
+    Meet,
+    Waits,
+    is_finite,
+    on_device_of,
+    parts_of,
+    require_numel,
+    to_host,
+)
 from psworker.gossip.mixing import Mixing
 
 
@@ -179,11 +189,8 @@ class Pairs(Gossip):
                 f"worker {source} offers part {part} of a model of {num_parts} parts"
             )
         numel = self._parts[part].stop - self._parts[part].start
-        if values.size != numel:
-            raise RemoteProtocolError(
-                f"worker {source} offers {values.size} numbers for part {part}, {numel} wanted"
-            )
-        if not np.isfinite(values).all():
+        require_numel(source, values, numel, numel)
+        if not is_finite(values):
             raise RemoteProtocolError(f"worker {source} offers a model with NaN or Inf")
 
     def _keep_up(self) -> Waits:

@@ -14,13 +14,25 @@ stands, and the others get it from that worker, which does not part before they 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from pscore.types import FloatArray
-from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
+from psworker.gossip.base import (
+    Gathering,
+    Gossip,
+    Meet,
+    Steps,
+    Tag,
+    Waits,
+    Want,
+    parts_of,
+    require_numel,
+    sends,
+)
 
 CHUNK, SUM, RESULT, COPY, TAKEN = 1, 2, 3, 4, 5  # Kinds of messages.
 # Parts of a chunk that goes around: while one is added or on its way, the link has the others. To a
@@ -45,13 +57,14 @@ class Ring(Gossip):
         self._in_order = self.rule.arguments()["order"] == "ranks"
         self._members: list[int] = []
         self._behind: list[int] = []  # Ranks that need the last result, as of the last meeting.
-        self._epoch = 0
+        self._epoch = self._numel = 0
         self._result: FloatArray | None = None  # The last round's, for late members.
         yield from self._meet(-1)
 
     def step(self) -> Waits:
         """Replaces the gradients by the mean of all workers', then makes the optimizer's step."""
         own = self.model.gather()
+        self._numel = len(own)
         total: FloatArray | None = None
         while total is None:
             if self.post.has_moved:
@@ -118,6 +131,7 @@ class Ring(Gossip):
                 came = yield self._part(source, SUM if is_sum else CHUNK, chunk, index)
                 if came is None:
                     return None
+                require_numel(source, came, 1, chunks[chunk].stop - start)
                 part = slice(start, start + len(came))
                 if not is_sum:
                     came += own[part]
@@ -177,6 +191,7 @@ class Ring(Gossip):
             came = yield self._part(source, kind, chunk, index)
             if came is None:
                 return None
+            require_numel(source, came, part.stop - part.start, part.stop - part.start)
             values[part] = came
         self.stats.partner = source
         return values
@@ -212,9 +227,11 @@ class Ring(Gossip):
         if came is None:
             return (yield from self._meet(position, parts=parts))
         if kind == RESULT:
+            require_numel(holder, came, self._numel, self._numel)
             for rank in (rank for rank, other in positions.items() if other == last):
                 self.post.give(rank, Tag(TAKEN, position, 0, self._epoch), came[:0])
             return came
+        require_numel(holder, came, len(self.model.weights), math.inf)
         self.model.unpack(came)
         return None
 

@@ -104,6 +104,14 @@ class Peers:
         with contextlib.suppress(StopIteration):
             while True:
                 answer = self._await(waits.send(answer))
+        if self.gossip is not None and (refused := self.gossip.stats.refused):
+            others = ", ".join(map(str, sorted(refused)))
+            log.warning(
+                "worker %d mixes without the models of workers %s, which hold NaN or Inf",
+                self._session.rank,
+                others,
+            )
+            refused.clear()
 
     def report(self) -> control_pb2.PeerReport:
         """Returns this worker's last exchanges, for status."""

@@ -41,7 +41,8 @@ class PeerService:
     Attributes:
         secret: Others say hello with it; the directory tells it to them.
         on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
-        is_listed: Returns whether the directory has listed a sender; to others this worker is busy.
+        is_listed: Returns whether the directory has listed a sender; to others this worker is busy,
+            and their arrays wait in a place of limited size.
         budget: Bytes that may be under way.
         receivers: The memory that workers of this host share with this one.
         failure: The error of a thread that receives, which has failed; None: none has.
@@ -149,9 +150,13 @@ class PeerHandler:
         kind = envelope.WhichOneof("body")
         if kind == "give":
             give = envelope.give
+            is_listed = self._service.is_listed(give.sender)
+            if not is_listed:
+                self._service.mailbox.require_room()
             values = self._read(envelope.id, give, incoming)
             tag = Tag(give.kind, give.round, give.part, give.epoch)
-            self._service.mailbox.put(give.sender.incarnation, tag, values)
+            sender = give.sender.incarnation
+            self._service.mailbox.put(sender, tag, values, is_listed=is_listed)
             self._connection.send(pb.Envelope(id=envelope.id, taken=pb.Taken()))
         elif kind == "offer":
             offer = envelope.offer

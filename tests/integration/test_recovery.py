@@ -57,3 +57,15 @@ def test_idle_connections_and_stopped_workers_keep_nobody_out(tmp_path: Path) ->
     assert figures["idle_connections"] > 0
     assert figures["probes"] > 0
     assert figures["probe_s_max"] > 0.0
+
+
+@pytest.mark.slow
+def test_no_push_is_lost_where_a_shard_is_killed_in_a_moment_of_another_process(
+    tmp_path: Path,
+) -> None:
+    """The moments are those in which a worker sends again, rejoins or joins, or a job is saved."""
+    moments = ("resend", "rejoin", "constructor", "checkpoint")
+    figures = kill_loop(tmp_path, *(f"kill in a {moment}" for moment in moments), mode="asgd")
+    for moment in moments:
+        assert figures[f"{moment}_kills"] >= 1, figures
+    assert figures["stuck_waits"] == 0

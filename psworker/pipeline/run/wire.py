@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pscore.errors import ConfigError
+from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.types import FloatArray
-from psworker.gossip.base import PART_NUMEL, Meet, Post, Tag, Want, to_host
+from psworker.gossip.base import PART_NUMEL, Meet, Post, Tag, Want, require_numel, to_host
 
 # Kinds besides activations and gradients, which are 1 and 2: a stage's part of a checkpoint, and
 # the words of workers that have ended their minibatches (continuing.py).
@@ -62,19 +62,38 @@ def receive(
         epoch: Epoch of the members under which it holds; 0: under any.
         missing: Called when the members have changed; returns how many have yet to enter the
             directory again, or None if one is gone. None: each change is such a one.
+
+    Raises:
+        RemoteProtocolError: The rank has sent another number of numbers than their shape has.
     """
     first: Any = yield from _part(source, Tag(kind, minibatch, 0, epoch), missing)
     if first is None:
         return None
-    shape = tuple(int(number) for number in first[1 : int(first[0]) + 1])
+    shape = _shape_in(first, source)
     parts = [first[SHAPE_NUMEL:]]
     numel = int(np.prod(shape, dtype=np.int64))
     while sum(map(len, parts)) < numel:
         part = yield from _part(source, Tag(kind, minibatch, len(parts), epoch), missing)
         if part is None:
             return None
+        require_numel(source, part, 1, PART_NUMEL)
         parts.append(part)
-    return torch.from_numpy(np.concatenate(parts)).reshape(shape)
+    whole = np.concatenate(parts)
+    require_numel(source, whole, numel, numel)
+    return torch.from_numpy(whole).reshape(shape)
+
+
+def _shape_in(first: FloatArray, source: int) -> tuple[int, ...]:
+    """Returns the shape of a tensor, from the numbers in front of its first part.
+
+    Raises:
+        RemoteProtocolError: They are no shape.
+    """
+    numbers = first[:SHAPE_NUMEL]
+    is_shape = len(numbers) == SHAPE_NUMEL and bool(np.isfinite(numbers).all())
+    if not is_shape or (numbers < 0).any() or numbers[0] >= SHAPE_NUMEL:
+        raise RemoteProtocolError(f"worker {source} has sent a tensor without a shape")
+    return tuple(int(number) for number in numbers[1 : int(numbers[0]) + 1])
 
 
 def _part(

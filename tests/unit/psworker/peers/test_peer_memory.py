@@ -23,7 +23,7 @@ from pscore.pb.ps.v1 import control_pb2
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray
 from psworker.gossip.base import Tag
-from psworker.peers import shared
+from psworker.peers import mailbox, shared
 from psworker.peers.link import PeerLink
 from psworker.peers.mailbox import Mailbox
 from psworker.peers.service import PeerService
@@ -320,3 +320,42 @@ def test_an_offer_of_a_worker_that_the_directory_does_not_list_changes_nothing(
     link.close()
     assert offers == [1]
     assert answers == [None, None]
+
+
+def test_arrays_of_workers_that_the_directory_does_not_list_wait_in_a_limited_place(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that find no room are sent again, so a newcomer loses nothing once it is listed."""
+    room, listed = 4, set[int]()
+    nbytes = 4 * SHORT + mailbox.ENTRY_NBYTES
+    monkeypatch.setattr(mailbox, "UNLISTED_NBYTES_MAX", room * nbytes)
+    receiver.service.is_listed = lambda sender: sender.incarnation in listed
+    link = PeerLink(receiver.peer, HOST)
+    calls = []
+    for number in range(2 * room):
+        sender = pb.Sender(job="j", worker=1, incarnation=11)
+        envelope = pb.Envelope(give=pb.Give(sender=sender, kind=1, round=number))
+        calls.append(link.send(envelope, np.full(SHORT, number, np.float32)))
+    for call in calls[:room]:
+        call.result(10.0)
+    eventually(lambda: not link.is_connected)  # Once at least; it connects again and again.
+    assert len(receiver.mailbox) == room
+    assert not any(call.done() for call in calls[room:])
+    listed.add(11)
+    receiver.mailbox.keep(listed, 0)
+    for call in calls[room:]:
+        call.result(10.0)
+    for number in range(2 * room):
+        taken = receiver.mailbox.take(11, Tag(1, number, 0), 1.0)
+        assert taken is not None
+        assert taken.tolist() == SHORT * [number]
+    link.close()
+
+
+def test_arrays_of_workers_that_the_directory_never_lists_are_dropped() -> None:
+    kept = Mailbox()
+    kept.put(99, Tag(1, 0, 0), np.zeros(SHORT, np.float32), is_listed=False)
+    kept.put(11, Tag(1, 0, 0), np.zeros(SHORT, np.float32), is_listed=False)
+    kept.keep([11], 0)
+    assert len(kept) == 1
+    assert kept.take(99, Tag(1, 0, 0), 0.0) is None
