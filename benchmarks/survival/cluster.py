@@ -126,7 +126,7 @@ class Cluster:
         self.eras: list[proof.Era] = []  # Stretches of the books that ended with a power cut.
         self.num_stuck = 0  # Waits of workers that were longer than `STUCK_S`.
         self._restarts = [0] * setup.workers
-        self._moved_s = [math.inf] * setup.workers  # Time of each worker's last progress or start.
+        self.moved_s = [math.inf] * setup.workers  # Time of each worker's last progress or start.
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -224,11 +224,11 @@ class Cluster:
         """Restarts workers that have died, and reads all files."""
         self.progress.read()
         for _, rank, _ in self.progress.take_new():
-            self._moved_s[rank] = time.monotonic()
+            self.moved_s[rank] = time.monotonic()
         for rank, role in enumerate(self.roles):
-            if time.monotonic() - self._moved_s[rank] > STUCK_S:
+            if time.monotonic() - self.moved_s[rank] > STUCK_S:
                 self.num_stuck += 1
-                self._moved_s[rank] = math.inf  # Counted once, until it moves again.
+                self.moved_s[rank] = math.inf  # Counted once, until it moves again.
             status = role.popen.poll()
             if status in (None, 0):
                 continue
@@ -294,7 +294,7 @@ class Cluster:
             "mode": self.setup.mode,
             "think_s": self.setup.think_s,
         }
-        self._moved_s[rank] = time.monotonic()
+        self.moved_s[rank] = time.monotonic()
         prefix = () if self.lab is None else self.lab.inside(self.host_of(rank))
         return kit.Role("benchmarks.recovery", "worker", arguments, environment, prefix)
 

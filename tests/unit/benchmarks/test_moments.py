@@ -77,7 +77,7 @@ def test_a_worker_that_makes_no_progress_counts_as_stuck_once_until_it_moves(
     watched = cluster.Cluster(cluster.Setup(workers=2))
     watched.progress = cluster.Progress([tmp_path / "0.book", tmp_path / "1.book"])
     watched.roles = [Running(), Running()]  # type: ignore[list-item]
-    watched._moved_s = [now_s[0], math.inf]  # The second one has not started.
+    watched.moved_s = [now_s[0], math.inf]  # The second one has not started.
 
     def acknowledge(step: int) -> None:
         with (tmp_path / "0.book").open("ab") as book:
