@@ -72,13 +72,13 @@ def _stopping(hold: Path, real: Callable[..., Any], counts: Callable[..., bool])
 
 @role
 def saver(folder: str, addresses: Sequence[str]) -> dict[str, bool]:
-    """Takes a checkpoint of the job, and drops it; returns whether it was taken."""
+    """Reads a checkpoint of the job, and drops it; returns whether all shards gave their parts."""
     attach(Path(folder), 0)
     try:
         checkpoint.capture(addresses, ANYONE, JOB, weights_only=False)
     except CommandError:
-        return {"is_taken": False}
-    return {"is_taken": True}
+        return {"is_whole": False}
+    return {"is_whole": True}
 
 
 # ----- in the injector
@@ -170,6 +170,6 @@ def kill_in_checkpoint(injector: FaultInjector) -> Damage:
     with injector.role("saver", arguments) as (process,):
         with _held(cluster, "checkpoint", 0) as reached:
             damage = _kill_there(injector, reached, "checkpoint_kills", _oldest(cluster))
-        if process.result()["is_taken"] and reached.exists():
+        if process.result()["is_whole"] and reached.exists():
             cluster.failures.append("a checkpoint was taken, though a shard with copies had ended")
     return damage
