@@ -9,8 +9,8 @@ from typing import Any
 import benchmarks.recovery  # noqa: F401 - adds all kinds of faults
 from benchmarks.markdown import machine, table
 from benchmarks.survival.injector import FAULTS
-from benchmarks.survival.monitors import GAP_S_MAX, PROBE_S_MAX
 from benchmarks.survival.moments import COUNTS
+from benchmarks.survival.monitors import GAP_S_MAX, PROBE_S_MAX
 from benchmarks.survival.shards import CHECKPOINT_S
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "recovery.json"
