@@ -31,27 +31,9 @@ from pscore.rules.speed import round_length
 class DiLoCo(LocalSGD):
     """DiLoCo.
 
+    It has the fields of `LocalSGD`, with 500 steps by default, and those of its outer step.
+
     Attributes:
-        steps: H, steps from one round to the next, 1 or more.
-        warmup: Steps that are rounds of their own, of which the shards take the plain mean,
-            before rounds of H steps begin.
-        backup: b, workers that a round need not wait for, 0 to the number of workers less one.
-        overlap: The start of a round without the answer to the one before: `mirror`, `blend`,
-            `eager`, `late`; `none` waits for it.
-        delay: Steps of the next round after which that answer lands, 0..H: a worker then waits for
-            it if it has not come. 0 waits at the end of the round; -1 is a fifth of H, 1 or more.
-        mix: `blend`: weight of the worker's own weights when the answer lands, 0 to 1.
-        control: `mirror`: part of the lasting difference between a worker's moves and their mean
-            that is taken out of its guess, 0 to 1; for unlike data.
-        quorum: K, workers with which a round may close once its window is over; a later move
-            enters the next round. 0: a round waits for all of them.
-        window: Seconds that a round with its quorum waits for the others; -1 follows the spread
-            of their arrivals, up to a quarter of a round.
-        fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
-        pattern: The division into fragments: `sequential`, neighbouring layers with about as many
-            bytes each; `strided`, each p-th slice.
-        steps_min: Least steps of a round of a worker that is slower than the fastest one: each
-            makes as many as its speed allows. 0: each makes `steps`. `steps="speed"` is 1.
         outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
         outer_momentum: m, momentum over the rounds, 0 to below 1.
         nesterov: Whether that momentum is Nesterov's.

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -70,9 +70,11 @@ def test_a_rule_is_a_value(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_every_argument_is_documented_and_the_source_is_named(name: str) -> None:
     rule = RULES[name]
-    text = inspect.getdoc(rule) or ""
+    texts = [inspect.getdoc(base) or "" for base in rule.__mro__ if is_dataclass(base)]
     documented = [
-        line.split(":")[0].strip() for line in text.partition("Attributes:")[2].split("\n")
+        line.split(":")[0].strip()
+        for text in texts
+        for line in text.partition("Attributes:")[2].split("\n")
     ]
     assert [item.name for item in fields(rule) if item.name not in documented] == []
     assert rule.source
