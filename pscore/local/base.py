@@ -127,12 +127,17 @@ def zeros_like(weights: Any) -> Any:
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.float32))
 
 
+def state_array(part: LocalSlice, name: str, like: Any = None) -> Any:
+    """Returns an array of the local update's state; at first a copy of `like`, or zeros."""
+    if name not in part.state:
+        fresh = zeros_like(part.weights)
+        part.state[name] = fresh if like is None else fresh.copy_(like)
+    return part.state[name]
+
+
 def optimizer_state(part: LocalSlice) -> list[Any]:
     """Returns the arrays of the shards' optimizer's state that a worker keeps; zeros at first."""
-    for name in part.optimizer.state_names:
-        if name not in part.state:
-            part.state[name] = zeros_like(part.weights)
-    return [part.state[name] for name in part.optimizer.state_names]
+    return [state_array(part, name) for name in part.optimizer.state_names]
 
 
 class LocalUpdate(ABC):

@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
+from pscore.local.base import LocalSlice, LocalUpdate, state_array
 from pscore.local.sgd import hyper_columns
+from pscore.plugins import require_range
 from pscore.types import FloatArray, HyperArray, IntArray
 
 FACTOR_MAX = 1e6
@@ -47,8 +47,8 @@ class DC(LocalUpdate):
     is_adaptive: ClassVar[bool] = False
 
     def __init__(self, lr_scale: float = 1.0, variance_control: float = 0.04) -> None:
-        _require("dc.lr_scale", lr_scale, FACTOR_MAX)
-        _require("dc.variance_control", variance_control, FACTOR_MAX)
+        require_range("dc.lr_scale", lr_scale, 0.0, FACTOR_MAX)
+        require_range("dc.variance_control", variance_control, 0.0, FACTOR_MAX)
         self.lr_scale = float(lr_scale)
         self.control = float(variance_control)
         self.decay = 0.0
@@ -56,8 +56,8 @@ class DC(LocalUpdate):
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes the local step."""
         decay_column, sign_column = hyper_columns(part)
-        old = _array(part, "weights_before", like=part.weights)
-        square = _array(part, "mean_square") if self.is_adaptive else old
+        old = state_array(part, "weights_before", like=part.weights)
+        square = state_array(part, "mean_square") if self.is_adaptive else old
         if part.kernels is not None:
             factors, columns = (
                 (self.control, self.decay, self.lr_scale),
@@ -105,9 +105,9 @@ class DC(LocalUpdate):
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Stores the pull; without a local step before it, as in a warm-up, sets `w_old` too."""
         if part.version < 0:
-            _array(part, "weights_before").copy_(weights)
+            state_array(part, "weights_before").copy_(weights)
         elif part.num_local == 0:
-            _array(part, "weights_before").copy_(part.weights)
+            state_array(part, "weights_before").copy_(part.weights)
         part.weights.copy_(weights)
 
 
@@ -127,22 +127,10 @@ class AdaptiveDC(DC):
         self, lr_scale: float = 1.0, adaptive_control: float = 2.0, decay: float = 0.0
     ) -> None:
         super().__init__(lr_scale)
-        _require("dc_adaptive.adaptive_control", adaptive_control, FACTOR_MAX)
-        _require("dc_adaptive.decay", decay, 1.0 - 1e-9)
+        require_range("dc_adaptive.adaptive_control", adaptive_control, 0.0, FACTOR_MAX)
+        require_range("dc_adaptive.decay", decay, 0.0, 1.0 - 1e-9)
         self.control = float(adaptive_control)
         self.decay = float(decay)
-
-
-def _require(name: str, value: float, high: float) -> None:
-    if not 0.0 <= value <= high:
-        raise ConfigError(f"{name} is {value!r}, must be in 0.0..{high}")
-
-
-def _array(part: LocalSlice, name: str, like: Any = None) -> Any:
-    if name not in part.state:
-        fresh = zeros_like(part.weights)
-        part.state[name] = fresh if like is None else fresh.copy_(like)
-    return part.state[name]
 
 
 @njit(nogil=True, cache=True, fastmath=False)

@@ -34,9 +34,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
+from pscore.local.base import LocalSlice, LocalUpdate, state_array
 from pscore.local.sgd import hyper_columns
+from pscore.plugins import require_range
 from pscore.types import FloatArray, HyperArray, IntArray
 
 FACTOR_MAX = 1e6
@@ -67,8 +67,7 @@ class GLU(LocalUpdate):
     ) -> None:
         factors = {"alpha": alpha, "beta": beta, "lr_scale": lr_scale, "divisor": divisor}
         for argument, value in factors.items():
-            if not 0.0 <= value <= FACTOR_MAX:
-                raise ConfigError(f"glu.{argument} is {value!r}, must be in 0.0..{FACTOR_MAX}")
+            require_range(f"glu.{argument}", value, 0.0, FACTOR_MAX)
         self.alpha = float(alpha)
         self.beta = float(beta)
         self.lr_scale = float(lr_scale)
@@ -79,7 +78,7 @@ class GLU(LocalUpdate):
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes the local step."""
         decay_column, sign_column = hyper_columns(part)
-        before = _before(part)
+        before = state_array(part, "weights_before", like=part.weights)
         scale = self.lr_scale
         if part.num_made < self.local_warmup:
             scale *= (part.num_made + 1) / self.local_warmup
@@ -128,13 +127,6 @@ class GLU(LocalUpdate):
             divisors = self.steps * rates
         inverse = np.divide(1.0, divisors, out=np.zeros_like(divisors), where=divisors > 0.0)
         return np.asarray(inverse, dtype=np.float32)
-
-
-def _before(part: LocalSlice) -> Any:
-    """Returns p: the weights before the last local step; in the first one, as they are."""
-    if "weights_before" not in part.state:
-        part.state["weights_before"] = zeros_like(part.weights).copy_(part.weights)
-    return part.state["weights_before"]
 
 
 @njit(nogil=True, cache=True, fastmath=False)

@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
+from pscore.local.base import LocalSlice, LocalUpdate, state_array
 from pscore.local.sgd import hyper_columns
+from pscore.plugins import require_range
 from pscore.types import FloatArray, HyperArray, IntArray
 
 FACTOR_MAX = 1e6
@@ -54,8 +54,7 @@ class Secant(LocalUpdate):
         self, alpha: float = 2.0, beta: float = 0.5, lr_scale: float = 1.0, local_warmup: int = 0
     ) -> None:
         for argument, value in (("alpha", alpha), ("beta", beta), ("lr_scale", lr_scale)):
-            if not 0.0 <= value <= FACTOR_MAX:
-                raise ConfigError(f"secant.{argument} is {value!r}, must be in 0.0..{FACTOR_MAX}")
+            require_range(f"secant.{argument}", value, 0.0, FACTOR_MAX)
         self.alpha = float(alpha)
         self.beta = float(beta)
         self.lr_scale = float(lr_scale)
@@ -64,7 +63,7 @@ class Secant(LocalUpdate):
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes the local step."""
         decay_column, sign_column = hyper_columns(part)
-        sync = _array(part, "grad_sync")
+        sync = state_array(part, "grad_sync")
         scale = self.lr_scale
         if part.num_made < self.local_warmup:
             scale *= (part.num_made + 1) / self.local_warmup
@@ -101,11 +100,11 @@ class Secant(LocalUpdate):
 
     def room(self, part: LocalSlice) -> Any:
         """Returns G_sync: a newer pull makes it anew, from that pull and the one before."""
-        return _array(part, "grad_sync")
+        return state_array(part, "grad_sync")
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Stores the pull and computes the global update from it and the pull before."""
-        old, sync = _array(part, "weights_old"), _array(part, "grad_sync")
+        old, sync = state_array(part, "weights_old"), state_array(part, "grad_sync")
         num_updates = version - part.version
         if part.version < 0 or num_updates <= 0:
             # There is no global update between the two; the same version again leaves the last one.
@@ -165,12 +164,6 @@ def passed(part: LocalSlice, num_updates: int) -> tuple[FloatArray, FloatArray]:
         total += lr * times
     inverse = np.divide(1.0, total, out=np.zeros_like(total), where=total != 0.0)
     return shrink.astype(np.float32), inverse.astype(np.float32)
-
-
-def _array(part: LocalSlice, name: str) -> Any:
-    if name not in part.state:
-        part.state[name] = zeros_like(part.weights)
-    return part.state[name]
 
 
 @njit(nogil=True, cache=True, fastmath=False)

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.errors import ConfigError
 from pscore.local.base import LocalSlice, LocalUpdate
+from pscore.plugins import require_range
 from pscore.types import FloatArray, HyperArray, IntArray
 
 LR_SCALE_MAX = 1e6
@@ -34,8 +34,7 @@ class PlainSGD(LocalUpdate):
     name: ClassVar[str] = "sgd"
 
     def __init__(self, lr_scale: float = 1.0) -> None:
-        if not 0.0 <= lr_scale <= LR_SCALE_MAX:
-            raise ConfigError(f"sgd.lr_scale is {lr_scale!r}, must be in 0.0..{LR_SCALE_MAX}")
+        require_range("sgd.lr_scale", lr_scale, 0.0, LR_SCALE_MAX)
         self.lr_scale = lr_scale
 
     def update(self, part: LocalSlice, grad: Any) -> None:
