@@ -17,6 +17,7 @@ from pscore.optimizers.adam import Adam
 from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
 from pscore.optimizers.assign import Assign
+from pscore.optimizers.assign_sum import AssignSum
 from pscore.optimizers.base import Optimizer, SliceStep
 from pscore.optimizers.delayed_nesterov import DelayedNesterov
 from pscore.optimizers.mean import Mean
@@ -41,6 +42,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         NAdam,
         RAdam,
         Assign,
+        AssignSum,
         Mean,
         SlowMo,
         DelayedNesterov,

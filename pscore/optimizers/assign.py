@@ -1,9 +1,8 @@
-"""Assignment: the weights become the sum of the pushed tensors. For named tensors and buffers.
+"""Assignment: the weights become the mean of the pushed tensors. For buffers and averaged models.
 
-Paceline's own: it has no learning rate and no state. The mean is left to the workers, which get the
-number of tensors in the sum with it: a mean has lost the last bits of the sum.
+Paceline's own: it has no learning rate and no state.
 
-    w = g
+    w = scale * g
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from pscore.memory.kernels import kernel, move_idle, read_only
 from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
 from pscore.types import FloatArray, IntArray
 
 
 class Assign(Optimizer):
-    """The sum of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
+    """The mean of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
 
     name: ClassVar[str] = "assign"
     hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
@@ -29,14 +30,7 @@ class Assign(Optimizer):
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
-        _step(
-            read_only(step.weights),
-            step.out,
-            read_only(step.grad),
-            step.segments.bounds,
-            step.counts,
-            step.active,
-        )
+        self._assign(step, step.scale)
 
     def step_device(self, step: DeviceStep) -> None:
         """Makes one step in place on torch tensors of any device."""
@@ -44,19 +38,33 @@ class Assign(Optimizer):
             part.copy_(pushed)
             step.counts[index] += 1
 
+    @staticmethod
+    def _assign(step: SliceStep, scale: float) -> None:
+        _step(
+            read_only(step.weights),
+            step.out,
+            read_only(step.grad),
+            float(scale),
+            step.segments.bounds,
+            step.counts,
+            step.active,
+        )
+
 
 @kernel
 def _step(
     weights: FloatArray,
     out: FloatArray,
     grad: FloatArray,
+    scale: float,
     bounds: IntArray,
     counts: IntArray,
     active: IntArray,
 ) -> None:
+    factor = np.float32(scale)
     move_idle(weights, out, bounds, active)
     for index in range(counts.size):
         if active[index] != 0:
-            start, stop = bounds[index, 0], bounds[index, 1]
-            out[start:stop] = grad[start:stop]
+            for i in range(bounds[index, 0], bounds[index, 1]):
+                out[i] = grad[i] * factor
             counts[index] += 1

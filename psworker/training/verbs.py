@@ -17,7 +17,7 @@ import torch
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
-from pscore.optimizers.assign import Assign
+from pscore.optimizers.assign_sum import AssignSum
 from pscore.rules.ssgd import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
@@ -70,7 +70,7 @@ class NamedTensor:
                 num_shards=len(session.links),
                 rule=SSGD(),
                 compressor=NoCompression(),
-                optimizer=Assign.name,
+                optimizer=AssignSum.name,
                 num_groups=1,
             ),
         )
@@ -129,7 +129,7 @@ class NamedTensor:
                 worker=self.rank,
                 step=self.round,
                 base_version=0,
-                hyper=np.zeros((1, len(Assign.hyper_names))),
+                hyper=np.zeros((1, len(AssignSum.hyper_names))),
             )
             self.exchange.push(part.index, push, flat[part.start : part.stop], compress=False)
         self.round, self.has_pushed = self.round + 1, True

@@ -16,7 +16,6 @@ from pscore.errors import UnsupportedOptimizerError
 from pscore.optimizers import (
     OPTIMIZERS,
     Optimizer,
-    assign,
     from_torch,
     hyper_rows,
     mean,
@@ -331,12 +330,13 @@ def test_adam_by_hand() -> None:
         assert [ours.part(array, 0)[0] for array in ours.state] == [d / 2, d * d / 4]
 
 
-def test_assign_takes_the_sum() -> None:
-    ours = Slice(assign.Assign(), [2, 2], [0, 0])
+@pytest.mark.parametrize(("name", "factor"), [("assign", 0.5), ("assign_sum", 1.0)])
+def test_an_assignment_takes_the_mean_or_the_sum(name: str, factor: float) -> None:
+    ours = Slice(OPTIMIZERS[name](), [2, 2], [0, 0])
     before = ours.weights.copy()
     grad = np.arange(ours.numel, dtype=np.float32)
     ours.step(grad, np.array([0, 1]), np.zeros((1, 1)), scale=0.5)
-    np.testing.assert_array_equal(ours.part(ours.weights, 1), ours.part(grad, 1))
+    np.testing.assert_array_equal(ours.part(ours.weights, 1), factor * ours.part(grad, 1))
     start, stop = ours.segments.bounds[1]
     np.testing.assert_array_equal(ours.weights[:start], before[:start])
     np.testing.assert_array_equal(ours.weights[stop:], before[stop:])
@@ -451,6 +451,7 @@ DEVICE_CASES = [
     ("radam", (0.1, 0.9, 0.9, 1e-3, 0.1, 0.0, 1.0)),
     ("radam", (0.1, 0.9, 0.6, 1e-3, 0.1, 1.0, 0.0)),
     ("assign", (0.0,)),
+    ("assign_sum", (0.0,)),
 ]
 
 
