@@ -168,7 +168,8 @@ class Story(RuleBasedStateMachine):
         """Its decisions are in its journal; waiting workers ask again."""
         former, (table,) = self.job, self.job.tables.values()
         clock = table.clock(0)
-        members = members_of({"members": members_to_json(former)}, self.now_s)
+        record = {"num_workers": WORKERS, "members": members_to_json(former)}
+        members = members_of(record, self.now_s)
         self.shard = Shard(0, 1, LEASE_S)
         self.first_job = self.shard.restore("job", WORKERS, members, self.least)
         table, _ = self.shard.define(self.job, self.spec)
