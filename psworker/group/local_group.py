@@ -1,8 +1,4 @@
-"""The processes of one worker: sums and copies among them, through `torch.distributed`.
-
-Every collective is called by all processes of the group, in the same order. Its leader is the
-process with local rank 0, which alone is a member of the job for the shards.
-"""
+"""The processes of one worker: sums and copies among them, through `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -15,7 +11,8 @@ import torch.distributed as dist
 
 from pscore import errors
 from pscore.errors import GroupError, PacelineError
-from psworker.group.watch import Watch, host_name
+from psworker.group.watch import host_name
+from psworker.group.worker_group import WorkerGroup
 
 NUMBERS = torch.float64  # Type of the numbers in small collectives.
 
@@ -43,48 +40,31 @@ class Pending:
         self._group.await_others(self._work.wait)
 
 
-class LocalGroup:
-    """The processes of one worker.
+class LocalGroup(WorkerGroup):
+    """The two or more processes of one worker."""
 
-    Attributes:
-        rank: 0-based rank of this process in the group.
-        size: Number of processes.
-        worker: 0-based index of this group among the job's; -1: the shards decide.
-        num_workers: Number of groups of the job; 0: the environment says.
-        watch: Notices the end of another process of the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, worker: int = -1, num_workers: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         """Connects the processes; all of them call it.
 
         Args:
             group: torch's group.
-            worker: Index of this group among the job's; -1: the shards decide.
-            num_workers: Number of groups; 0: the environment says.
 
         Raises:
             GroupError: A process of the group has ended.
         """
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.worker, self.num_workers = worker, num_workers
         self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         kinds = {device.type for device in group._device_types}
         self._small = torch.device("cpu" if "cpu" in kinds else "cuda")
-        self.watch = Watch(self.rank, self.size)
         hosts = [json.loads(text) for text in self._texts(json.dumps(host_name()))]
         if all(host == hosts[0] for host in hosts):
-            self.watch.connect(self.text(self.watch.listen() if self.is_leader else ""))
+            self.watch.connect(self._text(self.watch.listen() if self.is_leader else ""))
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the processes in torch's world, by local rank."""
         return self._global
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this process is the one that the shards know as the worker."""
-        return self.rank == 0
 
     # ----- numbers and text
 
@@ -106,7 +86,7 @@ class LocalGroup:
         """Waits for the other processes."""
         self.sum([0.0])
 
-    def text(self, text: str) -> str:
+    def _text(self, text: str) -> str:
         """Returns the leader's text."""
         data = text.encode() if self.is_leader else b""
         length = int(self.sum([float(len(data))])[0])
@@ -119,14 +99,7 @@ class LocalGroup:
         return bytes(there.cpu().numpy()).decode()
 
     def led(self, call: Callable[[], Any]) -> Any:
-        """Returns the result of the leader's call in all processes, or raises its error in all.
-
-        Args:
-            call: Called by the leader; returns something that JSON can hold.
-
-        Raises:
-            PacelineError: The leader's call has raised it.
-        """
+        """Returns the result of the leader's call in all processes, or raises its error in all."""
         answer, problem = "", None
         if self.is_leader:
             try:
@@ -134,7 +107,7 @@ class LocalGroup:
             except PacelineError as error:
                 problem = error
                 answer = json.dumps({"error": type(error).__name__, "text": str(error)})
-        given = json.loads(self.text(answer))
+        given = json.loads(self._text(answer))
         if problem is not None:
             raise problem
         if "error" in given:
@@ -151,9 +124,13 @@ class LocalGroup:
         """Starts to add up a tensor at all processes, to the same bits."""
         return self._start(dist.all_reduce, tensor)
 
-    def copy_from(self, tensor: torch.Tensor, root: int) -> Pending:
-        """Starts to copy a tensor of process `root` to the others."""
-        return self._start(dist.broadcast, tensor, src=self._global[root])
+    def share(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        """Copies each tensor of the process that owns it to the others, all at the same time."""
+        for copy in [
+            self._start(dist.broadcast, tensor, src=self._global[owner])
+            for tensor, owner in zip(tensors, owners, strict=True)
+        ]:
+            copy.wait()
 
     def exchange(
         self,
@@ -174,7 +151,7 @@ class LocalGroup:
         return self._start(dist.all_to_all_single, taken, input=given, **sizes)
 
     def sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of all processes' tensors, on the host; `values` may be overwritten."""
+        """Returns the sum of all processes' tensors, on the host."""
         there = values.to(self._small)
         self.add(there).wait()
         return there.cpu()

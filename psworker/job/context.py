@@ -18,7 +18,7 @@ from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.observe.timeline import Timeline, open_timeline
 from psworker.connection.membership.session import Session
-from psworker.group.local_group import LocalGroup
+from psworker.group.worker_group import WorkerGroup
 from psworker.job.environment import Environment
 from psworker.job.grouping import Choice, choose_group
 from psworker.job.local_shards import await_others, find_or_start
@@ -139,7 +139,7 @@ def join(
         environment = dataclasses.replace(
             environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
         )
-    group = choose_group(local_group, environment)
+    group, environment = choose_group(local_group, environment)
     _current = Context(open_session(addresses, environment, group, timeline), shards)
     _pipeline = None
     atexit.register(at_exit)
@@ -149,15 +149,15 @@ def join(
 def open_session(
     servers: Sequence[str],
     environment: Environment,
-    group: LocalGroup | None = None,
+    group: WorkerGroup | None = None,
     timeline: Timeline | None = None,
 ) -> Session:
     """Joins the job that an environment describes.
 
     Args:
         servers: Addresses in the order of the shards.
-        environment: The job, this process's place in it, and its credentials.
-        group: The processes that are this worker; None: this process alone is.
+        environment: The job, this worker's place in it, and its credentials.
+        group: The processes that are this worker; None: this process alone.
         timeline: As in `join`: sessions of one process share it, as each has one file.
 
     Raises:
@@ -166,8 +166,8 @@ def open_session(
     session = Session(
         servers,
         job=environment.job,
-        rank=environment.rank if group is None else group.worker,
-        num_workers=environment.num_workers if group is None else group.num_workers,
+        rank=environment.rank,
+        num_workers=environment.num_workers,
         min_workers=environment.min_workers,
         restart=environment.restart,
         patience_s=environment.timeout_s,
@@ -211,7 +211,7 @@ def _check_group(session: Session, choice: Choice) -> None:
     Raises:
         ConfigError: It has joined alone, or as one of a group.
     """
-    is_grouped = session.group is not None
+    is_grouped = not session.group.is_alone
     if (choice is None and is_grouped) or (choice not in ("auto", None) and not is_grouped):
         how = "as one of a local group" if is_grouped else "without a local group"
         raise ConfigError(

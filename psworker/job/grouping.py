@@ -14,12 +14,14 @@ PACELINE_NUM_GROUPS.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import torch.distributed as dist
 
 from pscore.errors import ConfigError
 from psworker.group.local_group import LocalGroup
+from psworker.group.worker_group import WorkerGroup
 from psworker.job.environment import Environment
 
 log = logging.getLogger("paceline")
@@ -27,8 +29,8 @@ CHOICES = ("auto", "host")
 Choice = str | dist.ProcessGroup | None
 
 
-def choose_group(choice: Choice, environment: Environment) -> LocalGroup | None:
-    """Returns this process's group, connected; None: the process is a worker by itself.
+def choose_group(choice: Choice, environment: Environment) -> tuple[WorkerGroup, Environment]:
+    """Returns this process's group, connected, and the environment of the worker that it is.
 
     All processes of torch's world call it with the same choice.
 
@@ -37,7 +39,7 @@ def choose_group(choice: Choice, environment: Environment) -> LocalGroup | None:
         GroupError: A process of the group has ended.
     """
     if choice is None or (choice == "auto" and not _is_wanted(environment)):
-        return None
+        return WorkerGroup(), environment
     if isinstance(choice, str):
         group = _of_host(choice, environment)
     elif isinstance(choice, dist.ProcessGroup):
@@ -49,7 +51,7 @@ def choose_group(choice: Choice, environment: Environment) -> LocalGroup | None:
         )
     size = dist.get_world_size(group)
     if size == 1:
-        return None
+        return WorkerGroup(), environment
     worker, num_workers = _place(group, environment)
     log.info(
         "two levels: %d processes of torch's group are worker %s; gradients are averaged among "
@@ -57,7 +59,8 @@ def choose_group(choice: Choice, environment: Environment) -> LocalGroup | None:
         size,
         "of a number from the shards" if worker < 0 else f"{worker} of {num_workers}",
     )
-    return LocalGroup(group, worker=worker, num_workers=num_workers)
+    environment = dataclasses.replace(environment, rank=worker, num_workers=num_workers)
+    return LocalGroup(group), environment
 
 
 def _is_wanted(environment: Environment) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from pscore.errors import ConfigError
 from psworker.group.local_group import LocalGroup
+from psworker.group.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -88,16 +89,17 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (first, first + int(num_rows) * row) if num_rows else (0, 0)
 
 
-def require_mesh(name: str, parameter: torch.Tensor, group: LocalGroup | None) -> None:
+def require_mesh(name: str, parameter: torch.Tensor, group: WorkerGroup) -> None:
     """Refuses a DTensor whose mesh has other processes than this worker.
 
     Raises:
-        ConfigError: There is no group, or the mesh has other processes than the group.
+        ConfigError: This process is a worker by itself, or the mesh has other processes than the
+            group.
     """
     if not is_dtensor(parameter):
         return
     dtensor: Any = parameter
-    if group is None:
+    if not isinstance(group, LocalGroup):
         raise ConfigError(
             f"parameter {name!r} is a DTensor, and its processes must be one worker: pass "
             "local_group=mesh.get_group() to DistributedOptimizer, or start the script with "

@@ -17,6 +17,7 @@ from pscore.partition import Layout
 from pscore.types import FloatArray
 from psworker.group.local_group import LocalGroup
 from psworker.group.routes import Routes
+from psworker.group.worker_group import WorkerGroup
 from psworker.model import dtensors
 from psworker.model.device import is_on_device
 from psworker.model.finite import is_finite, not_finite
@@ -147,7 +148,7 @@ class ShardedModel(FlatModel):
 def find_routes(
     parameters: Sequence[torch.nn.Parameter],
     layout: Layout,
-    group: LocalGroup | None,
+    group: WorkerGroup,
     module: torch.nn.Module | None,
 ) -> Routes | None:
     """Returns the parts of a sharded model, or None: no parameter is a DTensor.
@@ -160,7 +161,7 @@ def find_routes(
     names = [spec.name for spec in layout.tensors]
     for name, parameter in zip(names, parameters, strict=True):
         dtensors.require_mesh(name, parameter, group)
-    assert group is not None
+    assert isinstance(group, LocalGroup)
     assert module is not None
     numbers = [float(number) for one in parameters for number in dtensors.span(one)]
     spans = [

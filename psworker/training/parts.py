@@ -10,39 +10,37 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
 from psworker.connection.membership.session import Session
-from psworker.group.local_group import LocalGroup
 from psworker.group.parts import owners
 from psworker.group.routes import Routes
+from psworker.group.worker_group import WorkerGroup
 from psworker.model.flat import FlatModel
 from psworker.model.sharded import ShardedModel
 from psworker.replica.replica import Replica
 
 
 def own_slices(
-    layout: Layout, group: LocalGroup | None, routes: Routes | None
+    layout: Layout, group: WorkerGroup, routes: Routes | None
 ) -> tuple[list[int], Layout]:
     """Returns the slices that this process pushes and pulls, and where they lie in its memory.
 
     Args:
         layout: The table's slices.
-        group: The processes that are this worker; None: this process alone, with all slices.
+        group: The processes that are this worker.
         routes: The parts of a sharded model; None: each process has the whole model.
     """
     if routes is not None:
         return routes.own, routes.memory
-    if group is None:
-        return list(range(len(layout.slices))), layout
     ranks = owners([spec.numel for spec in layout.slices], group.size)
     return [index for index, rank in enumerate(ranks) if rank == group.rank], layout
 
 
-def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) -> None:
+def refuse_in_group(rule: Rule, optimizer: Optimizer, group: WorkerGroup) -> None:
     """Refuses modes and optimizers that several processes of one worker do not run.
 
     Raises:
         ConfigError: The mode is decentralised, or the shards do not run the optimizer.
     """
-    if group is None:
+    if group.is_alone:
         return
     if rule.gossip:
         what = f"in mode {rule} workers send their weights to each other"
@@ -61,7 +59,7 @@ def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) 
 
 
 class Parts:
-    """The parts of one table in the processes of a group; without one, the table is one part.
+    """The parts of one table in the processes of a group; of one process it is the whole table.
 
     Attributes:
         owners: Local rank of the process that pushes and pulls each slice.
@@ -81,7 +79,7 @@ class Parts:
         """
         group = session.group
         lengths = [spec.numel for spec in layout.slices]
-        self.owners = [0] * len(lengths) if group is None else owners(lengths, group.size)
+        self.owners = owners(lengths, group.size)
         self.own = replica.own
         self.uploads = session.process_rank == 0
         self.uploaded: Sequence[int] = range(len(lengths))
@@ -95,10 +93,7 @@ class Parts:
 
     def first_push(self) -> int:
         """Returns the newest step that a slice of any process expects next, at a begin."""
-        first = self._replica.clocks.first_push()
-        if self._group is None:
-            return first
-        return int(max(given for (given,) in self._group.gather([first])))
+        return int(self._group.largest(self._replica.clocks.first_push()))
 
     @property
     def next_push(self) -> float:
@@ -111,17 +106,12 @@ class Parts:
         Args:
             pushes: `next_push` of each process; None: they are gathered here.
         """
-        if self._group is None:
+        if self._group.is_alone:
             return
         if pushes is None:
             self._replica.clocks.limit = None
             pushes = [given for (given,) in self._group.gather([self.next_push])]
         self._replica.clocks.limit = int(min(pushes))
-
-    def meet(self) -> None:
-        """Waits for the other processes of the group."""
-        if self._group is not None:
-            self._group.barrier()
 
     def gather(self) -> None:
         """Brings the slices of the group's other processes into the flat weights.
@@ -129,12 +119,8 @@ class Parts:
         Raises:
             GroupError: A process of the group has ended.
         """
-        if self._group is None or self._flat.is_sharded:  # Then `scatter_weights` does it.
+        if self._group.is_alone or self._flat.is_sharded:  # Then `scatter_weights` does it.
             return
-        weights = self._flat.weights
-        for copy in [
-            self._group.copy_from(weights[spec.start : spec.stop], self.owners[spec.index])
-            for spec in self._layout.slices
-        ]:
-            copy.wait()
+        weights, slices = self._flat.weights, self._layout.slices
+        self._group.share([weights[spec.start : spec.stop] for spec in slices], self.owners)
         self._replica.round.follow(self._replica.own)

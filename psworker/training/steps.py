@@ -127,6 +127,8 @@ class Steps:
         if plan.inner:
             table.local_step.make(skips=skips)
         table.finish_step(table.progress.samples)
+        table.local_step.begin()
+        table.show_weights()
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.
         if table.means is not None:

@@ -23,7 +23,7 @@ from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.accounts.trace import local_update
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.membership.session import Session
-from psworker.group.local_group import LocalGroup
+from psworker.group.worker_group import WorkerGroup
 from psworker.model.sharded import find_routes, make_flat
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
@@ -137,8 +137,8 @@ class TrainingTable:
         return self.exchange.session
 
     @property
-    def group(self) -> LocalGroup | None:
-        """The processes that are this worker; None: this process alone is."""
+    def group(self) -> WorkerGroup:
+        """The processes that are this worker."""
         return self.exchange.session.group
 
     @property
@@ -258,9 +258,7 @@ class TrainingTable:
         continue_at(self.replica, step, self.progress.samples)
 
     def finish_step(self, samples: float) -> None:
-        """Ends a step: local updates and pulls, and the waits of the mode.
-
-        In a group each process ends it for its own slices; `Parts.gather` follows.
+        """Ends a step in the slices of this process: pulls, and the waits of the mode.
 
         Args:
             samples: Weight of the step in the mean of a round.
@@ -268,9 +266,6 @@ class TrainingTable:
         if self.replica.plan().push in OF_ROUNDS:
             self.exchange.flush()  # The moves overwrite those of the last round.
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
-        if self.group is None:
-            self.local_step.begin()
-            self.show_weights()
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
@@ -321,7 +316,7 @@ class TrainingTable:
         self.settle()
         if rule.alike:
             self.local_step.share_state()
-        self.parts.meet()
+        self.group.barrier()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
         self._renew_local_step()

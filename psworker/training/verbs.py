@@ -23,6 +23,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.membership.session import Session
+from psworker.group.worker_group import WorkerGroup
 from psworker.job import context
 from psworker.job.environment import Environment
 from psworker.job.grouping import Choice
@@ -76,25 +77,21 @@ class NamedTensor:
         )
         self.layout = self.exchange.layout
         self.rank = session.rank
-        self.group = None if alone else session.group
+        self.group = WorkerGroup() if alone else session.group
         self.round, self.has_pushed = 0, False
         self._incarnation = session.incarnation
-        self._pushes = session.is_leader or alone
+        self._pushes = self.group.is_leader
         if self._pushes:
             zeros = np.zeros(self.layout.numel, dtype=np.float32)
             for part in self.layout.slices:
                 self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
             self.exchange.flush()
-        if self.group is not None:
-            self.group.barrier()
+        self.group.barrier()
         pull_buffers = self._fetch(torch.zeros(self.layout.numel))
         # A worker that joins later, or comes back, begins with the newest round of all slices
         # (`Replica.begin`).
-        self.round = max(
-            max(pull_buffer.clock, pull_buffer.version) for pull_buffer in pull_buffers
-        )
-        if self.group is not None:
-            self.round = int(max(given for (given,) in self.group.gather([self.round])))
+        newest = max(max(pull_buffer.clock, pull_buffer.version) for pull_buffer in pull_buffers)
+        self.round = int(self.group.largest(newest))
         is_uneven = any(
             (one.clock, one.version) != (self.round, self.round) for one in pull_buffers
         )
@@ -117,9 +114,8 @@ class NamedTensor:
         values = self.lanes.widen(tensor)
         if weight != 1.0:
             values = values * weight if weight else self.lanes.none()
-        if self.group is not None:
-            weight = self.group.sum([weight])[0]
-            values = self.group.sum_on_host(values)
+        weight = self.group.sum([weight])[0]
+        values = self.group.sum_on_host(values)
         flat = torch.zeros(self.layout.numel)
         numbers, weights = self._parts(flat)
         self.lanes.write(values, self.rank % self.lanes.rows, numbers)
@@ -255,7 +251,7 @@ def live_ranks() -> list[int]:
     workers may get different answers.
     """
     session = context.place()
-    size = 1 if session.group is None else session.group.size
+    size = session.group.size
     return [size * worker + local for worker in session.live() for local in range(size)]
 
 

@@ -50,8 +50,7 @@ class SharedGrads:
 
     def _allocate(self) -> Segment | None:
         # A shard knows one memory of a worker, and the processes of a group have one each.
-        is_alone = self._session.group is None
-        links = self._session.links
+        is_alone, links = self._session.group.is_alone, self._session.links
         if not (is_alone and any(link.transport.shares_memory for link in links)):
             return None
         nbytes = 4 * self._layout.numel

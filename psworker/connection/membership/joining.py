@@ -1,4 +1,9 @@
-"""Joins the shards of a job, as this process joins first and as it returns later."""
+"""Joins the shards of a job, as this process joins first and as it returns later.
+
+Several processes can be one worker: the leader of the group joins, and the others take its rank and
+incarnation. Each opens connections of its own for its slices. So a shard knows one worker per
+group: it counts one push per slice and step, from whichever connection it comes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pscore.errors import (
     NotOverError,
@@ -23,6 +29,7 @@ from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.membership.places import PlaceWait
 from psworker.connection.shard_link import Link
+from psworker.group.worker_group import WorkerGroup
 
 log = logging.getLogger("paceline")
 LEAVE_TIMEOUT_S = 3.0
@@ -98,26 +105,33 @@ class Known:
 
 
 class Joining:
-    """Joins a member to every shard, or to none.
+    """Joins a member to every shard, or to none; all processes of its group make each call.
 
     Attributes:
         known: State of the job that the shards reported.
     """
 
     def __init__(
-        self, member: JobMember, links: Sequence[Link], patience_s: float, data_plane: str
+        self,
+        member: JobMember,
+        links: Sequence[Link],
+        group: WorkerGroup,
+        patience_s: float,
+        data_plane: str,
     ) -> None:
         """Sends nothing yet.
 
         Args:
-            member: This process; its rank and lease are set by a join.
+            member: This worker; its rank and lease are set by a join.
             links: One per shard, in the order of the shards.
+            group: The processes that are this worker.
             patience_s: Seconds to wait for a rank that another process still holds.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
         """
         self.known = Known()
         self._member = member
         self._links = links
+        self._group = group
         self._patience_s = patience_s
         self._data_plane = data_plane
 
@@ -127,29 +141,19 @@ class Joining:
         Raises:
             ShardMapError: The links are not the shards of one cluster, in order.
             PacelineError: A shard refuses this worker, or does not answer.
+            GroupError: A process of the group has ended.
         """
-        check_shards(self._links)
-        if self._member.rank < 0 and self._member.min_workers:
-            self._join_at_any_rank(returns=False)
-        else:
-            self._member.renew()
-            self._join_all(returns=False)
+        self._adopt(self._group.led(self._join_first))
 
     def rejoin(self) -> None:
         """Joins as a new incarnation; in an elastic job another rank will do.
 
         Raises:
             PacelineError: Another process holds the rank, or a shard does not answer.
+            GroupError: A process of the group has ended.
         """
-        member = self._member
-        member.renew()
-        try:
-            self._join_all(returns=True)
-        except RankTakenError as problem:
-            if not member.min_workers:
-                raise
-            log.warning("worker %d takes another rank: %s", member.rank, problem)
-            self._join_at_any_rank(returns=True)
+        self._group.watch.check()
+        self._adopt(self._group.led(self._join_again))
 
     def leave(self, link: Link, reason: str, *, failed: bool) -> None:
         """Leaves the job at one shard, if it answers."""
@@ -167,6 +171,50 @@ class Joining:
             log.info("could not leave the job at %s: %s", link.address, error)
 
     # ----- inside
+
+    def _join_first(self) -> dict[str, Any]:
+        check_shards(self._links)
+        if self._member.rank < 0 and self._member.min_workers:
+            self._join_at_any_rank(returns=False)
+        else:
+            self._member.renew()
+            self._join_all(returns=False)
+        return self._identity()
+
+    def _join_again(self) -> dict[str, Any]:
+        member = self._member
+        member.renew()
+        try:
+            self._join_all(returns=True)
+        except RankTakenError as problem:
+            if not member.min_workers:
+                raise
+            log.warning("worker %d takes another rank: %s", member.rank, problem)
+            self._join_at_any_rank(returns=True)
+        return self._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        """Returns the identity of this worker at the shards."""
+        return {
+            "rank": self._member.rank,
+            "incarnation": self._member.incarnation,
+            "lease_s": self._member.lease_s,
+            "progress": self.known.progress,
+            "life": self.known.life,
+            "instances": [link.instance for link in self._links],
+        }
+
+    def _adopt(self, identity: dict[str, Any]) -> None:
+        """Copies the leader's identity, and connects to the shards' data planes."""
+        if self._group.is_leader:
+            return
+        member = self._member
+        member.rank, member.incarnation = identity["rank"], identity["incarnation"]
+        member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
+        self.known.life = identity["life"]
+        for link, instance in zip(self._links, identity["instances"], strict=True):
+            link.instance, link.joined_as = instance, (member.rank, member.incarnation)
+            link.open(self._data_plane)
 
     def _join_at_any_rank(self, *, returns: bool) -> None:
         """Joins at a rank that the first shard chooses.

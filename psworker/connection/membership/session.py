@@ -16,13 +16,12 @@ from pscore.table_spec import TableSpec
 from pscore.types import Origin
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.membership.barrier_wait import wait_at_barrier
-from psworker.connection.membership.group_joining import GroupJoining
 from psworker.connection.membership.heartbeats import Heartbeats
 from psworker.connection.membership.joining import JobMember, Joining
 from psworker.connection.membership.places import refuse_forked
 from psworker.connection.membership.tables import declare
 from psworker.connection.shard_link import Link
-from psworker.group.local_group import LocalGroup
+from psworker.group.worker_group import WorkerGroup
 
 log = logging.getLogger("paceline")
 _finished: dict[str, int] = {}  # By job: incarnation under which this process has finished last.
@@ -36,7 +35,7 @@ class Session:
         num_workers: Number of workers of the job; the maximum of an elastic one.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
-        group: The processes that are this worker; None: this process alone is.
+        group: The processes that are this worker.
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
         lease_s: Seconds without a message after which the shards declare this worker lost.
@@ -61,7 +60,7 @@ class Session:
         patience_s: float = 30.0,
         data_plane: str = "auto",
         credentials: Credentials = ANYONE,
-        group: LocalGroup | None = None,
+        group: WorkerGroup | None = None,
     ) -> None:
         """Joins every shard, and starts to renew the leases.
 
@@ -75,7 +74,7 @@ class Session:
             patience_s: Seconds without an answer that are an error.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
             credentials: Token and certificates for the connections.
-            group: The processes that are this worker.
+            group: The processes that are this worker; None: this process alone.
 
         Raises:
             ServerUnavailableError: An address does not answer.
@@ -90,14 +89,13 @@ class Session:
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
-        self.group = group
+        self.group = group or WorkerGroup()
         self.timeline: Timeline | None = None
         self.peer_host, self.peer_ports = "", range(1)
         self.pace = Pace()
         after = _finished.get(job, 0)
         self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
-        how = self._member, self.links, patience_s, data_plane
-        self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
+        self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
         self._heartbeats = Heartbeats(self._member, self.links, self.pace)
         self.left_out, self.reports = self._heartbeats.left_out, self._heartbeats.reports
         self.residual_senders = self._heartbeats.residual_senders
@@ -109,8 +107,7 @@ class Session:
             undo.pop_all()
         self.lease_s = self._member.lease_s
         self._heartbeats.start()
-        if group is not None:
-            group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
+        self.group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
 
     @property
     def rank(self) -> int:
@@ -125,17 +122,17 @@ class Session:
     @property
     def is_leader(self) -> bool:
         """Whether this process speaks for its worker: it is alone, or its group's first."""
-        return self.group is None or self.group.is_leader
+        return self.group.is_leader
 
     @property
     def process_rank(self) -> int:
         """0-based rank of this process among those of all workers."""
-        return self.rank if self.group is None else self.rank * self.group.size + self.group.rank
+        return self.rank * self.group.size + self.group.rank
 
     @property
     def num_processes(self) -> int:
         """Number of processes of all workers; the maximum of an elastic job."""
-        return self.num_workers * (1 if self.group is None else self.group.size)
+        return self.num_workers * self.group.size
 
     @property
     def waits(self) -> str:
@@ -180,7 +177,7 @@ class Session:
             try:
                 found = declare(self.links, request, self._joining.known.progress, again=again)
             except LOST as problem:
-                if self._has_tables or self.group is not None:
+                if self._has_tables or not self.group.is_alone:
                     raise  # There is more to bring back, or there are others to agree with.
                 log.warning("worker %d rejoins, before its first step: %s", self.rank, problem)
                 self.rejoin()
@@ -217,9 +214,7 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        if self.group is None:
-            return self._agree(name, value)
-        largest = max(given for (given,) in self.group.gather([value]))
+        largest = self.group.largest(value)
         return float(self.group.led(lambda: self._agree(name, largest)))
 
     def _agree(self, name: str, value: float) -> float:
@@ -268,8 +263,7 @@ class Session:
             PacelineError: This worker is no longer part of the job.
             ThreadError: It sends no more heartbeats.
         """
-        if self.group is not None:
-            self.group.watch.check()
+        self.group.watch.check()
         if (failure := self._heartbeats.broken or self._heartbeats.failure) is not None:
             raise failure
 
@@ -299,8 +293,7 @@ class Session:
         if self._has_left:
             return
         self._has_left = True
-        if self.group is not None:
-            self.group.watch.leave(reason, failed=failed)
+        self.group.watch.leave(reason, failed=failed)
         self._leave_shards(reason, failed=failed)
         if self._has_tables and not failed:
             _finished[self.job] = self.incarnation

@@ -29,7 +29,7 @@ def agree_at(session: Session, name: str, number: int, value: float) -> tuple[fl
         reply = wait_at_barrier(session.links[0], session.arrival(name, number, value))
         return [reply.value, reply.newest]
 
-    largest, newest = agree() if session.group is None else session.group.led(agree)
+    largest, newest = session.group.led(agree)
     return float(largest), int(newest)
 
 

@@ -171,13 +171,12 @@ def take_over(
 
 
 def _residuals(table: TrainingTable) -> dict[str, FloatArray]:
-    """Returns the worker's residuals; in a group, those of all its processes."""
-    residuals, group = table.exchange.compressor_state(), table.group
-    if group is None:
-        return residuals
-    none = np.zeros(table.layout.numel, dtype=np.float32)
+    """Returns the residuals of all processes that are this worker."""
+    residuals, numel = table.exchange.compressor_state(), table.layout.numel
     return {
-        name: group.sum_on_host(torch.from_numpy(residuals.get(name, none).copy())).numpy()
+        name: table.group.sum_on_host(
+            torch.from_numpy(residuals[name]) if name in residuals else torch.zeros(numel)
+        ).numpy()
         for name in table.exchange.spec.compressor.state_names
     }
 

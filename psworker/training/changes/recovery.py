@@ -125,7 +125,7 @@ class WorkerRecovery:
             PacelineError: This worker cannot rejoin, or the block raised the error.
         """
         if self.failure is not None:
-            if self._table.group is not None:  # All of its processes come back in `step`.
+            if not self._table.group.is_alone:  # All of its processes come back in `step`.
                 raise self.failure.problem
             self.come_back()
         try:
@@ -198,7 +198,7 @@ class WorkerRecovery:
         Raises:
             PacelineError: It is a group, whose processes would have to agree on that.
         """
-        if self._table.group is not None:
+        if not self._table.group.is_alone:
             raise problem
         log.warning(
             "worker %d rejoins, it was lost meanwhile: %s", self._table.session.rank, problem

@@ -147,10 +147,9 @@ def pass_by(table: TrainingTable, gradients: Gradients) -> None:
 
 
 def _name(table: TrainingTable) -> str:
-    """Returns the name of the tensor; each process of a group has its own."""
-    group = table.session.group
+    """Returns the name of the tensor; each process that has a part of the model has its own."""
     name = f"clip.{table.exchange.table}"
-    return name if group is None or not table.flat.is_sharded else f"{name}.{group.rank}"
+    return f"{name}.{table.session.group.rank}" if table.flat.is_sharded else name
 
 
 def _numbered(flat: torch.Tensor, number: int) -> torch.Tensor:

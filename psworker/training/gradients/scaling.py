@@ -61,17 +61,15 @@ def find_overflow(
     """
     unscale(optimizer, scaler)
     found = scaler._found_inf_per_device(optimizer).values()
-    own = max((value.item() for value in found), default=0.0)
-    group = table.session.group
-    if group is not None:  # Its processes make one gradient together.
-        own = max(given for (given,) in group.gather([own]))
+    group = table.session.group  # Its processes make one gradient together.
+    own = group.largest(max((value.item() for value in found), default=0.0))
     overflow = Overflow.OWN if own > 0.0 else Overflow.NONE
     if takes_all(table.rule):
         if not _is_alone(table.session):
             overflow = _agree(table, attempts, own)
         elif overflow is Overflow.OWN:
             overflow = Overflow.ALL
-    if group is not None or takes_all(table.rule):
+    if takes_all(table.rule) or not group.is_alone:
         for value in found:
             value.fill_(float(overflow is not Overflow.NONE))
     return overflow

@@ -143,7 +143,7 @@ def group_gradients(
         begin: Called before the first gradient of a step leaves during backward.
     """
     group = table.group
-    if group is None:
+    if not isinstance(group, LocalGroup):
         return None
     kind = ShardedGradients if table.flat.is_sharded else GroupGradients
     return kind(table, group, overlap, begin)

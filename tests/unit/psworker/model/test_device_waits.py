@@ -17,6 +17,7 @@ from pscore.rules import RULES
 from pscore.types import Push, TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceSide
+from psworker.group.worker_group import WorkerGroup
 from psworker.model.copies import Copies, CopyEnd
 from psworker.model.finite import first_not_finite
 from psworker.model.flat import FlatModel, describe
@@ -91,7 +92,7 @@ def test_clipping_copies_all_gradients_at_once_and_the_factor_once(waits: list[i
     table: Any = SimpleNamespace(
         rule=RULES["ssgd"](),
         flat=flat,
-        session=SimpleNamespace(num_processes=1, group=None),
+        session=SimpleNamespace(num_processes=1, group=WorkerGroup()),
         exchange=SimpleNamespace(table=0),
     )
     gradients: Any = SimpleNamespace(

@@ -13,6 +13,7 @@ from pscore.optimizers import from_torch
 from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
 from pscore.types import Role
+from psworker.group.worker_group import WorkerGroup
 from psworker.model.flat import FlatModel, describe
 from psworker.replica.ports import PullBuffer
 from psworker.training.local_steps.local_step import LocalStep
@@ -82,7 +83,7 @@ class FakeShards:
 class Alone:
     """The session of the only worker."""
 
-    group, rank, process_rank = None, 0, 0
+    group, rank, process_rank = WorkerGroup(), 0, 0
 
 
 class FakeTable(TrainingTable):
