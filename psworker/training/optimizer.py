@@ -35,9 +35,9 @@ from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.declaration import Declaration
 from psworker.training.figures import WorkerFigures
 from psworker.training.gradients import clipping, scaling
-from psworker.training.gradients.gradients import Gradients
+from psworker.training.gradients.group import GroupGradients
 from psworker.training.gradients.overlap import EarlyGradients
-from psworker.training.gradients.sharded import group_gradients
+from psworker.training.gradients.sharded import make_gradients
 from psworker.training.group_steps import GroupSteps
 from psworker.training.hints import Hints
 from psworker.training.local_steps.peer_step import require_peers, use_local_steps
@@ -45,7 +45,7 @@ from psworker.training.local_steps.worker_steps import choose_optimizer
 from psworker.training.progress import require_weight
 from psworker.training.state.buffers import Buffers
 from psworker.training.state.global_weights import global_weights
-from psworker.training.state.saved_state import SavedState
+from psworker.training.state.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
 from psworker.training.tracing import not_traced
@@ -55,7 +55,7 @@ TABLE = "model"
 _open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 
-class DistributedOptimizer(WorkerFigures, SavedState):
+class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     """A torch optimizer whose steps are made by parameter-server shards.
 
     It joins the job when it is made, and brings rank 0's weights into the model.
@@ -96,9 +96,7 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         ServerUnavailableError: No shard answers.
     """
 
-    _recovery: WorkerRecovery
-    _steps: Steps
-    _frozen: list[torch.nn.Parameter]  # Parameters of the groups that are not trained.
+    _is_global = False  # Whether the model holds the global weights: inside `global_weights`.
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
     def __init__(
@@ -140,21 +138,23 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
-        where = {"servers": servers, "job": job, "timeout_s": timeout_s, "local_group": local_group}
-        self._context = context.join(**where)  # type: ignore[arg-type]
+        self._context = context.join(
+            servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
+        )
         session = self._context.session
         _replace_others(parameters)
         name = growth.newest(self._context.table_name(TABLE), session.known_tables)
         spec = self._declaration.spec(name, self, rule, plugin, len(session.links))
         with growth.explained(name):
-            made = session, spec, parameters, plugin, early.has_views, model
-            table = TrainingTable(*made, samples=samples)
+            table = TrainingTable(
+                session, spec, parameters, plugin, early.has_views, model, samples=samples
+            )
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
         self._hints = Hints()
         self._buffers = Buffers(model, buffers, session)
-        _warn_of_buffers(self, rule)
-        _drive(self, table, early)
+        self._warn_of_buffers(rule)
+        self._drive(table, early)
         self._recovery.start(lambda: self._table.start(self.param_groups))
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)
@@ -270,10 +270,28 @@ class DistributedOptimizer(WorkerFigures, SavedState):
             ConfigError: It does not fit this job, or this is not between two steps.
             JobMismatchError: Another worker has named another mode.
         """
-        with self._recovery.guard():
+        former, recovery = self._table, self._recovery
+        with recovery.guard():
             if self._end or self._gradients.have_left:
                 raise ConfigError("call set_mode() after step(), and before training has ended")
-        _set_mode(self, parse_mode(mode))
+        rule = parse_mode(mode)
+        require_peers(former, rule)
+        self._warn_of_buffers(rule)
+        if not handover.moves(former.rule, rule):
+            with recovery.guard():
+                change_mode(former, rule)
+            return
+        # Others run the optimizer in the next mode, which takes another table.
+        is_raw = former.exchange.spec.pull_compressor.is_raw
+        plugin = choose_optimizer(self._inner, rule, "auto", is_raw=is_raw)
+        handover.require_possible(former, rule, plugin)
+        require_sizes(rule, former.session.num_workers, 0)
+        kept = growth.leave(former, recovery)
+        kept = handover.hand_over(
+            former, recovery, kept, self._inner, self.param_groups, rule, plugin
+        )
+        former.local_step.close()
+        self._replace_table(kept, rule, plugin)
 
     def close(self) -> None:
         """Ends training: the model keeps the global weights.
@@ -304,20 +322,125 @@ class DistributedOptimizer(WorkerFigures, SavedState):
         super().add_param_group(param_group)
         if hasattr(self, "_table"):  # The constructor of torch calls this too.
             try:
-                _grow(self)
+                self._grow()
             except (ConfigError, GradientError):
                 self.param_groups.pop()
                 raise
 
-    # ----- inside
+    # ----- states
 
-    def _set_hyper(self) -> bool:
-        """Sets the hyper-parameters of the next push; returns whether they have changed."""
-        return self._table.set_hyper(self.param_groups)
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the shards' optimizer state in torch's format, and this worker's own.
+
+        The usual keys hold what `torch.optim` keeps there, so that a plain optimizer can load it;
+        `paceline` holds the step, the mode and the residuals of error feedback. Inside
+        `global_weights` in the middle of a round, the step is that of the round's beginning, to
+        which the global weights belong (docs/training.md lists the modes that continue exactly).
+
+        Raises:
+            ConfigError: The model is sharded (FSDP2); the message names another way.
+            PacelineError: A shard refused something, or does not answer.
+        """
+        inner = self._inner.state_dict()["state"] if self._runs_inner else None
+        return torch_state(
+            self._table,
+            self._recovery,
+            self.param_groups,
+            super().state_dict(),
+            inner,
+            at_round=self._is_global,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the shards' optimizer state and the model's weights on all workers.
+
+        Every worker calls it, after it has loaded the model's weights; rank 0's go to the shards.
+
+        Args:
+            state_dict: From `state_dict` of a wrapper, or of a plain torch optimizer.
+
+        Raises:
+            ConfigError: The state is of another model or optimizer.
+            PacelineError: A shard refused something, or does not answer.
+        """
+        with self._recovery.guard():
+            loaded = read_state(self._table, self.param_groups, state_dict)
+            plain = {"state": {}, "param_groups": state_dict["param_groups"]}
+            super().load_state_dict(plain)
+            if self._runs_inner:
+                self._inner.load_state_dict({**plain, "state": state_dict["state"]})
+            self._inner.param_groups = self.param_groups
+            restore(self._table, loaded)
+
+    @property
+    def _runs_inner(self) -> bool:
+        """Whether this worker runs the wrapped optimizer."""
+        return bool(self._table.rule.outer_optimizer) or self._table.means is not None
+
+    # ----- tables
+
+    def _drive(self, table: TrainingTable, early: EarlyGradients) -> None:
+        """Makes the gradients, the recovery and the steps of a table."""
+        self._table = table
+        use_local_steps(table, self._inner)
+        gradients = make_gradients(table, early, lambda: table.set_hyper(self.param_groups))
+        self._gradients = gradients
+        self._recovery = WorkerRecovery(table, gradients, self._buffers, self._left_out)
+        make_steps = GroupSteps if isinstance(gradients, GroupGradients) else Steps
+        self._steps = make_steps(
+            self, self._inner, table, gradients, self._buffers, self._recovery, self._left_out
+        )
+        self._hints.follow(table, gradients)
+        trained_ids = {id(parameter) for parameter in table.flat.parameters}
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._frozen = [parameter for parameter in given if id(parameter) not in trained_ids]
+        session = table.session
+        if takes_all(table.rule) and not session.min_workers and session.is_leader:
+            session.left_out[table.exchange.table] = self._left_out
 
     def _grow_if_thawed(self) -> None:
         if growth.is_thawed(self._frozen):
-            _grow(self)
+            self._grow()
+
+    def _grow(self) -> None:
+        """Continues with another table, of all parameters that are to be trained now."""
+        self._require_open("add_param_group")
+        growth.require_possible(self._table, self._gradients)
+        kept = growth.leave(self._table, self._recovery)
+        self._replace_table(kept, self.rule, self._table.optimizer)
+
+    def _replace_table(self, kept: growth.Kept, rule: Rule, plugin: Optimizer) -> None:
+        """Continues with the table that follows the present one, which all workers have left.
+
+        Args:
+            kept: The state that the next table takes over.
+            rule: Its mode.
+            plugin: The optimizer that the shards run.
+        """
+        former, gradients = self._table, self._gradients
+        names, parameters, _ = trained(self, self._declaration.named)
+        has_views = gradients.overlap.has_views
+        early = EarlyGradients(gradients.overlap.is_wanted, names, has_views=has_views)
+        gradients.unwatch()
+        former.session.left_out.pop(former.exchange.table, None)
+        name, num_shards = growth.next_name(former.name), len(former.session.links)
+        spec = self._declaration.spec(name, self, rule, plugin, num_shards)
+        table = TrainingTable(
+            former.session, spec, parameters, plugin, has_views, samples=self.samples
+        )
+        self._inner.param_groups = self.param_groups
+        self._drive(table, early)
+        with self._recovery.guard():
+            growth.take_over(former, table, kept, self.param_groups)
+        self._gradients.watch(self._recovery.hook)
+
+    # ----- inside
+
+    def _warn_of_buffers(self, rule: Rule) -> None:
+        """Logs, on one process, why evaluation may be wrong in a mode, because of buffers."""
+        caution = self._buffers.caution(rule)
+        if caution and self._context.session.process_rank == 0:
+            log.warning("%s", caution)
 
     def _require_open(self, name: str) -> None:
         if self._end:
@@ -363,104 +486,6 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
     optimizer._grow_if_thawed()
     table, gradients = optimizer._table, optimizer._gradients
     return clipping.clip(table, gradients, optimizer._recovery, max_norm)
-
-
-def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: EarlyGradients) -> None:
-    """Makes the gradients, the recovery and the steps of a table."""
-    wrapper._table = table
-    use_local_steps(table, wrapper._inner)
-    shared = group_gradients(table, early, wrapper._set_hyper)
-    wrapper._gradients = shared or Gradients(table, early, wrapper._set_hyper)
-    wrapper._recovery = WorkerRecovery(
-        table, wrapper._gradients, wrapper._buffers, wrapper._left_out
-    )
-    parts = table, wrapper._gradients, wrapper._buffers, wrapper._recovery, wrapper._left_out
-    made = wrapper, wrapper._inner, *parts
-    wrapper._steps = Steps(*made) if shared is None else GroupSteps(shared, *made)
-    wrapper._hints.follow(table, wrapper._gradients)
-    wrapper._frozen = _frozen(wrapper.param_groups, table.flat.parameters)
-    session = table.session
-    if takes_all(table.rule) and not session.min_workers and session.is_leader:
-        session.left_out[table.exchange.table] = wrapper._left_out
-
-
-def _grow(wrapper: DistributedOptimizer) -> None:
-    """Continues with another table, of all parameters that are to be trained now."""
-    wrapper._require_open("add_param_group")
-    growth.require_possible(wrapper._table, wrapper._gradients)
-    kept = growth.leave(wrapper._table, wrapper._recovery)
-    _replace_table(wrapper, kept, wrapper.rule, wrapper._table.optimizer)
-
-
-def _set_mode(wrapper: DistributedOptimizer, rule: Rule) -> None:
-    """Continues in another mode; with another table where others run the optimizer in it."""
-    former, inner = wrapper._table, wrapper._inner
-    require_peers(former, rule)
-    _warn_of_buffers(wrapper, rule)
-    if not handover.moves(former.rule, rule):
-        with wrapper._recovery.guard():
-            change_mode(former, rule)
-        return
-    is_raw = former.exchange.spec.pull_compressor.is_raw
-    plugin = choose_optimizer(inner, rule, "auto", is_raw=is_raw)
-    handover.require_possible(former, rule, plugin)
-    require_sizes(rule, former.session.num_workers, 0)
-    kept = growth.leave(former, wrapper._recovery)
-    groups = wrapper.param_groups
-    kept = handover.hand_over(former, wrapper._recovery, kept, inner, groups, rule, plugin)
-    former.local_step.close()
-    _replace_table(wrapper, kept, rule, plugin)
-
-
-def _warn_of_buffers(wrapper: DistributedOptimizer, rule: Rule) -> None:
-    """Logs, on one process, why evaluation may be wrong in a mode, because of buffers."""
-    caution = wrapper._buffers.caution(rule)
-    if caution and wrapper._context.session.process_rank == 0:
-        log.warning("%s", caution)
-
-
-def _replace_table(
-    wrapper: DistributedOptimizer, kept: growth.Kept, rule: Rule, plugin: Optimizer
-) -> None:
-    """Continues with the table that follows the present one, which all workers have left.
-
-    Args:
-        wrapper: The wrapper.
-        kept: The state that the next table takes over.
-        rule: Its mode.
-        plugin: The optimizer that the shards run.
-    """
-    former, gradients = wrapper._table, wrapper._gradients
-    names, parameters, _ = trained(wrapper, wrapper._declaration.named)
-    early = EarlyGradients(
-        gradients.overlap.is_wanted, names, has_views=gradients.overlap.has_views
-    )
-    gradients.unwatch()
-    former.session.left_out.pop(former.exchange.table, None)
-    name, num_shards = growth.next_name(former.name), len(former.session.links)
-    spec = wrapper._declaration.spec(name, wrapper, rule, plugin, num_shards)
-    table = TrainingTable(
-        former.session,
-        spec,
-        parameters,
-        plugin,
-        early.has_views,
-        samples=wrapper.samples,
-    )
-    wrapper._inner.param_groups = wrapper.param_groups
-    _drive(wrapper, table, early)
-    with wrapper._recovery.guard():
-        growth.take_over(former, table, kept, wrapper.param_groups)
-    wrapper._gradients.watch(wrapper._recovery.hook)
-
-
-def _frozen(
-    groups: Sequence[dict[str, Any]], parameters: Sequence[torch.nn.Parameter]
-) -> list[torch.nn.Parameter]:
-    """Returns the parameters of the groups that are not trained."""
-    ours = {id(parameter) for parameter in parameters}
-    given = [parameter for group in groups for parameter in group["params"]]
-    return [parameter for parameter in given if id(parameter) not in ours]
 
 
 def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from pscore.errors import LOST
+from pscore.errors import LOST, GradientError
 from pscore.types import Role
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.connection.accounts.trace import RoundSpans, local_update
@@ -57,14 +57,13 @@ class Steps:
         table, recovery = self._table, self._recovery
         timeline, number = table.session.timeline, table.replica.step
         begin_ns = 0 if timeline is None else timeline.now_ns()
+        refused = False
         with recovery.recovers():
-            if recovery.failure is None:
-                try:
-                    self._make_step(grad_scaler, skips=skips)
-                except LOST as problem:
+            try:
+                refused = self._make_step(grad_scaler, skips=skips)
+            except LOST as problem:
+                if recovery.failure is None:
                     recovery.note(problem, number)
-            elif grad_scaler is not None:
-                scaling.unscale(self._wrapper, grad_scaler)
             if recovery.failure is None:
                 table.exchange.missed.end_step()
                 table.progress.locate(number)
@@ -77,6 +76,8 @@ class Steps:
                 recovery.come_back()
                 self._left_out.given_up()
             table.exchange.payloads.raise_refused()
+            if refused:
+                raise GradientError("another process of this worker's group refused its gradient")
             self._gradients.check_before()
         table.session.pace.round_steps = table.replica.round_steps or 0
         table.session.pace.end_step()
@@ -90,16 +91,29 @@ class Steps:
         if self._rounds is not None and opened.role is not None:
             self._rounds.end_step(step, opened.num_inner_of)
 
-    def _make_step(self, grad_scaler: GradScaler | None, *, skips: bool) -> None:
-        """Checks gradients and weights, and makes a step, unless all workers leave it out."""
+    def _make_step(self, grad_scaler: GradScaler | None, *, skips: bool) -> bool:
+        """Makes a step, unless all workers leave it out, or this one has to rejoin first.
+
+        Returns:
+            Whether another process of this worker has refused a gradient that was on a GPU.
+        """
+        if self._recovery.failure is not None:
+            if grad_scaler is not None:
+                scaling.unscale(self._wrapper, grad_scaler)
+            return False
+        self._check()
+        overflow = Overflow.NONE if grad_scaler is None else self._find_overflow(grad_scaler)
+        if overflow is not Overflow.ALL:
+            self._finish_step(skips=skips or overflow is Overflow.OWN)
+        return False
+
+    def _check(self) -> None:
+        """Checks what can be wrong before a step with gradients, weights and hyper-parameters."""
         if self._table.set_hyper(self._wrapper.param_groups):
             self._gradients.overlap.changed("a learning rate or other hyper-parameter")
         self._gradients.check()
         self._table.flat.check_weights()
         warn_of_changes(self._table)
-        overflow = Overflow.NONE if grad_scaler is None else self._find_overflow(grad_scaler)
-        if overflow is not Overflow.ALL:
-            self._finish_step(skips=skips or overflow is Overflow.OWN)
 
     def _find_overflow(self, scaler: GradScaler) -> Overflow:
         """Unscales the gradients, and returns what is to be left out of the step."""
@@ -107,10 +121,17 @@ class Steps:
             scaling.refuse_early()
         return scaling.find_overflow(self._wrapper, scaler, self._table, self._gradients.attempts)
 
-    def _pass_by(self) -> None:
-        """Reports that this worker skips the step, in which others may agree on a scale or norm."""
-        scaling.pass_by(self._table, self._gradients.attempts)
-        clipping.pass_by(self._table, self._gradients)
+    def _push(self, *, skips: bool) -> None:
+        """Pushes the gradients that have not left during backward, or none of them.
+
+        A worker that skips the step reports it to those that may agree on a scale or a norm.
+        """
+        if skips:
+            scaling.pass_by(self._table, self._gradients.attempts)
+            clipping.pass_by(self._table, self._gradients)
+            self._gradients.push_none()
+        else:
+            self._gradients.push_rest()
 
     def _finish_step(self, *, skips: bool) -> None:
         """Sends the remaining gradients, and brings in the weights for the next step."""
@@ -119,11 +140,7 @@ class Steps:
         if skips and not self._table.rule.by_step:
             return  # No worker waits for this worker's gradient.
         if plan.push is Role.GRADIENT:
-            if skips:
-                self._pass_by()
-                self._gradients.push_none()
-            else:
-                self._gradients.push_rest()
+            self._push(skips=skips)
         if plan.inner:
             table.local_step.make(skips=skips)
         table.finish_step(table.progress.samples)

@@ -17,6 +17,7 @@ from psworker.group.local_group import LocalGroup
 from psworker.model.grad_views import dense
 from psworker.model.sharded import ShardedModel
 from psworker.training.gradients.agreement import together
+from psworker.training.gradients.gradients import Gradients
 from psworker.training.gradients.group import GroupGradients
 from psworker.training.gradients.overlap import EarlyGradients
 from psworker.training.table import TrainingTable
@@ -25,17 +26,7 @@ from psworker.training.table import TrainingTable
 class ShardedGradients(GroupGradients):
     """The gradients of one step of a sharded model, of which this process pushes its slices."""
 
-    def __init__(self, table: TrainingTable, group: LocalGroup, *parts: object) -> None:
-        """Starts before the first step.
-
-        Args:
-            table: The table that is trained.
-            group: The processes that are this worker.
-            parts: The further arguments of `GroupGradients`.
-        """
-        super().__init__(table, group, *parts)  # type: ignore[arg-type]
-        assert isinstance(table.flat, ShardedModel)
-        self._model = table.flat
+    _flat: ShardedModel
 
     def prepare(self, *, skips: bool) -> list[float]:
         """Checks this process's gradients, and waits until the flat ones may be written.
@@ -50,7 +41,7 @@ class ShardedGradients(GroupGradients):
             GradientError: A gradient holds NaN or Inf.
         """
         if not skips:
-            self._model.check_grads(self._replica.step)
+            self._flat.check_grads(self._replica.step)
         numbers = self._numbers()
         return [1.0, *[0.0] * (len(numbers) - 1)] if skips else numbers
 
@@ -79,8 +70,8 @@ class ShardedGradients(GroupGradients):
 
     def push_rest(self) -> None:
         """Brings the gradients to the processes that push them, and pushes own slices."""
-        self._average(self._model.plain())
-        self._model.gather_sharded()
+        self._average(self._flat.plain())
+        self._flat.gather_sharded()
         for index in self._replica.front_first():
             self._push(index)
 
@@ -93,9 +84,9 @@ class ShardedGradients(GroupGradients):
         """
         rows = together(self.group, self._numbers, self.num_numbers, lambda: False)
         self.agree(rows)
-        self._average(self._model.plain())
-        self._model.gather_sharded()
-        return self._model.grads
+        self._average(self._flat.plain())
+        self._flat.gather_sharded()
+        return self._flat.grads
 
     def _numbers(self) -> list[float]:
         """Waits until the flat gradients may be written; returns the numbers for `agree`."""
@@ -107,7 +98,7 @@ class ShardedGradients(GroupGradients):
 
     def average_all(self) -> None:
         """Replaces the gradients of parameters that are not sharded by the group's mean."""
-        self._average(self._model.plain())
+        self._average(self._flat.plain())
 
     def _average(self, indices: Sequence[int]) -> None:
         """Averages the gradients of some parameters over the processes that have one."""
@@ -132,10 +123,10 @@ class ShardedGradients(GroupGradients):
                 parameter.grad.copy_((part / self._weights[index]).view(parameter.shape))
 
 
-def group_gradients(
+def make_gradients(
     table: TrainingTable, overlap: EarlyGradients, begin: Callable[[], object]
-) -> GroupGradients | None:
-    """Returns the gradients of a process of a group; None: this process is the worker.
+) -> Gradients:
+    """Returns the gradients of this worker, or of this process of it.
 
     Args:
         table: The table that is trained.
@@ -144,6 +135,6 @@ def group_gradients(
     """
     group = table.group
     if not isinstance(group, LocalGroup):
-        return None
+        return Gradients(table, overlap, begin)
     kind = ShardedGradients if table.flat.is_sharded else GroupGradients
     return kind(table, group, overlap, begin)

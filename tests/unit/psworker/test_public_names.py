@@ -13,9 +13,6 @@ import psworker.training.modes  # A module does not take the place of a name.
 from psworker.training import figures, optimizer
 
 # Beside those of `torch.optim.Optimizer`.
-from psworker.training.state import saved_state
-
-# Beside those of `torch.optim.Optimizer`.
 OURS = {
     "clock",
     "close",
@@ -35,7 +32,6 @@ OURS = {
 PARTS = (
     (optimizer, "DistributedOptimizer"),
     (figures, "WorkerFigures"),
-    (saved_state, "SavedState"),
 )
 OF_TORCH = {"add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"}
 
