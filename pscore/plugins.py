@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from pscore.errors import ConfigError
+from pscore.registry import Registry
 
 T = TypeVar("T")
 WORDS = "words"  # In a field's metadata: words that may stand for its value.
@@ -21,23 +22,14 @@ BRIEF_BITS_MAX = 256  # Python refuses to print whole numbers of many digits.
 BRIEF_LENGTH_MAX = 200
 
 
-def make_plugin(
-    kind: str, registry: Mapping[str, type[T]], name: str, arguments: Mapping[str, Any]
-) -> T:
+def make_plugin(registry: Registry[T], name: str, arguments: Mapping[str, Any]) -> T:
     """Returns plug-in `name` of `registry` with `arguments`; those left out have their defaults.
-
-    Args:
-        kind: Its name in messages: "mode", "compression".
-        registry: The plug-ins there are, by name.
-        name: Which one.
-        arguments: Values for its fields.
 
     Raises:
         ConfigError: There is no such plug-in or field, or a value has another type.
     """
-    if name not in registry:
-        raise ConfigError(f"no {kind} {name!r}; there are {', '.join(sorted(registry))}")
-    known = {item.name: item for item in fields(registry[name])}  # type: ignore[arg-type]
+    kind, plugin = registry.kind, registry.require(name)
+    known = {item.name: item for item in fields(plugin)}  # type: ignore[arg-type]
     checked: dict[str, Any] = {}
     for key, value in arguments.items():
         if key not in known:
@@ -47,7 +39,7 @@ def make_plugin(
             checked[key] = value
         else:
             checked[key] = _checked(f"{name}.{key}", value, type(known[key].default))
-    return registry[name](**checked)
+    return plugin(**checked)
 
 
 def _checked(what: str, value: Any, wanted: type) -> Any:

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pscore.compressors import make_compressor
+from pscore.compressors import COMPRESSORS, make_compressor
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.estimate import require_for_pulls
+from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, fingerprint, first_difference, make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.rules import make_rule
+from pscore.registry import Registry
+from pscore.rules import RULES, make_rule
 from pscore.rules.base import Rule
 from pscore.types import Origin, TensorSpec
 
@@ -85,6 +87,7 @@ class TableSpec:
             compressor=plugin_to_proto(self.compressor),
             pull_compressor=plugin_to_proto(self.pull_compressor),
             optimizer=self.optimizer,
+            optimizer_release=OPTIMIZERS.release(self.optimizer),
             num_groups=self.num_groups,
             fingerprint=fingerprint(self.tensors, self.num_shards),
         )
@@ -94,13 +97,14 @@ class TableSpec:
         """Returns the declaration in a message.
 
         Raises:
-            ConfigError: A rule, compressor or argument does not exist, is not JSON, or the
-                compressor is not one for pulls.
+            ConfigError: A rule, compressor or argument does not exist, is not JSON, is of another
+                version than the sender's, or the compressor is not one for pulls.
         """
         pulls: Compressor = RAW
         if table.HasField("pull_compressor"):
-            pulls = make_compressor(*plugin_from_proto(table.pull_compressor))
+            pulls = compressor_from_proto(table.pull_compressor)
             require_for_pulls(pulls)
+        OPTIMIZERS.agree(table.optimizer, table.optimizer_release)
         return cls(
             name=table.name,
             tensors=tuple(
@@ -114,8 +118,8 @@ class TableSpec:
                 for t in table.tensors
             ),
             num_shards=table.num_shards,
-            rule=make_rule(*plugin_from_proto(table.rule)),
-            compressor=make_compressor(*plugin_from_proto(table.compressor)),
+            rule=rule_from_proto(table.rule),
+            compressor=compressor_from_proto(table.compressor),
             optimizer=table.optimizer,
             num_groups=table.num_groups,
             pull_compressor=pulls,
@@ -196,16 +200,32 @@ def _tensor_from_json(record: Mapping[str, Any]) -> TensorSpec:
 
 
 def plugin_to_proto(plugin: Rule | Compressor) -> pb.Plugin:
-    """Returns the name and arguments of a rule or compressor as a message."""
-    return pb.Plugin(name=plugin.name, arguments=json.dumps(plugin.arguments()))
+    """Returns name, arguments and release of a rule or compressor as a message."""
+    registry: Registry[Any] = RULES if isinstance(plugin, Rule) else COMPRESSORS
+    return pb.Plugin(
+        name=plugin.name,
+        arguments=json.dumps(plugin.arguments()),
+        release=registry.release(plugin.name),
+    )
 
 
-def plugin_from_proto(plugin: pb.Plugin) -> tuple[str, dict[str, Any]]:
-    """Returns the name and arguments in a message.
+def rule_from_proto(plugin: pb.Plugin) -> Rule:
+    """Returns the rule in a message.
 
     Raises:
-        ConfigError: The arguments are not a JSON object.
+        ConfigError: It or an argument does not exist, or the sender has another version of it.
     """
+    return make_rule(*_plugin_from_proto(RULES, plugin))
+
+
+def compressor_from_proto(plugin: pb.Plugin) -> Compressor:
+    """Returns the compressor in a message; raises as `rule_from_proto`."""
+    return make_compressor(*_plugin_from_proto(COMPRESSORS, plugin))
+
+
+def _plugin_from_proto(registry: Registry[Any], plugin: pb.Plugin) -> tuple[str, dict[str, Any]]:
+    """Returns the name and arguments in a message, if the sender has the plug-in that we have."""
+    registry.agree(plugin.name, plugin.release)
     try:
         arguments = json.loads(plugin.arguments or "{}")
     except (ValueError, RecursionError) as problem:

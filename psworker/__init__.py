@@ -16,107 +16,46 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-from pscore.errors import (
-    ConfigError,
-    GradientError,
-    JobMismatchError,
-    LimitError,
-    PacelineError,
-    RemoteProtocolError,
-    ReplacedError,
-    ServerUnavailableError,
-    StateLostError,
-    TransportError,
-    UnsupportedOptimizerError,
-)
-from psworker.training.script_errors import SHORT, print_short_errors
+import pscore.errors
+from pscore.errors import ConfigError as ConfigError
+from pscore.errors import GradientError as GradientError
+from pscore.errors import JobMismatchError as JobMismatchError
+from pscore.errors import LimitError as LimitError
+from pscore.errors import PacelineError as PacelineError
+from pscore.errors import RemoteProtocolError as RemoteProtocolError
+from pscore.errors import ReplacedError as ReplacedError
+from pscore.errors import ServerUnavailableError as ServerUnavailableError
+from pscore.errors import StateLostError as StateLostError
+from pscore.errors import TransportError as TransportError
+from pscore.errors import UnsupportedOptimizerError as UnsupportedOptimizerError
+from psworker.training.script_errors import SHORT
+from psworker.training.script_errors import print_short_errors as print_short_errors
 
 if TYPE_CHECKING:
-    from pscore.compressors.base import Compressor
-    from pscore.compressors.bf16 import BF16
-    from pscore.compressors.dgc import DGC
-    from pscore.compressors.fp16 import FP16
-    from pscore.compressors.int8 import Int8
-    from pscore.compressors.natural import Natural
-    from pscore.compressors.none import NoCompression
-    from pscore.compressors.one_bit import OneBit
-    from pscore.compressors.qsgd import QSGD
-    from pscore.compressors.randomk import RandomK
-    from pscore.compressors.sparseloco import SparseLoCo
-    from pscore.compressors.terngrad import TernGrad
-    from pscore.compressors.topk import TopK
-    from pscore.compressors.two_bit import TwoBit
-    from pscore.rules import (
-        ADPSGD,
-        ASGD,
-        CD,
-        DCASGD,
-        DPSGD,
-        OD,
-        RULES,
-        SGP,
-        SSD,
-        SSGD,
-        SSP,
-        AllReduce,
-        DelayedNesterov,
-        DiLoCo,
-        LocalSGD,
-        SlowMo,
-        Staleness,
-    )
-    from pscore.rules.base import Rule
-    from psworker.pipeline.run.pipeline import Pipeline
-    from psworker.training.modes import modes
-    from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
-    from psworker.training.verbs import (
-        barrier,
-        broadcast_parameters,
-        init,
-        live_ranks,
-        local_rank,
-        pull,
-        push,
-        push_pull,
-        rank,
-        shutdown,
-        size,
-    )
+    from pscore.compressors.base import Compressor as Compressor
+    from pscore.compressors.own import *  # noqa: F403
+    from pscore.rules import RULES as RULES
+    from pscore.rules.base import Rule as Rule
+    from pscore.rules.own import *  # noqa: F403
+    from psworker.pipeline.run.pipeline import Pipeline as Pipeline
+    from psworker.training.modes import modes as modes
+    from psworker.training.optimizer import DistributedOptimizer as DistributedOptimizer
+    from psworker.training.optimizer import clip_grad_norm_ as clip_grad_norm_
+    from psworker.training.verbs import barrier as barrier
+    from psworker.training.verbs import broadcast_parameters as broadcast_parameters
+    from psworker.training.verbs import init as init
+    from psworker.training.verbs import live_ranks as live_ranks
+    from psworker.training.verbs import local_rank as local_rank
+    from psworker.training.verbs import pull as pull
+    from psworker.training.verbs import push as push
+    from psworker.training.verbs import push_pull as push_pull
+    from psworker.training.verbs import rank as rank
+    from psworker.training.verbs import shutdown as shutdown
+    from psworker.training.verbs import size as size
 
 _FROM = {
     "pscore.compressors.base": ("Compressor",),
-    "pscore.compressors.bf16": ("BF16",),
-    "pscore.compressors.dgc": ("DGC",),
-    "pscore.compressors.fp16": ("FP16",),
-    "pscore.compressors.int8": ("Int8",),
-    "pscore.compressors.natural": ("Natural",),
-    "pscore.compressors.none": ("NoCompression",),
-    "pscore.compressors.one_bit": ("OneBit",),
-    "pscore.compressors.qsgd": ("QSGD",),
-    "pscore.compressors.randomk": ("RandomK",),
-    "pscore.compressors.sparseloco": ("SparseLoCo",),
-    "pscore.compressors.terngrad": ("TernGrad",),
-    "pscore.compressors.topk": ("TopK",),
-    "pscore.compressors.two_bit": ("TwoBit",),
-    "pscore.rules": (
-        "ADPSGD",
-        "ASGD",
-        "CD",
-        "DCASGD",
-        "DPSGD",
-        "OD",
-        "RULES",
-        "SGP",
-        "SSD",
-        "SSGD",
-        "SSP",
-        "AllReduce",
-        "DelayedNesterov",
-        "DiLoCo",
-        "LocalSGD",
-        "SlowMo",
-        "Staleness",
-    ),
+    "pscore.rules": ("RULES",),
     "pscore.rules.base": ("Rule",),
     "psworker.pipeline.run.pipeline": ("Pipeline",),
     "psworker.training.modes": ("modes",),
@@ -139,85 +78,39 @@ _FROM = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
+_PLUGINS = ("pscore.compressors.own", "pscore.rules.own")  # Each class of these is a name too.
 
-__all__ = [
-    "ADPSGD",
-    "AllReduce",
-    "ASGD",
-    "barrier",
-    "BF16",
-    "broadcast_parameters",
-    "CD",
-    "clip_grad_norm_",
-    "Compressor",
-    "ConfigError",
-    "DCASGD",
-    "DelayedNesterov",
-    "DGC",
-    "DiLoCo",
-    "DistributedOptimizer",
-    "DPSGD",
-    "FP16",
-    "GradientError",
-    "init",
-    "Int8",
-    "JobMismatchError",
-    "LimitError",
-    "live_ranks",
-    "local_rank",
-    "LocalSGD",
-    "modes",
-    "Natural",
-    "NoCompression",
-    "OD",
-    "OneBit",
-    "PacelineError",
-    "Pipeline",
-    "print_short_errors",
-    "pull",
-    "push",
-    "push_pull",
-    "QSGD",
-    "RandomK",
-    "rank",
-    "RemoteProtocolError",
-    "ReplacedError",
-    "Rule",
-    "RULES",
-    "ServerUnavailableError",
-    "SGP",
-    "shutdown",
-    "size",
-    "SlowMo",
-    "SparseLoCo",
-    "SSD",
-    "SSGD",
-    "SSP",
-    "Staleness",
-    "StateLostError",
-    "TernGrad",
-    "TopK",
-    "TransportError",
-    "TwoBit",
-    "UnsupportedOptimizerError",
-]
+
+def _plugins() -> dict[str, object]:
+    """Returns the classes of Paceline's own compressors and rules, imported now."""
+    modules = [importlib.import_module(name) for name in _PLUGINS]
+    items = [item for module in modules for item in vars(module).items()]
+    return {name: value for name, value in items if isinstance(value, type)}
+
+
+def __dir__() -> list[str]:
+    errors = [name for name in vars(pscore.errors) if name in globals() and name[0].isupper()]
+    return sorted({*errors, *_MODULE_OF, *_plugins(), "print_short_errors"}, key=str.casefold)
+
 
 if not TYPE_CHECKING:  # A type checker knows each name by its import above.
 
     def __getattr__(name: str) -> object:
-        """Returns a name of this package, imported now.
+        """Returns a name of this package, imported now; `__all__` has all of them.
 
         Raises:
             AttributeError: There is no such name.
         """
-        if name not in _MODULE_OF:
+        if name in _MODULE_OF:
+            found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        elif name == "__all__":
+            found = __dir__()
+        elif name.startswith("_") or name not in _plugins():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        else:
+            found = _plugins()[name]
+        globals()[name] = found
         return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
 
 
 if os.environ.get(SHORT):  # `psworker run` sets it for its workers.

@@ -1,46 +1,19 @@
-"""Compressors by name. A new one is one file here and one line in `COMPRESSORS`."""
+"""Compressors by name. A new one is one file here and one line in `own.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pscore.compressors.base import Compressor
-from pscore.compressors.bf16 import BF16
-from pscore.compressors.dgc import DGC
-from pscore.compressors.fp16 import FP16
-from pscore.compressors.int8 import Int8
-from pscore.compressors.natural import Natural
-from pscore.compressors.none import NoCompression
-from pscore.compressors.one_bit import OneBit
-from pscore.compressors.qsgd import QSGD
-from pscore.compressors.randomk import RandomK
-from pscore.compressors.sparseloco import SparseLoCo
-from pscore.compressors.terngrad import TernGrad
-from pscore.compressors.topk import TopK
-from pscore.compressors.two_bit import TwoBit
+from pscore.compressors import own
+from pscore.compressors.base import Compressor as Compressor
+from pscore.compressors.own import *  # noqa: F403
 from pscore.plugins import make_plugin, parse_plugin
+from pscore.registry import Registry, classes_of
 
-COMPRESSORS: dict[str, type[Compressor]] = {
-    compressor.name: compressor
-    for compressor in (
-        NoCompression,
-        FP16,
-        BF16,
-        Int8,
-        TwoBit,
-        OneBit,
-        QSGD,
-        TernGrad,
-        TopK,
-        RandomK,
-        DGC,
-        Natural,
-        SparseLoCo,
-    )
-}
-
-__all__ = ["COMPRESSORS", "Compressor", "make_compressor", "parse_compressor"]
+COMPRESSORS: Registry[Compressor] = Registry(
+    "compression", "paceline.compressors", Compressor, classes_of(own, Compressor)
+)
 
 
 def make_compressor(name: str, arguments: Mapping[str, Any]) -> Compressor:
@@ -49,7 +22,7 @@ def make_compressor(name: str, arguments: Mapping[str, Any]) -> Compressor:
     Raises:
         ConfigError: No compressor has this name, or it has no such argument.
     """
-    return make_plugin("compression", COMPRESSORS, name, arguments)
+    return make_plugin(COMPRESSORS, name, arguments)
 
 
 def parse_compressor(text: str | Compressor) -> Compressor:

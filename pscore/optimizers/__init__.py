@@ -1,6 +1,6 @@
 """Server optimizers by name, and the counterparts of torch optimizers, without importing torch.
 
-A new one is one file here and one line in `OPTIMIZERS`.
+A new one is one file here and one line in `own.py`.
 """
 
 from __future__ import annotations
@@ -12,44 +12,15 @@ from typing import Any
 import numpy as np
 
 from pscore.errors import ConfigError, UnsupportedOptimizerError
-from pscore.optimizers.adagrad import Adagrad
-from pscore.optimizers.adam import Adam
-from pscore.optimizers.adamw import AdamW
-from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
-from pscore.optimizers.assign import Assign
-from pscore.optimizers.assign_sum import AssignSum
-from pscore.optimizers.base import Optimizer, SliceStep
-from pscore.optimizers.delayed_nesterov import DelayedNesterov
-from pscore.optimizers.mean import Mean
-from pscore.optimizers.nadam import NAdam
-from pscore.optimizers.radam import RAdam
-from pscore.optimizers.rmsprop import CenteredRMSprop, RMSprop
-from pscore.optimizers.sgd import SGD
-from pscore.optimizers.slowmo import SlowMo
+from pscore.optimizers import own
+from pscore.optimizers.base import Optimizer as Optimizer
+from pscore.optimizers.base import SliceStep
+from pscore.registry import Registry, classes_of
 from pscore.types import HyperArray, SegmentTable
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    optimizer.name: optimizer
-    for optimizer in (
-        SGD,
-        Adam,
-        AdamW,
-        AMSGrad,
-        AMSGradW,
-        Adagrad,
-        RMSprop,
-        CenteredRMSprop,
-        NAdam,
-        RAdam,
-        Assign,
-        AssignSum,
-        Mean,
-        SlowMo,
-        DelayedNesterov,
-    )
-}
-
-__all__ = ["OPTIMIZERS", "Optimizer", "from_torch", "hyper_rows", "warm_up"]
+OPTIMIZERS: Registry[Optimizer] = Registry(
+    "optimizer", "paceline.optimizers", Optimizer, classes_of(own, Optimizer)
+)
 
 # Arguments that only affect torch's implementation, or that `hyper_from_torch` checks.
 _KNOWN = {
@@ -87,7 +58,7 @@ def from_torch(optimizer: Any) -> tuple[Optimizer, HyperArray]:
     """
     groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
     counterpart = _counterpart(type(optimizer), groups)
-    _refuse_unknown_arguments(optimizer, groups)
+    _refuse_unknown_arguments(counterpart, optimizer, groups)
     return counterpart, hyper_rows(counterpart, groups)
 
 
@@ -133,24 +104,34 @@ def warm_up(optimizer: Optimizer) -> None:
 
 
 def _counterpart(found: type[Any], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """Returns the optimizer that implements a torch class with the flags that all groups set."""
-    plugins = [plugin for plugin in OPTIMIZERS.values() if found.__name__ in plugin.torch_classes]
-    if not found.__module__.startswith("torch.optim.") or not plugins:
+    """Returns the optimizer that implements a class with the flags that all groups set."""
+    is_torch = found.__module__.startswith("torch.optim.")
+    name = found.__name__ if is_torch else f"{found.__module__}.{found.__qualname__}"
+    plugins = _implementing(name, OPTIMIZERS.own) or _implementing(name, OPTIMIZERS)
+    if not plugins:
         names = {name for plugin in OPTIMIZERS.values() for name in plugin.torch_classes}
-        supported = ", ".join(f"torch.optim.{name}" for name in sorted(names))
+        dotted = sorted(name if "." in name else f"torch.optim.{name}" for name in names)
         raise UnsupportedOptimizerError(
-            f"optimizer is {found.__module__}.{found.__qualname__}, must be one of {supported}"
+            f"optimizer is {found.__module__}.{found.__qualname__}, must be one of "
+            f"{', '.join(dotted)}"
         )
-    by_flags = {plugin.torch_classes[found.__name__]: plugin for plugin in plugins}
+    by_flags = {plugin.torch_classes[name]: plugin for plugin in plugins}
     known = frozenset[str]().union(*by_flags)
     flags = frozenset(flag for flag in known if all(group.get(flag) for group in groups))
     return by_flags[flags]()
 
 
-def _refuse_unknown_arguments(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+def _implementing(name: str, registered: Mapping[str, type[Optimizer]]) -> list[type[Optimizer]]:
+    return [plugin for plugin in registered.values() if name in plugin.torch_classes]
+
+
+def _refuse_unknown_arguments(
+    counterpart: Optimizer, optimizer: Any, groups: Sequence[Mapping[str, Any]]
+) -> None:
     # Only what torch itself reads: schedulers and users keep keys of their own in the groups.
     parameters = inspect.signature(type(optimizer).__init__).parameters
-    for argument in optimizer.defaults.keys() - _KNOWN:
+    supported = _KNOWN.union(counterpart.hyper_names)
+    for argument in optimizer.defaults.keys() - supported:
         default = parameters[argument].default if argument in parameters else None
         for group in groups:
             if group.get(argument, default) != default:

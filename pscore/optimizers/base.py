@@ -120,8 +120,9 @@ class Optimizer(ABC):
 
     Attributes:
         name: Its name in `OPTIMIZERS` and on the wire.
-        torch_classes: Names of the `torch.optim` classes that it implements, each with the flags
-            that are then set in every group, of those by which optimizers of the class differ.
+        torch_classes: Names of the `torch.optim` classes that it implements, of other classes with
+            their module (`lion_pytorch.lion_pytorch.Lion`), each with the flags that are then set
+            in every group, of those by which optimizers of the class differ.
         hyper_names: Columns of the hyper-parameters. The first is always `lr`.
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
         scalar_names: Those of them that torch keeps as one number for each parameter.

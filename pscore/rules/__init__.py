@@ -1,4 +1,4 @@
-"""Update rules by name. A new rule is one file here and one line in `RULES`."""
+"""Update rules by name. A new rule is one file here and one line in `own.py`."""
 
 from __future__ import annotations
 
@@ -8,58 +8,15 @@ from typing import Any
 from pscore.errors import UnsupportedOptimizerError
 from pscore.optimizers import Optimizer, from_torch
 from pscore.plugins import make_plugin, parse_plugin
-from pscore.rules.adpsgd import ADPSGD
-from pscore.rules.allreduce import AllReduce
-from pscore.rules.asgd import ASGD
-from pscore.rules.base import Memory, Plan, Rule, SliceClocks
-from pscore.rules.cd import CD
-from pscore.rules.dcasgd import DCASGD
-from pscore.rules.delayed_nesterov import DelayedNesterov
-from pscore.rules.diloco import DiLoCo
-from pscore.rules.dpsgd import DPSGD
-from pscore.rules.local import LocalSGD
-from pscore.rules.od import OD
-from pscore.rules.sgp import SGP
-from pscore.rules.slowmo import SlowMo
-from pscore.rules.ssd import SSD
-from pscore.rules.ssgd import SSGD
-from pscore.rules.ssp import SSP
-from pscore.rules.staleness import Staleness
+from pscore.registry import Registry, classes_of
+from pscore.rules import own
+from pscore.rules.base import Memory as Memory
+from pscore.rules.base import Plan as Plan
+from pscore.rules.base import Rule as Rule
+from pscore.rules.base import SliceClocks as SliceClocks
+from pscore.rules.own import *  # noqa: F403
 
-RULES: dict[str, type[Rule]] = {
-    rule.name: rule
-    for rule in (
-        *(SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo),
-        *(DelayedNesterov, AllReduce, DPSGD, ADPSGD, SGP),
-    )
-}
-
-__all__ = [
-    "ADPSGD",
-    "ASGD",
-    "CD",
-    "DCASGD",
-    "DPSGD",
-    "OD",
-    "RULES",
-    "SGP",
-    "SSD",
-    "SSGD",
-    "SSP",
-    "AllReduce",
-    "DelayedNesterov",
-    "DiLoCo",
-    "LocalSGD",
-    "Memory",
-    "Plan",
-    "Rule",
-    "SliceClocks",
-    "SlowMo",
-    "Staleness",
-    "make_rule",
-    "make_server_optimizer",
-    "parse_mode",
-]
+RULES: Registry[Rule] = Registry("mode", "paceline.rules", Rule, classes_of(own, Rule))
 
 
 def make_rule(name: str, arguments: Mapping[str, Any]) -> Rule:
@@ -69,7 +26,7 @@ def make_rule(name: str, arguments: Mapping[str, Any]) -> Rule:
         ConfigError: No rule has this name, or the rule has no such argument; the right ones are
             listed.
     """
-    return make_plugin("mode", RULES, name, arguments)
+    return make_plugin(RULES, name, arguments)
 
 
 def parse_mode(text: str | Rule) -> Rule:

@@ -156,9 +156,6 @@ def make_table(
     Raises:
         ConfigError: The declaration is not one that a shard can serve.
     """
-    if spec.optimizer not in OPTIMIZERS:
-        listed = ", ".join(sorted(OPTIMIZERS))
-        raise ConfigError(f"no optimizer {spec.optimizer!r} on the shards; there are {listed}")
     if not 1 <= spec.num_groups <= GROUPS_MAX:
         raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
     if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
@@ -172,7 +169,7 @@ def make_table(
         index=index,
         spec=spec,
         layout=layout,
-        optimizer=OPTIMIZERS[spec.optimizer](),
+        optimizer=OPTIMIZERS.require(spec.optimizer)(),
         specs=specs,
         participants=participants,
         clocks={index: SliceClock(spec.rule, participants) for index in specs},

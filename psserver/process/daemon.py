@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 os.environ.setdefault(
     "GRPC_VERBOSITY", "NONE"
@@ -31,6 +32,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pscore.compressors import COMPRESSORS
 from pscore.errors import ConfigError, PacelineError
 from pscore.net import descriptors
 from pscore.net.credentials import read_credentials
@@ -38,7 +40,10 @@ from pscore.net.listener import Listener
 from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe import spans
 from pscore.observe.timeline import open_timeline
+from pscore.optimizers import OPTIMIZERS
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
+from pscore.registry import Registry
+from pscore.rules import RULES
 from pscore.text import join_address
 from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
@@ -544,6 +549,18 @@ def log_crash(
     os._exit(Exit.BUG)
 
 
+def import_plugins() -> None:
+    """Imports the plug-ins of other packages, so that no message leads to an import later."""
+    registries: tuple[Registry[Any], ...] = (RULES, COMPRESSORS, OPTIMIZERS)
+    for registry in registries:
+        for name, brought in registry.installed.items():
+            known = {"kind": registry.kind, "plugin": name, "package": brought.package}
+            if brought.problem:
+                log.error("a plug-in cannot be used", **known, reason=brought.problem)
+            else:
+                log.info("plug-in of another package", **known, digest=brought.digest)
+
+
 def main(text: str) -> None:
     """Runs the process of one shard; `text` is its plan."""
     plan = ShardPlan.from_json(text)
@@ -551,6 +568,7 @@ def main(text: str) -> None:
     setup.configure(plan.log_format, plan.log_level, stream, shard=plan.index)
     sys.excepthook = log_crash
     descriptors.raise_limit()
+    import_plugins()
     code = asyncio.run(serve(plan))
     with contextlib.suppress(OSError):  # The disk may be full.
         sys.stderr.flush()

@@ -23,8 +23,7 @@ from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.rules import make_rule
-from pscore.table_spec import TableSpec, plugin_from_proto
+from pscore.table_spec import TableSpec, rule_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from pscore.version import VERSION
@@ -251,7 +250,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Excludes a worker from open steps, records its return, or changes the mode."""
         job = self._heard(request)
         if request.HasField("rule"):
-            rule = make_rule(*plugin_from_proto(request.rule))
+            rule = rule_from_proto(request.rule)
             self._engine.change(job, request.table, request.worker, rule)
         elif request.returns:
             own = (request.incarnation, request.number)

@@ -12,6 +12,6 @@ from pscore.optimizers import OPTIMIZERS, warm_up
 torch.set_num_threads(1)  # A thread pool would not survive the fork.
 torch.optim.SGD([torch.zeros(1)], lr=0.1).zero_grad()  # Torch imports its compiler at the first.
 assert LOCAL_UPDATES
-assert psworker.__all__
+assert dir(psworker)
 for optimizer in OPTIMIZERS.values():
     warm_up(optimizer())

@@ -67,8 +67,12 @@ def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:
 
 def test_names_for_the_type_checker_exist_in_the_same_module() -> None:
     lazy = {(module, name) for module, names in psworker._FROM.items() for name in names}
-    assert set(imports_for_a_type_checker()) == lazy
-    assert {name for _, name in lazy} < set(psworker.__all__) <= set(dir(psworker))
+    every = {(module, "*") for module in psworker._PLUGINS}
+    assert set(imports_for_a_type_checker()) == lazy | every
+    assert {name for _, name in lazy} < set(dir(psworker))
+    taken: dict[str, object] = {}
+    exec("from psworker import *", taken)
+    assert taken.keys() - {"__builtins__"} == set(dir(psworker))
     for module, name in lazy:
         assert getattr(psworker, name) is getattr(sys.modules[module], name)
     with pytest.raises(AttributeError, match="'psworker' has no attribute 'nonesuch'"):

@@ -111,15 +111,17 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., group: _Optional[int] = ..., compress: bool = ...) -> None: ...
 
 class Plugin(_message.Message):
-    __slots__ = ("name", "arguments")
+    __slots__ = ("name", "arguments", "release")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     arguments: str
-    def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
+    release: str
+    def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ..., release: _Optional[str] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("name", "tensors", "num_shards", "rule", "compressor", "optimizer", "num_groups", "fingerprint", "pull_compressor")
+    __slots__ = ("name", "tensors", "num_shards", "rule", "compressor", "optimizer", "num_groups", "fingerprint", "pull_compressor", "optimizer_release")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,7 @@ class Table(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PULL_COMPRESSOR_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_RELEASE_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     num_shards: int
@@ -138,7 +141,8 @@ class Table(_message.Message):
     num_groups: int
     fingerprint: str
     pull_compressor: Plugin
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
+    optimizer_release: str
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table")

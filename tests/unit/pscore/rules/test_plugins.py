@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pscore.compressors import COMPRESSORS, make_compressor, parse_compressor
 from pscore.errors import ConfigError
 from pscore.plugins import make_plugin, parse_plugin
+from pscore.registry import Registry
 from pscore.rules import RULES, make_rule, parse_mode
 from pscore.rules.ssd import SSD
 
@@ -25,13 +26,15 @@ ALL = [(kind, name) for kind, registry in PLUGINS.items() for name in sorted(reg
 class Thing:
     """A plug-in with one field of each type."""
 
+    name: ClassVar[str] = "thing"
+
     count: int = 3
     ratio: float = 0.5
     word: str = "plain"
     flag: bool = False
 
 
-THINGS = {"thing": Thing}
+THINGS = Registry("thing", "paceline.things", Thing, [Thing])
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
@@ -87,7 +90,7 @@ def test_a_wrong_name_lists_the_right_ones(kind: str) -> None:
 def test_any_arguments_come_back_from_text(thing: Thing) -> None:
     fields = [f"{item.name}={getattr(thing, item.name)!r}" for item in dataclasses.fields(thing)]
     name, arguments = parse_plugin("thing", f"thing({', '.join(fields)})")
-    assert make_plugin("thing", THINGS, name, arguments) == thing
+    assert make_plugin(THINGS, name, arguments) == thing
 
 
 @pytest.mark.parametrize(
@@ -137,12 +140,12 @@ def test_an_argument_without_a_name_is_refused(text: str) -> None:
 )
 def test_a_value_of_another_type_is_refused(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_plugin("thing", THINGS, "thing", arguments)
+        make_plugin(THINGS, "thing", arguments)
     assert str(caught.value) == sentence
 
 
 def test_a_whole_number_is_a_float() -> None:
-    thing = make_plugin("thing", THINGS, "thing", {"ratio": 2})
+    thing = make_plugin(THINGS, "thing", {"ratio": 2})
     assert (thing.ratio, type(thing.ratio)) == (2.0, float)
 
 
@@ -150,13 +153,13 @@ def test_a_whole_number_is_a_float() -> None:
 def test_a_number_too_large_for_a_float_is_refused(sign: int) -> None:
     """It comes as JSON from anybody."""
     with pytest.raises(ConfigError, match=r"thing\.ratio is"):
-        make_plugin("thing", THINGS, "thing", {"ratio": sign * (1 << 2000)})
+        make_plugin(THINGS, "thing", {"ratio": sign * (1 << 2000)})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(ConfigError, match=r"thing\.ratio is"):
-        make_plugin("thing", THINGS, "thing", {"ratio": bad})
+        make_plugin(THINGS, "thing", {"ratio": bad})
 
 
 def test_an_argument_out_of_its_range_is_named() -> None:

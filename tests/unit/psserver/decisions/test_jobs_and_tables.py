@@ -257,7 +257,7 @@ def test_another_declaration_is_told_in_what_it_differs(
     ("change", "pattern"),
     [
         ({"num_shards": 2}, "table for 2 shards, there are 1"),
-        ({"optimizer": "rprop"}, "no optimizer 'rprop' on the shards; there are adagrad, adam, "),
+        ({"optimizer": "rprop"}, "no optimizer 'rprop'; there are adagrad, adam, "),
         ({"num_groups": 0}, rf"0 parameter groups, must be 1\.\.{GROUPS_MAX}"),
         ({"num_groups": GROUPS_MAX + 1}, f"{GROUPS_MAX + 1} parameter groups"),
         ({"tensors": (tensor("w", 4, group=1),)}, "a group beyond the 1 declared"),
