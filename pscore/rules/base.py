@@ -70,7 +70,6 @@ class Memory:
     """The memory of a rule on a shard, for one slice."""
 
     weights: FloatArray  # (numel,): the newest weights; read only.
-    scratch: FloatArray  # (numel,): free to use during one call.
     state: dict[str, FloatArray] = field(default_factory=dict)
 
 
@@ -83,6 +82,8 @@ class Rule(ABC):
         by_step: Only pushes of one step go into one update, and steps close in order.
         compensates: `compensate` has to be called for each push.
         remembers_pulls: `on_pull` has to be called before a pull is answered.
+        remembers_updates: `on_update` has to be called after each update, which is then never made
+            in place.
         outer_optimizer: Name of the shards' optimizer in a mode whose workers run the user's own
             torch optimizer between rounds; empty if the shards run the user's.
         round_role: The push that ends a round of such a mode: `DELTA` or `MODEL`.
@@ -95,6 +96,7 @@ class Rule(ABC):
     source: ClassVar[str] = ""  # The paper, as `psserver rules` prints it.
     compensates: ClassVar[bool] = False
     remembers_pulls: ClassVar[bool] = False
+    remembers_updates: ClassVar[bool] = False
     outer_optimizer: ClassVar[str] = ""
     round_role: ClassVar[Role] = Role.DELTA
     gossip: ClassVar[str] = ""
@@ -162,6 +164,14 @@ class Rule(ABC):
         """Notes that `memory.weights` are about to be sent to `worker`, which trains on them.
 
         Not called for a look at the weights (`Pull.is_look`): no worker trains on its answer.
+        """
+
+    def on_update(self, weights: FloatArray, memory: Memory) -> None:  # noqa: B027
+        """Notes an update that has just been made.
+
+        Args:
+            weights: `(numel,) float32`, those after the update; read only.
+            memory: Its `weights` are those before the update.
         """
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:

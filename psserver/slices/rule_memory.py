@@ -17,7 +17,7 @@ class RuleMemory:
         """Starts empty.
 
         Args:
-            pool: Where the scratch array comes from; a journal if the memory outlives the process.
+            pool: A journal if the memory outlives the process.
         """
         self._pool = pool
         self._memory: Memory | None = None
@@ -30,7 +30,7 @@ class RuleMemory:
     def at(self, weights: FloatArray) -> Memory:
         """Returns the memory, to be used with `weights`, `(numel,) float32`."""
         if self._memory is None:
-            self._memory = Memory(weights=weights, scratch=self._pool.take().array)
+            self._memory = Memory(weights=weights)
         self._memory.weights = weights
         return self._memory
 

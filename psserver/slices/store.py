@@ -284,6 +284,9 @@ class SliceStore:
         with self._observer.stepping(update):
             spare = self._spare()
             state = self._state.step(self.weights, spare.array, grad, update)
+            if self._rule.remembers_updates:
+                self._rule.on_update(spare.array, self._memory.at(self.weights))
+                self._memory.write()
             if self._journal is not None:
                 self._journal.remove(update.open_step)
             self._publish(spare, update.version, state)
@@ -291,7 +294,8 @@ class SliceStore:
     def _spare(self) -> Buffer:
         """Returns where the next weights are written."""
         # In a mode by step a worker has copied the weights it pulled before it pushes.
-        return self.copies.spare(in_place=self._journal is None, readers_wait=self._rule.by_step)
+        in_place = self._journal is None and not self._rule.remembers_updates
+        return self.copies.spare(in_place=in_place, readers_wait=self._rule.by_step)
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""

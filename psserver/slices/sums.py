@@ -144,12 +144,13 @@ class Sums:
             assign = former is None and index == 0
             data, compressor = payload.data, payload.compressor
             if data.nbytes and self._rule.compensates:
-                memory = self._memory.at(self._copies.newest)
-                compressor.decode_add(data, memory.scratch, 1.0, assign=True)
-                self._rule.compensate(memory.scratch, add.push.worker, memory)
-                self._memory.write()
-                data, compressor = memory.scratch.view(np.uint8), RAW
-            if data.nbytes:
+                with SCRATCH.borrow(self._numel) as grad:
+                    compressor.decode_add(data, grad, 1.0, assign=True)
+                    memory = self._memory.at(self._copies.newest)
+                    self._rule.compensate(grad, add.push.worker, memory)
+                    self._memory.write()
+                    RAW.decode_add(grad.view(np.uint8), out, add.weight, assign=assign)
+            elif data.nbytes:
                 compressor.decode_add(data, out, add.weight, assign=assign)
             elif assign:
                 out.fill(0.0)

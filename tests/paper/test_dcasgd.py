@@ -16,7 +16,7 @@ GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 
 
 def memory(weights: float) -> Memory:
-    return Memory(weights=np.full(1, weights, np.float32), scratch=np.zeros(1, np.float32))
+    return Memory(weights=np.full(1, weights, np.float32))
 
 
 def compensated(rule: DCASGD, worker: int, grad: float, kept: Memory) -> float:

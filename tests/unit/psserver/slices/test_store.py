@@ -1,7 +1,8 @@
 """The numbers of one slice: the effect of each action, and the guarantees to a reader."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from pscore.optimizers.adam import Adam
 from pscore.optimizers.base import Optimizer
 from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
-from pscore.rules.base import Rule
+from pscore.rules.base import Memory, Rule
 from pscore.types import FloatArray, HyperArray, Push, Role, SliceSpec, TensorSegment
 from psserver.decisions.orders import Add, Answer, Load, Update
 from psserver.slices.base import Payload
@@ -244,6 +245,33 @@ def test_a_look_is_not_remembered() -> None:
     made.add(add(first=True), payload(np.ones(NUMEL, np.float32)))
     made.update(update(1))
     assert made.weights[0] == 1 - 0.5 * 3
+
+
+@dataclass(frozen=True)
+class Moves(ASGD):
+    """Asynchronous SGD that keeps the sum of its updates, and spoils no gradient with its sums."""
+
+    compensates: ClassVar[bool] = True
+    remembers_updates: ClassVar[bool] = True
+
+    def compensate(self, grad: FloatArray, worker: int, memory: Memory) -> None:
+        memory.state.setdefault("gradients", np.zeros_like(grad))[:] += grad
+
+    def on_update(self, weights: FloatArray, memory: Memory) -> None:
+        memory.state.setdefault("moves", np.zeros_like(weights))[:] += weights - memory.weights
+
+
+def test_a_rule_sees_each_update_with_the_weights_before_it() -> None:
+    made = SliceStore(SPEC, Moves(), SGD())
+    load(made, np.ones(NUMEL, np.float32))
+    for version in (1, 2):
+        made.add(add(first=True), payload(np.full(NUMEL, 3.0, np.float32)))
+        made.update(update(version))
+    assert made.weights[0] == 1 - 2 * 0.5 * 3
+    kept = made.export()
+    assert kept["memory.moves"][0] == -2 * 0.5 * 3
+    assert kept["memory.moves"][12] == 0.0  # Between the segments.
+    assert kept["memory.gradients"][0] == 2 * 3
 
 
 # ----- reading
