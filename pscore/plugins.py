@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from abc import ABC
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 from pscore.errors import ConfigError
 from pscore.registry import Registry
@@ -20,6 +21,28 @@ T = TypeVar("T")
 WORDS = "words"  # In a field's metadata: words that may stand for its value.
 BRIEF_BITS_MAX = 256  # Python refuses to print whole numbers of many digits.
 BRIEF_LENGTH_MAX = 200
+
+
+@dataclass(frozen=True)
+class Plugin(ABC):
+    """A rule or compressor: a frozen dataclass whose fields are its arguments.
+
+    Attributes:
+        name: Its name in the registry, in the argument of `DistributedOptimizer` and on the wire.
+        source: The paper, as the docs and `psserver rules` print it.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str] = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments by name, as they travel."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def __str__(self) -> str:
+        """Returns the text that `parse_plugin` reads: `ssd(steps=5, warmup=500)`."""
+        inner = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
+        return f"{self.name}({inner})" if inner else self.name
 
 
 def make_plugin(registry: Registry[T], name: str, arguments: Mapping[str, Any]) -> T:

@@ -61,7 +61,7 @@ class Registry(Mapping[str, type[T]]):
 
     @cached_property
     def installed(self) -> Mapping[str, Installed[T]]:
-        """What other packages bring, by name, with those that cannot be used."""
+        """The plug-ins that other packages bring, by name, with those that cannot be used."""
         found: dict[str, Installed[T]] = {}
         for entry in metadata.entry_points(group=self.group):
             brought = self._bring(entry)

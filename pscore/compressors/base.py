@@ -15,15 +15,16 @@ Decoding adds directly to the shard's accumulator, in one pass.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from pscore.errors import GradientError
 from pscore.memory.kernels import read_only, sum_is_finite
+from pscore.plugins import Plugin
 from pscore.types import ByteArray, FloatArray
 
 RESIDUAL = "residual"
@@ -37,17 +38,13 @@ State = Mapping[str, FloatArray]
 
 
 @dataclass(frozen=True)
-class Compressor(ABC):
+class Compressor(Plugin):
     """One way of sending a slice in fewer bytes.
 
     Attributes:
-        name: Its name in `COMPRESSORS`, in `compression=` and on the wire.
-        source: The paper, as the docs print it.
         is_raw: Whether a payload is the float32 as they are, so that nothing is kept of them.
     """
 
-    name: ClassVar[str]
-    source: ClassVar[str] = ""
     is_raw: ClassVar[bool] = False
 
     @property
@@ -131,15 +128,6 @@ class Compressor(ABC):
             scale: Weight of this push in the mean of its step.
             assign: Overwrite `out` instead of adding to it.
         """
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the arguments by name, as they travel."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-    def __str__(self) -> str:
-        """Returns the compressor as `parse_compressor` reads it."""
-        inner = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
-        return f"{self.name}({inner})" if inner else self.name
 
 
 def aligned(payload: ByteArray, dtype: str) -> Any:

@@ -9,14 +9,14 @@ that checkpoints and restarts need not know the rule.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
 from pscore.fragments import Schedule
+from pscore.plugins import Plugin
 from pscore.types import FloatArray, Role
 
 UNBOUNDED = 1 << 62  # A bound that is never reached, in steps.
@@ -74,11 +74,10 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class Rule(Plugin):
     """A mode: the way from pushes to updates, and the steps of a worker.
 
     Attributes:
-        name: Its name in `RULES`, in `mode=` and on the wire.
         by_step: Only pushes of one step go into one update, and steps close in order.
         compensates: `compensate` has to be called for each push.
         remembers_pulls: `on_pull` has to be called before a pull is answered.
@@ -92,8 +91,6 @@ class Rule(ABC):
             models stay equal. It demands that its states are equal too when the mode begins.
     """
 
-    name: ClassVar[str]
-    source: ClassVar[str] = ""  # The paper, as `psserver rules` prints it.
     compensates: ClassVar[bool] = False
     remembers_pulls: ClassVar[bool] = False
     remembers_updates: ClassVar[bool] = False
@@ -104,7 +101,7 @@ class Rule(ABC):
 
     # ----- server half
 
-    def require_workers(self, num_workers: int) -> None:  # noqa: B027
+    def require_workers(self, num_workers: int) -> None:
         """Checks the arguments when a job is made for `num_workers` workers.
 
         Raises:
@@ -157,16 +154,16 @@ class Rule(ABC):
         """Returns the factor on a gradient that is `staleness` updates old."""
         return 1.0
 
-    def compensate(self, grad: FloatArray, worker: int, memory: Memory) -> None:  # noqa: B027
+    def compensate(self, grad: FloatArray, worker: int, memory: Memory) -> None:
         """Corrects one gradient `(numel,) float32` in place, before it is added to others."""
 
-    def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
+    def on_pull(self, worker: int, memory: Memory) -> None:
         """Notes that `memory.weights` are about to be sent to `worker`, which trains on them.
 
         Not called for a look at the weights (`Pull.is_look`): no worker trains on its answer.
         """
 
-    def on_update(self, weights: FloatArray, memory: Memory) -> None:  # noqa: B027
+    def on_update(self, weights: FloatArray, memory: Memory) -> None:
         """Notes an update that has just been made.
 
         Args:
@@ -225,17 +222,6 @@ class Rule(ABC):
     def caution(self, compressor: Compressor) -> str:
         """Returns the reason not to use a compressor of pushes with this rule; empty: none."""
         return ""
-
-    # ----- as a value
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the hyper-parameters by name, as they travel."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-    def __str__(self) -> str:
-        """Returns the rule as `parse_mode` reads it: `ssd(steps=5, warmup=500)`."""
-        inner = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
-        return f"{self.name}({inner})" if inner else self.name
 
 
 def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
