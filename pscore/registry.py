@@ -29,7 +29,7 @@ class Installed(Generic[T]):
 
     package: str  # Name and version: `paceline-example 0.1`.
     plugin: type[T] | None = None
-    digest: str = ""  # Of the text of its module.
+    digest: str = ""  # Hash of the text of its module.
     problem: str = ""
 
 
@@ -113,7 +113,7 @@ class Registry(Mapping[str, type[T]]):
 
         Args:
             name: The plug-in, as the worker declares it.
-            release: What `release` returned on the worker.
+            release: The result of `release` on the worker.
 
         Raises:
             ConfigError: It is not installed here, or another version of it is.
