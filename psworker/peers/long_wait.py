@@ -53,7 +53,7 @@ class LongWait:
             self._ask_first_shard(waited_s)
         if waited_s >= self._ask_s:
             self._ask_s *= 2
-            session.hurry()  # The other may have left, or been found dead.
+            session.heartbeats.hurry()  # The other may have left, or been found dead.
         if waited_s >= self._say_s:
             self._say_s *= 2
             what = self._name()

@@ -90,7 +90,7 @@ class Peers:
         self.gossip, self.epoch, self._since = gossip, 0, 0
         self.run(gossip.start())
         self._service.on_offer = gossip.on_offer
-        self._session.peer_reports[self.table] = self.report
+        self._session.heartbeats.peer_reports[self.table] = self.report
 
     def run(self, waits: Waits) -> None:
         """Drives a generator of the gossip to its end.
@@ -141,7 +141,7 @@ class Peers:
         self._service.on_offer = None
         self.gossip.end()
         self.has_parted = True
-        self._session.peer_reports.pop(self.table, None)
+        self._session.heartbeats.peer_reports.pop(self.table, None)
 
     def _flush(self, moved: Callable[[], bool]) -> None:
         """Waits, not for long, until everything that was sent is acknowledged.
@@ -160,7 +160,7 @@ class Peers:
 
     def close(self) -> None:
         """Closes all connections."""
-        self._session.peer_reports.pop(self.table, None)
+        self._session.heartbeats.peer_reports.pop(self.table, None)
         self._links.close()
         self._sums.leave()
         self._listener.stop()

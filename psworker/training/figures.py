@@ -36,7 +36,7 @@ class WorkerFigures:
         Raises:
             ConfigError: A name or value cannot be reported.
         """
-        reports = self._table.session.reports
+        reports = self._table.session.heartbeats.reports
         reports.put(values)
         if TOKENS in values:
             reports.put_bytes(self.traffic, self._ddp_nbytes)

@@ -396,7 +396,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._frozen = [parameter for parameter in given if id(parameter) not in trained_ids]
         session = table.session
         if takes_all(table.rule) and not session.min_workers and session.is_leader:
-            session.left_out[table.exchange.table] = self._left_out
+            session.heartbeats.left_out[table.exchange.table] = self._left_out
 
     def _grow_if_thawed(self) -> None:
         if growth.is_thawed(self._frozen):
@@ -422,7 +422,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         has_views = gradients.overlap.has_views
         early = EarlyGradients(gradients.overlap.is_wanted, names, has_views=has_views)
         gradients.unwatch()
-        former.session.left_out.pop(former.exchange.table, None)
+        former.session.heartbeats.left_out.pop(former.exchange.table, None)
         name, num_shards = growth.next_name(former.name), len(former.session.links)
         spec = self._declaration.spec(name, self, rule, plugin, num_shards)
         table = TrainingTable(

@@ -48,7 +48,7 @@ class Scalars:
             step: Steps of the training behind this worker.
             traffic: The bytes of this worker so far.
         """
-        values: Mapping[str, float] = self._session.reports.values
+        values: Mapping[str, float] = self._session.heartbeats.reports.values
         extra = [RATE] if TOKENS in (names := list(names)) else []
         for name in [*names, *extra]:
             if name in values:

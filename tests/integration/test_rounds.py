@@ -153,7 +153,7 @@ def train_by_speed(me: Station) -> tuple[list[int], float, float, int]:
     ends_s = time.monotonic() + 60.0
     while abs(session.pace.share - (1.0, 0.5)[me.rank]) > 1e-3:
         assert time.monotonic() < ends_s, session.pace.message()
-        session.hurry()
+        session.heartbeats.hurry()
         time.sleep(0.02)
     psworker.barrier("speeds")
     go_on(16)  # Its length may have been chosen before.
@@ -162,7 +162,7 @@ def train_by_speed(me: Station) -> tuple[list[int], float, float, int]:
     made = go_on(32)
     with optimizer.global_weights():
         moved = float(weight[0]) - before
-    session.hurry()
+    session.heartbeats.hurry()
     result = made, moved, optimizer.samples_seen - seen, session.pace.message().round_steps
     psworker.shutdown()
     return result

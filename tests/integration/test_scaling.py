@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import psworker
-from psworker.connection.membership import step_barrier
 from psworker.connection.membership.session import Session
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import batch, make_model, relative_error, same, weights_of
@@ -332,16 +331,16 @@ def test_the_others_agree_without_a_worker_that_dies(shards: Shards) -> None:
 def agree_in_turns(me: Station, pauses: bool, spoilt: int) -> tuple[Weights, float]:
     """Trains with a scaler; the first worker stops between the agreement on a step and the step."""
     if pauses:
-        original = step_barrier.agree_at
+        original = Session.agree_at
 
-        def agree_at(session: Session, name: str, number: int, value: float) -> tuple[float, int]:
-            agreed = original(session, name, number, value)
+        def agree_at(self: Session, name: str, number: int, value: float) -> tuple[float, int]:
+            agreed = original(self, name, number, value)
             if optimizer.steps == SPOILT:
                 me.tell("agreed")
                 me.hear()
             return agreed
 
-        step_barrier.agree_at = agree_at
+        Session.agree_at = agree_at  # type: ignore[method-assign]
     model, optimizer = wrap("sgd", "ssgd")
     me.tell(optimizer.steps)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

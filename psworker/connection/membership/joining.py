@@ -27,7 +27,6 @@ from pscore.errors import (
 )
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psworker.connection.membership.places import PlaceWait
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
 
@@ -37,6 +36,7 @@ RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Former incarnations of this process that are sent.
 # Barriers that each worker passes once at its start; a late worker passes them alone.
 AT_START = ("begin", "load_state_dict")
+SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
 FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a shard's.
 
 
@@ -73,6 +73,16 @@ class JobMember:
         """Seconds between two heartbeats."""
         return self.lease_s / 5
 
+    def heartbeat(self, *, wants_live: bool = False) -> pb.HeartbeatRequest:
+        """Returns a message that renews the lease; its answer may name the live workers."""
+        return pb.HeartbeatRequest(
+            job=self.job,
+            worker=self.rank,
+            incarnation=self.incarnation,
+            waiting_for=self.waits,
+            wants_live=wants_live,
+        )
+
     def renew(self) -> None:
         """Draws a new incarnation; it does not depend on `random`, which scripts seed."""
         if self.incarnation:
@@ -102,6 +112,43 @@ class Known:
             if reply.news:
                 log.warning("worker %d: %s", reply.rank, reply.news)
             self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
+
+
+class PlaceWait:
+    """A worker's wait for a free place in a job; it begins with the first refusal."""
+
+    def __init__(self, job: str, patience_s: float) -> None:
+        """Starts no wait yet; one ends with an error after `patience_s` seconds."""
+        self._job = job
+        self._patience_s = patience_s
+        self._started_s: float | None = None
+        self._say_s = SAY_AFTER_S
+
+    def wait(self, problem: RankTakenError) -> None:
+        """Reports the wait in growing intervals.
+
+        Raises:
+            RankTakenError: The wait was too long; names the job and the time. A `NotOverError` if
+                `problem` is one.
+        """
+        now_s = time.monotonic()
+        if self._started_s is None:
+            self._started_s = now_s
+        waited_s = now_s - self._started_s
+        if waited_s >= self._patience_s:
+            more = ", or allow more workers with --elastic MIN:MAX"
+            raise type(problem)(
+                f"job {self._job!r} has had no free rank for {waited_s:.0f} s: {problem}; wait "
+                f"longer with PACELINE_TIMEOUT_S{'' if isinstance(problem, NotOverError) else more}"
+            ) from problem
+        if waited_s >= self._say_s:
+            self._say_s *= 2
+            log.warning(
+                "this worker has waited %.0f s for a free rank in job %r: %s",
+                waited_s,
+                self._job,
+                problem,
+            )
 
 
 class Joining:
@@ -279,16 +326,10 @@ class Joining:
         Another shard may need a whole lease to declare the former process lost. The threads that
         send heartbeats start when all shards have been joined.
         """
-        member = self._member
-        request = pb.HeartbeatRequest(
-            job=member.job,
-            worker=member.rank,
-            incarnation=member.incarnation,
-            waiting_for=member.waits,
-        )
+        request = self._member.heartbeat()
         for joined in self._links[: self._links.index(link)]:
             with contextlib.suppress(PacelineError):  # The next request raises it as well.
-                joined.beat(request, timeout_s=member.interval_s)
+                joined.beat(request, timeout_s=self._member.interval_s)
 
     def _join_one(self, link: Link, *, returns: bool) -> None:
         member, is_first = self._member, link is self._links[0]

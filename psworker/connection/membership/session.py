@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 
-from pscore.errors import LOST
+from pscore.errors import LOST, ConfigError, ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.observe.timeline import Timeline
@@ -15,15 +16,13 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.table_spec import TableSpec
 from pscore.types import Origin
 from psworker.connection.accounts.pace import Pace
-from psworker.connection.membership.barrier_wait import wait_at_barrier
 from psworker.connection.membership.heartbeats import Heartbeats
 from psworker.connection.membership.joining import JobMember, Joining
-from psworker.connection.membership.places import refuse_forked
-from psworker.connection.membership.tables import declare
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
 
 log = logging.getLogger("paceline")
+BARRIER_WAIT_MS = 5_000  # After this long the shard answers with the workers that are missing.
 _finished: dict[str, int] = {}  # By job: incarnation under which this process has finished last.
 
 
@@ -37,12 +36,9 @@ class Session:
         links: One per shard, in the order of the shards.
         group: The processes that are this worker.
         timeline: The spans of this process; None: none are recorded.
-        left_out: By table; counts of steps left out, in modes where all workers make all steps.
+        heartbeats: Renew the leases, and carry what this worker reports.
         lease_s: Seconds without a message after which the shards declare this worker lost.
-        reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
-        peer_reports: By table; they describe this worker's last exchanges with its peers.
-        stage_reports: One, of a worker of a pipeline: it describes its part.
         peer_host: Address at which this worker listens for others; empty: that from which it
             reaches the first shard.
         peer_ports: Ports of which it takes the first that is free; 0: any.
@@ -96,17 +92,14 @@ class Session:
         after = _finished.get(job, 0)
         self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
         self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
-        self._heartbeats = Heartbeats(self._member, self.links, self.pace)
-        self.left_out, self.reports = self._heartbeats.left_out, self._heartbeats.reports
-        self.residual_senders = self._heartbeats.residual_senders
-        self.peer_reports = self._heartbeats.peer_reports
-        self.stage_reports = self._heartbeats.stage_reports
+        self.heartbeats = Heartbeats(self._member, self.links, self.pace)
+        self.residual_senders = self.heartbeats.residual_senders
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
             undo.pop_all()
         self.lease_s = self._member.lease_s
-        self._heartbeats.start()
+        self.heartbeats.start()
         self.group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
 
     @property
@@ -168,6 +161,7 @@ class Session:
         Raises:
             JobMismatchError: The job's table of this name is a different one; names the difference.
             StateLostError: A shard does not know a table that was declared before.
+            ShardMapError: The shards number their tables differently.
             ReplacedError: This worker has to rejoin, and has a table already.
         """
         while True:
@@ -175,7 +169,7 @@ class Session:
                 job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
             )
             try:
-                found = declare(self.links, request, self._joining.known.progress, again=again)
+                found = self._declare(request, again=again)
             except LOST as problem:
                 if self._has_tables or not self.group.is_alone:
                     raise  # There is more to bring back, or there are others to agree with.
@@ -184,6 +178,29 @@ class Session:
             else:
                 self._has_tables = True
                 return found
+
+    def _declare(self, request: pb.DefineRequest, *, again: bool) -> tuple[int, Origin]:
+        """Declares a table by the present membership, as `define` does."""
+        name, tables, origins = request.table.name, set(), []
+        step = self._joining.known.progress.get(name)
+        for link in self.links:
+            reply = link.call(link.control.Define, request)
+            tables.add(reply.table)
+            origins.append((reply.clock, reply.step))
+            if (again and reply.created) or (step is not None and not reply.has_weights):
+                known = "" if step is None else f"; other shards have them at step {step}"
+                raise StateLostError(
+                    f"the shard at {link.address} is without the weights of {name!r} of job "
+                    f"{self.job!r}: it was started again, or the job was forgotten there{known}. "
+                    f"Restore a checkpoint with `psserver restore DIR --job {self.job}`, or run "
+                    f"`psserver forget {self.job}` to start over; with --state-dir shards keep "
+                    "what they have"
+                )
+        if len(tables) != 1:
+            raise ShardMapError(
+                f"table {name!r} has different numbers on different shards: {tables}"
+            )
+        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
 
     def rejoin(self) -> None:
         """Joins the job again as a new incarnation, after having been declared lost.
@@ -194,7 +211,7 @@ class Session:
             PacelineError: Another process holds the rank, or a shard does not answer.
         """
         self._joining.rejoin()
-        self._heartbeats.failure = None
+        self.heartbeats.failure = None
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every worker that is still in the job has reached the same barrier.
@@ -221,9 +238,39 @@ class Session:
         """Waits for the other workers, and returns the maximum of their values."""
         number = self._joining.known.rounds.get(name, 0)
         self._joining.known.rounds[name] = number + 1
-        return float(wait_at_barrier(self.links[0], self.arrival(name, number, value)).value)
+        return self._await_round(name, number, value)[0]
 
-    def arrival(self, name: str, number: int, value: float) -> pb.BarrierRequest:
+    def agree_at(self, name: str, number: int, value: float) -> tuple[float, int]:
+        """Waits as `agree` does, in a round that has a number of its own.
+
+        A worker that comes when the others have passed that round does not wait.
+
+        Args:
+            name: Name of the barrier.
+            number: Number of the round, at least that of the one before.
+            value: This worker's value, 0 or more; in a group its leader's counts.
+
+        Returns:
+            The largest value of the round, 0 if it is no longer known; and the number of the
+            newest round at which a worker has arrived.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        largest, newest = self.group.led(lambda: self._await_round(name, number, value))
+        return float(largest), int(newest)
+
+    def pass_by(self, name: str, number: int, value: float) -> None:
+        """Arrives at a round as `agree_at` does, and does not wait; in a group the leader arrives.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        if self.is_leader:
+            first = self.links[0]
+            first.call(first.control.Barrier, self._arrival(name, number, value))
+
+    def _arrival(self, name: str, number: int, value: float) -> pb.BarrierRequest:
         """Returns the request with which this worker arrives at a round of a barrier."""
         return pb.BarrierRequest(
             job=self.job,
@@ -233,6 +280,20 @@ class Session:
             round=number,
             value=value,
         )
+
+    def _await_round(self, name: str, number: int, value: float) -> tuple[float, int]:
+        """Waits at the first shard until every worker has arrived; returns as `agree_at` does."""
+        first, request = self.links[0], self._arrival(name, number, value)
+        request.wait_ms = BARRIER_WAIT_MS
+        started_s = time.monotonic()
+        while True:
+            reply: pb.BarrierReply = first.call(first.control.Barrier, request)
+            if reply.done:
+                return reply.value, reply.newest
+            waited_s = time.monotonic() - started_s
+            log.warning(
+                "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
+            )
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """Reports this worker to the directory of a table's peers, on the first shard.
@@ -248,13 +309,18 @@ class Session:
         reply: pb.MeetReply = self.links[0].call(self.links[0].control.Meet, request)
         return reply
 
-    def hurry(self) -> None:
-        """Sends the next heartbeat to the first shard now: its answer may end a wait."""
-        self._heartbeats.hurry()
-
     def require_own(self) -> None:
-        """Refuses a process that was forked from the worker (`refuse_forked`)."""
-        refuse_forked(self._pid, self.rank, self.job)
+        """Refuses a process that was forked from the worker: both would write to one connection.
+
+        Raises:
+            ConfigError: This is another process.
+        """
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"process {os.getpid()} was forked from worker {self.rank} of job {self.job!r} "
+                f"(process {self._pid}), which alone takes part in it; start processes that train "
+                'with `psworker run`, or with multiprocessing.get_context("spawn")'
+            )
 
     def check(self) -> None:
         """Raises the error that ends the heartbeats, if there is one.
@@ -264,7 +330,7 @@ class Session:
             ThreadError: It sends no more heartbeats.
         """
         self.group.watch.check()
-        if (failure := self._heartbeats.broken or self._heartbeats.failure) is not None:
+        if (failure := self.heartbeats.broken or self.heartbeats.failure) is not None:
             raise failure
 
     def live(self) -> list[int]:
@@ -273,14 +339,7 @@ class Session:
         Raises:
             PacelineError: The first shard does not answer.
         """
-        request = pb.HeartbeatRequest(
-            job=self.job,
-            worker=self.rank,
-            incarnation=self.incarnation,
-            waiting_for=self.waits,
-            wants_live=True,
-        )
-        first = self.links[0]
+        first, request = self.links[0], self._member.heartbeat(wants_live=True)
         return list(first.call(first.control.Heartbeat, request).live)
 
     def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
@@ -298,16 +357,16 @@ class Session:
         if self._has_tables and not failed:
             _finished[self.job] = self.incarnation
         self._close_links()
-        self._heartbeats.join()
+        self.heartbeats.join()
         if self.timeline is not None:
             self.timeline.write()
         spans.flush("psworker")
 
     def _leave_shards(self, reason: str, *, failed: bool) -> None:
         """Leaves at every shard, once; a group's leader does, or all if it is lost."""
-        if self._heartbeats.is_over:
+        if self.heartbeats.is_over:
             return
-        self._heartbeats.end()
+        self.heartbeats.end()
         if self.is_leader or failed:
             for link in self.links:
                 self._joining.leave(link, reason, failed=failed)

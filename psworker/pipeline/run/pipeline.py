@@ -231,7 +231,7 @@ class Pipeline:
     def _make_driver(self, loss: Loss, session: Session, saved: StageCheckpoint | None) -> Driver:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
         driver = self._new_driver(loss, session, saved)
-        session.stage_reports.append(driver.report)
+        session.heartbeats.stage_reports.append(driver.report)
         context.enter_pipeline(session)
         return driver
 

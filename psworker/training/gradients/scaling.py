@@ -23,7 +23,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ConfigError, GradientError
 from pscore.rules.base import takes_all
-from psworker.connection.membership import step_barrier
 from psworker.connection.membership.session import Session
 from psworker.training.gradients.attempts import Attempts
 from psworker.training.table import TrainingTable
@@ -83,13 +82,12 @@ def pass_by(table: TrainingTable, attempts: Attempts) -> None:
     """
     session = table.session
     if takes_all(table.rule) and not _is_alone(session):
-        step_barrier.pass_by(session, _barrier(table), attempts.number, HAS_PASSED)
+        session.pass_by(_barrier(table), attempts.number, HAS_PASSED)
 
 
 def _agree(table: TrainingTable, attempts: Attempts, own: float) -> Overflow:
     """Returns the workers' decision about this worker's attempt at the step."""
-    where = table.session, _barrier(table), attempts.number
-    largest, newest = step_barrier.agree_at(*where, own)
+    largest, newest = table.session.agree_at(_barrier(table), attempts.number, own)
     if attempts.follow(newest):
         return Overflow.ALL
     if largest == HAS_OVERFLOW:

@@ -137,9 +137,8 @@ def long_wait(monkeypatch: pytest.MonkeyPatch, waited_s: float, silent_s: float)
 
     patience = SimpleNamespace(limit_s=LIMIT_S)
     shard = SimpleNamespace(silent_s=silent_s, patience=patience)
-    session: Any = SimpleNamespace(
-        rank=2, lease_s=LEASE_S, links=[shard], timeline=None, waits="", hurry=lambda: None
-    )
+    session: Any = SimpleNamespace(rank=2, lease_s=LEASE_S, links=[shard], timeline=None, waits="")
+    session.heartbeats = SimpleNamespace(hurry=lambda: None)
     session.check = session.require_own = lambda: None
     session.live = live
     wait = LongWait(session, lambda: "step 4 of worker 1")

@@ -24,7 +24,8 @@ class Writer:
 def test_a_report_writes_its_values_and_the_pace_since_the_last_one() -> None:
     now_s = 0.0
     pace, writer = Pace(lambda: now_s), Writer()
-    session: Any = SimpleNamespace(pace=pace, reports=Reports(lambda: now_s))
+    reports = Reports(lambda: now_s)
+    session: Any = SimpleNamespace(pace=pace, heartbeats=SimpleNamespace(reports=reports))
     scalars = Scalars(writer, session)
     for loss in (0.5, 0.25):
         pace.end_step()
@@ -33,7 +34,7 @@ def test_a_report_writes_its_values_and_the_pace_since_the_last_one() -> None:
         push.set_result(0)
         pace.waited(1.0)
         pace.end_step()
-        session.reports.put({"loss": loss, "tokens": 10})
+        reports.put({"loss": loss, "tokens": 10})
         scalars.write(("loss", "tokens"), 7, Traffic(pushed_nbytes=100, pulled_nbytes=50))
     assert writer.rows == [
         ("loss", 0.5, 7),
@@ -53,6 +54,6 @@ def test_a_report_writes_its_values_and_the_pace_since_the_last_one() -> None:
 
 
 def test_a_writer_that_cannot_write_is_refused() -> None:
-    session: Any = SimpleNamespace(pace=Pace(), reports=Reports())
+    session: Any = SimpleNamespace(pace=Pace())
     with pytest.raises(ConfigError, match="got a str, must be a SummaryWriter"):
         Scalars("runs", session)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, TensorSpec
-from psworker.connection.membership import joining, places
+from psworker.connection.membership import joining
 from psworker.connection.membership import session as module
 from psworker.connection.membership.session import Session
 from psworker.job.context import open_session
@@ -260,9 +260,9 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not links
-    seconds = itertools.count(0, 4)
-    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr(places, "time", clock)
+    seconds = itertools.count(0, 1.5)  # It is read three times in an attempt.
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda seconds_s: None)
+    monkeypatch.setattr(joining, "time", clock)
     monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
 
     def answers(made: list[FakeLink]) -> None:
@@ -273,7 +273,7 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
     with pytest.raises(RankTakenError, match=wanted):
         begin(rank=-1, min_workers=2)
     told = [record.message for record in caplog.records]
-    assert [line.partition(" s ")[0].rpartition(" ")[2] for line in told] == ["8", "12", "20"]
+    assert [line.partition(" s ")[0].rpartition(" ")[2] for line in told] == ["9", "14", "22"]
     assert all("for a free rank in job 'job': all 2 ranks" in line for line in told)
 
 
@@ -541,7 +541,7 @@ def test_a_shard_that_hangs_costs_no_lease_at_another(monkeypatch: pytest.Monkey
 def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) -> None:
     session = begin()
     first = session.incarnation
-    session._heartbeats.failure = ReplacedError("declared lost")
+    session.heartbeats.failure = ReplacedError("declared lost")
     session.rejoin()
     session.check()
     assert session.incarnation not in (0, first)
@@ -564,7 +564,7 @@ def test_a_thread_of_heartbeats_that_fails_ends_the_waits_also_after_a_rejoin(
 
     prepare(change, monkeypatch)
     session = begin()
-    session.stage_reports.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    session.heartbeats.stage_reports.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
 
     def is_broken() -> bool:
         try:
