@@ -14,10 +14,12 @@ from typing import Any
 from pscore.compressors import COMPRESSORS, make_compressor
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
+from pscore.content import Content
+from pscore.contents import FLAT, make_content
 from pscore.errors import ConfigError
 from pscore.estimate import require_for_pulls
 from pscore.optimizers import OPTIMIZERS
-from pscore.partition import Layout, fingerprint, first_difference, make_layout
+from pscore.partition import Layout, fingerprint, first_difference
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.registry import Registry
 from pscore.rules import RULES, make_rule
@@ -43,6 +45,7 @@ class TableSpec:
     optimizer: str  # Name of the shards' optimizer.
     num_groups: int  # Parameter groups.
     pull_compressor: Compressor = RAW
+    content: Content = FLAT  # The kind of numbers in the slices.
     origin: Origin = START  # Not declared: it changes with the mode.
 
     def layout(self) -> Layout:
@@ -51,7 +54,7 @@ class TableSpec:
         Raises:
             ConfigError: There are no tensors, two of one name, or one that no shard accepts.
         """
-        return make_layout(self.tensors, self.num_shards)
+        return self.content.layout(self.tensors, self.num_shards)
 
     def step_at(self, clock: int) -> int:
         """Returns the training step of a worker that has pushed `clock` times."""
@@ -68,7 +71,10 @@ class TableSpec:
         ):
             if mine != yours:
                 return f"{what} is {mine} here and {yours} in the job"
-        return first_difference(self.tensors, theirs.tensors)
+        difference = first_difference(self.tensors, theirs.tensors)
+        if difference is None and self.content != theirs.content:
+            return f"content is {self.content} here and {theirs.content} in the job"
+        return difference
 
     # ----- as a message
 
@@ -90,6 +96,7 @@ class TableSpec:
             optimizer_release=OPTIMIZERS.release(self.optimizer),
             num_groups=self.num_groups,
             fingerprint=fingerprint(self.tensors, self.num_shards),
+            content=None if self.content == FLAT else _content_to_proto(self.content),
         )
 
     @classmethod
@@ -105,6 +112,9 @@ class TableSpec:
             pulls = compressor_from_proto(table.pull_compressor)
             require_for_pulls(pulls)
         OPTIMIZERS.agree(table.optimizer, table.optimizer_release)
+        content: Content = FLAT
+        if table.HasField("content"):
+            content = make_content(table.content.name, _arguments_of(table.content))
         return cls(
             name=table.name,
             tensors=tuple(
@@ -123,6 +133,7 @@ class TableSpec:
             optimizer=table.optimizer,
             num_groups=table.num_groups,
             pull_compressor=pulls,
+            content=content,
         )
 
     # ----- as a record
@@ -139,11 +150,12 @@ class TableSpec:
             "num_groups": self.num_groups,
             "pull_compressor": [self.pull_compressor.name, self.pull_compressor.arguments()],
             "origin": [self.origin.clock, self.origin.step],
+            "content": [self.content.name, self.content.arguments()],
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TableSpec:
-        """Returns the declaration that `to_json` returned; older records lack the last two fields.
+        """Returns the declaration that `to_json` returned; older records lack the last fields.
 
         Raises:
             ConfigError: A rule, compressor or argument does not exist, the compressor is not one
@@ -154,6 +166,7 @@ class TableSpec:
         pulls = make_compressor(*record.get("pull_compressor", (RAW.name, {})))
         require_for_pulls(pulls)
         clock, step = record.get("origin", (0, 0))
+        content = make_content(*record.get("content", (FLAT.name, {})))
         return cls(
             name=str(record["name"]),
             tensors=tuple(tensors),
@@ -163,6 +176,7 @@ class TableSpec:
             optimizer=str(record["optimizer"]),
             num_groups=count_of(record["num_groups"], "the number of parameter groups"),
             pull_compressor=pulls,
+            content=content,
             origin=Origin(count_of(clock, "the first clock"), count_of(step, "the first step")),
         )
 
@@ -226,10 +240,23 @@ def compressor_from_proto(plugin: pb.Plugin) -> Compressor:
 def _plugin_from_proto(registry: Registry[Any], plugin: pb.Plugin) -> tuple[str, dict[str, Any]]:
     """Returns the name and arguments in a message, if the sender has the plug-in that we have."""
     registry.agree(plugin.name, plugin.release)
+    return plugin.name, _arguments_of(plugin)
+
+
+def _content_to_proto(content: Content) -> pb.Plugin:
+    return pb.Plugin(name=content.name, arguments=json.dumps(content.arguments()))
+
+
+def _arguments_of(plugin: pb.Plugin) -> dict[str, Any]:
+    """Returns the arguments in a message.
+
+    Raises:
+        ConfigError: They are not a JSON object.
+    """
     try:
         arguments = json.loads(plugin.arguments or "{}")
     except (ValueError, RecursionError) as problem:
         raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
     if not isinstance(arguments, dict):
         raise ConfigError(f"arguments of {plugin.name!r} are not an object")
-    return plugin.name, arguments
+    return arguments

@@ -260,10 +260,10 @@ class SimulatedShard:
         Raises:
             PacelineError: The pull is refused.
         """
-        raw, _ = wire.decode(frame)
+        raw, payload = wire.decode(frame)
         header = data_pb2.PullHeader.FromString(bytes(raw))
         reply = self._reply(respond, header.sender, header.clock, Role.GRADIENT)
-        self.engine.requests.on_pull(header, reply, wait_s)
+        self.engine.requests.on_pull(header, reply, wait_s, np.frombuffer(payload, dtype=np.uint8))
 
     def tick(self) -> None:
         """Declares silent workers lost, and answers pulls that have waited too long."""

@@ -77,6 +77,7 @@ def require_possible(job: Job, table: Table, rule: Rule) -> None:
             f"{table.spec.rule} cannot become {rule} while it runs: the shards run another "
             "optimizer then"
         )
+    table.spec.content.require_rule(rule)
     require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
     require_slices(rule, len(table.layout.slices))
     others = [who for who in job.membership.expected() if who not in table.participants.aside]

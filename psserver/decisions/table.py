@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pscore.content import Stepping
 from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.estimate import ESTIMATE_ARRAYS
-from pscore.optimizers import OPTIMIZERS
-from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule, require_sizes, require_slices
 from pscore.table_spec import TableSpec
@@ -28,7 +27,7 @@ class Table:
     index: int  # In its job. Invariant: never changes.
     spec: TableSpec  # The declaration. Invariant: its rule is that of every clock.
     layout: Layout  # All slices of the table, on all shards.
-    optimizer: Optimizer
+    optimizer: Stepping
     specs: dict[int, SliceSpec]  # This shard's slices, by index.
     clocks: dict[int, SliceClock]  # Invariant: one for each of `specs`.
     participants: TableParticipants  # The workers that its steps wait for.
@@ -41,7 +40,7 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights of this shard's slices."""
-        return sum(4 * spec.numel for spec in self.specs.values())
+        return self.spec.content.weights_nbytes(list(self.specs.values()), self.layout)
 
     @property
     def memory_nbytes(self) -> int:
@@ -51,7 +50,9 @@ class Table:
     def memory_under(self, rule: Rule) -> int:
         """Returns the bytes of memory that the slices would need under another mode."""
         num, estimated = len(self.optimizer.state_names), not self.spec.pull_compressor.is_raw
-        return self.nbytes * num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
+        arrays = num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
+        parts = list(self.specs.values())
+        return self.spec.content.memory_nbytes(parts, self.layout, self.optimizer, arrays)
 
     @property
     def step(self) -> int:
@@ -156,6 +157,8 @@ def make_table(
     Raises:
         ConfigError: The declaration is not one that a shard can serve.
     """
+    optimizer = spec.content.optimizer(spec.optimizer)
+    spec.content.require_rule(spec.rule)
     if not 1 <= spec.num_groups <= GROUPS_MAX:
         raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
     if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
@@ -169,7 +172,7 @@ def make_table(
         index=index,
         spec=spec,
         layout=layout,
-        optimizer=OPTIMIZERS.require(spec.optimizer)(),
+        optimizer=optimizer,
         specs=specs,
         participants=participants,
         clocks={index: SliceClock(spec.rule, participants) for index in specs},

@@ -24,15 +24,15 @@ from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
 from psserver.decisions.membership import WORKERS_MAX
 from psserver.decisions.shard import Job, Shard
-from psserver.decisions.table import Table, num_changing
+from psserver.decisions.table import Table
 from psserver.durability import records
 from psserver.durability.journal_dir import JobJournal, JournalDir
 from psserver.durability.sealed import Meta, WeightsFile
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal, digest_of
 from psserver.slices.pool import NUMBERS
+from psserver.stores import kind_of
 
 log = structlog.get_logger()
-RECORDS_NBYTES = 8192  # For the two records of a slice, with some workers.
 # Raised by reading a damaged journal, or a whole one of another version of this program.
 UNUSABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PacelineError,
@@ -166,7 +166,7 @@ class JobRecorder:
 
     def _make_in(self, journal: JobJournal, table: Table, layout: WeightsMap) -> TableMemory:
         weights = journal.make_weights(table.index, layout.nbytes, len(table.specs))
-        journal.arena.reserve(_nbytes_in_arena(table))
+        journal.arena.reserve(kind_of(table.spec.content.name).arena_nbytes(table))
         roots = {index: journal.arena.allocate(ROOT_NBYTES) for index in table.specs}
         memory = _memory_in(journal, table, weights, roots, layout)
         self._roots[table.index] = roots
@@ -329,10 +329,8 @@ def _memory_in(
 ) -> TableMemory:
     memory = TableMemory(weights=weights.segment)
     for index, spec in table.specs.items():
-        longest = table.spec.compressor.payload_nbytes_max(spec.numel)
-        memory.journals[index] = SliceJournal(
-            journal.arena, roots[index], spec.numel, longest, len(spec.segments)
-        )
+        kind = kind_of(table.spec.content.name)
+        memory.journals[index] = kind.open_journal(journal.arena, roots[index], table, spec)
         memory.stamps[index] = weights.stamps(layout.position(index))
     return memory
 
@@ -395,10 +393,3 @@ def _describe(job: Job) -> Meta:
             for name, one in job.barriers.by_name.items()
         ],
     }
-
-
-def _nbytes_in_arena(table: Table) -> int:
-    """Returns the bytes of a table in the arena: optimizer state, sums and records."""
-    num_state = len(table.optimizer.state_names)
-    arrays = num_changing(table.spec.rule, num_state, is_kept=True) * table.nbytes
-    return arrays + len(table.specs) * RECORDS_NBYTES

@@ -17,7 +17,8 @@ from psserver.engine.placement import Placement
 from psserver.engine.slice_queue import Completion, SliceQueue
 from psserver.engine.trace import Tracer
 from psserver.slices.base import NO_OBSERVER
-from psserver.slices.store import SliceStore
+from psserver.stores import kind_of
+from psserver.stores.base import SliceMemory
 
 
 class Allocation:
@@ -71,16 +72,14 @@ class Allocation:
         queues: dict[int, SliceQueue] = {}
         for index, part in table.specs.items():
             address, timeline = Address(job.name, table.index, index), self._timeline
-            store = SliceStore(
-                part,
-                table.spec.rule,
-                table.optimizer,
-                layout.buffers(memory.weights, index),
-                layout.versions(memory.weights, index),
-                memory.journals.get(index),
-                memory.stamps.get(index),
-                NO_OBSERVER if timeline is None else Tracer(timeline, address, part.numel),
+            own = SliceMemory(
+                buffers=layout.buffers(memory.weights, index),
+                versions=layout.versions(memory.weights, index),
+                stamps=memory.stamps.get(index),
+                journal=memory.journals.get(index),
             )
+            seen = NO_OBSERVER if timeline is None else Tracer(timeline, address, part.numel)
+            store = kind_of(table.spec.content.name).make(table, part, own, seen)
             queues[index] = SliceQueue(store, self._completion, self._executor, self._placement)
         job.tables[table.index] = RunningTable(table, memory.weights, queues)
 

@@ -19,7 +19,6 @@ import structlog
 from pscore.memory.segment import Segment
 from pscore.net.budget import Budget
 from pscore.observe.timeline import Timeline
-from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
@@ -212,7 +211,7 @@ class Engine:
         if not is_new:
             return view
         if self._executor is not None:  # The weights are on their way meanwhile.
-            self._executor.submit(warm_up, table.optimizer)
+            self._executor.submit(spec.content.warm_up, table.optimizer)
         log.info(
             "table defined",
             job=job.name,

@@ -28,7 +28,9 @@ from psserver.engine.residuals import Arrays, JobResiduals
 from psserver.engine.slice_queue import JournalAgain, Seal, SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
-from psserver.slices.base import Payload
+from psserver.slices.base import Asked, Payload
+
+WHOLE = Asked()
 
 
 class Reply(Protocol):
@@ -65,8 +67,8 @@ class Request:
     payload: Payload | None = None
     release: Callable[[], None] | None = None  # Frees the payload's memory.
     step: int = -1  # Step of a push of a gradient.
-    is_shared: bool = False  # Payload in the worker's segment, or answer in the shard's.
-    held: int | None = None  # Fingerprint of the worker's estimate, in a compressed pull.
+    is_shared: bool = False  # Payload in the worker's segment.
+    asked: Asked = WHOLE  # The rest of a pull's request.
     deadline_s: float = 0.0  # Deadline of a pull: the answer then says what it waits for.
     taken_s: float = 0.0  # Time at which a queue began with the payload.
 

@@ -30,10 +30,10 @@ from psserver.engine.job import Reply, Request, RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.slice_queue import SliceQueue
 from psserver.engine.trace import note_push, note_round
-from psserver.slices.base import Payload, Store
-from psserver.slices.pool import Buffer
+from psserver.slices.base import Asked, Payload, Store
 
 RAW = NoCompression()
+NO_BYTES: ByteArray = np.empty(0, np.uint8)
 STEPS_MAX = 1 << 48  # Most steps of a job.
 VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
 LOADS = (Role.WEIGHTS, Role.STATE)
@@ -57,20 +57,22 @@ class Requests:
 
     # ----- requests
 
-    def admit(self, header: data_pb2.PushHeader, nbytes: int) -> None:
-        """Refuses a push whose payload cannot be right, before memory is taken for it.
+    def admit(self, header: data_pb2.PushHeader | data_pb2.PullHeader, nbytes: int) -> None:
+        """Refuses a push or pull whose payload cannot be right, before memory is taken for it.
 
         Raises:
             PacelineError: Its sender or slice is not known, or it is longer than any payload.
         """
         with self.lock:
             _, table, address = self._address(header.sender, header.slice)
-            compressor = table.spec.compressor
-        numel = table.specs[address.slice].numel
-        num_arrays = 1 + len(table.optimizer.state_names)
-        longest = compressor.payload_nbytes_max(numel)
-        if nbytes > max(longest, num_arrays * 4 * numel):
-            raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
+            content, compressor = table.spec.content, table.spec.compressor
+        part = table.specs[address.slice]
+        longest = content.request_nbytes_max
+        if isinstance(header, data_pb2.PushHeader):
+            longest = content.push_nbytes_max(part, table.optimizer, compressor)
+        if nbytes > longest:
+            what = f"a slice of {part.numel} elements"
+            raise DecodeError(f"{nbytes} bytes for {what} ({_of(header)})")
 
     def on_push(
         self,
@@ -128,10 +130,18 @@ class Requests:
         for queue in idle:
             queue.run()
 
-    def on_pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
+    def on_pull(
+        self, header: data_pb2.PullHeader, reply: Reply, wait_s: float, data: ByteArray = NO_BYTES
+    ) -> None:
         """Decides on a pull; it is answered when it can be, at the latest after `wait_s` seconds.
 
         A late answer says what the pull waits for.
+
+        Args:
+            header: The pull.
+            reply: Sends the answer.
+            wait_s: The longest wait, in seconds.
+            data: `(nbytes,) uint8`, its payload.
 
         Raises:
             PacelineError: The pull is refused.
@@ -150,9 +160,7 @@ class Requests:
                 raise DecodeError(f"worker {pull.worker} begins at step {pull.clock}")
             request = Request(job, address, table.clock(header.slice), pull.worker, reply)
             request.deadline_s = self.now() + wait_s
-            request.is_shared = header.shared
-            if header.estimate and not (header.with_state or header.look):
-                request.held = _held(header, table)
+            request.asked = _asked(header, table, data)
             self.waiting[request] = None
             self.execute(job, self.shard.decide_pull(job.job, address, pull, request))
 
@@ -275,49 +283,22 @@ class Requests:
         )
 
     def answer(self, action: Answer, store: Store) -> None:
-        """Answers a pull: by reference, from a leased buffer, or with a copy of the state."""
+        """Answers a pull with the numbers that the store reads for it."""
         request = action.token
         assert isinstance(request, Request)
-        if request.held is not None:
-            self._answer_estimate(action, store, request, request.held)
-            return
-        arrays = store.read(action)
-        nbytes = sum(array.nbytes for array in arrays)
-        self._note_sent(request, nbytes, nbytes)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
-        if action.with_state:
-            reply.counts.extend(store.counts.tolist())
-            request.reply.pulled(reply, arrays, None)
-            return
-        if request.is_shared and (number := store.copies.newest_mapped()):
-            reply.buffer = number
-            request.reply.pulled(reply, (), None)
-            return
-        buffer = store.copies.lease()
-        request.reply.pulled(reply, [buffer.array], _releaser(store, buffer))
+        reading = store.answer(action, request.asked, reply)
+        with self.lock:
+            request.job.job.counters.pulled_nbytes += reading.nbytes
+            request.job.job.counters.raw_pulled_nbytes += reading.raw_nbytes
+            self.counters.sent_nbytes += reading.nbytes
+        request.reply.pulled(reply, reading.arrays, reading.release)
 
     def broke(self, problem: BaseException | None) -> None:
         """Reports that a queue has failed."""
         self.report(problem)
 
     # ----- inside
-
-    def _answer_estimate(self, action: Answer, store: Store, request: Request, held: int) -> None:
-        """Answers a compressed pull: with the deltas that the worker lacks, or the whole."""
-        with self.lock:
-            compressor = request.job.job.table(request.address.table).spec.pull_compressor
-        estimate = store.estimate(action, compressor)
-        reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
-        parts = estimate.answer(held, reply)
-        self._note_sent(request, sum(part.nbytes for part in parts), 4 * store.numel)
-        # Nothing writes into deltas, so they may be sent later.
-        request.reply.pulled(reply, parts, None if reply.whole else _nothing)
-
-    def _note_sent(self, request: Request, nbytes: int, raw_nbytes: int) -> None:
-        with self.lock:
-            request.job.job.counters.pulled_nbytes += nbytes
-            request.job.job.counters.raw_pulled_nbytes += raw_nbytes
-            self.counters.sent_nbytes += nbytes
 
     def _address(self, sender: data_pb2.Sender, index: int) -> tuple[RunningJob, Table, Address]:
         job = self.shard.heard(sender.job, sender.worker, sender.incarnation, self.now())
@@ -339,32 +320,36 @@ def _shared_grad(job: RunningJob, table: Table, address: Address, worker: int) -
     return grads[spec.start : spec.stop].view(np.uint8)
 
 
-def _nothing() -> None:
-    """Frees nothing."""
-
-
-def _held(header: data_pb2.PullHeader, table: Table) -> int:
-    """Returns the fingerprint of a worker's estimate.
+def _asked(header: data_pb2.PullHeader, table: Table, data: ByteArray) -> Asked:
+    """Returns the rest of a pull's request.
 
     Raises:
-        RemoteProtocolError: Pulls of this slice are not compressed.
+        RemoteProtocolError: It asks for the estimate of a slice whose pulls are not compressed.
+        DecodeError: Its payload cannot be of this slice.
     """
-    if table.spec.pull_compressor.is_raw or not table.specs[header.slice].compress:
+    part = table.specs[header.slice]
+    wanted = table.spec.content.read_request(data, part, table.layout)
+    if not header.estimate or header.with_state or header.look:
+        return Asked(wanted=wanted, is_shared=header.shared)
+    if table.spec.pull_compressor.is_raw or not part.compress:
         raise RemoteProtocolError(
             f"worker {header.sender.worker} asks for an estimate of slice {header.slice} of "
             f"{table.spec.name!r}, whose pulls are not compressed"
         )
-    return header.held
+    return Asked(
+        wanted=wanted,
+        is_shared=header.shared,
+        held=header.held,
+        compressor=table.spec.pull_compressor,
+    )
 
 
-def _releaser(store: Store, buffer: Buffer) -> Callable[[], None]:
-    return lambda: store.copies.release(buffer)
-
-
-def _of(header: data_pb2.PushHeader) -> str:
-    """Describes a push, for messages."""
-    worker, index, step = header.sender.worker, header.slice, header.step
-    return f"push of worker {worker}, slice {index}, step {step}"
+def _of(header: data_pb2.PushHeader | data_pb2.PullHeader) -> str:
+    """Describes a push or pull, for messages."""
+    worker, index = header.sender.worker, header.slice
+    if isinstance(header, data_pb2.PullHeader):
+        return f"pull of worker {worker}, slice {index}"
+    return f"push of worker {worker}, slice {index}, step {header.step}"
 
 
 def _push(header: data_pb2.PushHeader, table: Table) -> Push:

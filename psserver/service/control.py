@@ -105,9 +105,10 @@ def data_handler(
 
     async def pull(frame: bytes, context: Context) -> bytes:
         reply = GrpcReply()
-        header, _ = _parse(frame, data_pb2.PullHeader())
+        header, payload = _parse(frame, data_pb2.PullHeader())
         require(header, context)
-        engine.requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
+        data = np.frombuffer(payload, dtype=np.uint8)
+        engine.requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX), data)
         try:
             return await reply.frame
         finally:

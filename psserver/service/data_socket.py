@@ -25,6 +25,7 @@ from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 from psserver.access.authorizer import Authorizer, Grant
 from psserver.engine.engine import Engine
+from psserver.engine.requests import NO_BYTES
 from psserver.logs import setup
 
 WAIT_S_MAX = 10.0  # A pull is answered within this time, ready or not.
@@ -140,13 +141,11 @@ class DataHandler:
         if kind == "push":
             self._push(envelope.push, incoming, SocketReply(self._connection, envelope.id))
             return
+        if kind == "pull":
+            self._pull(envelope.pull, incoming, SocketReply(self._connection, envelope.id))
+            return
         incoming.read_into()  # There is no payload. Reading to the end verifies the checksum.
-        if kind != "pull":
-            raise DecodeError(f"data frame with {kind!r} in it")
-        self._grant.require(envelope.pull.sender.job)
-        wait_s = min(envelope.pull.wait_ms / 1000, WAIT_S_MAX)
-        self._requests.on_pull(envelope.pull, SocketReply(self._connection, envelope.id), wait_s)
-        self._note_sender(envelope.pull.sender)
+        raise DecodeError(f"data frame with {kind!r} in it")
 
     def on_refused(self, envelope: pb.Envelope) -> None:
         """Counts a push that was refused."""
@@ -159,6 +158,17 @@ class DataHandler:
             self._engine.suspect(self._sender)
         connection = self._connection
         self._requests.forget(lambda reply: getattr(reply, "connection", None) is connection)
+
+    def _pull(self, header: pb.PullHeader, incoming: Incoming, reply: SocketReply) -> None:
+        data = NO_BYTES
+        if incoming.payload_nbytes:
+            self._grant.require(header.sender.job)
+            self._requests.admit(header, incoming.payload_nbytes)
+            data = self._connection.buffers.take(incoming.payload_nbytes, "a pull")
+        incoming.read_into(memoryview(data))  # Reading to the end verifies the checksum.
+        self._grant.require(header.sender.job)
+        self._requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX), data)
+        self._note_sender(header.sender)
 
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes

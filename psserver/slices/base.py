@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,14 +10,13 @@ from typing import Protocol
 import numpy as np
 
 from pscore.compressors.base import Compressor
+from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
-from pscore.types import ByteArray, FloatArray, IntArray, Role
+from pscore.types import ByteArray, FloatArray, Role
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Cell
-from psserver.slices.pull_estimate import Estimate
-from psserver.slices.weights import Weights
 
 NO_CLOCKS: Mapping[int, int] = {}
 
@@ -31,6 +30,30 @@ class Payload:
     counts: tuple[int, ...] = ()  # Role STATE: optimizer steps of each segment.
     is_borrowed: bool = False  # In the worker's memory, which is valid until the acknowledgement.
     cell: Cell | None = None  # The copy that `Store.hold` has made.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The request of a pull, beside its order."""
+
+    wanted: object = None  # The payload, as the table's content reads it.
+    is_shared: bool = False  # The worker has mapped the weights.
+    held: int | None = None  # Fingerprint of its estimate, in a compressed pull.
+    compressor: Compressor | None = None  # That of the table's pulls.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The payload that answers a pull."""
+
+    arrays: Sequence[FloatArray | ByteArray]
+    release: Callable[[], None] | None  # Frees it; None: it is valid until the next order.
+    nbytes: int  # That the worker reads, also out of shared memory.
+    raw_nbytes: int  # The same, if nothing were compressed.
+
+
+def nothing() -> None:
+    """Frees nothing: an answer that nothing writes to may be sent later."""
 
 
 WeightedGrad = tuple[Add, Payload]  # One gradient of a sum; the order holds its weight.
@@ -66,9 +89,7 @@ class Store(Protocol):
     The methods raise only the errors that they state: an order that fails is a bug.
     """
 
-    numel: int
-    counts: IntArray  # (num_segments,): optimizer steps of each segment.
-    copies: Weights  # The copies of the weights; readers lease the newest.
+    numel: int  # Elements, by which its work is measured.
     progress: JournaledProgress | None  # The pushes counted, as the journal has them.
 
     @property
@@ -76,16 +97,8 @@ class Store(Protocol):
         """The journal that every change is written to; None: nothing outlives the process."""
 
     @property
-    def weights(self) -> FloatArray:
-        """The newest weights, `(numel,) float32`."""
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-
-    @property
-    def state(self) -> list[FloatArray]:
-        """The optimizer's state, each array `(numel,) float32`."""
 
     # ----- orders
 
@@ -128,11 +141,8 @@ class Store(Protocol):
 
     # ----- reading
 
-    def read(self, answer: Answer) -> list[FloatArray]:
-        """Returns the newest weights and, if asked, the state: views until the next order."""
-
-    def estimate(self, answer: Answer, compressor: Compressor) -> Estimate:
-        """Returns the estimate of the newest weights where pulls are compressed."""
+    def answer(self, answer: Answer, asked: Asked, reply: data_pb2.PullReply) -> Reading:
+        """Returns the payload that answers a pull, and describes it in `reply`."""
 
     # ----- checkpoints
 

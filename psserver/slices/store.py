@@ -11,16 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from pscore.compressors.base import Compressor
 from pscore.net.wire import floats
 from pscore.optimizers.base import Optimizer
+from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, IntArray, Role, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
-from psserver.slices.base import NO_CLOCKS, NO_OBSERVER, Observer, Payload, WeightedGrad
+from psserver.slices.base import (
+    NO_CLOCKS,
+    NO_OBSERVER,
+    Asked,
+    Observer,
+    Payload,
+    Reading,
+    WeightedGrad,
+    nothing,
+)
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.optimizer_state import OptimizerState
@@ -159,13 +170,35 @@ class SliceStore:
 
     # ----- reading
 
+    def answer(self, answer: Answer, asked: Asked, reply: data_pb2.PullReply) -> Reading:
+        """Returns the answer: by reference, from a leased buffer, or with a copy of the state."""
+        if asked.compressor is not None and asked.held is not None:
+            estimate = self._follow(answer, asked.compressor)
+            parts = estimate.answer(asked.held, reply)
+            return Reading(
+                arrays=parts,
+                release=None if reply.whole else nothing,
+                nbytes=sum(part.nbytes for part in parts),
+                raw_nbytes=4 * self.numel,
+            )
+        arrays = self.read(answer)
+        nbytes, release = sum(array.nbytes for array in arrays), None
+        if answer.with_state:
+            reply.counts.extend(self.counts.tolist())
+        elif asked.is_shared and (number := self.copies.newest_mapped()):
+            reply.buffer, arrays = number, []
+        else:
+            buffer = self.copies.lease()
+            arrays, release = [buffer.array], partial(self.copies.release, buffer)
+        return Reading(arrays=arrays, release=release, nbytes=nbytes, raw_nbytes=nbytes)
+
     def read(self, answer: Answer) -> list[FloatArray]:
         """Returns the newest weights and, if asked, the state: views until the next order."""
         if not answer.is_look:
             self._note_answer(answer, self.weights)
         return [self.weights, *self.state] if answer.with_state else [self.weights]
 
-    def estimate(self, answer: Answer, compressor: Compressor) -> Estimate:
+    def _follow(self, answer: Answer, compressor: Compressor) -> Estimate:
         """Returns the estimate of the newest weights where pulls are compressed."""
         if self._estimate is None:
             self._estimate = Estimate(compressor, self.weights, answer.version)

@@ -19,7 +19,7 @@ FLOORS = {
             "engine",
             "durability",
         ),
-        *("slices", "access", "decisions", "logs", "."),
+        *("stores", "slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
         *(
@@ -36,7 +36,8 @@ FLOORS = {
         *("transports", "compression", "replica", "gossip", "model", "group"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "rules", "graphs", "cuda", "overlaps", "local", "optimizers"),
+        *("table_spec", "estimate", "contents", "rows", "content"),
+        *("rules", "graphs", "cuda", "overlaps", "local", "optimizers"),
         *("compressors", "observe", "net", "memory", "."),
     ),
 }

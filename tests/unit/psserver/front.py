@@ -25,7 +25,7 @@ from psserver.engine.job import RunningJob
 from psserver.engine.placement import Placement
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.refusals import refusing
-from psserver.slices.base import Store
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.owned import Engines, owned
 
 T = TypeVar("T")
@@ -187,9 +187,10 @@ def table(**fields: Any) -> pb.Table:
     return pb.Table(**values | fields)
 
 
-def stores_of(job: RunningJob) -> list[Store]:
-    """Returns the numbers of all slices of a job."""
-    return [queue.store for table in job.tables.values() for queue in table.queues.values()]
+def stores_of(job: RunningJob) -> list[SliceStore]:
+    """Returns the numbers of all flat slices of a job."""
+    stores = [queue.store for table in job.tables.values() for queue in table.queues.values()]
+    return [store for store in stores if isinstance(store, SliceStore)]
 
 
 def grad(value: float) -> FloatArray:

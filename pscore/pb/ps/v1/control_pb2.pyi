@@ -121,7 +121,7 @@ class Plugin(_message.Message):
     def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ..., release: _Optional[str] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("name", "tensors", "num_shards", "rule", "compressor", "optimizer", "num_groups", "fingerprint", "pull_compressor", "optimizer_release")
+    __slots__ = ("name", "tensors", "num_shards", "rule", "compressor", "optimizer", "num_groups", "fingerprint", "pull_compressor", "optimizer_release", "content")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class Table(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PULL_COMPRESSOR_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     num_shards: int
@@ -142,7 +143,8 @@ class Table(_message.Message):
     fingerprint: str
     pull_compressor: Plugin
     optimizer_release: str
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ...) -> None: ...
+    content: Plugin
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table")

@@ -25,7 +25,6 @@ from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
 from psserver.engine.resume import recover
-from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import stores_of
@@ -71,7 +70,7 @@ class Process:
         job.job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
         job.recorder.note()
 
-    def store(self) -> Store:
+    def store(self) -> SliceStore:
         return stores_of(next(iter(self.engine.jobs.values())))[0]
 
     def kill(self) -> None:

@@ -12,7 +12,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
 from pscore.types import ByteArray, FloatArray, Role, SliceSpec, TensorSegment
 from psserver.decisions.orders import Answer, Load
-from psserver.slices.base import Payload
+from psserver.slices.base import Asked, Payload
 from psserver.slices.pull_estimate import Estimate
 from psserver.slices.store import SliceStore
 from psworker.compression.pull_estimate import PulledEstimate
@@ -316,32 +316,39 @@ def load(made: SliceStore, weights: FloatArray) -> None:
     made.load(Load(token=0, role=Role.WEIGHTS, version=0), payload)
 
 
-def asked(version: int) -> Answer:
-    """Returns the answer to worker 0's pull."""
-    return Answer(token=0, worker=0, version=version, with_state=False)
+def pulled(made: SliceStore, compressor: Compressor, held: PulledEstimate, version: int) -> bool:
+    """Pulls the estimate as worker 0 does; returns whether it came whole."""
+    order = Answer(token=0, worker=0, version=version, with_state=False)
+    reply = data_pb2.PullReply(ready=True)
+    asked = Asked(held=held.fingerprint, compressor=compressor)
+    data = b"".join(part.tobytes() for part in made.answer(order, asked, reply).arrays)
+    held.room(reply, len(data))[:] = data
+    assert held.take(reply)
+    return reply.whole
 
 
 def test_a_loaded_state_is_sent_whole() -> None:
     compressor = parse_compressor("2bit")
     made, held = store(ASGD()), PulledEstimate(compressor, NUMEL, "slice 0")
     without = made.nbytes
-    pull(made.estimate(asked(0), compressor), held)
+    pulled(made, compressor, held, 0)
     assert made.nbytes > without + 2 * 4 * NUMEL
     load(made, values(9))
-    estimate = made.estimate(asked(0), compressor)
-    assert np.array_equal(estimate.values, values(9))
-    assert pull(estimate, held).whole
+    assert pulled(made, compressor, held, 0)
+    assert held.values is not None
+    assert np.array_equal(held.values, values(9))
 
 
 def test_a_rule_remembers_what_the_worker_was_given() -> None:
     """DC-ASGD corrects by how far the weights have moved from those of the worker's gradient."""
     compressor = parse_compressor("2bit")
-    made = store(DCASGD())
-    made.estimate(asked(0), compressor)
+    made, held = store(DCASGD()), PulledEstimate(compressor, NUMEL, "slice 0")
+    pulled(made, compressor, held, 0)
     made.weights[:] = values(5)
-    estimate = made.estimate(asked(1), compressor)
+    pulled(made, compressor, held, 1)
     backup = made.export()["memory.weights_backup.0"]
-    assert np.array_equal(backup, estimate.values)
+    assert held.values is not None
+    assert np.array_equal(backup, held.values)
     assert not np.array_equal(backup, made.weights)
 
 

@@ -1,0 +1,116 @@
+"""The protocol of a table's content: the kind of numbers in its slices, as it is declared.
+
+The kinds of content are registered in pscore/contents; the shards' stores of each kind in
+psserver/stores. No other code branches on a kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+from pscore.compressors.base import Compressor
+from pscore.partition import Layout
+from pscore.rules.base import Rule
+from pscore.types import ByteArray, SliceSpec, TensorSpec
+
+
+class Stepping(Protocol):
+    """The part of an optimizer that declarations, messages and checkpoints use.
+
+    Attributes:
+        name: Its name on the wire.
+        hyper_names: Columns of the hyper-parameters, the first `lr`.
+        state_names: Names of its state arrays.
+    """
+
+    name: ClassVar[str]
+    hyper_names: ClassVar[tuple[str, ...]]
+    state_names: ClassVar[tuple[str, ...]]
+
+
+class Content(ABC):
+    """The content of a table's slices; an immutable value."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Returns the content that `arguments` describes.
+
+        Raises:
+            ConfigError: An argument is unknown, or wrong.
+        """
+
+    @abstractmethod
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `of`, as JSON can hold them."""
+
+    @abstractmethod
+    def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
+        """Returns the slices of a table on each shard.
+
+        Raises:
+            ConfigError: The tensors cannot be of such a table.
+        """
+
+    @abstractmethod
+    def optimizer(self, name: str) -> Stepping:
+        """Returns the shards' optimizer of that name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+
+    @abstractmethod
+    def warm_up(self, optimizer: Stepping) -> None:
+        """Makes a small step, so that a shard has compiled its loops before the first push."""
+
+    def require_rule(self, rule: Rule) -> None:  # noqa: B027
+        """Refuses a mode that such a table cannot have.
+
+        Raises:
+            ConfigError: It is one.
+        """
+
+    @property
+    @abstractmethod
+    def request_nbytes_max(self) -> int:
+        """Bytes of the longest payload of a pull's request."""
+
+    @abstractmethod
+    def read_request(self, data: ByteArray, part: SliceSpec, layout: Layout) -> object:
+        """Returns the meaning of the payload of a pull's request.
+
+        Args:
+            data: `(nbytes,) uint8`.
+            part: The slice that is pulled.
+            layout: The layout that it is of.
+
+        Raises:
+            DecodeError: The payload cannot be of this slice.
+        """
+
+    @abstractmethod
+    def push_nbytes_max(self, part: SliceSpec, optimizer: Stepping, compressor: Compressor) -> int:
+        """Returns the bytes of the longest payload of a push of a slice."""
+
+    @abstractmethod
+    def weights_nbytes(self, parts: Sequence[SliceSpec], layout: Layout) -> int:
+        """Returns the most bytes of weights in some slices of a layout."""
+
+    @abstractmethod
+    def memory_nbytes(
+        self, parts: Sequence[SliceSpec], layout: Layout, optimizer: Stepping, num_arrays: int
+    ) -> int:
+        """Returns the most bytes that some slices of a layout need.
+
+        Args:
+            parts: The slices.
+            layout: The layout that they are of.
+            optimizer: The shards' optimizer.
+            num_arrays: Arrays as long as the weights that the mode, the optimizer and the journal
+                need of a content that is updated as a whole.
+        """

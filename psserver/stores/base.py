@@ -1,0 +1,73 @@
+"""Interface of a kind of stores: the memory of a slice, its journal and its numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pscore.types import FloatArray, IntArray, SliceSpec
+from psserver.decisions.table import Table
+from psserver.slices.arena import Arena
+from psserver.slices.base import Observer, Store
+from psserver.slices.journal import SliceJournal
+
+RECORDS_NBYTES = 8192  # For the two records of a slice, with some workers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceMemory:
+    """The memory of one slice.
+
+    Attributes:
+        buffers: Two arrays for weights that workers can map.
+        versions: `(2,) int64`, where the versions of these buffers are published.
+        stamps: The same again at the end of their file; None: it does not outlive the process.
+        journal: Where every change is recorded; None: likewise.
+    """
+
+    buffers: Sequence[FloatArray]
+    versions: IntArray
+    stamps: IntArray | None = None
+    journal: SliceJournal | None = None
+
+
+class StoreKind(ABC):
+    """One kind of stores.
+
+    Attributes:
+        name: Name of the content whose stores it makes.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def arena_nbytes(self, table: Table) -> int:
+        """Returns the bytes of a table that are reserved in the arena of its job's journal."""
+
+    @abstractmethod
+    def open_journal(self, arena: Arena, root: int, table: Table, part: SliceSpec) -> SliceJournal:
+        """Returns the journal of a slice: a new one, or that of a killed process.
+
+        Args:
+            arena: The mapped file that holds it.
+            root: Place of its root.
+            table: The table.
+            part: The slice.
+
+        Raises:
+            ValueError: Its root, its record or a file of the slice is damaged.
+            OSError: There is no room on the disk.
+        """
+
+    @abstractmethod
+    def make(self, table: Table, part: SliceSpec, memory: SliceMemory, observer: Observer) -> Store:
+        """Returns the store of a slice, with the contents of its journal if there are any.
+
+        Args:
+            table: The table.
+            part: The slice.
+            memory: Its memory.
+            observer: Sees additions, steps and publications.
+        """
