@@ -13,5 +13,5 @@ torch.set_num_threads(1)  # A thread pool would not survive the fork.
 torch.optim.SGD([torch.zeros(1)], lr=0.1).zero_grad()  # Torch imports its compiler at the first.
 assert LOCAL_UPDATES
 assert dir(psworker)
-for optimizer in OPTIMIZERS.values():
+for optimizer in OPTIMIZERS.own.values():
     warm_up(optimizer())

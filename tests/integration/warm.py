@@ -167,7 +167,7 @@ def _prepare(kind: str) -> None:
     if kind == "psserver":
         from pscore.optimizers import OPTIMIZERS, warm_up
 
-        for optimizer in OPTIMIZERS.values():
+        for optimizer in OPTIMIZERS.own.values():
             warm_up(optimizer())
         assert "torch" not in sys.modules
         subprocess.Popen = _ShardPopen  # type: ignore[misc]
