@@ -48,6 +48,7 @@ BASE = ["docker-compose.yml"]
 SERVERS = "shard0:7070,shard1:7070"
 TARGETS = {"shard": SHARD_IMAGE, "worker": IMAGE}
 BASE_IMAGE = "python:3.11-slim"
+CUDA_IMAGE = "paceline:cuda"
 RESULT = ROOT / "docs" / "results" / "images.json"
 OCI = "org.opencontainers.image"
 PAIR = 2  # Shards and workers of a job here.
@@ -124,8 +125,7 @@ def build(log: Log) -> None:
     for target, name in TARGETS.items():
         start_s = time.monotonic()
         labels = ("--build-arg", "VERSION=0.1.0", "--build-arg", "REVISION=checked")
-        words = ("--network", "host", "-f", "deploy/Dockerfile", "--target", target, *labels)
-        run("docker", "build", *words, "-t", name, ".")
+        build_target(target, name, *labels)
         image = json.loads(run("docker", "image", "inspect", name))[0]
         sizes[target] = image["Size"]
         log.say(
@@ -146,6 +146,20 @@ def build(log: Log) -> None:
         run(*look, "psserver", "rules")
     RESULT.write_text(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "nbytes": sizes}) + "\n")
     no_gpu(log)
+
+
+def build_target(target: str, name: str, *options: str) -> None:
+    """Builds a target of the Dockerfile."""
+    words = ("--network", "host", "-f", "deploy/Dockerfile", "--target", target, *options)
+    run("docker", "build", *words, "-t", name, ".")
+
+
+def cuda(log: Log) -> None:
+    """Builds the image for NVIDIA GPUs, and imports what it has, on this host without one."""
+    build_target("cuda", CUDA_IMAGE)
+    look = ("docker", "run", "--rm", "--network", "none", CUDA_IMAGE)
+    versions = "import cupy, torch; print('torch', torch.__version__, 'CuPy', cupy.__version__)"
+    log.say(f"      {CUDA_IMAGE} has {run(*look, 'python', '-c', versions).splitlines()[-1]}")
 
 
 def no_gpu(log: Log) -> None:
@@ -430,6 +444,7 @@ def swarm(log: Log) -> None:
 
 SECTIONS: dict[str, Callable[[Log], None]] = {
     "image": build,
+    "cuda": cuda,
     "training": train,
     "loader": loader,
     "gpus": gpus,
