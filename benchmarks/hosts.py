@@ -28,12 +28,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import kit, measured
-from benchmarks.links import link_use
+from benchmarks.forked import Forked, ending
+from benchmarks.links import link_use, relay
 from benchmarks.netlab import Lab, available, bits_per_s, shaped_nbytes
 
 MODULE = "benchmarks.hosts"
@@ -71,6 +72,8 @@ class Case:
     rate: str  # Of each link, each way, as tc writes it.
     shapes: Sequence[tuple[int, ...]]
     compute_s: float
+    delay_s: float = 0.0  # Of every frame on its way through the switch, each way.
+    slow: Mapping[int, float] = field(default_factory=dict)  # Factors on `compute_s`, by worker.
 
     @property
     def bytes_per_s(self) -> float:
@@ -225,11 +228,18 @@ class Hosts:
     def started(self) -> Iterator[Hosts]:
         """Starts the shards and the workers, and ends them in any case."""
         case = self.case
+        num_all = case.num_hosts + case.num_dedicated
         with (
-            Lab(case.num_hosts + case.num_dedicated, case.rate) as lab,
+            contextlib.ExitStack() as stack,
+            Lab(num_all, case.rate, has_bridge=not case.delay_s) as lab,
             tempfile.TemporaryDirectory(prefix="paceline-hosts-") as folder,
         ):
             self._lab = lab
+            if case.delay_s:
+                ports = [f"port{host}" for host in range(num_all)]
+                switch = Forked(relay.run, ports, case.delay_s, namespace=lab.name("switch"))
+                stack.enter_context(ending([switch]))
+                switch.hear()  # It forwards frames from now on.
             addresses = [lab.address(host) for host in case.shard_hosts]
             self._servers = [f"{address}:{PORT}" for address in addresses]
             shards = [
@@ -247,8 +257,8 @@ class Hosts:
                 for index, host in enumerate(case.shard_hosts)
             ]
             self._workers = [
-                kit.Role(MODULE, "work", self._arguments(host), prefix=lab.inside(host))
-                for host in map(self._host, range(case.num_workers))
+                kit.Role(MODULE, "work", self._arguments(rank), prefix=lab.inside(self._host(rank)))
+                for rank in range(case.num_workers)
             ]
             with kit.roles(*shards, *self._workers):
                 for shard in shards:
@@ -299,10 +309,11 @@ class Hosts:
     def _host(self, rank: int) -> int:
         return rank // self.case.workers_per_host
 
-    def _arguments(self, host: int) -> Mapping[str, Any]:
-        """Returns the arguments of `work` for the workers of a host."""
-        port = [f"port{host}", self._lab.name("switch")]
-        return {"shapes": self.case.shapes, "compute_s": self.case.compute_s, "port": port}
+    def _arguments(self, rank: int) -> Mapping[str, Any]:
+        """Returns the arguments of `work` for a worker."""
+        port = [f"port{self._host(rank)}", self._lab.name("switch")]
+        compute_s = self.case.compute_s * self.case.slow.get(rank, 1.0)
+        return {"shapes": self.case.shapes, "compute_s": compute_s, "port": port}
 
     def _environment(self, rank: int, job: str) -> Mapping[str, str]:
         case = self.case

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from pscore.content import Stepping
 from pscore.errors import ConfigError, RemoteProtocolError
-from pscore.estimate import ESTIMATE_ARRAYS
 from pscore.partition import Layout
 from pscore.rules.base import Rule, require_sizes, require_slices
 from pscore.table_spec import TableSpec
+from pscore.timing.memory import num_arrays
 from pscore.types import SliceSpec
 from psserver.decisions.membership import Membership
 from psserver.decisions.participants import ChangeId, TableParticipants
@@ -17,7 +17,6 @@ from psserver.decisions.slice_clock import SliceClock
 
 GROUPS_MAX = 1024
 NAMED_MAX = 4  # Workers named in one message.
-SUMS_MAX = 2  # Open sums of a slice that are provided for; more are rare and do not last.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,28 +177,3 @@ def make_table(
         clocks={index: SliceClock(spec.rule, participants) for index in specs},
         is_kept=is_kept,
     )
-
-
-def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:
-    """Returns the arrays, each as long as the weights, that a table needs for state and sums.
-
-    Args:
-        rule: The table's mode: each open step has a sum.
-        num_state: Arrays of the optimizer's state.
-        is_kept: Whether the table outlives the process: then no array is written in place.
-    """
-    sums = min(rule.steps_open(), SUMS_MAX) if rule.by_step else 1
-    return (num_state + sums) * (2 if is_kept else 1)
-
-
-def num_arrays(rule: Rule, num_state: int, *, is_kept: bool, is_estimated: bool) -> int:
-    """Returns all arrays, each as long as the weights, that a table needs.
-
-    Args:
-        rule: The table's mode.
-        num_state: Arrays of the optimizer's state.
-        is_kept: Whether the table outlives the process.
-        is_estimated: Whether pulls are compressed.
-    """
-    estimates = ESTIMATE_ARRAYS if is_estimated else 0
-    return 2 + num_changing(rule, num_state, is_kept=is_kept) + estimates

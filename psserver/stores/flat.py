@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pscore.optimizers.base import Optimizer
+from pscore.timing.memory import num_changing
 from pscore.types import SliceSpec
-from psserver.decisions.table import Table, num_changing
+from psserver.decisions.table import Table
 from psserver.slices.arena import Arena
 from psserver.slices.base import Observer, Store
 from psserver.slices.journal import SliceJournal

@@ -332,6 +332,73 @@ def plan(
     sys.stdout.write((to_json(found) if as_json else "\n".join(lines)) + "\n")
 
 
+@app.command()
+def advise(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model by name: gpt2-xl, resnet50, ..., or its parameters: 350M."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Number of workers [one for each GPU].")
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Number of hosts [one for each worker].")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of GPUs on all hosts; 0: computing is on CPUs [one for each worker]."
+        ),
+    ] = None,
+    gbit: Annotated[
+        float | None, typer.Option(help="Bandwidth of each host's link, in 10^9 bit/s.")
+    ] = None,
+    compute_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds of forward and backward of a step.")
+    ] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="Round trip between hosts in ms [0.2].")
+    ] = None,
+    sites: Annotated[
+        str | None, typer.Option(help="Workers of each site, instead of hosts: 6,2.")
+    ] = None,
+    between_gbit: Annotated[
+        float | None, typer.Option(help="With --sites: bandwidth between sites, in 10^9 bit/s.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="Optimizer: sgd, adam, ...")] = "sgd",
+    tls: Annotated[bool, typer.Option(help="Whether connections are encrypted.")] = False,
+    overlap: Annotated[
+        bool, typer.Option(help="Whether gradients may leave during backward.")
+    ] = True,
+    risk: Annotated[
+        str, typer.Option(help="Accuracy that may be lost: none, low (half a point) or any.")
+    ] = "low",
+    as_json: AsJson = False,
+) -> None:
+    """Say which mode, how many shards and how fast, before machines are rented."""
+    from psworker.advice import report as advice
+    from psworker.advice.request import AdviceRequest
+
+    request = AdviceRequest(
+        model=model,
+        workers=workers,
+        hosts=hosts,
+        gpus=gpus,
+        gbit=gbit,
+        compute_ms=compute_ms,
+        latency_ms=latency_ms,
+        sites=sites,
+        between_gbit=between_gbit,
+        optimizer=optimizer,
+        tls=tls,
+        overlap=overlap,
+    )
+    found = advice.advise(request.read(), risk)
+    lines = advice.lines_of(found)
+    sys.stdout.write((to_json(found.as_json(), indent=1) if as_json else "\n".join(lines)) + "\n")
+
+
 @bench.command()
 def compressors(
     *,

@@ -17,10 +17,11 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule, require_slices
+from pscore.timing.plans import by_step, mean_of
 from pscore.types import TensorSpec
 from psworker.commands.models import make_model
 from psworker.compression.error_feedback import choose
-from psworker.connection.accounts.mode_traffic import MIN_NBYTES, by_step, mean_of
+from psworker.connection.accounts.mode_traffic import MIN_NBYTES
 from psworker.connection.accounts.traffic import ddp_nbytes
 
 RAW = NoCompression()
@@ -119,7 +120,7 @@ def make_report(
     layout = make_layout(tensors, num_shards)
     require_slices(rule, len(layout.slices))
     num_elements = sum(spec.numel for spec in tensors)
-    steps = by_step(layout, rule, compressors, len(optimizer.state_names))
+    steps = by_step(layout.slices, rule, compressors, len(optimizer.state_names))
     (pushed, pulled), peaks = mean_of(steps), [max(each) for each in zip(*steps, strict=True)]
     return Report(
         num_tensors=len(tensors),

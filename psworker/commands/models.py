@@ -183,7 +183,7 @@ class Residual(nn.Module):
 def gpt2(
     width: int = 768, layers: int = 12, heads: int = 12, *, is_tied: bool = True
 ) -> nn.Sequential:
-    """Returns the small GPT-2: 124,439,808 elements.
+    """Returns a GPT-2, by default the small one: 124,439,808 elements.
 
     Args:
         width: Elements of a token's vector.
@@ -216,9 +216,16 @@ class KnownModel:
 
 
 IMAGE = (3, 224, 224)
+GPT2 = {"gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
 MODELS = {
     "alexnet": KnownModel(alexnet, IMAGE),
     "gpt2": KnownModel(gpt2, (CONTEXT,), VOCABULARY, partial(gpt2, is_tied=False)),
+    **{
+        name: KnownModel(
+            partial(gpt2, *sizes), (CONTEXT,), VOCABULARY, partial(gpt2, *sizes, is_tied=False)
+        )
+        for name, sizes in GPT2.items()
+    },
     "lenet": KnownModel(LeNet, (1, 28, 28)),
     "resnet50": KnownModel(ResNet50, IMAGE),
     "vgg16": KnownModel(vgg16, IMAGE),

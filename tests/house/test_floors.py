@@ -25,6 +25,7 @@ FLOORS = {
         *(
             "__main__",
             "commands",
+            "advice",
             "integrations",
             ".",
             "pipeline",
@@ -36,7 +37,7 @@ FLOORS = {
         *("transports", "compression", "replica", "gossip", "model", "group"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "contents", "rows", "content"),
+        *("timing", "table_spec", "estimate", "contents", "rows", "content"),
         *("rules", "graphs", "cuda", "overlaps", "local", "optimizers"),
         *("compressors", "observe", "net", "memory", "."),
     ),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from pscore.compressors.base import Compressor
 from pscore.net.wire import FLOAT_NBYTES
-from pscore.partition import Layout, make_layout
+from pscore.partition import make_layout
 from pscore.rules.base import Rule
+from pscore.timing.plans import by_step, mean_of, period
 from pscore.types import TensorSpec
 from psworker.compression.error_feedback import choose
 
@@ -40,50 +41,9 @@ def traffic_of(
         for number, numel in enumerate(numels)
     ]
     tensors = choose(tensors, *compressors, min_nbytes=MIN_NBYTES, exclude=())
-    pushed, pulled = mean_of(by_step(make_layout(tensors, 1), rule, compressors, num_state))
+    pushed, pulled = mean_of(by_step(make_layout(tensors, 1).slices, rule, compressors, num_state))
     nbytes = FLOAT_NBYTES * sum(numels)
-    plans = [rule.plan(step) for step in _period(rule)]
+    plans = [rule.plan(step) for step in period(rule)]
     return ModeTraffic(
         pushed / nbytes, pulled / nbytes, any(plan.pull and plan.block for plan in plans)
     )
-
-
-def _period(rule: Rule) -> range:
-    """Returns the steps behind the warm-up after which the plan repeats."""
-    arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
-    start = int(arguments.get("warmup", 0))
-    return range(start, start + int(arguments.get("steps", 1)))
-
-
-def by_step(
-    layout: Layout, rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
-) -> list[tuple[float, float]]:
-    """Returns the bytes pushed and pulled in each step after which the plan repeats."""
-    schedule = rule.schedule
-    numels = [spec.numel for spec in layout.slices]
-    fragments = [0] * len(numels) if schedule is None else schedule.assign(numels)
-    local = rule.local_update()
-    steps = []
-    for step in _period(rule):
-        plans = [rule.plan_of(step, fragment) for fragment in range(max(fragments) + 1)]
-        pushed = pulled = 0.0
-        for spec, fragment in zip(layout.slices, fragments, strict=True):
-            plan, raw = plans[fragment], FLOAT_NBYTES * spec.numel
-            packed, pulled_packed = (
-                item.payload_nbytes_max(spec.numel) if spec.compress else raw
-                for item in compressors
-            )
-            if plan.push is not None:
-                pushed += packed if plan.compress and not plan.flush else raw
-            with_state = local is not None and not plan.block
-            with_state = with_state and local.wants_state(last_of_warmup=False)
-            whole = raw * (1 + num_state) if with_state else pulled_packed
-            pulled += whole / plan.turns if plan.pull else 0
-        steps.append((pushed, pulled))
-    return steps
-
-
-def mean_of(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the mean bytes pushed and pulled per step."""
-    pushed, pulled = zip(*steps, strict=True)
-    return sum(pushed) / len(steps), sum(pulled) / len(steps)

@@ -1,0 +1,204 @@
+"""A job as its time depends on it: hosts, links, slices, computing, and the costs of a machine.
+
+A host has one full-duplex link, which its workers and its shards share; two processes of one host
+exchange through memory. `psworker advise` and the closed forms (closed.py) read it, and the
+simulation of a job in time (pssim/timing) runs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+
+from pscore.errors import ConfigError
+from pscore.net.wire import FLOAT_NBYTES
+from pscore.partition import SLICE_NUMEL_MAX, make_layout
+from pscore.types import TensorSpec
+
+FORWARD_SHARE = 1 / 3  # Share of a step's computing before the first gradient can be ready.
+GBIT = 125e6  # Bytes per second of 1 Gbit/s.
+SLICES_PER_SHARD_MAX = 8  # Of a coarse layout, for jobs that are too large to follow each slice.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """Costs of a machine; `RATE_SOURCES` says where each number comes from.
+
+    Attributes:
+        link_share: Payload bytes that a link carries, over its nominal bandwidth.
+        memory: Bytes per second between two processes of one host.
+        receive: Bytes per second that a thread of a shard receives and adds.
+        send: Bytes per second that a thread of a shard sends.
+        update: Bytes of weights per second of a shard's optimizer, on one thread.
+        worker: Bytes per second that a worker sends or receives.
+        local: Bytes per second of a local update, which reads or writes two arrays.
+        encode: Bytes of gradients per second that a worker compresses.
+        decode: Bytes of gradients per second that a thread of a shard decompresses and adds.
+        message_s: Seconds of a shard's thread for one push or pull, beside its bytes.
+        tls: Bytes per second that one thread encrypts or decrypts.
+    """
+
+    link_share: float = 0.93
+    memory: float = 3.2e9
+    receive: float = 2.0e9
+    send: float = 4.0e9
+    update: float = 2.5e9
+    worker: float = 2.5e9
+    local: float = 3.2e9
+    encode: float = 1.5e9
+    decode: float = 2.0e9
+    message_s: float = 0.2e-3
+    tls: float = 0.6e9
+
+
+# Rates of a model on a GPU: local updates and compressors run there, and payloads cross its bus.
+GPU_RATES = replace(MachineRates(), local=5e11, encode=2e10, worker=2.2e9)
+GPU_SOURCE = "assumed: 500 GB/s of a GPU's memory, 20 GB/s of its compressors, 20 GB/s of its bus"
+
+RATE_SOURCES = {
+    "link_share": "assumed: 4.4 % are headers (docs/links.md), 2.5 % pauses of connections",
+    "memory": "docs/dataplane.md: 3.2 GB/s between two processes of one machine",
+    "receive": "docs/results/transport.jsonl: CPU seconds of the TCP plane, half of them a shard's",
+    "send": "docs/results/transport.jsonl: CPU seconds of the TCP plane, a quarter of them",
+    "update": "assumed: SGD with momentum reads three arrays and writes two",
+    "worker": "docs/results/transport.jsonl: CPU seconds of the TCP plane, half of them a worker's",
+    "local": "docs/dataplane.md: 3.2 GB/s of memory",
+    "encode": "assumed for 2-bit; `psworker bench compressors` measures it",
+    "decode": "assumed for 2-bit; `psworker bench compressors` measures it",
+    "message_s": "docs/dataplane.md: 1.06 ms of a step with one slice, by TCP, both sides",
+    "tls": "assumed: 0.3 GB/s on two cores that do both sides",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSlice:
+    """One slice: its shard, its elements, and whether its pushes may be compressed."""
+
+    shard: int
+    numel: int
+    compress: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return FLOAT_NBYTES * self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Workers and shards on hosts, a model in slices, and the time that a step computes.
+
+    Attributes:
+        worker_hosts: The host of each worker.
+        shard_hosts: The host of each shard.
+        slices: The slices, in the order of the flat vector: the first is ready first in backward.
+        link: Nominal bandwidth of each host's link, each way, in bytes per second.
+        link_factors: Factors on it, by host, where a link is slower or faster.
+        round_trip_s: Round trip between two hosts, in seconds.
+        compute_s: Seconds of forward and backward.
+        deviation: Standard deviation of them from step to step, over the mean.
+        slow: Factors on `compute_s`, by worker.
+        overlap: Whether pushes leave during backward.
+        num_state: State arrays of the shards' optimizer.
+        threads: Threads of each shard.
+        tls: Whether connections between hosts are encrypted.
+        rates: Costs of a machine.
+    """
+
+    worker_hosts: tuple[int, ...]
+    shard_hosts: tuple[int, ...]
+    slices: tuple[TimedSlice, ...]
+    link: float
+    link_factors: Mapping[int, float] = field(default_factory=dict)
+    round_trip_s: float = 0.2e-3
+    compute_s: float
+    deviation: float = 0.0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    overlap: bool = True
+    num_state: int = 1
+    threads: int = 2
+    tls: bool = False
+    rates: MachineRates = MachineRates()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self.worker_hosts)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.shard_hosts)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """All hosts, in order."""
+        return tuple(sorted({*self.worker_hosts, *self.shard_hosts}))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the model."""
+        return sum(each.numel for each in self.slices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model in float32."""
+        return FLOAT_NBYTES * self.numel
+
+    def payload_rate(self, host: int) -> float:
+        """Returns the payload bytes per second that a host's link carries, each way."""
+        return self.link * self.link_factors.get(host, 1.0) * self.rates.link_share
+
+    def shares(self) -> list[float]:
+        """Returns the share of the model that each shard has."""
+        numels: Counter[int] = Counter()
+        for each in self.slices:
+            numels[each.shard] += each.numel
+        return [numels[shard] / self.numel for shard in range(self.num_shards)]
+
+    def computing_s(self, waited_for: int | None = None) -> float:
+        """Returns the computing seconds of the slowest worker that a step waits for.
+
+        Args:
+            waited_for: Number of the fastest workers that a step waits for; None: all.
+        """
+        number = self.num_workers
+        rank = number if waited_for is None else min(waited_for, number)
+        means = sorted(self.slow.get(worker, 1.0) for worker in range(number))
+        steady = means[rank - 1]
+        if not self.deviation or number == 1:
+            return self.compute_s * steady
+        # The expected value of an order statistic of normal values (Blom 1958), among equal ones.
+        near = sum(mean > steady / (1 + 2 * self.deviation) for mean in means[:rank])
+        quantile = NormalDist().inv_cdf((near - 0.375) / (near + number - rank + 0.25))
+        return self.compute_s * steady * (1 + self.deviation * max(0.0, quantile))
+
+
+def cut_slices(
+    numel: int, num_shards: int, per_shard_max: int | None = None
+) -> tuple[TimedSlice, ...]:
+    """Returns the slices of a model of one large tensor.
+
+    Args:
+        numel: Elements of the model.
+        num_shards: Number of shards.
+        per_shard_max: The most slices of a shard; a coarser layout is made where there are more.
+            None: the layout of a real job.
+
+    Raises:
+        ConfigError: There is no such layout.
+    """
+    per_shard = -(-numel // num_shards)
+    if per_shard_max is not None and per_shard > per_shard_max * SLICE_NUMEL_MAX:
+        longest = -(-per_shard // per_shard_max)
+        return tuple(
+            TimedSlice(number % num_shards, longest) for number in range(per_shard_max * num_shards)
+        )
+    if numel < 1:
+        raise ConfigError(f"the model has {numel} elements, must be 1 or more")
+    tensor = TensorSpec(name="model", shape=(numel,), dtype="float32")
+    return tuple(
+        TimedSlice(spec.shard, spec.numel) for spec in make_layout([tensor], num_shards).slices
+    )

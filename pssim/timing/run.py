@@ -1,0 +1,205 @@
+"""Runs a job in time, and returns the seconds of a step and its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
+from pscore.optimizers import OPTIMIZERS
+from pscore.partition import Layout
+from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
+from pscore.timing.deployment import Deployment
+from pscore.timing.plans import period, without_warmup
+from pscore.types import SliceSpec, TensorSegment, TensorSpec
+from pssim.cluster import quiet
+from pssim.network import Loop, StuckError
+from pssim.timing.links import HostLinks
+from pssim.timing.shards import TimedShard
+from pssim.timing.workers import TimedWorker
+
+RAW = NoCompression()
+STEPS_MIN = 6  # Steps that are measured, at least.
+
+
+@dataclass(frozen=True)
+class OneElementTable(TableSpec):
+    """The table of a deployment, with one element in each slice.
+
+    Attributes:
+        slices: Its slices.
+    """
+
+    slices: tuple[SliceSpec, ...] = ()
+
+    def layout(self) -> Layout:
+        """Returns the layout of these slices."""
+        return Layout(
+            tensors=self.tensors,
+            offsets=tuple(range(len(self.slices))),
+            numel=len(self.slices),
+            num_shards=self.num_shards,
+            slices=self.slices,
+            fingerprint="",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """The result of a run.
+
+    Attributes:
+        step_s: Seconds of a step of training, of the slowest worker.
+        waited: Share of the time in which workers waited after computing.
+        busy: Share of the time in which each part was busy, by its name.
+        num_events: Events of the whole run.
+    """
+
+    step_s: float
+    waited: float
+    busy: Mapping[str, float]
+    num_events: int
+
+    @property
+    def limit(self) -> str:
+        """Name of the part that was busy for the largest share of the time."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+def run_in_time(
+    deployment: Deployment,
+    rule: Rule,
+    compressor: Compressor = RAW,
+    *,
+    num_steps: int = STEPS_MIN,
+    seed: int = 0,
+) -> TimedRun:
+    """Runs a mode behind its warm-up, and measures whole periods of its plan.
+
+    Args:
+        deployment: Hosts, links, model and computing.
+        rule: The mode; one whose weights are on shards.
+        compressor: Compressor of pushes.
+        num_steps: Steps to measure, at least.
+        seed: Seed of computing times.
+
+    Raises:
+        ConfigError: The mode does not fit the number of workers or slices.
+        StuckError: A worker waits for something that never comes, which only a bug can cause.
+    """
+    rule = without_warmup(rule)
+    rule.require_workers(deployment.num_workers)
+    length = len(period(rule))
+    lead, measured = length * -(-2 // length), length * -(-num_steps // length)
+    loop = Loop()
+    spec = table_of(deployment, rule, compressor)
+    with quiet():
+        links = HostLinks(loop, deployment)
+        numels = [each.numel for each in deployment.slices]
+        shards = [
+            TimedShard(
+                index,
+                spec,
+                numels,
+                deployment.rates,
+                loop,
+                num_workers=deployment.num_workers,
+                threads=deployment.threads,
+                secured=lambda worker, host=host: (  # type: ignore[misc]
+                    deployment.tls and deployment.worker_hosts[worker] != host
+                ),
+            )
+            for index, host in enumerate(deployment.shard_hosts)
+        ]
+        layout, optimizer = spec.layout(), OPTIMIZERS[spec.optimizer]()
+        workers = [
+            TimedWorker(
+                rank,
+                deployment,
+                layout,
+                rule,
+                compressor,
+                optimizer,
+                shards,
+                links,
+                loop,
+                num_steps=lead + measured,
+                seed=seed,
+            )
+            for rank in range(deployment.num_workers)
+        ]
+        for worker in workers:
+            loop.after(0.0, worker.start)
+        loop.run()
+    stuck = [worker.rank for worker in workers if not worker.is_over]
+    if stuck:
+        raise StuckError(f"workers {stuck[:4]} wait for ever in {rule}")
+    return _measure(deployment, loop, links, shards, workers, lead)
+
+
+def _measure(
+    deployment: Deployment,
+    loop: Loop,
+    links: HostLinks,
+    shards: list[TimedShard],
+    workers: list[TimedWorker],
+    lead: int,
+) -> TimedRun:
+    spans = [worker.ended_s[-1] - worker.ended_s[lead - 1] for worker in workers]
+    numbers = [len(worker.ended_s) - lead for worker in workers]
+    total_s = loop.now_s or 1.0
+    computed_s = sum(
+        deployment.compute_s * deployment.slow.get(worker.rank, 1.0) * len(worker.ended_s)
+        for worker in workers
+    )
+    slowest = max(deployment.slow.get(worker.rank, 1.0) for worker in workers)
+    busy = {
+        "computing": slowest * deployment.compute_s * len(workers[0].ended_s) / total_s,
+        "link out": max(one.busy_s for one in links.out.values()) / total_s,
+        "link in": max(one.busy_s for one in links.into.values()) / total_s,
+        "shard CPU": max(one.threads.busy_s for one in shards) / total_s / deployment.threads,
+        "worker CPU": max(one.codec.busy_s + one.receiver.busy_s for one in workers) / total_s,
+    }
+    waited_s = sum(worker.waited_s for worker in workers)
+    return TimedRun(
+        step_s=max(span / number for span, number in zip(spans, numbers, strict=True)),
+        waited=waited_s / (waited_s + computed_s),
+        busy=busy,
+        num_events=loop.num_events,
+    )
+
+
+def table_of(deployment: Deployment, rule: Rule, compressor: Compressor) -> OneElementTable:
+    """Returns the table of a deployment, one element in each slice."""
+    tensors = tuple(
+        TensorSpec(name=str(index), shape=(1,), dtype="float32", compress=each.compress)
+        for index, each in enumerate(deployment.slices)
+    )
+    slices = tuple(
+        SliceSpec(
+            index=index,
+            shard=each.shard,
+            start=index,
+            stop=index + 1,
+            segments=(TensorSegment(tensor=index, group=0, start=0, stop=1, tensor_start=0),),
+            compress=each.compress,
+        )
+        for index, each in enumerate(deployment.slices)
+    )
+    return OneElementTable(
+        name="model",
+        tensors=tensors,
+        num_shards=deployment.num_shards,
+        rule=rule,
+        compressor=compressor,
+        optimizer=rule.outer_optimizer or _optimizer(deployment.num_state),
+        num_groups=1,
+        slices=slices,
+    )
+
+
+def _optimizer(num_state: int) -> str:
+    """Returns the name of an optimizer with a number of state arrays."""
+    return next(name for name, kind in OPTIMIZERS.items() if len(kind.state_names) == num_state)

@@ -1,0 +1,1 @@
+"""Advice before and during a run: which mode, how many shards, how fast."""

@@ -1,0 +1,211 @@
+"""Advice: its answers in constructed situations, its evidence, and its refusals."""
+
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pscore.errors import ConfigError
+from pscore.timing.deployment import RATE_SOURCES, MachineRates
+from psworker.advice import report
+from psworker.advice.choices import CANDIDATES, is_grouped, plan_shards
+from psworker.advice.evidence import EVIDENCE
+from psworker.advice.situation import parse_sites, read_situation, split_hosts
+from psworker.advice.sizes import NUMELS, parse_model, shown_nbytes, shown_numel
+from psworker.commands import cli
+from psworker.commands.model_plan import shapes_of
+from psworker.commands.models import MODELS
+
+CONVERGENCE = (Path(__file__).resolve().parents[4] / "docs" / "convergence.md").read_text()
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["psworker", "advise", *flags])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code or 0
+        assert code == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str
+) -> str:
+    monkeypatch.setattr(sys, "argv", ["psworker", "advise", *flags])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+FIRST = ("--model", "gpt2-xl", "--workers", "8", "--hosts", "2", "--gbit", "10")
+
+
+def test_the_first_question_gets_the_whole_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_s = time.process_time()
+    found = json.loads(answer(monkeypatch, capsys, *FIRST, "--compute-ms", "900", "--json"))
+    assert time.process_time() - started_s < 5.0
+    keys = {"verdict", "also", "use", "limit", "risk", "table", "error_source", "beyond_measured"}
+    assert found.keys() == {*keys, "shards", "lines", "given", "rates"}
+    assert {"mode", "step_ms", "limit", "error", "accuracy", "parts_ms"} <= found["table"][0].keys()
+    assert all(each["source"] for each in found["given"].values())
+    assert all(row["accuracy"]["source"] for row in found["table"])
+    assert found["shards"]["number"] == 2
+    assert found["beyond_measured"]
+    assert found["table"][0]["error"] is None
+    assert any(
+        "DistributedOptimizer" in line or "DistributedData" in line for line in found["lines"]
+    )
+    times = {(row["mode"], row["host_is_a_worker"]): row["step_ms"] for row in found["table"]}
+    # A host's link carries 4 workers' halves twice, or one's.
+    assert times["ssgd", True] < times["ddp", False] < times["ssgd", False]
+
+
+def test_people_read_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = answer(monkeypatch, capsys, *FIRST, "--compute-ms", "900")
+    for part in (
+        "1,557,611,200",
+        "[known: gpt2-xl",
+        "ms a step",
+        "shards: 2",
+        "=> use",
+        "psserver",
+    ):
+        assert part in shown
+
+
+def advised(
+    model: str,
+    groups: tuple[int, ...],
+    gbit: float,
+    compute_ms: float,
+    *,
+    risk: str = "low",
+    between_gbit: float | None = None,
+) -> report.AdviceReport:
+    situation = read_situation(
+        model=model, groups=groups, gbit=gbit, compute_ms=compute_ms, between_gbit=between_gbit
+    )
+    return report.advise(situation, risk)
+
+
+def test_a_fast_network_and_equal_workers_use_ddp() -> None:
+    found = advised("resnet50", (1,) * 4, 100.0, 500.0)
+    assert found.verdict.row.mode == "ddp"
+    assert "DistributedDataParallel" in found.lines[-1]
+    assert not found.verdict.also
+
+
+def test_a_slow_network_needs_rounds_and_says_so_at_a_low_risk_too() -> None:
+    low = advised("350M", (1,) * 8, 1.0, 500.0)
+    assert "diloco" in low.verdict.also
+    assert advised("350M", (1,) * 8, 1.0, 500.0, risk="any").verdict.row.mode == "diloco(steps=100)"
+    assert advised("350M", (1,) * 8, 1.0, 500.0, risk="none").verdict.row.mode == "ddp"
+
+
+def test_a_delay_is_advised_where_it_hides_the_link() -> None:
+    found = advised("resnet50", (1,) * 4, 1.0, 1300.0)
+    assert found.verdict.row.mode.startswith("ssd(steps=1")
+    assert "overlap=True" in found.lines[-1]
+
+
+def test_shards_stand_on_the_site_with_most_workers() -> None:
+    for sites, expected in (("6,2", (0,)), ("2,6", (1,))):
+        found = advised("350M", parse_sites(sites), 10.0, 500.0, between_gbit=0.5)
+        assert found.shards.hosts == expected
+        assert not is_grouped(found.situation)
+
+
+def test_fast_links_need_more_shards() -> None:
+    slow = advised("7B", (8,) * 4, 10.0, 2000.0)
+    fast = advised("7B", (8,) * 4, 400.0, 100.0)
+    assert len(slow.shards.hosts) == 4
+    assert len(fast.shards.hosts) > 4
+
+
+def test_memory_is_that_of_a_shard_with_a_journal() -> None:
+    shards = plan_shards(advised("100M", (1,) * 4, 1.0, 100.0).situation)
+    # Weights twice; momentum and a sum, each twice: six arrays of a quarter of the model.
+    assert shards.nbytes == pytest.approx(6 * 4 * 100e6 / 4, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*NUMELS} & {*MODELS}))
+def test_known_numbers_are_those_of_the_models(name: str) -> None:
+    assert parse_model(name)[0] == sum(math.prod(shape) for _, shape in shapes_of(name))
+
+
+def test_numbers_are_read_and_shown_as_people_write_them() -> None:
+    assert [parse_model(text)[0] for text in ("350M", "1.3B", "7e9", "61,706")] == [
+        350_000_000, 1_300_000_000, 7_000_000_000, 61_706,
+    ]  # fmt: skip
+    assert (shown_numel(1_557_611_200), shown_numel(999)) == ("1.56B", "999")
+    assert (shown_nbytes(5 << 30), shown_nbytes(12)) == ("5 GiB", "12 B")
+
+
+def test_the_evidence_is_that_of_the_page() -> None:
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in CONVERGENCE.splitlines()]
+    by_name: dict[str, list[str]] = {}
+    for cells in rows:
+        if len(cells) > 3:  # The first table with a row of this name.
+            by_name.setdefault(cells[1].replace("`", ""), cells)
+    columns = by_name["k"]
+    for key, each in EVIDENCE.items():
+        if not each.points:
+            continue
+        assert each.source.startswith("docs/convergence.md, row ")
+        row = each.source.partition(", row ")[2].strip("`")
+        if matched := re.fullmatch(r"k=(\d+), `([\w ]+)", row):
+            cell = by_name[matched[1]][columns.index(matched[2])]
+        else:
+            cell = by_name[row][3]
+        assert float(cell) == each.points, key
+    assert {candidate.evidence for candidate in CANDIDATES} <= EVIDENCE.keys()
+
+
+def test_every_rate_has_a_source() -> None:
+    assert RATE_SOURCES.keys() == set(MachineRates.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "gtp2", "--workers", "2", "--gbit", "1", "--compute-ms", "1"), "mean 'gpt2'"),
+        (("--model", "0", "--workers", "2", "--gbit", "1", "--compute-ms", "1"), "must be 1 to"),
+        (("--model", "gpt2", "--workers", "0", "--gbit", "1", "--compute-ms", "1"), "--workers is"),
+        ((*FIRST[:-2], "--gbit", "0", "--compute-ms", "1"), "--gbit is 0, must be"),
+        ((*FIRST, "--compute-ms", "-1"), "--compute-ms is -1, must be"),
+        ((*FIRST, "--compute-ms", "1", "--risk", "all"), "must be one of none, low, any"),
+        ((*FIRST, "--compute-ms", "1", "--optimizer", "adm"), "optimizer is 'adm'"),
+        (FIRST, "--compute-ms is missing"),
+        ((*FIRST[:2], "--gbit", "1", "--compute-ms", "1"), "--workers is missing"),
+        ((*FIRST, "--compute-ms", "1", "--sites", "4,4"), "belong together"),
+        (("--workers", "4"), "--model is missing"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    assert message in refusal(monkeypatch, capsys, *flags)
+
+
+def test_hosts_and_gpus_have_to_fit() -> None:
+    assert split_hosts(None, 2, 8) == (4, 4)
+    assert split_hosts(3, None, None) == (1, 1, 1)
+    for wrong in ((2, 4, None), (7, 2, None), (8, 2, 4), (None, 2, None)):
+        with pytest.raises(ConfigError):
+            split_hosts(*wrong)
+    with pytest.raises(ConfigError, match="such as 6,2"):
+        parse_sites("6")
