@@ -15,18 +15,16 @@ from pathlib import Path
 
 from benchmarks.drawing import fragments, overview, peers, planes
 from benchmarks.drawing.svg import HEAD, INK, LINE, PALE, arrow, words
-from pscore.rules import parse_mode
+from pscore.rules import RULES, parse_mode
 from pssim.events import Event, What
 from pssim.transcript import transcript
 
 COMPUTE_S = (0.9, 1.35)  # Of worker 0 and worker 1: the second is 1.5 times as slow.
 LATENCY_S = 0.12  # Of each message, one way.
-# The mode that stands for each rule, and the steps of each worker.
+# The mode that stands for a rule, and the steps of each worker; others have their defaults.
 MODES: dict[str, tuple[str, int]] = {
-    "ssgd": ("ssgd", 3),
-    "asgd": ("asgd", 3),
+    **{name: (name, 3) for name, rule in RULES.own.items() if not rule.gossip},
     "staleness": ("staleness(splits=1)", 3),
-    "dcasgd": ("dcasgd", 3),
     "ssp": ("ssp(bound=1)", 4),
     "od": ("od(warmup=0)", 3),
     "ssd": ("ssd(steps=2, warmup=0)", 4),

@@ -30,10 +30,12 @@ class Plugin(ABC):
     Attributes:
         name: Its name in the registry, in the argument of `DistributedOptimizer` and on the wire.
         source: The paper, as the docs and `psserver rules` print it.
+        examples: Arguments with which all tests of its kind run it, as text behind the name.
     """
 
     name: ClassVar[str]
     source: ClassVar[str] = ""
+    examples: ClassVar[tuple[str, ...]] = ("",)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments by name, as they travel."""

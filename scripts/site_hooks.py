@@ -13,6 +13,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from pscore.rules import RULES
+
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 PAGES = {
@@ -24,6 +26,13 @@ PAGES = {
 }
 SOURCES = "source"  # Folder of the pages that show files of the repository.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash", ".json": "json"}
+
+
+def on_config(config: Any) -> Any:
+    """Adds the page of each mode to the navigation, behind the page that compares them."""
+    modes = next(section["Modes"] for section in config.nav if "Modes" in section)
+    modes[1:1] = [{name: f"rules/{name}.md"} for name in RULES.own]
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

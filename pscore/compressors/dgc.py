@@ -63,6 +63,10 @@ class DGC(Compressor):
 
     name: ClassVar[str] = "dgc"
     source: ClassVar[str] = "Lin et al., arXiv:1712.01887"
+    examples: ClassVar[tuple[str, ...]] = (
+        "(ratio=0.03)",
+        "(ratio=0.03, momentum=0.0, select=exact)",
+    )
 
     ratio: float = 0.001
     momentum: float = 0.9

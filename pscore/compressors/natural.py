@@ -45,6 +45,7 @@ class Natural(Compressor):
 
     name: ClassVar[str] = "natural"
     source: ClassVar[str] = "Horvath et al., arXiv:1905.10988"
+    examples: ClassVar[tuple[str, ...]] = ("", "(feedback=True)")
 
     feedback: bool = False
 

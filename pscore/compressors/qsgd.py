@@ -55,6 +55,7 @@ class QSGD(Compressor):
 
     name: ClassVar[str] = "qsgd"
     source: ClassVar[str] = "Alistarh et al., arXiv:1610.02132"
+    examples: ClassVar[tuple[str, ...]] = ("", "(levels=5, feedback=True)")
 
     levels: int = 127
     feedback: bool = False

@@ -43,6 +43,7 @@ class RandomK(Compressor):
 
     name: ClassVar[str] = "randomk"
     source: ClassVar[str] = "Stich et al., arXiv:1809.07599"
+    examples: ClassVar[tuple[str, ...]] = ("(ratio=0.03)",)
 
     ratio: float = 0.01
 

@@ -69,6 +69,7 @@ class SparseLoCo(Compressor):
 
     name: ClassVar[str] = "sparseloco"
     source: ClassVar[str] = "Sarfi et al., arXiv:2508.15706"
+    examples: ClassVar[tuple[str, ...]] = ("(k=5)", "(decay=1.0)")
 
     k: int = 64
     decay: float = 0.95

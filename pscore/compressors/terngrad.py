@@ -47,6 +47,7 @@ class TernGrad(Compressor):
 
     name: ClassVar[str] = "terngrad"
     source: ClassVar[str] = "Wen et al., arXiv:1705.07878"
+    examples: ClassVar[tuple[str, ...]] = ("", "(feedback=True)")
 
     feedback: bool = False
 

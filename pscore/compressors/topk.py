@@ -36,6 +36,7 @@ class TopK(Compressor):
 
     name: ClassVar[str] = "topk"
     source: ClassVar[str] = "Stich et al., arXiv:1809.07599"
+    examples: ClassVar[tuple[str, ...]] = ("(ratio=0.03)", "(ratio=0.03, select=sampled)")
 
     ratio: float = 0.01
     select: str = "exact"

@@ -55,6 +55,7 @@ class TwoBit(Compressor):
 
     name: ClassVar[str] = "2bit"
     source: ClassVar[str] = "MXNet gradient compression; Strom, Interspeech 2015"
+    examples: ClassVar[tuple[str, ...]] = ("", "(threshold=0.02)")
 
     threshold: float = 0.0
 

@@ -57,6 +57,7 @@ class CD(OD):
 
     name: ClassVar[str] = "cd"
     source: ClassVar[str] = "Yu et al., arXiv:2106.10796"
+    examples: ClassVar[tuple[str, ...]] = ("(steps=3, warmup=5)",)
 
     def __post_init__(self) -> None:
         """Checks every argument.

@@ -50,6 +50,7 @@ class DCASGD(Rule):
 
     name: ClassVar[str] = "dcasgd"
     source: ClassVar[str] = "Zheng et al., arXiv:1609.08326"
+    examples: ClassVar[tuple[str, ...]] = ("(variance_control=0.5)", "(adaptive=True)")
     compensates: ClassVar[bool] = True
     remembers_pulls: ClassVar[bool] = True
 

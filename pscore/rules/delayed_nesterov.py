@@ -60,6 +60,7 @@ class DelayedNesterov(WithSpeed):
 
     name: ClassVar[str] = "delayed_nesterov"
     source: ClassVar[str] = "Liu et al., arXiv:2401.09135"
+    examples: ClassVar[tuple[str, ...]] = ("(steps=4)",)
     outer_optimizer: ClassVar[str] = "delayed_nesterov"
 
     def __post_init__(self) -> None:

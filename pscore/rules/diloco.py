@@ -46,6 +46,7 @@ class DiLoCo(LocalSGD):
 
     name: ClassVar[str] = "diloco"
     source: ClassVar[str] = "Douillard et al., arXiv:2311.08105"
+    examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
 
     def __post_init__(self) -> None:
         """Checks every argument.

@@ -88,6 +88,7 @@ class LocalSGD(WithSpeed, WithQuorum):
 
     name: ClassVar[str] = "local"
     source: ClassVar[str] = "Stich, arXiv:1805.09767"
+    examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
     outer_optimizer: ClassVar[str] = "sgd"
 
     def __post_init__(self) -> None:

@@ -54,6 +54,11 @@ class OD(Synchronous):
 
     name: ClassVar[str] = "od"
     source: ClassVar[str] = "Xu et al., arXiv:2005.06728"
+    examples: ClassVar[tuple[str, ...]] = (
+        "(warmup=5)",
+        "(warmup=5, local=none)",
+        "(warmup=5, local=mirror)",
+    )
 
     def __post_init__(self) -> None:
         """Checks every argument.

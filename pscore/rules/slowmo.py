@@ -44,6 +44,7 @@ class SlowMo(LocalSGD):
 
     name: ClassVar[str] = "slowmo"
     source: ClassVar[str] = "Wang et al., arXiv:1910.00643"
+    examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
     outer_optimizer: ClassVar[str] = "slowmo"
 
     def __post_init__(self) -> None:

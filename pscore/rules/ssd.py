@@ -73,6 +73,11 @@ class SSD(Synchronous):
 
     name: ClassVar[str] = "ssd"
     source: ClassVar[str] = "Xu et al., arXiv:2012.05396"
+    examples: ClassVar[tuple[str, ...]] = (
+        "(steps=3, warmup=5)",
+        "(steps=4, warmup=5, local=glu)",
+        "(steps=4, warmup=5, spread=2)",
+    )
 
     def __post_init__(self) -> None:
         """Checks every argument.

@@ -43,6 +43,7 @@ class SSP(Rule):
 
     name: ClassVar[str] = "ssp"
     source: ClassVar[str] = "Ho et al., NeurIPS 2013"
+    examples: ClassVar[tuple[str, ...]] = ("(bound=2)", "(bound=0)")
 
     def __post_init__(self) -> None:
         """Checks the argument.

@@ -39,6 +39,7 @@ class Staleness(Rule):
 
     name: ClassVar[str] = "staleness"
     source: ClassVar[str] = "Zhang et al., arXiv:1511.05950"
+    examples: ClassVar[tuple[str, ...]] = ("(splits=2)",)
 
     def __post_init__(self) -> None:
         """Checks the argument.

@@ -18,4 +18,6 @@ def test_the_rules_that_tests_cite_are_those_of_the_list() -> None:
         for number in matched[1].split(" and ")
     }
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Rules")[2]
-    assert cited == set(map(int, LISTED.findall(text.partition("\n## ")[0])))
+    listed = set(map(int, LISTED.findall(text.partition("\n## ")[0])))
+    assert not cited - listed, f"the list of CONTRIBUTING.md has no rule {cited - listed}"
+    assert not listed - cited, f"no test begins with 'Rule N:' for rules {listed - cited}"

@@ -21,8 +21,9 @@ from tests.integration.models import backward, batch, make_model, same, sgd, wei
 pytestmark = pytest.mark.timeout(400)
 Weights = dict[str, np.ndarray]
 
-# Each mode by its name, and then the one that it is changed to in the middle of training.
-MODES = {
+# Modes by name, and then the one that each is changed to in the middle of training; another one
+# has the first and the last of its examples.
+ARGUMENTS = {
     "ssgd": ("ssgd", "ssd(steps=2, warmup=0)"),
     "asgd": ("asgd", "dcasgd"),
     "staleness": ("staleness", "dcasgd"),
@@ -36,17 +37,34 @@ MODES = {
     "diloco": ("diloco(steps=3, warmup=2)", "diloco(steps=2, warmup=1, overlap=mirror)"),
     "delayed_nesterov": ("delayed_nesterov(steps=3)", "delayed_nesterov(steps=2, every=2)"),
 }
+MODES = {
+    name: ARGUMENTS.get(name, (name + rule.examples[0], name + rule.examples[-1]))
+    for name, rule in RULES.own.items()
+    if not rule.gossip  # Never compressed.
+}
 RAW = ("none", "none")
 COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.
-PULLED = ("2bit", "1bit", "topk", "int8")
-# Of gradients and of pulled weights; every compressor meets some mode.
-PAIRS = [
-    (first, PULLED[number % len(PULLED)])
-    for number, first in enumerate(name for name in COMPRESSORS if name != "none")
-]
+# Compressors of gradients and of pulled weights, by mode; those of another mode are these.
+PAIRS = {
+    "ssgd": ("fp16", "2bit"),
+    "asgd": ("bf16", "1bit"),
+    "staleness": ("int8", "topk"),
+    "dcasgd": ("2bit", "int8"),
+    "ssp": ("1bit", "2bit"),
+    "od": ("qsgd", "1bit"),
+    "ssd": ("terngrad", "topk"),
+    "cd": ("topk", "int8"),
+    "local": ("randomk", "2bit"),
+    "slowmo": ("dgc", "1bit"),
+    "diloco": ("natural", "topk"),
+    "delayed_nesterov": ("sparseloco", "int8"),
+}
+OTHER = ("2bit", "2bit")
+LEFT = COMPRESSORS.own.keys() - {"none"} - {first for first, _ in PAIRS.values()}
 # Uncompressed pulls are tested for every mode in tests/unit/psworker/test_peek.py.
 CASES = [
-    *((name, PAIRS[number % len(PAIRS)]) for number, name in enumerate(MODES)),
+    *((name, PAIRS.get(name, OTHER)) for name in MODES),
+    *(("ssgd", (name, "2bit")) for name in sorted(LEFT)),
     ("dcasgd", RAW),
 ]
 CHANGE, LOST, STEPS = 5, 8, 12  # The loss is noticed in that step or in the next.
@@ -134,11 +152,6 @@ def paths(shards: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
     """Of each case: one process makes them all, since each would have to compile kernels."""
     with shards.workers(train_all, num_workers=1) as (worker,):
         yield {case: worker.hear(COMPILED_S) for case in CASES}
-
-
-def test_every_mode_is_here() -> None:
-    exchanging = {name for name, rule in RULES.items() if rule.gossip}  # Never compressed.
-    assert MODES.keys() == RULES.keys() - exchanging
 
 
 @pytest.mark.parametrize(("name", "pair"), CASES, ids=str)

@@ -5,6 +5,8 @@ Only the order of events comes from the run. Gradients are recomputed, at the we
 model's own workers hold, and the effect of an arrival is a rule's equation, in each test.
 """
 
+from typing import Any
+
 import numpy as np
 
 from tests.harness import NUMEL, SLICES, Cluster, Vector, quadratic
@@ -13,8 +15,8 @@ from tests.harness import NUMEL, SLICES, Cluster, Vector, quadratic
 class History:
     """Global weights, and each worker's copy of them; momentum SGD on every slice."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, rule: Any) -> None:
+        self.cluster, self.rule = cluster, rule
         count = cluster.num_workers
         self.weights, self.velocity = np.zeros(NUMEL), np.zeros(NUMEL)
         self.views, self.grads = np.zeros((count, NUMEL)), np.zeros((count, NUMEL))

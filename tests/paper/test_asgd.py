@@ -55,6 +55,6 @@ def test_it_follows_the_equation_for_200_steps(seed: int) -> None:
     cluster = Cluster(
         ASGD(), quadratic, num_workers=4, group=GROUP, seed=seed, speeds=(1.0, 1.0, 0.6, 0.2)
     ).train()
-    model = Model(cluster)
+    model = Model(cluster, ASGD())
     assert_follows(cluster, *model.follow())
     assert max(model.staleness) > 3

@@ -87,8 +87,7 @@ class Model(History):
     """W = W - lr V, V from g + lambda g g (W - W_bak[m])."""
 
     def __init__(self, cluster: Cluster, rule: DCASGD) -> None:
-        super().__init__(cluster)
-        self.rule = rule
+        super().__init__(cluster, rule)
         self.square = np.zeros_like(self.grads)
 
     def arrive(self, worker: int, index: int, grad: Vector, staleness: int) -> None:

@@ -88,8 +88,8 @@ def test_a_bound_of_zero_is_synchronous() -> None:
 class Model(History):
     """Every update before clock c - s is in a read at clock c, and the reader's own all are."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster)
+    def __init__(self, cluster: Cluster, rule: SSP) -> None:
+        super().__init__(cluster, rule)
         self.leads: list[int] = []
 
     def arrive(self, worker: int, index: int, grad: Vector, staleness: int) -> None:
@@ -106,7 +106,7 @@ def test_it_follows_the_equation_for_200_steps(seed: int) -> None:
     cluster = Cluster(
         SSP(bound=2), quadratic, num_workers=4, group=GROUP, seed=seed, speeds=(1.0, 1.0, 0.5, 0.1)
     ).train()
-    model = Model(cluster)
+    model = Model(cluster, SSP(bound=2))
     assert_follows(cluster, *model.follow())
     assert max(model.leads) == 2
 

@@ -92,9 +92,9 @@ def test_the_rest_of_an_update_is_made_when_no_other_worker_comes() -> None:
 class Model(History):
     """W = W - lr * V, V from (1/c) sum g / max(1, tau)."""
 
-    def __init__(self, cluster: Cluster, splits: int) -> None:
-        super().__init__(cluster)
-        self.per_update = cluster.num_workers // splits
+    def __init__(self, cluster: Cluster, rule: Staleness) -> None:
+        super().__init__(cluster, rule)
+        self.per_update = cluster.num_workers // rule.splits
         self.waiting: list[list[Vector]] = [[] for _ in SLICES]
 
     def arrive(self, worker: int, index: int, grad: Vector, staleness: int) -> None:
@@ -114,15 +114,16 @@ class Model(History):
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_it_follows_the_equation_for_200_steps(splits: int) -> None:
+    rule = Staleness(splits=splits)
     cluster = Cluster(
-        Staleness(splits=splits),
+        rule,
         quadratic,
         num_workers=5,
         group=GROUP,
         seed=splits,
         speeds=(1.0, 1.0, 1.0, 0.5, 0.2),
     ).train()
-    model = Model(cluster, splits)
+    model = Model(cluster, rule)
     assert_follows(cluster, *model.follow())
     assert max(model.staleness) > 1
     assert 0.5 * splits < np.mean(model.staleness) < 1.5 * splits  # "n on average".

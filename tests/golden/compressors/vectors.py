@@ -12,31 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from pscore.compressors import Compressor, parse_compressor
+from pscore.compressors import COMPRESSORS, Compressor, parse_compressor
 from pscore.types import FloatArray
 
 FILE = Path(__file__).with_name("vectors.json")
 SHORT, LONG = 75, 5000
+KEPT = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+NEW = COMPRESSORS.own.keys() - {name.partition("(")[0] for name in KEPT}
 NAMES = (
-    "none",
-    "fp16",
-    "bf16",
-    "int8",
-    "2bit",
-    "2bit(threshold=0.25)",
-    "1bit",
-    "qsgd",
-    "qsgd(levels=7, feedback=True)",
-    "terngrad",
-    "terngrad(feedback=True)",
-    "natural",
-    "natural(feedback=True)",
-    "topk(ratio=0.05)",
-    "topk(ratio=0.05, select=sampled)",
-    "randomk(ratio=0.05)",
-    "dgc(ratio=0.02, warmup=8)",
-    "sparseloco(k=6)",
-    "sparseloco(k=100, decay=1.0)",
+    *KEPT,
+    *(name + arguments for name in sorted(NEW) for arguments in COMPRESSORS.own[name].examples),
 )
 
 

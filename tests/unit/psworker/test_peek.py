@@ -1,7 +1,6 @@
 """Looks between the steps of several workers: the equations hold as they do without them."""
 
-from collections.abc import Callable
-from typing import Any
+import importlib
 
 import numpy as np
 import pytest
@@ -10,36 +9,34 @@ import torch
 from pscore.rules import RULES, DelayedNesterov, parse_mode
 from pscore.rules.base import Rule
 from tests.harness import Cluster, assert_follows, quadratic
-from tests.paper import test_asgd, test_dcasgd, test_delayed_nesterov, test_ssp, test_staleness
+from tests.paper import test_delayed_nesterov
 from tests.paper.history import History
 from tests.paper.inner import Inner, sgd
 
 GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 STEPS = 60
 
-# Of each mode that depends on workers' speeds, a model that replays the events.
-MODELS: dict[str, Callable[[Cluster, Any], History]] = {
-    "asgd": lambda cluster, rule: test_asgd.Model(cluster),
-    "staleness(splits=2)": lambda cluster, rule: test_staleness.Model(cluster, 2),
-    "dcasgd(variance_control=0.5)": test_dcasgd.Model,
-    "dcasgd(adaptive=True)": test_dcasgd.Model,
-    "ssp(bound=2)": lambda cluster, rule: test_ssp.Model(cluster),
-}
-# The others have the same bits in every order.
-SYNCHRONOUS = (
-    "ssgd",
-    "ssp(bound=0)",
-    "od(warmup=5)",
-    "od(warmup=5, local=none)",
-    "od(warmup=5, local=mirror)",
-    "ssd(steps=3, warmup=5)",
-    "ssd(steps=4, warmup=5, local=glu)",
-    "ssd(steps=4, warmup=5, spread=2)",
-    "cd(steps=3, warmup=5)",
-    "local(steps=4, warmup=5)",
-    "slowmo(steps=4, warmup=5)",
-    "diloco(steps=4, warmup=5)",
-)
+MODES = [
+    name + arguments
+    for name, rule in RULES.own.items()
+    for arguments in rule.examples
+    if not rule.gossip  # tests/paper/test_decentralised.py has those.
+]
+# Synchronous modes have the same bits in every order. The others have a model that replays the
+# events, `Model` in their paper test; delayed_nesterov's test is below.
+SYNCHRONOUS = [mode for mode in MODES if parse_mode(mode).by_step]
+REPLAYED = [
+    mode
+    for mode in MODES
+    if mode not in SYNCHRONOUS and parse_mode(mode).name != DelayedNesterov.name
+]
+
+
+def model_of(cluster: Cluster, rule: Rule) -> History:
+    """Returns the model in the paper test of a rule."""
+    module = importlib.import_module(f"tests.paper.test_{rule.name}")
+    model: History = module.Model(cluster, rule)
+    return model
 
 
 def train(rule: Rule, *, looks: bool) -> Cluster:
@@ -57,12 +54,6 @@ def train(rule: Rule, *, looks: bool) -> Cluster:
     ).train()
 
 
-def test_every_mode_is_here() -> None:
-    exchanging = {name for name, rule in RULES.items() if rule.gossip}  # test_decentralised.py.
-    names = {parse_mode(mode).name for mode in (*MODELS, *SYNCHRONOUS)}
-    assert names | {DelayedNesterov.name} == RULES.keys() - exchanging
-
-
 def test_delayed_nesterov_follows_its_equation() -> None:
     rule = parse_mode("delayed_nesterov(steps=4)")
     assert isinstance(rule, DelayedNesterov)
@@ -70,11 +61,11 @@ def test_delayed_nesterov_follows_its_equation() -> None:
     assert_follows(cluster, *test_delayed_nesterov.follow(cluster, rule, sgd(0.05)))
 
 
-@pytest.mark.parametrize("mode", MODELS)
+@pytest.mark.parametrize("mode", REPLAYED)
 def test_an_asynchronous_mode_follows_its_equation(mode: str) -> None:
     rule = parse_mode(mode)
     cluster = train(rule, looks=True)
-    assert_follows(cluster, *MODELS[mode](cluster, rule).follow())
+    assert_follows(cluster, *model_of(cluster, rule).follow())
 
 
 @pytest.mark.slow

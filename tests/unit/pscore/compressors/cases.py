@@ -10,17 +10,7 @@ from pscore.compressors import COMPRESSORS, Compressor, parse_compressor
 from pscore.compressors.base import RESIDUAL
 from pscore.types import ByteArray, FloatArray
 
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "2bit": ("", "(threshold=0.02)"),
-    "qsgd": ("", "(levels=5, feedback=True)"),
-    "terngrad": ("", "(feedback=True)"),
-    "natural": ("", "(feedback=True)"),
-    "topk": ("(ratio=0.03)", "(ratio=0.03, select=sampled)"),
-    "randomk": ("(ratio=0.03)",),
-    "dgc": ("(ratio=0.03)", "(ratio=0.03, momentum=0.0, select=exact)"),
-    "sparseloco": ("(k=5)", "(decay=1.0)"),
-}
-NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
+NAMES = [name + arguments for name, kind in COMPRESSORS.own.items() for arguments in kind.examples]
 # The residual of these is the part not sent; that of dgc with momentum is a velocity, and that of
 # sparseloco decays.
 FORGETTING = ("dgc(ratio=0.03)", "sparseloco(k=5)")

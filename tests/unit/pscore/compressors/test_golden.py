@@ -4,15 +4,14 @@ import json
 
 import pytest
 
-from pscore.compressors import COMPRESSORS, parse_compressor
 from tests.golden.compressors.vectors import FILE, NAMES, vectors
 
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def test_every_compressor_has_golden_payloads() -> None:
-    assert {parse_compressor(name).name for name in NAMES} == set(COMPRESSORS)
-    assert list(GOLDEN) == list(NAMES)
+    """One that is new gets them by `python -m tests.golden.compressors.vectors`."""
+    assert list(GOLDEN) == list(NAMES), "run `python -m tests.golden.compressors.vectors`"
 
 
 @pytest.mark.parametrize("name", NAMES)

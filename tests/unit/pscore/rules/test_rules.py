@@ -38,16 +38,7 @@ from pscore.types import Role
 from tests.harness import NUMEL, Cluster
 from tests.paper.inner import Inner
 
-NAMES = {
-    "ssgd", "asgd", "staleness", "dcasgd", "ssp", "od", "ssd", "cd", "local", "slowmo", "diloco",
-    "allreduce", "dpsgd", "adpsgd", "sgp", "delayed_nesterov",
-}  # fmt: skip
 GROUP = {"lr": 0.5, "momentum": 0.0}
-
-
-def test_the_rules_there_are() -> None:
-    assert set(RULES) == NAMES
-    assert all(rule.name == name for name, rule in RULES.items())
 
 
 @pytest.mark.parametrize("name", RULES)

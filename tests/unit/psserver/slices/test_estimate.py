@@ -16,21 +16,10 @@ from psserver.slices.base import Asked, Payload
 from psserver.slices.pull_estimate import Estimate
 from psserver.slices.store import SliceStore
 from psworker.compression.pull_estimate import PulledEstimate
+from tests.unit.pscore.compressors.cases import NAMES
 
 NUMEL = 5000  # No multiple of a block or of a code's packing.
-FOR_PULLS = [
-    "fp16",
-    "bf16",
-    "int8",
-    "2bit",
-    "2bit(threshold=0.02)",
-    "1bit",
-    "topk(ratio=0.05)",
-    "topk(ratio=0.05, select=sampled)",
-    "randomk(ratio=0.05)",
-    "natural(feedback=True)",
-    "qsgd(feedback=True)",
-]
+FOR_PULLS = [name for name in NAMES if parse_compressor(name).bounds_residual]
 
 
 def values(seed: int, scale: float = 1.0) -> FloatArray:
