@@ -251,15 +251,15 @@ class Line:
         """Whether the members have changed."""
         return self._world.directory.epoch > self.epoch
 
-    def run(self, script: Generator[Any, Any, None]) -> None:
-        """Drives a script to its end."""
+    def run(self, script: Generator[Any, Any, Any]) -> Any:
+        """Drives a script to its end, and returns its result."""
         answer = None
         try:
             while True:
                 wait = script.send(answer)
                 answer = self._want(wait) if isinstance(wait, Want) else self._meet(wait)
-        except StopIteration:
-            return
+        except StopIteration as end:
+            return end.value
 
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent import futures
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pscore.errors import RemoteProtocolError
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.membership.session import Session
-from psworker.gossip.base import Gathering, Gossip, Meet, Tag, TorchSum, Wait, Waits, Want
+from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, TorchSum, Wait, Want
 from psworker.peers.links import PeerLinks
 from psworker.peers.long_wait import LongWait
 from psworker.peers.mailbox import Mailbox
@@ -24,6 +23,7 @@ from psworker.peers.process_group import GroupSums
 from psworker.peers.service import PeerService
 
 log = logging.getLogger("paceline")
+T = TypeVar("T")
 LOOK_S = 0.25  # From one look at the epoch to the next while a message is waited for.
 MEET_S, MEET_S_MAX = 0.01, 0.2  # From one question to the directory to the next.
 FLUSH_S = 10.0  # Longest wait for acknowledgements when a worker parts.
@@ -92,18 +92,15 @@ class Peers:
         self._service.on_offer = gossip.on_offer
         self._session.heartbeats.peer_reports[self.table] = self.report
 
-    def run(self, waits: Waits) -> None:
-        """Drives a generator of the gossip to its end.
+    def run(self, waits: Steps[T]) -> T:
+        """Drives a generator of the gossip to its end, and returns its result.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
-        answer: Any = None
         self._require_sound()
         self._require_enough()
-        with contextlib.suppress(StopIteration):
-            while True:
-                answer = self._await(waits.send(answer))
+        result = self._drive(waits)
         if self.gossip is not None and (refused := self.gossip.stats.refused):
             others = ", ".join(map(str, sorted(refused)))
             log.warning(
@@ -112,6 +109,16 @@ class Peers:
                 others,
             )
             refused.clear()
+        return result
+
+    def _drive(self, waits: Steps[T]) -> T:
+        answer: Any = None
+        try:
+            while True:
+                answer = self._await(waits.send(answer))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def report(self) -> control_pb2.PeerReport:
         """Returns this worker's last exchanges, for status."""

@@ -64,7 +64,7 @@ class PlanLimits:
         return cls(links[0], parse_memory(memory, "memory"))
 
 
-def resolved(
+def resolve_plan(
     plan: Plan | str | Path, handed: str, bandwidth: str | None, memory: str | None
 ) -> tuple[Plan, PlanLimits | None]:
     """Returns a plan that is given, or the limits of one that is to be found.
@@ -82,7 +82,9 @@ def resolved(
         return [], PlanLimits.parse(bandwidth, memory)
     if plan == AUTO:
         return _of_file(handed), None
-    _require_no_limits(bandwidth, memory)
+    for name, value in (("bandwidth", bandwidth), ("memory", memory)):
+        if value is not None:
+            raise ConfigError(f"{name}={value!r} has no effect but with plan='auto'")
     if isinstance(plan, str | Path):
         return _of_file(plan), None
     if not plan or min(number for _, number in plan) < 1:
@@ -104,17 +106,6 @@ def _of_file(path: str | Path) -> Plan:
         found.reason,
     )
     return found.cuts
-
-
-def _require_no_limits(bandwidth: str | None, memory: str | None) -> None:
-    """Refuses limits beside a given plan.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    for name, value in (("bandwidth", bandwidth), ("memory", memory)):
-        if value is not None:
-            raise ConfigError(f"{name}={value!r} has no effect but with plan='auto'")
 
 
 def agreed_plan(

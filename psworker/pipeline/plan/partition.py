@@ -110,6 +110,9 @@ class _Cell:
     units: int = 0  # Units of its last stage.
 
 
+# Where a pipeline is: level of the links between its stages, its first layer, how often the outer
+# levels replicate it, and workers of the stages before it.
+_Place = tuple[int, int, int, int]
 # Cells by last layer and units, where the last stage sends its output on this level, and not.
 _Cells = list[list[_Cell]]
 _Table = tuple[_Cells, _Cells]
@@ -145,9 +148,9 @@ class Partitioner:
         # Workers in one unit of each level.
         self._inside = [math.prod(level.units for level in levels[:k]) for k in range(len(levels))]
         self._workers = math.prod(level.units for level in levels)
-        self._tables: dict[tuple[int, int, int, int], _Table] = {}
+        self._tables: dict[_Place, _Table] = {}
         # Seconds of stages: each is compared behind every number of units before it.
-        self._known_s: dict[tuple[int, tuple[int, int], int, bool, bool], float] = {}
+        self._known_s: dict[tuple[int, int, int, int, bool, bool], float] = {}
 
     def on(self, units: int) -> Partitioner:
         """Returns the partitioner of fewer units of the outer level.
@@ -159,7 +162,7 @@ class Partitioner:
         levels = [*self._levels[:-1], outer]
         if self._memory.limit_nbytes < math.inf:
             return Partitioner(self._layers, levels, self._cost, self._memory)
-        self._table(len(levels) - 1, 0, 1, 0)
+        self._table((len(levels) - 1, 0, 1, 0))
         found = copy.copy(self)
         found._levels = levels
         found._workers = math.prod(level.units for level in levels)
@@ -168,15 +171,15 @@ class Partitioner:
     def best(self) -> Partition | None:
         """Returns the fastest partition, of fewest stages among equals; None: nothing fits."""
         top, last = len(self._levels) - 1, len(self._layers) - 1
-        cell = self._table(top, 0, 1, 0)[1][last][self._levels[top].units]
+        cell = self._table((top, 0, 1, 0))[1][last][self._levels[top].units]
         return self._partition(cell)
 
     def best_pipeline(self) -> Partition | None:
         """Returns the fastest partition of two stages or more on the outer level."""
         top, last = len(self._levels) - 1, len(self._layers) - 1
-        table = self._table(top, 0, 1, 0)
-        key = last, self._levels[top].units
-        return self._partition(self._split((top, 0, 1, 0), table[0], *key, _NEVER, is_last=True))
+        place, units = (top, 0, 1, 0), self._levels[top].units
+        sends = self._table(place)[0]
+        return self._partition(self._split(place, sends, last, units, _NEVER, is_last=True))
 
     def data_parallel(self) -> tuple[float, Stage]:
         """Returns the seconds of one stage on all workers, and that stage, without a limit."""
@@ -192,58 +195,42 @@ class Partitioner:
     def load(self, stage: Stage) -> StageLoad:
         """Returns the load of a stage of a partition, over the outer links."""
         first, last = stage.first, stage.last
-        return StageLoad(
-            inner_s=self._compute[last + 1] - self._compute[first],
-            parameter_nbytes=self._weights[last + 1] - self._weights[first],
-            input_nbytes=self._layers[first - 1].output_nbytes if first else 0,
-            output_nbytes=self._layers[last].output_nbytes if last + 1 < len(self._layers) else 0,
-            replicas=stage.replicas,
-            bandwidth=self._levels[-1].bandwidth,
-            update_s=self._updates[last + 1] - self._updates[first],
+        load = self._load(
+            first,
+            last,
+            self._levels[-1],
+            stage.replicas,
+            self._compute[last + 1] - self._compute[first],
+            is_first=first == 0,
+            is_last=last + 1 == len(self._layers),
         )
+        return replace(load, update_s=self._updates[last + 1] - self._updates[first])
 
     # ----- the programme
 
-    def _table(self, level: int, first: int, outer: int, before: int) -> _Table:
-        """Returns the best pipelines of layers from `first` on, by last layer and units.
-
-        Args:
-            level: Level of the links between the stages.
-            first: The first layer.
-            outer: How often the outer levels replicate the pipeline.
-            before: Workers of the stages before it.
-        """
+    def _table(self, place: _Place) -> _Table:
+        """Returns the best pipelines of layers, by last layer and units."""
         if math.isinf(self._memory.limit_nbytes):
-            outer, before = 1, 0  # Only the memory depends on them.
-        place = level, first, outer, before
+            place = (*place[:2], 1, 0)  # Only the memory depends on the other workers.
         if place not in self._tables:
             self._tables[place] = self._fill(place)
         return self._tables[place]
 
-    def _fill(self, place: tuple[int, int, int, int]) -> _Table:
-        level, first, outer, before = place
+    def _fill(self, place: _Place) -> _Table:
+        level, first, _, _ = place
         most = self._levels[level].units
         sends, ends = ([[_NEVER] * (most + 1) for _ in self._layers] for _ in range(2))
         for last in range(first, len(self._layers)):
             for units in range(1, most + 1):
                 for cells, is_last in ((sends, False), (ends, True)):
-                    seconds = self._stage_s(
-                        level, (first, last), units, outer, before, is_first=True, is_last=is_last
-                    )
+                    seconds = self._stage_s(place, last, units, is_first=True, is_last=is_last)
                     cells[last][units] = self._split(
                         place, sends, last, units, _Cell(seconds, -1, units), is_last=is_last
                     )
         return sends, ends
 
     def _split(
-        self,
-        place: tuple[int, int, int, int],
-        sends: _Cells,
-        last: int,
-        units: int,
-        cell: _Cell,
-        *,
-        is_last: bool,
+        self, place: _Place, sends: _Cells, last: int, units: int, cell: _Cell, *, is_last: bool
     ) -> _Cell:
         """Returns the best pipeline that ends with a stage of its own, if it is beyond `cell`."""
         level, first, outer, before = place
@@ -255,62 +242,33 @@ class Partitioner:
                 if former_s >= limit_s:
                     continue
                 ahead = before + outer * (units - own) * self._inside[level]
-                seconds = max(
-                    former_s,
-                    self._stage_s(
-                        level,
-                        (cut + 1, last),
-                        own,
-                        outer,
-                        ahead,
-                        is_first=False,
-                        is_last=is_last,
-                    ),
+                own_s = self._stage_s(
+                    (level, cut + 1, outer, ahead), last, own, is_first=False, is_last=is_last
                 )
+                seconds = max(former_s, own_s)
                 if seconds < limit_s:
                     cell = _Cell(seconds, cut, own)
                     limit_s = cell.seconds * LESS
         return cell
 
     def _stage_s(
-        self,
-        level: int,
-        layers: tuple[int, int],
-        units: int,
-        outer: int,
-        before: int,
-        *,
-        is_first: bool,
-        is_last: bool,
+        self, place: _Place, last: int, units: int, *, is_first: bool, is_last: bool
     ) -> float:
         """Returns the seconds of one stage; infinite if it has no parameters or is too large."""
-        if self._memory.limit_nbytes < math.inf:  # They depend on the units before it.
-            return self._new_stage_s(
-                level, layers, units, outer, before, is_first=is_first, is_last=is_last
-            )
-        key = level, layers, units, is_first, is_last
+        key = place[0], place[1], last, units, is_first, is_last
         found = self._known_s.get(key)
         if found is None:
-            found = self._new_stage_s(
-                level, layers, units, outer, before, is_first=is_first, is_last=is_last
-            )
-            self._known_s[key] = found
+            found = self._new_stage_s(place, last, units, is_first=is_first, is_last=is_last)
+            if math.isinf(self._memory.limit_nbytes):  # Else it depends on the units before it.
+                self._known_s[key] = found
         return found
 
     def _new_stage_s(
-        self,
-        level: int,
-        layers: tuple[int, int],
-        units: int,
-        outer: int,
-        before: int,
-        *,
-        is_first: bool,
-        is_last: bool,
+        self, place: _Place, last: int, units: int, *, is_first: bool, is_last: bool
     ) -> float:
-        first, last = layers
+        level, first, outer, before = place
         if level:
-            inner = self._table(level - 1, first, outer * units, before)[1]
+            inner = self._table((level - 1, first, outer * units, before))[1]
             inner_s = inner[last][self._levels[level - 1].units].seconds
         else:
             inner_s = self._compute[last + 1] - self._compute[first]
@@ -384,30 +342,25 @@ class Partitioner:
         stages = self._stages((top, 0, 1, 0), cell, len(self._layers) - 1, self._levels[top].units)
         return Partition(tuple(stages), cell.seconds)
 
-    def _stages(
-        self, place: tuple[int, int, int, int], cell: _Cell, last: int, units: int
-    ) -> list[Stage]:
+    def _stages(self, place: _Place, cell: _Cell, last: int, units: int) -> list[Stage]:
         """Returns the stages of a cell, and of the pipelines inside them."""
         level, first, outer, before = place
         found: list[Stage] = []
         while True:
             start = first if cell.cut < 0 else cell.cut + 1
             ahead = before + outer * (units - cell.units) * self._inside[level]
-            found = self._inner_stages(level, start, last, outer * cell.units, ahead) + found
+            found = self._inner_stages((level, start, outer * cell.units, ahead), last) + found
             if cell.cut < 0:
                 return found
             last, units = cell.cut, units - cell.units
-            cell = self._table(*place)[0][last][units]
+            cell = self._table(place)[0][last][units]
 
-    def _inner_stages(
-        self, level: int, first: int, last: int, replicas: int, before: int
-    ) -> list[Stage]:
+    def _inner_stages(self, place: _Place, last: int) -> list[Stage]:
+        level, first, replicas, before = place
         if level == 0:
             return [self._stage(first, last, replicas, before)]
-        units = self._levels[level - 1].units
-        table = self._table(level - 1, first, replicas, before)
-        place = level - 1, first, replicas, before
-        return self._stages(place, table[1][last][units], last, units)
+        inner, units = (level - 1, first, replicas, before), self._levels[level - 1].units
+        return self._stages(inner, self._table(inner)[1][last][units], last, units)
 
 
 def with_idle(

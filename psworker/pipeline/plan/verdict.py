@@ -26,27 +26,31 @@ class Comparison:
 
     Attributes:
         pipeline: The fastest pipeline of two stages or more; None: none can be made, or fits.
-        advised: It, one stage on all workers, or one worker; None: nothing fits into memory.
         data_parallel_s: Seconds of one stage on all workers, in the given mode.
         hidden_s: The same if all traffic is hidden behind computing, as far as the link allows.
         data_parallel: That stage.
         activation_nbytes: Activations and their gradients between stages of the pipeline.
         sync_nbytes: Pushed and pulled by its replicated stages.
         data_parallel_nbytes: Pushed and pulled by data parallelism.
-        is_pipeline: Whether to pipeline.
+        advised: The pipeline, one stage on all workers, or one worker; None: nothing fits into
+            memory.
         reason: Why.
     """
 
     pipeline: Partition | None
-    advised: Partition | None
     data_parallel_s: float
     hidden_s: float
     data_parallel: Stage
     activation_nbytes: int
     sync_nbytes: int
     data_parallel_nbytes: int
-    is_pipeline: bool
-    reason: str
+    advised: Partition | None = None
+    reason: str = ""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether to pipeline."""
+        return self.advised is not None and self.advised is self.pipeline
 
     @property
     def verdict(self) -> str:
@@ -57,26 +61,6 @@ class Comparison:
     def moved_nbytes(self) -> int:
         """The bytes of a minibatch in the pipeline."""
         return self.activation_nbytes + self.sync_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The alternatives, for the verdict."""
-
-    layers: Sequence[Layer]
-    workers: int
-    limit_nbytes: float  # Memory of a worker.
-    pipeline: Partition | None
-    moved_nbytes: int
-    stage: Stage  # The stage of data parallelism.
-    parallel_s: float
-    hidden_s: float
-    parallel_nbytes: int
-
-    @property
-    def one_s(self) -> float:
-        """Seconds of one worker alone."""
-        return sum(layer.alone_s for layer in self.layers)
 
 
 def compare(
@@ -103,95 +87,71 @@ def compare(
     else:
         pipeline = with_idle(layers, levels, cost, memory, is_cut=True)
     stages = () if pipeline is None else pipeline.stages
-    activations = 2 * sum(layers[stage.last].output_nbytes for stage in stages[:-1])
-    sync = round(sum(cost.sync_nbytes(found.load(stage)) for stage in stages))
-    parallel_nbytes = round(cost.sync_nbytes(found.load(stage)))
-    facts = _Facts(
-        layers,
-        stage.replicas,
-        memory.limit_nbytes,
-        pipeline,
-        activations + sync,
-        stage,
-        parallel_s,
-        hidden_s,
-        parallel_nbytes,
-    )
-    advised, reason = _judge(facts)
-    return Comparison(
+    draft = Comparison(
         pipeline=pipeline,
-        advised=advised,
         data_parallel_s=parallel_s,
         hidden_s=hidden_s,
         data_parallel=stage,
-        activation_nbytes=activations,
-        sync_nbytes=sync,
-        data_parallel_nbytes=parallel_nbytes,
-        is_pipeline=advised is not None and advised is pipeline,
-        reason=reason,
+        activation_nbytes=2 * sum(layers[one.last].output_nbytes for one in stages[:-1]),
+        sync_nbytes=round(sum(cost.sync_nbytes(found.load(one)) for one in stages)),
+        data_parallel_nbytes=round(cost.sync_nbytes(found.load(stage))),
     )
+    advised, reason = _judge(draft, layers, memory.limit_nbytes)
+    return replace(draft, advised=advised, reason=reason)
 
 
-def _judge(facts: _Facts) -> tuple[Partition | None, str]:
+def _judge(
+    found: Comparison, layers: Sequence[Layer], limit_nbytes: float
+) -> tuple[Partition | None, str]:
     """Returns the advised partition, and why."""
-    stage, pipeline, limit = facts.stage, facts.pipeline, facts.limit_nbytes
-    together = Partition((stage,), facts.parallel_s)
-    if stage.memory_nbytes > limit:
-        needs = f"data parallelism needs {size(stage.memory_nbytes)} of {size(limit)} of a worker"
+    stage, pipeline = found.data_parallel, found.pipeline
+    together = Partition((stage,), found.data_parallel_s)
+    shown = "" if pipeline is None else _pipeline_text(found, pipeline, layers)
+    if stage.memory_nbytes > limit_nbytes:
+        needs = f"data parallelism needs {size(stage.memory_nbytes)}"
         if pipeline is not None:
-            return pipeline, f"{needs}; {_pipeline_text(facts, pipeline)}"
+            return pipeline, f"{needs} of {size(limit_nbytes)} of a worker; {shown}"
         return None, (
-            f"nothing fits into {size(limit)} of a worker: data parallelism needs "
-            f"{size(stage.memory_nbytes)}, and so many stages that each fits are more than there "
-            "are workers or layers"
+            f"nothing fits into {size(limit_nbytes)} of a worker: {needs}, and so many stages "
+            "that each fits are more than there are workers or layers"
         )
-    traffic = _traffic_text(facts)
+    traffic = _traffic_text(found)
     if pipeline is None:
         return together, f"one layer or one worker cannot be cut; {traffic}"
-    shown = _pipeline_text(facts, pipeline)
-    if _is_better_alone(facts, pipeline):
-        alone = Partition((replace(stage, replicas=1),), facts.one_s)
+    one_s = sum(layer.alone_s for layer in layers)
+    best_s = min(pipeline.seconds * GAIN_MIN, found.hidden_s, found.data_parallel_s)
+    if one_s < best_s and _fits_one(layers, limit_nbytes):
+        alone = Partition((replace(stage, replicas=1),), one_s)
         return alone, (
-            f"one worker alone takes {ms(facts.one_s)} and moves nothing; {traffic}; the best "
+            f"one worker alone takes {ms(one_s)} and moves nothing; {traffic}; the best "
             f"pipeline, {shown}: no gain over one worker"
         )
-    gain = min(facts.parallel_s, facts.hidden_s) / pipeline.seconds
+    gain = min(found.data_parallel_s, found.hidden_s) / pipeline.seconds
     if gain < GAIN_MIN:
         compared = f"only {gain:.2f} times as fast" if gain > 1 else "not faster"
         return together, f"{traffic}; the best pipeline, {shown}: {compared}"
     return pipeline, f"{shown}; {traffic}: {gain:.2f} times as fast"
 
 
-def _is_better_alone(facts: _Facts, pipeline: Partition) -> bool:
-    """Returns whether one worker is as fast as all of them, and has room for the model."""
-    best_s = min(pipeline.seconds * GAIN_MIN, facts.hidden_s, facts.parallel_s)
-    return facts.one_s < best_s and _fits_one(facts.layers, facts.limit_nbytes)
-
-
-def _traffic_text(facts: _Facts) -> str:
-    moves = f"moves {size(facts.parallel_nbytes)}"
-    if facts.hidden_s >= facts.parallel_s:
-        return f"data parallelism takes {ms(facts.parallel_s)} and {moves}"
+def _traffic_text(found: Comparison) -> str:
+    moves = f"moves {size(found.data_parallel_nbytes)}"
+    if found.hidden_s >= found.data_parallel_s:
+        return f"data parallelism takes {ms(found.data_parallel_s)} and {moves}"
     return (
-        f"data parallelism takes {ms(facts.parallel_s)} if it waits for its traffic, "
-        f"{ms(facts.hidden_s)} at best if it hides it behind computing (overlap=True, or mode "
+        f"data parallelism takes {ms(found.data_parallel_s)} if it waits for its traffic, "
+        f"{ms(found.hidden_s)} at best if it hides it behind computing (overlap=True, or mode "
         f"ssd), and {moves}"
     )
 
 
-def _pipeline_text(facts: _Facts, pipeline: Partition) -> str:
-    cuts = ", ".join(facts.layers[stage.last].name for stage in pipeline.stages[:-1])
+def _pipeline_text(found: Comparison, pipeline: Partition, layers: Sequence[Layer]) -> str:
+    cuts = ", ".join(layers[stage.last].name for stage in pipeline.stages[:-1])
+    used, workers = pipeline.workers, found.data_parallel.replicas
+    idle = "" if used == workers else f" on {used} of {workers} workers"
     return (
-        f"{plan_text(pipeline, facts.workers)}, cut after {cuts}, takes {ms(pipeline.seconds)} "
-        f"and moves {size(facts.moved_nbytes)}"
+        f"{pipeline.name}{idle}, cut after {cuts}, takes {ms(pipeline.seconds)} "
+        f"and moves {size(found.moved_nbytes)}"
     )
-
-
-def plan_text(partition: Partition, workers: int) -> str:
-    """Returns a plan's replicas, and how many workers it uses if some stay idle."""
-    if partition.workers == workers:
-        return partition.name
-    return f"{partition.name} on {partition.workers} of {workers} workers"
 
 
 def _fits_one(layers: Sequence[Layer], limit: float) -> bool:

@@ -230,13 +230,7 @@ class Driver:
 
     def _take(self, wait: Receive) -> torch.Tensor:
         """Waits for a tensor inside a schedule of torch, which does not yield."""
-        found: list[torch.Tensor] = []
-
-        def script() -> Waits:
-            found.append((yield from self._await(wait)))
-
-        self._peers.run(script())
-        return found[0]
+        return self._peers.run(self._await(wait))
 
     def _send(self, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
         wire.send(self._peers, to, kind, self.first + minibatch, values)

@@ -12,7 +12,7 @@ import torch
 
 from pscore.pb.ps.v1 import control_pb2
 from psworker.connection.membership.session import Session
-from psworker.gossip.base import Gathering, Meet, Waits, Want
+from psworker.gossip.base import Gathering, Meet, Steps, Want
 from psworker.peers.peers import Peers
 from psworker.pipeline.run import wire
 from psworker.pipeline.run.schedule import Place
@@ -136,24 +136,22 @@ class Members:
         if not self.ranks:
             return decide()
         number, none = self._num_agreed, torch.zeros(1)
-        found: list[int] = []
 
-        def script() -> Waits:
+        def script() -> Steps[int]:
             if self.index != leader:
                 self.send(leader, wire.DONE, number, none)
                 high, low = (yield from self.receive(leader, wire.END, number)).tolist()
-                found.append(int(high) * DIGIT + int(low))
-                return
+                return int(high) * DIGIT + int(low)
             others = [index for index in range(len(self.ranks)) if index != leader]
             for other in others:
                 yield from self.receive(other, wire.DONE, number)
-            found.append(decide())
-            answer = torch.tensor([float(digit) for digit in divmod(found[0], DIGIT)])
+            decided = decide()
+            answer = torch.tensor([float(digit) for digit in divmod(decided, DIGIT)])
             for other in others:
                 self.send(other, wire.END, number, answer)
+            return decided
 
-        self._peers.run(script())
-        return found[0]
+        return self._peers.run(script())
 
     # ----- messages
 
@@ -185,11 +183,12 @@ class Members:
     def _ask(self, meet: Meet) -> None:
         """Asks the directory of the members; keeps the last meeting that it tells of."""
 
-        def script() -> Waits:
-            if found := (yield meet):
-                self._gathering = found[-1]
+        def script() -> Steps[list[Gathering]]:
+            found: list[Gathering] = yield meet
+            return found
 
-        self._peers.run(script())
+        if found := self._peers.run(script()):
+            self._gathering = found[-1]
 
     def _is_over(self, total: int | None, stage: int) -> bool:
         """Waits until the members change, because a stage has none, or the training has ended.

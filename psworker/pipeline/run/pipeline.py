@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from psworker.connection.membership.session import Session
 from psworker.job import context
 from psworker.job.environment import Environment
 from psworker.peers.peers import Peers
-from psworker.pipeline.plan.choice import AUTO, Plan, agreed_plan, resolved
+from psworker.pipeline.plan.choice import AUTO, Plan, agreed_plan, resolve_plan
 from psworker.pipeline.run.chain import Block, chain_of, joined, names_of
 from psworker.pipeline.run.checkpoint import StageCheckpoint, Tensors, optimizer_state
 from psworker.pipeline.run.driver import Driver, Work
@@ -109,20 +110,32 @@ class Pipeline:
             ConfigError: Plan and model or workers do not fit, or there is no server address.
             PacelineError: The shards do not answer, or refuse this worker.
         """
-        joins = _joins(servers, job, rank, num_workers)
+        joins = Environment.read(
+            servers=parse_addresses(servers) or None,
+            job=job or None,
+            rank=rank,
+            num_workers=num_workers,
+        )
         self._timeline = open_timeline(joins.timeline, "worker", joins.rank)
-        self._rule = _required(mode, schedule, stash, minibatches, on_lost, loss)
-        plan, limits = resolved(plan, joins.pipeline, bandwidth, memory)
+        self._rule = _rule_of(mode, schedule, stash, on_lost)
+        _require(schedule, stash, minibatches, on_lost)
+        _require_loss(loss)
+        plan, limits = resolve_plan(plan, joins.pipeline, bandwidth, memory)
         blocks, found, session = chain_of(model, example), _read(resume, model), None
         if limits is not None:
             session = self._open(joins)
             plan = agreed_plan(session, blocks, example, limits, optimizer, self._rule)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
-        self._versions = _versions_of(schedule, stash, minibatches, self._rule)
+        self._versions: Callable[[Place], Stash] = partial(
+            _versions, schedule=schedule, stash=stash, minibatches=minibatches, rule=self._rule
+        )
         self._continues = on_lost == CONTINUE
         self.optimizer = self._make_optimizer(optimizer, found)
-        self._driver = self._make_driver(loss, session or self._open(joins), found)
+        session = session or self._open(joins)
+        self._driver = self._make_driver(loss, session, found)
+        session.heartbeats.stage_reports.append(self._driver.report)
+        context.enter_pipeline(session)
         self.minibatches, self._saved = self._driver.first, {}
 
     def step(self, inputs: Any, targets: Any) -> float | None:
@@ -230,12 +243,6 @@ class Pipeline:
 
     def _make_driver(self, loss: Loss, session: Session, saved: StageCheckpoint | None) -> Driver:
         """Returns what runs this worker's replica; it waits for the workers of all stages."""
-        driver = self._new_driver(loss, session, saved)
-        session.heartbeats.stage_reports.append(driver.report)
-        context.enter_pipeline(session)
-        return driver
-
-    def _new_driver(self, loss: Loss, session: Session, saved: StageCheckpoint | None) -> Driver:
         first = 0 if saved is None else saved.minibatches
         own = self.optimizer
         steps = Absences(own) if isinstance(own, DistributedOptimizer) else None
@@ -284,24 +291,8 @@ class Pipeline:
         return made
 
 
-def _joins(
-    servers: str | list[str] | None, job: str | None, rank: int | None, num_workers: int | None
-) -> Environment:
-    """Returns the environment, with the arguments that are given in its place."""
-    return Environment.read(
-        servers=parse_addresses(servers) or None,
-        job=job or None,
-        rank=rank,
-        num_workers=num_workers,
-    )
-
-
 def _addresses(joins: Environment) -> list[str]:
-    """Returns the addresses of the shards.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the addresses of the shards, or raises a `ConfigError` where there is none."""
     if not joins.servers:
         raise ConfigError("a pipeline needs shards: psserver start, and PACELINE_SERVERS")
     return list(joins.servers)
@@ -338,25 +329,6 @@ def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
     return Place.of_rank(rank, replicas)
 
 
-def _required(
-    mode: str | Rule,
-    schedule: str,
-    stash: str,
-    minibatches: int | None,
-    on_lost: str,
-    loss: Loss,
-) -> Rule:
-    """Returns the mode between replicas; refuses arguments that do not fit.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    rule = _rule_of(mode, schedule, stash, on_lost)
-    _require(schedule, stash, minibatches, on_lost)
-    _require_loss(loss)
-    return rule
-
-
 def _rule_of(mode: str | Rule, schedule: str, stash: str, on_lost: str) -> Rule:
     """Returns the mode between the replicas of a stage.
 
@@ -384,11 +356,7 @@ def _rule_of(mode: str | Rule, schedule: str, stash: str, on_lost: str) -> Rule:
 
 
 def _require_enough(rule: Rule, place: Place) -> None:
-    """Refuses a mode that needs more replicas of a stage than there are.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raises a `ConfigError` if a mode needs more replicas of a stage than there are."""
     for stage, number in enumerate(place.replicas):
         if number > 1:
             try:
@@ -398,11 +366,7 @@ def _require_enough(rule: Rule, place: Place) -> None:
 
 
 def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str) -> None:
-    """Refuses arguments that do not fit.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Raises a `ConfigError` if an argument has a wrong value, or does not fit the others."""
     if on_lost not in (STOP, CONTINUE):
         raise ConfigError(f"on_lost is {on_lost!r}, must be {STOP} or {CONTINUE}")
     if on_lost == CONTINUE and schedule != "1f1b":
@@ -425,11 +389,7 @@ def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str) -
 
 
 def _require_loss(loss: Loss) -> None:
-    """Refuses a loss that has something to train, which no optimizer would get.
-
-    Raises:
-        ConfigError: It has.
-    """
+    """Raises a `ConfigError` if a loss has parameters to train, which no optimizer would get."""
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ConfigError(
             f"the loss ({type(loss).__name__}) has parameters to train: make it the model's last "
@@ -453,12 +413,6 @@ def _read(folder: str | Path | None, model: nn.Module) -> StageCheckpoint | None
     if found is not None:
         found.load_weights(model)
     return found
-
-
-def _versions_of(
-    schedule: str, stash: str, minibatches: int | None, rule: Rule
-) -> Callable[[Place], Stash]:
-    return lambda place: _versions(place, schedule, stash, minibatches, rule)
 
 
 def _versions(
@@ -502,11 +456,7 @@ def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:
 
 
 def _require_parameters(blocks: Sequence[Block], ranges: Sequence[tuple[int, int]]) -> None:
-    """Refuses a stage that has nothing to train.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raises a `ConfigError` if a stage has nothing to train."""
     for stage, (first, last) in enumerate(ranges):
         module = joined(blocks[first : last + 1])
         if not any(parameter.requires_grad for parameter in module.parameters()):

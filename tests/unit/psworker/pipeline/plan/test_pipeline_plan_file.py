@@ -10,7 +10,7 @@ import pytest
 from pscore.errors import ConfigError
 from psworker.commands import cli
 from psworker.job.environment import Environment
-from psworker.pipeline.plan.choice import resolved
+from psworker.pipeline.plan.choice import resolve_plan
 from psworker.pipeline.plan.plan_file import PlanFile, PlanStage, read_plan
 
 PROFILE = Path(__file__).parent / "profiles" / "vgg16.json"
@@ -144,12 +144,12 @@ def test_a_script_takes_the_plan_of_its_launcher(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.write(path)
     handed = Environment.read({"PACELINE_PIPELINE": str(path)}).pipeline
-    assert resolved("auto", handed, None, None) == (PLAN.cuts, None)
-    assert resolved("auto", handed, "1gbit", "16g") == (PLAN.cuts, None)
-    assert resolved(path, "", None, None) == (PLAN.cuts, None)
-    assert resolved([("c", 1)], handed, None, None) == ([("c", 1)], None)
-    found, limits = resolved("auto", "", "1gbit", None)
+    assert resolve_plan("auto", handed, None, None) == (PLAN.cuts, None)
+    assert resolve_plan("auto", handed, "1gbit", "16g") == (PLAN.cuts, None)
+    assert resolve_plan(path, "", None, None) == (PLAN.cuts, None)
+    assert resolve_plan([("c", 1)], handed, None, None) == ([("c", 1)], None)
+    found, limits = resolve_plan("auto", "", "1gbit", None)
     assert not found
     assert limits is not None
     with pytest.raises(ConfigError, match="bandwidth='1gbit' has no effect but with plan='auto'"):
-        resolved(path, "", "1gbit", None)
+        resolve_plan(path, "", "1gbit", None)
