@@ -21,11 +21,7 @@ from psworker.gossip.pairs import Pairs
 
 
 class Atomic(Pairs):
-    """AD-PSGD's worker, as published.
-
-    Attributes:
-        number: Steps behind this worker.
-    """
+    """AD-PSGD's worker, as published."""
 
     name: ClassVar[str] = "atomic"
 

@@ -155,7 +155,8 @@ class Gossip(ABC):
     Attributes:
         name: Its name in `GOSSIPS`.
         stats: Its last exchanges, for status.
-        number: Steps or rounds behind this worker, counted alike by all that depend on it.
+        number: Steps behind this worker, or rounds of all-reduce, counted alike by all that depend
+            on it.
     """
 
     name: ClassVar[str]

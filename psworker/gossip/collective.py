@@ -23,11 +23,7 @@ FAILURES_MAX = 3  # One after the other, among the same members; then they canno
 
 
 class Collective(Ring):
-    """The worker of all-reduce by torch.distributed.
-
-    Attributes:
-        number: Rounds behind this worker.
-    """
+    """The worker of all-reduce by torch.distributed."""
 
     name: ClassVar[str] = "collective"
 
@@ -64,8 +60,6 @@ class Collective(Ring):
         Raises:
             ConfigError: The same members have failed several times, one after the other.
         """
-        if len(self._members) == 1:
-            return own.copy()
         if not (yield from self._open()):
             return None
         add = TorchSum(

@@ -34,14 +34,9 @@ MODEL = 1  # The kind of a message.
 
 
 class Mixing(Gossip):
-    """D-PSGD's worker.
-
-    Attributes:
-        number: Steps behind this worker, counted alike by all.
-    """
+    """D-PSGD's worker."""
 
     name: ClassVar[str] = "mixing"
-    number = 0
 
     def start(self) -> Waits:
         """Meets the others."""
@@ -61,8 +56,7 @@ class Mixing(Gossip):
 
     def step(self) -> Waits:
         """Makes a step of the optimizer and one of the graph, in the order of the mode."""
-        if self.post.has_moved:
-            yield from self._meet(self.number)
+        yield from self.meet()
         self.model.update()
         if self._combining:
             self._give()

@@ -36,14 +36,9 @@ from psworker.gossip.mixing import Mixing
 
 
 class Pairs(Gossip):
-    """AD-PSGD's worker.
-
-    Attributes:
-        number: Steps behind this worker.
-    """
+    """AD-PSGD's worker."""
 
     name: ClassVar[str] = "pairs"
-    number = 0
 
     def start(self) -> Waits:
         """Meets the others, once; after the warm-up changes of the members need no agreement."""

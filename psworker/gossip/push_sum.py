@@ -45,8 +45,7 @@ class PushSum(Mixing):
 
     def step(self) -> Waits:
         """Adds the optimizer's step to the mass, and sends shares of it."""
-        if self.post.has_moved:
-            yield from self._meet(self.number)
+        yield from self.meet()
         self.model.update()
         self._move()
         kept = self._share()

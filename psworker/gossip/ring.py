@@ -43,14 +43,9 @@ PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it i
 
 
 class Ring(Gossip):
-    """The worker of all-reduce.
-
-    Attributes:
-        number: Rounds behind this worker.
-    """
+    """The worker of all-reduce."""
 
     name: ClassVar[str] = "ring"
-    number = 0
 
     def start(self) -> Waits:
         """Meets the others."""
@@ -70,7 +65,8 @@ class Ring(Gossip):
             if self.post.has_moved:
                 total = yield from self._meet(self.number)
             if total is None:
-                total = yield from self._sum(own)
+                is_alone = len(self._members) == 1
+                total = own.copy() if is_alone else (yield from self._sum(own))
         self._result, self.number = total, self.number + 1
         self.stats.num_exchanges += 1
         self.model.scatter(total)
@@ -98,8 +94,6 @@ class Ring(Gossip):
 
     def _sum(self, own: FloatArray) -> Steps[FloatArray | None]:
         """Returns the sum over the members; None if the round has to be made again."""
-        if len(self._members) == 1:
-            return own.copy()
         place = self._members.index(self.rank)
         chunks = _chunks(len(own), len(self._members))
         if not self._in_order:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pscore.errors import ConfigError
@@ -90,48 +90,37 @@ _pipeline: Session | None = None  # The part of this process in a job of stages;
 def join(
     *,
     servers: str | list[str] | None = None,
-    job: str | None = None,
-    rank: int | None = None,
-    num_workers: int | None = None,
-    min_workers: int | None = None,
     max_workers: int | None = None,
-    timeout_s: float | None = None,
     local_group: Choice = "auto",
     timeline: Timeline | None = None,
-    **files: str | None,
+    **given: Any,
 ) -> Context:
     """Returns this process's context; joins the job the first time.
 
     Args:
         servers: Addresses of the shards in their order.
-        job: Name of the job.
-        rank: Rank of this worker.
-        num_workers: Number of workers of the job.
-        min_workers: Minimum of an elastic job; 1 by default.
-        max_workers: Maximum, instead of `num_workers`: makes the job elastic.
-        timeout_s: Seconds without an answer that are an error.
+        max_workers: Maximum of an elastic job, in place of `num_workers`.
         local_group: The processes that are one worker (grouping.py).
         timeline: Where spans are recorded; None: in one of its own, if PACELINE_TIMELINE is set.
-        files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
+        given: Further arguments of `psworker.init`; None: not given.
 
     Raises:
         ConfigError: It exists already with other arguments, or something is missing.
         PacelineError: The shards do not answer, or refuse this worker.
     """
     global _current, _pipeline
-    if None not in (num_workers, max_workers):
-        raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
-    given: dict[str, Any] = {"job": job or None, "rank": rank, "min_workers": min_workers}
+    given["job"] = given.get("job") or None
+    if None not in (given.get("num_workers"), max_workers):
+        raise ConfigError(
+            f"num_workers is {given['num_workers']} and max_workers {max_workers}: give one"
+        )
     if _current is not None:
         _current.session.require_own()
-        most = num_workers if max_workers is None else max_workers
-        _check_same(_current.session, servers, num_workers=most, **given)
+        most = given.get("num_workers") if max_workers is None else max_workers
+        _check_same(_current.session, servers, {**given, "num_workers": most})
         _check_group(_current.session, local_group)
         return _current
-    environment = Environment.read(
-        **given | {"num_workers": num_workers, "max_workers": max_workers, "timeout_s": timeout_s},
-        **files,  # type: ignore[arg-type]
-    )
+    environment = Environment.read(**given, max_workers=max_workers)
     addresses = parse_addresses(servers) or environment.servers
     shards = None
     if not addresses:
@@ -183,13 +172,9 @@ def open_session(
 
 
 def _check_same(
-    session: Session, servers: str | list[str] | None, **given: str | int | None
+    session: Session, servers: str | list[str] | None, given: Mapping[str, Any]
 ) -> None:
-    """Refuses arguments that differ from those of the session.
-
-    Raises:
-        ConfigError: One differs; names the first.
-    """
+    """Raises a `ConfigError` for the first argument that differs from the session's."""
     held: dict[str, object] = {
         "job": session.job,
         "rank": session.rank,
@@ -197,20 +182,18 @@ def _check_same(
         "min_workers": session.min_workers,
         "servers": tuple(link.address for link in session.links),
     }
-    for name, value in {**given, "servers": parse_addresses(servers) or None}.items():
-        if value is not None and value != held[name]:
+    wanted = {**given, "servers": parse_addresses(servers) or None}
+    for name, mine in held.items():
+        value = wanted.get(name)
+        if value is not None and value != mine:
             raise ConfigError(
-                f"this process has joined with {name}={held[name]!r}; call psworker.shutdown() "
+                f"this process has joined with {name}={mine!r}; call psworker.shutdown() "
                 f"before joining with {name}={value!r}"
             )
 
 
 def _check_group(session: Session, choice: Choice) -> None:
-    """Refuses a choice of the group that this process has not joined with.
-
-    Raises:
-        ConfigError: It has joined alone, or as one of a group.
-    """
+    """Raises a `ConfigError` for a choice of the group that this process has not joined with."""
     is_grouped = not session.group.is_alone
     if (choice is None and is_grouped) or (choice not in ("auto", None) and not is_grouped):
         how = "as one of a local group" if is_grouped else "without a local group"

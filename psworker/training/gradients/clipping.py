@@ -56,21 +56,16 @@ def clip(
         return torch.tensor(math.inf)
     gradients.attempts.clipped = gradients.attempts.number
     name = _name(table)
-    norm: torch.Tensor
-    if isinstance(gradients, ShardedGradients):
-        try:
+    try:
+        if isinstance(gradients, ShardedGradients):
             norm = _norm_of_parts(table, gradients, name)
-        except LOST as problem:  # Likewise.
-            recovery.note(problem)
-            return torch.tensor(math.inf)
-    elif table.session.num_processes == 1:
-        norm = torch.linalg.vector_norm(_flat(table)[:-1])
-    else:
-        try:
+        elif table.session.num_processes == 1:
+            norm = torch.linalg.vector_norm(_flat(table)[:-1])
+        else:
             norm = _norm_of_mean(table, gradients.attempts, name)
-        except LOST as problem:  # Likewise.
-            recovery.note(problem)
-            return torch.tensor(math.inf)
+    except LOST as problem:  # Likewise.
+        recovery.note(problem)
+        return torch.tensor(math.inf)
     if bool(norm.isfinite()):
         factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0).to(table.flat.device)
         parameters = table.flat.parameters
