@@ -110,16 +110,10 @@ class Pipeline:
             ConfigError: Plan and model or workers do not fit, or there is no server address.
             PacelineError: The shards do not answer, or refuse this worker.
         """
-        joins = Environment.read(
-            servers=parse_addresses(servers) or None,
-            job=job or None,
-            rank=rank,
-            num_workers=num_workers,
-        )
+        joins = _read_environment(servers, job, rank, num_workers)
         self._timeline = open_timeline(joins.timeline, "worker", joins.rank)
-        self._rule = _rule_of(mode, schedule, stash, on_lost)
-        _require(schedule, stash, minibatches, on_lost)
-        _require_loss(loss)
+        self._continues, self._rule = on_lost == CONTINUE, _rule_of(mode, schedule, stash, on_lost)
+        _require(schedule, stash, minibatches, on_lost, loss)
         plan, limits = resolve_plan(plan, joins.pipeline, bandwidth, memory)
         blocks, found, session = chain_of(model, example), _read(resume, model), None
         if limits is not None:
@@ -127,15 +121,9 @@ class Pipeline:
             plan = agreed_plan(session, blocks, example, limits, optimizer, self._rule)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
-        self._versions: Callable[[Place], Stash] = partial(
-            _versions, schedule=schedule, stash=stash, minibatches=minibatches, rule=self._rule
-        )
-        self._continues = on_lost == CONTINUE
+        self._versions = partial(_versions, schedule, stash, minibatches, self._rule)
         self.optimizer = self._make_optimizer(optimizer, found)
-        session = session or self._open(joins)
-        self._driver = self._make_driver(loss, session, found)
-        session.heartbeats.stage_reports.append(self._driver.report)
-        context.enter_pipeline(session)
+        self._driver = self._make_driver(loss, session or self._open(joins), found)
         self.minibatches, self._saved = self._driver.first, {}
 
     def step(self, inputs: Any, targets: Any) -> float | None:
@@ -256,15 +244,19 @@ class Pipeline:
             weigh=self._weigh,
             is_shared=steps is not None,
         )
-        if not self._continues:
+        if self._continues:
+            from psworker.pipeline.run.continuing import ContinuingDriver
+
+            peers = Peers(session, _directory(session, self.plan, "continues"))
+            assert steps is not None
+            driver: Driver = ContinuingDriver(work, self.place, session, peers, first, steps)
+        else:
             table = _directory(session, self.plan, f"from minibatch {first}")
             peers = Peers(session, table, keeps_links=True)
-            return Driver(work, self.place, session, peers, first)
-        from psworker.pipeline.run.continuing import ContinuingDriver
-
-        peers = Peers(session, _directory(session, self.plan, "continues"))
-        assert steps is not None
-        return ContinuingDriver(work, self.place, session, peers, first, steps)
+            driver = Driver(work, self.place, session, peers, first)
+        session.heartbeats.stage_reports.append(driver.report)
+        context.enter_pipeline(session)
+        return driver
 
     def _make_optimizer(
         self,
@@ -289,6 +281,14 @@ class Pipeline:
         if saved is not None and (is_new or not self._continues):  # Else the shards are further.
             saved.load_optimizer(made, self._parameter_names())
         return made
+
+
+def _read_environment(
+    servers: str | list[str] | None, job: str | None, rank: int | None, num_workers: int | None
+) -> Environment:
+    """Returns the environment, with the arguments that are given in its place."""
+    given: dict[str, Any] = {"job": job or None, "rank": rank, "num_workers": num_workers}
+    return Environment.read(servers=parse_addresses(servers) or None, **given)
 
 
 def _addresses(joins: Environment) -> list[str]:
@@ -365,7 +365,7 @@ def _require_enough(rule: Rule, place: Place) -> None:
                 raise ConfigError(f"stage {stage}: {problem}") from None
 
 
-def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str) -> None:
+def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str, loss: Loss) -> None:
     """Raises a `ConfigError` if an argument has a wrong value, or does not fit the others."""
     if on_lost not in (STOP, CONTINUE):
         raise ConfigError(f"on_lost is {on_lost!r}, must be {STOP} or {CONTINUE}")
@@ -386,10 +386,6 @@ def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str) -
         raise ConfigError("minibatches has no effect with schedule='1f1b': each one is an update")
     if stash != "weights" and schedule != "1f1b":
         raise ConfigError(f"stash={stash!r} has no effect but with schedule='1f1b'")
-
-
-def _require_loss(loss: Loss) -> None:
-    """Raises a `ConfigError` if a loss has parameters to train, which no optimizer would get."""
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ConfigError(
             f"the loss ({type(loss).__name__}) has parameters to train: make it the model's last "
@@ -416,7 +412,7 @@ def _read(folder: str | Path | None, model: nn.Module) -> StageCheckpoint | None
 
 
 def _versions(
-    place: Place, schedule: str, stash: str, minibatches: int | None, rule: Rule
+    schedule: str, stash: str, minibatches: int | None, rule: Rule, place: Place
 ) -> Stash:
     if schedule == "2bw":
         return TwoVersions(place, minibatches or sum(place.replicas))
