@@ -107,6 +107,10 @@ class StateLostError(RemoteProtocolError):
     """A shard was started again and does not have the job's weights."""
 
 
+class BrokenModuleError(PacelineError):
+    """A module holds a part of a version of published weights; it needs a whole commit."""
+
+
 class TransportError(PacelineError):
     """The network or the peer's process failed."""
 

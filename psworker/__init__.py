@@ -17,6 +17,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pscore.errors
+from pscore.errors import BrokenModuleError as BrokenModuleError
 from pscore.errors import ConfigError as ConfigError
 from pscore.errors import GradientError as GradientError
 from pscore.errors import JobMismatchError as JobMismatchError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from pscore.rules.base import Rule as Rule
     from pscore.rules.own import *  # noqa: F403
     from psworker.pipeline.run.pipeline import Pipeline as Pipeline
+    from psworker.subscription.subscriber import Subscriber as Subscriber
     from psworker.training.modes import modes as modes
     from psworker.training.optimizer import DistributedOptimizer as DistributedOptimizer
     from psworker.training.optimizer import clip_grad_norm_ as clip_grad_norm_
@@ -58,6 +60,7 @@ _FROM = {
     "pscore.rules": ("RULES",),
     "pscore.rules.base": ("Rule",),
     "psworker.pipeline.run.pipeline": ("Pipeline",),
+    "psworker.subscription.subscriber": ("Subscriber",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": (
         "DistributedOptimizer",

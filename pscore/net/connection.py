@@ -12,6 +12,7 @@ as known, its long headers count against a budget that all unknown peers share.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -34,6 +35,7 @@ from pscore.types import ByteArray, FloatArray
 
 HELLO_TIMEOUT_S = 10.0  # From accepting a connection to the end of its first message.
 HELLO_NBYTES_MAX = 4 << 10
+SO_MAX_PACING_RATE = 47  # Bytes per second, uint32; the socket module does not name it.
 SILENCE_S = 30.0  # Without a byte in the middle of a frame; then the connection is closed.
 
 
@@ -181,6 +183,11 @@ class Connection:
         if not self.is_known:
             self.is_known = True
             self._on_known()
+
+    def limit_rate(self, nbytes_per_s: int) -> None:
+        """Limits the rate of sending to another host; 0: as fast as the link takes it."""
+        if nbytes_per_s and self._stream.family != socket.AF_UNIX:
+            self._stream.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, nbytes_per_s)
 
     def close(self) -> None:
         """Closes the connection and releases the payloads that it was sending."""

@@ -4,6 +4,7 @@ A token file holds one token for everything, or a token for each job:
 
     9fd1...e2                a single token: every job, and control (status, stop)
     mnist 77ab...10          the token of job "mnist": its weights, nothing else
+    mnist:read 0c41...7d     reads the published weights of job "mnist", nothing else
     * 9fd1...e2              the same as a single token, in a file with others
 
 Empty lines and lines that begin with # are ignored. A job may have two tokens, so that one can be
@@ -28,6 +29,7 @@ from pscore.net.rpc import CHANNEL_OPTIONS, ChannelOptions
 
 TOKEN_KEY = "paceline-token"  # Key of the metadata of a gRPC call.
 EVERY = "*"  # Stands for all jobs, and control.
+READS = ":read"  # Behind a job's name: a token for its published weights alone.
 TOKENS_MAX = 1024
 FILE_NBYTES_MAX = 1 << 19
 TOKEN = re.compile(r"[!-~]{16,256}")
@@ -75,7 +77,11 @@ ANYONE = Credentials()
 
 
 def read_credentials(
-    variables: Mapping[str, str] = os.environ, *, job: str = EVERY, token_file: str | None = None
+    variables: Mapping[str, str] = os.environ,
+    *,
+    job: str = EVERY,
+    token_file: str | None = None,
+    reads: bool = False,
 ) -> Credentials:
     """Returns the credentials named by PACELINE_TLS_CA, _CERT, _KEY and PACELINE_TOKEN_FILE.
 
@@ -83,6 +89,7 @@ def read_credentials(
         variables: The environment.
         job: The job whose token is wanted; `EVERY` for control.
         token_file: Used if the variable is not set.
+        reads: Whether a token that only reads published weights will do, and is preferred.
 
     Raises:
         ConfigError: A file cannot be used; the message has the reason and the remedy.
@@ -98,7 +105,7 @@ def read_credentials(
             "PACELINE_TLS_CERT and PACELINE_TLS_KEY belong together, and one of them is not set"
         )
     path = variables.get("PACELINE_TOKEN_FILE") or token_file
-    token = pick(read_tokens(Path(path)), job, Path(path)) if path else ""
+    token = pick(read_tokens(Path(path)), job, Path(path), reads=reads) if path else ""
     return Credentials(ca=ca, cert=cert, key=key, token=token)
 
 
@@ -131,13 +138,13 @@ def read_tokens(path: Path) -> list[Token]:
     return tokens
 
 
-def pick(tokens: Sequence[Token], job: str, path: Path) -> str:
+def pick(tokens: Sequence[Token], job: str, path: Path, *, reads: bool = False) -> str:
     """Returns the token for a job, or for control; empty if there is none for control.
 
     Raises:
         ConfigError: There is none for this job.
     """
-    for wanted in (job, EVERY):
+    for wanted in (*([job + READS] if reads else []), job, EVERY):
         for token in tokens:
             if token.job == wanted:
                 return token.secret

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore.errors import AccessError, DecodeError, PacelineError, RemoteProtocolError
-from pscore.net.credentials import EVERY, TOKEN_KEY, Token, read_tokens
+from pscore.net.credentials import EVERY, READS, TOKEN_KEY, Token, read_tokens
 from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, SENDER_KEY, code_of
 from pscore.pb.ps.v1 import data_pb2
 from pscore.text import printable
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
 DATA = f"/{DATA_SERVICE}/"
+PUBLICATIONS = "/ps.v1.Publications/"
 # Methods of a worker, and of `psserver forget`; all but Describe name a job: the token's.
 JOINED = (
     "Describe",
@@ -47,7 +48,9 @@ JOINED = (
 WORKERS_METHODS = {
     *(CONTROL + name for name in (*JOINED, "Forget")),
     *(DATA + name for name in ("Push", "Pull")),
+    PUBLICATIONS + "Begin",
 }
+READERS_METHODS = {CONTROL + "Describe", PUBLICATIONS + "Watch"}
 HOW = "set PACELINE_TOKEN_FILE (or token_file=) to a file with the token"
 
 
@@ -56,9 +59,20 @@ class Grant:
     """The rights of an admitted peer."""
 
     job: str  # `EVERY` for everything.
+    reads: bool = False  # Published weights of the job, and nothing else.
 
     def require(self, job: str) -> None:
         """Refuses access to another job.
+
+        Raises:
+            AccessError: The token is of another job.
+        """
+        if self.reads:
+            raise AccessError(f"the token reads published weights of job {self.job!r} only; {HOW}")
+        self.require_read(job)
+
+    def require_read(self, job: str) -> None:
+        """Refuses to read published weights of another job.
 
         Raises:
             AccessError: The token is of another job.
@@ -72,7 +86,7 @@ class Grant:
         Raises:
             AccessError: The token is of one job.
         """
-        if self.job != EVERY:
+        if self.job != EVERY or self.reads:
             raise AccessError(
                 f"the token is of job {self.job!r}, and {method} concerns every job; {HOW} for "
                 f"everything ('{EVERY}' in the shards' token file)"
@@ -117,7 +131,7 @@ class Authorizer:
             raise AccessError(
                 f"this shard does not know the token that was sent; {HOW} that it knows"
             )
-        return Grant(found)
+        return Grant(found.removesuffix(READS), reads=found.endswith(READS))
 
     def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:
         """Returns the rights of the caller of a gRPC method.
@@ -164,7 +178,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             metadata = cast("Metadata", handler_call_details.invocation_metadata)
             visitor = self._authorizer.admit_call(metadata)
-            if method not in WORKERS_METHODS:
+            if method not in WORKERS_METHODS | READERS_METHODS:
                 visitor.require_control(method.rpartition("/")[2])
             if method.startswith(DATA):
                 sender = _sender(metadata)
@@ -178,7 +192,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return cast("Handler", await continuation(handler_call_details))
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
-            if handler is None or not method.startswith(CONTROL):
+            if handler is None or not method.startswith((CONTROL, PUBLICATIONS)):
                 return cast("Handler", handler)
             self._handlers[method] = self._checked(handler, method)
         return self._handlers[method]
@@ -190,7 +204,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def call(request: Any, context: Any) -> object:
             if hasattr(request, "job"):
                 try:
-                    self._authorizer.admit_call(context.invocation_metadata()).require(request.job)
+                    visitor = self._authorizer.admit_call(context.invocation_metadata())
+                    if method in READERS_METHODS:
+                        visitor.require_read(request.job)
+                    else:
+                        visitor.require(request.job)
                 except AccessError as error:
                     self._authorizer.refused(error, method)
                     await abort(context, error)

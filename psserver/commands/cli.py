@@ -62,6 +62,13 @@ ShardAddresses = Annotated[
         help="Addresses of all shards in order; checkpoints with --shard-index need them."
     ),
 ]
+Publish = Annotated[
+    str | None,
+    typer.Option(help="Jobs whose weights are published: JOB:every=K, separated by commas."),
+]
+PublishMbit = Annotated[
+    int | None, typer.Option(help="Most Mbit/s from each shard to each reader [no limit].")
+]
 Threads = Annotated[
     int | None, typer.Option(help="Threads of each shard for numeric work [cores/shards].")
 ]
@@ -144,6 +151,8 @@ def start(
     under_way_mb: Annotated[
         int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
     ] = None,
+    publish: Publish = None,
+    publish_mbit: PublishMbit = None,
     timeline: Annotated[
         Path | None, typer.Option(help="File for the Chrome trace that shards write at their end.")
     ] = None,

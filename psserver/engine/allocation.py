@@ -32,6 +32,7 @@ class Allocation:
         executor: Executor | None,
         placement: Placement,
         timeline: Timeline | None,
+        on_table: Callable[[RunningJob, RunningTable], None],
     ) -> None:
         """Starts without tables.
 
@@ -42,7 +43,9 @@ class Allocation:
             executor: Does the work of large slices; None: the calling thread does it.
             placement: Tells large slices from small ones.
             timeline: Records spans; None: nothing is recorded.
+            on_table: Called with each new table.
         """
+        self._on_table = on_table
         self._shard = shard
         self._close_ended = close_ended
         self._completion = completion
@@ -81,7 +84,8 @@ class Allocation:
             seen = NO_OBSERVER if timeline is None else Tracer(timeline, address, part.numel)
             store = kind_of(table.spec.content.name).make(table, part, own, seen)
             queues[index] = SliceQueue(store, self._completion, self._executor, self._placement)
-        job.tables[table.index] = RunningTable(table, memory.weights, queues)
+        job.tables[table.index] = running = RunningTable(table, memory.weights, queues)
+        self._on_table(job, running)
 
     def _free_one(self) -> bool:
         """Frees the memory of the job that ended first; returns whether any has ended."""

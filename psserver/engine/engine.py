@@ -30,7 +30,7 @@ from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
 from psserver.engine.allocation import Allocation
 from psserver.engine.counters import Counters
-from psserver.engine.job import RunningJob
+from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
 from psserver.engine.views import DefinedTable, Saves
@@ -39,7 +39,11 @@ log = structlog.get_logger()
 
 
 class Engine:
-    """One shard: decisions, numbers and journals."""
+    """One shard: decisions, numbers and journals.
+
+    Attributes:
+        on_table: Called under the lock with each new table, before its slices change.
+    """
 
     def __init__(
         self,
@@ -95,8 +99,15 @@ class Engine:
             timeline=timeline,
             placement=self.placement,
         )
+        self.on_table: Callable[[RunningJob, RunningTable], None] = lambda job, table: None
         self._allocation = Allocation(
-            shard, self._close_ended, self.requests, executor, self.placement, timeline
+            shard,
+            self._close_ended,
+            self.requests,
+            executor,
+            self.placement,
+            timeline,
+            lambda job, table: self.on_table(job, table),
         )
 
     # ----- jobs

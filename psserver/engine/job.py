@@ -14,7 +14,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
-from psserver.decisions.orders import Action, Skip, Update
+from psserver.decisions.orders import Acknowledge, Action, Answer, Load, Skip, Update
 from psserver.decisions.pace import ReportedPace, fastest_s
 from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
@@ -81,6 +81,17 @@ class AtVersion:
     work: Work
 
 
+class UpdateObserver(Protocol):
+    """Sees the weights of a table's slices change; called under the engine's lock."""
+
+    def after(self, index: int, action: Load | Update | Skip) -> Work | None:
+        """Returns work on the weights that an action leads to; None: there is none.
+
+        It is done behind the answers to the pulls that the action has made readable, and before
+        the weights change again.
+        """
+
+
 @dataclass(slots=True, eq=False)
 class RunningTable:
     """A table at run time."""
@@ -89,6 +100,7 @@ class RunningTable:
     weights: Segment  # Weights of all slices, as workers of this host map them.
     queues: Mapping[int, SliceQueue]  # By slice.
     shared_grads: dict[int, FloatArray] = field(default_factory=dict)  # `(numel,)`, by rank.
+    observers: list[UpdateObserver] = field(default_factory=list)
     _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
     _quiet: dict[int, tuple[int, bool]] = field(default_factory=dict)  # By slice: version, sealed.
 
@@ -154,16 +166,22 @@ class RunningTable:
 
     def with_scheduled(self, index: int, batch: list[Action]) -> Sequence[Work]:
         """Returns a slice's actions with the scheduled work behind its updates."""
-        entries = self._at_version.get(index)
-        if not entries:
+        entries = self._at_version.get(index, ())
+        if not (entries or self.observers):
             return batch
         works: list[Work] = []
+        behind: list[Work] = []  # The observers' work.
         for action in batch:
+            if not isinstance(action, Answer | Acknowledge):
+                works += behind
+                behind = []
             works.append(action)
             if isinstance(action, Update | Skip):
                 former = action.former if isinstance(action, Skip) else action.version - 1
                 works += [e.work for e in entries if former < e.version <= action.version]
-        return works
+            if isinstance(action, Load | Update | Skip):
+                behind = [w for o in self.observers if (w := o.after(index, action)) is not None]
+        return [*works, *behind]
 
 
 class RunningJob:

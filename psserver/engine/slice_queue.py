@@ -35,6 +35,13 @@ class CopyOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShowStore:
+    """Call `see` with the slice's numbers, as they are between two actions."""
+
+    see: Callable[[Store], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRule:
     """Apply another rule from the next action on."""
 
@@ -60,7 +67,7 @@ class JournalAgain:
     """Journal the slice again, if its journal had ended and there is room now."""
 
 
-Work = Action | CopyOut | SwitchRule | CountBefore | Seal | JournalAgain
+Work = Action | CopyOut | ShowStore | SwitchRule | CountBefore | Seal | JournalAgain
 
 
 class Completion(Protocol):
@@ -234,6 +241,10 @@ def _copy_out(action: CopyOut, store: Store, completion: Completion) -> None:
     action.take(store.export())
 
 
+def _show_store(action: ShowStore, store: Store, completion: Completion) -> None:
+    action.see(store)
+
+
 def _switch_rule(action: SwitchRule, store: Store, completion: Completion) -> None:
     store.change(action.rule, action.epoch, action.clocks)
 
@@ -253,6 +264,7 @@ def _journal_again(action: JournalAgain, store: Store, completion: Completion) -
 
 HANDLERS: dict[type[Work], Callable[..., None]] = {
     CopyOut: _copy_out,
+    ShowStore: _show_store,
     SwitchRule: _switch_rule,
     CountBefore: _count_before,
     Seal: _seal,

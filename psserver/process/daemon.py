@@ -41,7 +41,7 @@ from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe import spans
 from pscore.observe.timeline import open_timeline
 from pscore.optimizers import OPTIMIZERS
-from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
+from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc, publish_pb2_grpc
 from pscore.registry import Registry
 from pscore.rules import RULES
 from pscore.text import join_address
@@ -62,12 +62,14 @@ from psserver.process.shard_plan import (
     report_to_json,
     with_own_port,
 )
+from psserver.publish.publications import Publications, parse_every
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
 from psserver.service.callers import Callers
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
 from psserver.service.metrics import REQUEST_S_MAX, Identity, MetricsPage
+from psserver.service.publications import PublicationsServicer
 from psserver.service.refusals import ErrorInterceptor
 from psserver.service.web import WebServer
 
@@ -76,6 +78,7 @@ log = structlog.get_logger()
 TICK_S = 1.0
 WINDOW_TICK_S = 0.02  # The grain of the windows of rounds with a quorum.
 NO_WINDOW_TICK_S = 0.5  # Without a table that has windows: a new one is noticed after so long.
+MBIT_NBYTES = 125_000
 ROOM_S = 0.1  # Between two looks at the connections of strangers.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
@@ -108,14 +111,22 @@ class Daemon:
         self._claim = _claim(plan)
         self._journals = _open_journals(plan)
         self._timeline = open_timeline(plan.timeline, "shard", plan.index)
+        self._executor = ThreadPoolExecutor(plan.num_threads, thread_name_prefix="slice-queue")
         self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             now=time.monotonic,
-            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="slice-queue"),
+            executor=self._executor,
             placement=Placement.for_cores(plan.num_threads),
             journals=self._journals,
             broke=self.broke,
             timeline=self._timeline,
+        )
+        self._publications = Publications(
+            self.engine,
+            parse_every(plan.publish),
+            None if self._journals is None else self._journals.folder,
+            executor=self._executor,
+            rate=plan.publish_mbit * MBIT_NBYTES,
         )
         self._authorizer = plan.trust.authorizer()
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
@@ -156,6 +167,8 @@ class Daemon:
             self._servicer.closed = "it first sends the newest checkpoints to the other shards"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
         checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.engine), server)
+        published = PublicationsServicer(self.engine, self._publications)
+        publish_pb2_grpc.add_PublicationsServicer_to_server(published, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
@@ -174,6 +187,7 @@ class Daemon:
                 local,
                 authorizer=self._authorizer,
                 context=self.plan.trust.context(),
+                fetches=self._publications,
             )
         except OSError as problem:
             raise bind_error(
@@ -282,6 +296,7 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.engine.tick()
+            self._publications.tick()
             if self.plan.beats:
                 beat()
             setup.tell_left_out()
@@ -327,6 +342,7 @@ class Daemon:
         """Resumes the jobs in the journals of this shard's previous process."""
         for name in recover(self.engine):
             log.warning("job continues where it was", job=name)
+        self._publications.begin()
         if self._journals is not None:
             self._instance = self._journals.instance
         if self.plan.checkpoint_dir is None:

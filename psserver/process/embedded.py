@@ -108,6 +108,7 @@ def start_embedded(
             trust=Trust() if trust is None else trust,
             journal_dir=None if journal_dir is None else str(journal_dir),
             timeline=os.environ.get("PACELINE_TIMELINE"),
+            publish=os.environ.get("PACELINE_PUBLISH", ""),
         )
         for index in range(num_shards)
     ]

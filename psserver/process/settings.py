@@ -97,6 +97,13 @@ class ServerSettings(BaseSettings):
     """State of a shard after a kill. journal: everything that it has acknowledged, from files in
     `state_dir` or in memory; costs the optimizer's state a second time. memory: the newest
     checkpoint alone, if there is one."""
+    publish: str = ""
+    """Jobs whose weights are published to readers: `night:every=4` publishes every fourth update of
+    job `night` (every 4 s in an asynchronous mode), `*:every=1` each update of each job. Several
+    are separated by commas."""
+    publish_mbit: int = Field(default=0, ge=0, le=1 << 20)
+    """Limit of the rate at which each shard sends to each reader on another host, in Mbit/s. 0: no
+    limit."""
     timeline: Path | None = None
     """File for the trace that each shard writes at its end: `trace.json` becomes
     `trace.shard0.json` and so on, for `psworker timeline`. By default no trace is recorded."""

@@ -58,6 +58,8 @@ class ShardPlan:
     keep_interrupted_s: float = KEEP_INTERRUPTED_S  # Seconds that one without workers is kept.
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
     timeline: str | None = None
+    publish: str = ""  # Jobs whose weights are published: `night:every=4`, separated by commas.
+    publish_mbit: int = 0  # Most Mbit/s to each reader; 0: as many as the link takes.
     beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
 
     @property

@@ -130,6 +130,8 @@ class ShardLaunch:
                 if (log_file := self._log_file(f"shard-{index}")) is None
                 else str(log_file),
                 log_max_mb=self.settings.log.max_mb,
+                publish=server.publish,
+                publish_mbit=server.publish_mbit,
                 beats=self.service.watchdog_s > 0,
             )
             for place, (index, metrics_port) in enumerate(

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from pscore.errors import DecodeError, ThreadError
+from pscore.errors import ConfigError, DecodeError, ThreadError
 from pscore.memory.segment import Segment
 from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget
@@ -39,6 +40,7 @@ def make_listener(
     *,
     authorizer: Authorizer | None = None,
     context: ssl.SSLContext | None = None,
+    fetches: Fetches | None = None,
 ) -> Listener:
     """Binds the socket data plane of a shard; nothing is accepted before `start`.
 
@@ -49,22 +51,48 @@ def make_listener(
         local: Name of the abstract Unix socket.
         authorizer: Checks tokens; None: none is needed.
         context: TLS of the TCP port; None: none.
+        fetches: Answers readers of published weights; None: there are none.
 
     Raises:
         OSError: An address is not available.
     """
     authorizer = Authorizer() if authorizer is None else authorizer
-    service = DataService(engine, authorizer)
+    service = DataService(engine, authorizer, fetches)
     others = {ATTACH_SUFFIX: Attachments(service.attach, service.note_refused).serve}
     return Listener(service, host, port, local, context=context, others=others)
+
+
+class Fetches(Protocol):
+    """Answers readers of published weights.
+
+    Attributes:
+        rate: Most bytes per second on each of their connections; 0: as many as it carries.
+    """
+
+    rate: int
+
+    def fetch(self, header: pb.FetchHeader) -> tuple[pb.FetchReply, list[ByteArray]]:
+        """Returns an answer, and arrays that are not changed any more."""
 
 
 class DataService:
     """Admits workers to a shard and makes a handler for each of their connections."""
 
-    def __init__(self, engine: Engine, authorizer: Authorizer | None = None) -> None:
-        """Serves `engine`; `authorizer` checks tokens, None: none is needed."""
+    def __init__(
+        self,
+        engine: Engine,
+        authorizer: Authorizer | None = None,
+        fetches: Fetches | None = None,
+    ) -> None:
+        """Serves `engine`.
+
+        Args:
+            engine: The shard.
+            authorizer: Checks tokens; None: none is needed.
+            fetches: Answers readers of published weights; None: there are none.
+        """
         self._engine = engine
+        self._fetches = fetches
         self._authorizer = Authorizer() if authorizer is None else authorizer
 
     @property
@@ -88,7 +116,8 @@ class DataService:
         Raises:
             AccessError: The token is missing or wrong.
         """
-        return DataHandler(self._engine, connection, self._authorizer.admit(token))
+        allowed = self._authorizer.admit(token)
+        return DataHandler(self._engine, connection, allowed, self._fetches)
 
     def attach(self, request: pb.Attach, fd: int) -> Segment:
         """Maps a worker's gradients, and returns the segment of the weights for it to map.
@@ -123,8 +152,11 @@ class DataService:
 class DataHandler:
     """Carries the pushes and pulls of one connection to the engine."""
 
-    def __init__(self, engine: Engine, connection: Connection, allowed: Grant) -> None:
+    def __init__(
+        self, engine: Engine, connection: Connection, allowed: Grant, fetches: Fetches | None
+    ) -> None:
         """Handles `connection`, whose peer may do what `allowed` says."""
+        self._fetches = fetches
         self._engine = engine
         self._requests = engine.requests
         self._connection = connection
@@ -145,6 +177,9 @@ class DataHandler:
             self._pull(envelope.pull, incoming, SocketReply(self._connection, envelope.id))
             return
         incoming.read_into()  # There is no payload. Reading to the end verifies the checksum.
+        if kind == "fetch":
+            self._fetch(envelope)
+            return
         raise DecodeError(f"data frame with {kind!r} in it")
 
     def on_refused(self, envelope: pb.Envelope) -> None:
@@ -170,6 +205,17 @@ class DataHandler:
         self._requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX), data)
         self._note_sender(header.sender)
 
+    def _fetch(self, envelope: pb.Envelope) -> None:
+        """Answers a reader of published weights, which has connections of its own."""
+        self._grant.require_read(envelope.fetch.job)
+        if self._fetches is None:
+            raise ConfigError("weights are not published here")
+        reply, arrays = self._fetches.fetch(envelope.fetch)
+        if reply.lineage:
+            self._connection.note_known()
+        self._connection.limit_rate(self._fetches.rate)
+        self._connection.send(pb.Envelope(id=envelope.id, fetched=reply), arrays, nothing)
+
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
         self._grant.require(header.sender.job)
@@ -185,6 +231,10 @@ class DataHandler:
         """Records a worker that the engine knows."""
         self._sender = sender
         self._connection.note_known()
+
+
+def nothing() -> None:
+    """Frees nothing: an array of a published version is kept by those who use it."""
 
 
 class SocketReply:

@@ -26,6 +26,8 @@ RANKS: dict[str, tuple[int, str]] = {  # By module that makes the lock.
     "psserver.slices.arena": (LAST, "arena"),
     "psserver.engine.capture": (3, "capture"),
     "pscore.net.listener": (LAST, "pending connections"),
+    "psserver.publish.ring": (LAST, "ring"),
+    "psserver.publish.publication": (LAST, "publication"),
     "pscore.net.tls": (LAST, "TLS"),
     "pscore.observe.timeline": (LAST, "timeline"),
 }

@@ -215,8 +215,66 @@ class Answer(_message.Message):
     nbytes: int
     def __init__(self, busy: bool = ..., nbytes: _Optional[int] = ...) -> None: ...
 
+class HeldSlice(_message.Message):
+    __slots__ = ("slice", "number", "fingerprint")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    number: int
+    fingerprint: int
+    def __init__(self, slice: _Optional[int] = ..., number: _Optional[int] = ..., fingerprint: _Optional[int] = ...) -> None: ...
+
+class FetchHeader(_message.Message):
+    __slots__ = ("job", "table", "lineage", "target", "slices", "reader")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    table: str
+    lineage: int
+    target: int
+    slices: _containers.RepeatedCompositeFieldContainer[HeldSlice]
+    reader: int
+    def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., lineage: _Optional[int] = ..., target: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[HeldSlice, _Mapping]]] = ..., reader: _Optional[int] = ...) -> None: ...
+
+class DeltaHead(_message.Message):
+    __slots__ = ("form", "nbytes")
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    form: int
+    nbytes: int
+    def __init__(self, form: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class FetchedSlice(_message.Message):
+    __slots__ = ("slice", "number", "fingerprint", "step", "base", "deltas")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    number: int
+    fingerprint: int
+    step: int
+    base: int
+    deltas: _containers.RepeatedCompositeFieldContainer[DeltaHead]
+    def __init__(self, slice: _Optional[int] = ..., number: _Optional[int] = ..., fingerprint: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[DeltaHead, _Mapping]]] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("lineage", "slices")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    slices: _containers.RepeatedCompositeFieldContainer[FetchedSlice]
+    def __init__(self, lineage: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[FetchedSlice, _Mapping]]] = ...) -> None: ...
+
 class Envelope(_message.Message):
-    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello", "give", "taken", "offer", "answer")
+    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello", "give", "taken", "offer", "answer", "fetch", "fetched")
     ID_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +288,8 @@ class Envelope(_message.Message):
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     id: int
     push: PushHeader
     pull: PullHeader
@@ -243,4 +303,6 @@ class Envelope(_message.Message):
     taken: Taken
     offer: Offer
     answer: Answer
-    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
+    fetch: FetchHeader
+    fetched: FetchReply
+    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., fetch: _Optional[_Union[FetchHeader, _Mapping]] = ..., fetched: _Optional[_Union[FetchReply, _Mapping]] = ...) -> None: ...

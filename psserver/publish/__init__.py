@@ -1,0 +1,1 @@
+"""Published versions of weights: made behind updates, kept as deltas, served to readers."""

@@ -1,0 +1,205 @@
+"""The publication of one table: every K updates a version, of the same number on all shards.
+
+In a mode by step version p is bfloat16 of the weights after update p * K, so the shards agree on
+all versions without a message. In an asynchronous mode the updates of slices have no step in
+common: a version is published every K seconds, its number is the time divided by K, and it is not
+exact.
+
+A lineage is a line of versions whose numbers only rise: it ends when the shards go back to a
+checkpoint or a worker loads a state, and the next one has a larger number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from pscore.errors import ConfigError
+from pscore.optimizers.base import Optimizer
+from psserver.decisions.orders import Load, Skip, Update
+from psserver.engine.job import RunningTable
+from psserver.engine.slice_queue import ShowStore, Work
+from psserver.publish.ring import FoundVersion, PublishedVersion, VersionRing
+from psserver.slices.base import Store
+from psserver.slices.store import SliceStore
+
+
+def require_weights(running: RunningTable) -> None:
+    """Refuses to publish a table whose value on the shards is not the model.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    table = running.table
+    name, rule = table.spec.name, table.spec.rule
+    if not all(isinstance(queue.store, SliceStore) for queue in running.queues.values()):
+        raise ConfigError(f"table {name!r} cannot be published: it is not a dense vector")
+    assert isinstance(table.optimizer, Optimizer)
+    if not table.optimizer.holds_weights:
+        raise ConfigError(
+            f"table {name!r} cannot be published: its workers run the optimizer "
+            "(optimizer_on='worker'), so the shards hold no weights; use optimizer_on='server', or "
+            "psworker.Publisher on one worker"
+        )
+    if rule.gossip:
+        raise ConfigError(
+            f"table {name!r} cannot be published: in mode {rule.name} the workers exchange the "
+            "weights, and the shards do not have them; use psworker.Publisher on one worker"
+        )
+
+
+class Publication:
+    """The versions of one table on this shard; an observer of its updates.
+
+    Attributes:
+        running: The table.
+        every: Updates from one version to the next; seconds in an asynchronous mode.
+        lineage: Number of the lineage.
+        exact: Whether all slices of a version are of one step.
+    """
+
+    def __init__(
+        self,
+        running: RunningTable,
+        every: int,
+        lineage: int,
+        *,
+        on_version: Callable[[], None],
+        new_lineage: Callable[[], int],
+    ) -> None:
+        """Publishes nothing yet; called under the engine's lock.
+
+        Args:
+            running: The table.
+            every: Updates from one version to the next; seconds in an asynchronous mode.
+            lineage: Number of the lineage.
+            on_version: Called from any thread when all slices have a new version.
+            new_lineage: Returns the number of the next lineage.
+
+        Raises:
+            ConfigError: The table's value is not the weights of a model.
+        """
+        require_weights(running)
+        self.running = running
+        self.every = every
+        self.lineage = lineage
+        self.exact = running.table.spec.rule.by_step
+        self._on_version = on_version
+        self._new_lineage = new_lineage
+        self._rings = {index: VersionRing() for index in running.queues}
+        self._loaded: set[int] = set()  # Slices with weights of this lineage.
+        self._slot = -1  # Number of the last version by time.
+        self._lock = threading.Lock()
+        self._newest: PublishedVersion | None = None  # That all slices have.
+        self._reached: Counter[int] = Counter()  # Slices with a version, by its number.
+
+    # ----- when weights change; under the engine's lock
+
+    def after(self, index: int, action: Load | Update | Skip) -> Work | None:
+        """Returns the publication that an action on a slice leads to."""
+        if isinstance(action, Load):
+            if index in self._loaded:  # A worker has loaded a state into weights that are trained.
+                self.begin_lineage()
+            self._loaded.add(index)
+            return self._show(index, action.version // self.every, action.version)
+        if not self.exact:
+            return None
+        former = action.former if isinstance(action, Skip) else action.version - 1
+        number = action.version // self.every
+        if former // self.every == number:
+            return None
+        return self._show(index, number, action.version)
+
+    def begin_lineage(self) -> None:
+        """Ends the lineage: the weights are no longer those that follow from it."""
+        with self._lock:
+            self.lineage = self._new_lineage()
+            self._newest = None
+            self._reached.clear()
+        self._loaded.clear()
+        self._slot = -1
+
+    def begin(self, *, at_multiples: bool) -> None:
+        """Publishes weights that the table has already.
+
+        Args:
+            at_multiples: Only those of a slice whose version is a multiple of `every`: other
+                shards have published no other ones under that number.
+        """
+        for index, clock in self.running.table.clocks.items():
+            if clock.version < 0 or index in self._loaded:
+                continue
+            self._loaded.add(index)
+            if at_multiples and (clock.version % self.every or not self.exact):
+                continue
+            work = self._show(index, clock.version // self.every, clock.version)
+            self.running.queues[index].submit([work])
+
+    def tick(self, time_s: float) -> None:
+        """Publishes a version by time where updates have no step in common.
+
+        Args:
+            time_s: Seconds since 1970.
+        """
+        by_step = self.running.table.spec.rule.by_step
+        if by_step != self.exact:  # The mode has changed: numbers would fall.
+            self.begin_lineage()
+            self.exact = by_step
+            self.begin(at_multiples=False)
+        slot = int(time_s) // self.every
+        if self.exact or slot <= self._slot or not self.running.table.has_weights:
+            return
+        self._slot = slot
+        for index, clock in self.running.table.clocks.items():
+            self.running.queues[index].submit([self._show(index, slot, clock.version)])
+
+    def _show(self, index: int, number: int, version: int) -> ShowStore:
+        step = self.running.table.spec.step_at(version)
+        return ShowStore(see=partial(self._publish, index, self.lineage, number, step))
+
+    # ----- on the queues
+
+    def _publish(self, index: int, lineage: int, number: int, step: int, store: Store) -> None:
+        assert isinstance(store, SliceStore)
+        version = self._rings[index].publish(lineage, number, step, store.weights)
+        with self._lock:
+            if lineage != self.lineage:
+                return
+            self._reached[number] += 1
+            is_whole = self._reached[number] == len(self._rings)
+            if is_whole:
+                self._newest = version
+                for passed in [one for one in self._reached if one <= number]:
+                    del self._reached[passed]
+        if is_whole:
+            self._on_version()
+
+    # ----- for readers, on any thread
+
+    @property
+    def newest(self) -> PublishedVersion | None:
+        """The newest version that all slices have; its fingerprint is that of one slice."""
+        with self._lock:
+            return self._newest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all versions that are kept."""
+        return sum(ring.nbytes for ring in self._rings.values())
+
+    def find(
+        self, index: int, lineage: int, target: int, held: int, known: int
+    ) -> FoundVersion | None:
+        """Returns a version of a slice for a reader (`VersionRing.find`); None: there is none yet.
+
+        Args:
+            index: Number of the slice.
+            lineage: Lineage of the target.
+            target: Its number.
+            held: Number of the version that the reader holds; -1: none.
+            known: Its fingerprint.
+        """
+        ring = self._rings.get(index)
+        return None if ring is None else ring.find(lineage, target, held, known)

@@ -1,0 +1,412 @@
+"""All that one shard publishes, and its readers. A reader has no rank and no lease.
+
+The number of a lineage is the time of its start in milliseconds since 1970, larger than that of any
+lineage before. It is kept beside the journals: a killed shard continues the lineages of the jobs
+that it resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from pscore.errors import ConfigError, LimitError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.publish import codec
+from pscore.publish.codec import Form
+from pscore.table_spec import GROWN, TableSpec, count_of
+from pscore.types import ByteArray
+from psserver.durability.sealed import read_json, write_json
+from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob, RunningTable
+from psserver.publish.publication import Publication
+from psserver.publish.ring import FoundVersion, PublishedVersion
+
+log = structlog.get_logger()
+
+READERS_MAX = 1024
+SILENT_S_MAX = 30.0  # Then a reader is forgotten.
+REPLY_NBYTES = 16 << 20  # An answer is ended by the slice with which it is longer.
+REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
+EVERY_MAX = 1 << 20
+TABLE = "model"  # The table of an optimizer; a model that has grown has others, `model+1`.
+ALL = "*"  # Stands for all jobs.
+FILE = "publications.json"
+Kept = dict[str, tuple[int, int]]  # By "job/table": lineage and `every`.
+WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
+
+
+@dataclass(slots=True, kw_only=True)
+class ReaderState:
+    """A process that reads published weights, as it has described itself."""
+
+    host: str
+    pid: int
+    heard_s: float
+    lineage: int = 0
+    number: int = -1  # The version that it uses; -1: none yet.
+    resyncs: int = 0
+    relays: bool = False
+    behind_s: float | None = None  # Since when there is a version that it does not use.
+
+
+@dataclass(slots=True, eq=False)
+class Published:
+    """A publication with its readers."""
+
+    publication: Publication
+    readers: dict[int, ReaderState] = field(default_factory=dict)
+    nbytes: Counter[str] = field(default_factory=Counter)  # Sent, by form.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The newest version of a table on this shard."""
+
+    lineage: int = 0
+    newest: int = -1
+    every: int = 0
+    exact: bool = True
+    spec: TableSpec | None = None
+    waiting_for: str = ""
+
+    def is_newer(self, lineage: int, number: int) -> bool:
+        """Returns whether it is newer than a version of a lineage."""
+        return self.newest >= 0 and (self.lineage, self.newest) > (lineage, number)
+
+
+class Publications:
+    """The publications of one shard.
+
+    Attributes:
+        rate: Most bytes per second to a reader on another host; 0: no limit.
+        on_version: Called from any thread when a table has a new version.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        every: Mapping[str, int],
+        folder: Path | None,
+        *,
+        executor: Executor | None = None,
+        rate: int = 0,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Publishes the tables of the engine from now on.
+
+        Args:
+            engine: The shard, before anything else happens to it.
+            every: By job, or `ALL`: updates from one version to the next.
+            folder: Where lineages are kept; None: nowhere.
+            executor: Compiles the loops of publications before the first; None: the first does.
+            rate: Most bytes per second to a reader on another host; 0: no limit.
+            now_s: The time in seconds since 1970.
+        """
+        self._executor = executor
+        self.rate = rate
+        self.on_version: Callable[[], None] = lambda: None
+        self._engine = engine
+        self._every = dict(every)
+        self._path = None if folder is None else folder / FILE
+        self._now_s = now_s
+        self._published: dict[tuple[str, str], Published] = {}  # By job and table.
+        self._kept: Kept = {}  # In the file.
+        self._former: Kept | None = self._read()  # From a former process, until `begin`.
+        self._newest_lineage = max((entry[0] for entry in self._former.values()), default=0)
+        engine.on_table = self._on_table
+
+    def begin(self) -> None:
+        """Continues the lineages of the jobs that the engine has resumed from its journals."""
+        with self._engine.lock:
+            for job in self._engine.jobs.values():
+                for running in job.tables.values():
+                    self._resume(job.name, running)
+            self._former = None
+            self._write()
+
+    def _resume(self, job: str, running: RunningTable) -> None:
+        name = running.table.spec.name
+        lineage, every = (self._former or {}).get(f"{job}/{name}", (0, 0))
+        found = self._published.get((job, name))
+        if found is None and every:
+            found = self._add(job, running, every)
+        if found is not None:
+            if every == found.publication.every:  # Else its numbers have another meaning now.
+                found.publication.lineage = lineage
+            found.publication.begin(at_multiples=True)
+
+    # ----- what is published
+
+    def publish(self, job: RunningJob, index: int, every: int) -> None:
+        """Publishes a table; again with the same `every` changes nothing.
+
+        Args:
+            job: Its job.
+            index: Its number.
+            every: Updates from one version to the next; seconds in an asynchronous mode.
+
+        Raises:
+            ConfigError: `every` is out of range, or the shards do not hold the model.
+            UnknownJobError: The job has no such table.
+        """
+        count_of(every, "publish_every", least=1, most=EVERY_MAX)
+        with self._engine.lock:
+            running = job.table(index)
+            found = self._published.get((job.name, running.table.spec.name))
+            if found is not None and found.publication.running is running:
+                if found.publication.every == every:
+                    return
+                running.observers.remove(found.publication)
+            added = self._add(job.name, running, every)
+            added.publication.begin(at_multiples=running.table.step > 0)
+            self._write()
+
+    def _on_table(self, job: RunningJob, running: RunningTable) -> None:
+        every = self._every.get(job.name, self._every.get(ALL))
+        if every is None or running.table.spec.name.partition(GROWN)[0] != TABLE:
+            return
+        try:
+            self._add(job.name, running, every)
+            self._write()
+        except ConfigError as problem:
+            log.warning("not published", job=job.name, reason=str(problem))
+
+    def _add(self, job: str, running: RunningTable, every: int) -> Published:
+        publication = Publication(
+            running,
+            every,
+            self._new_lineage(),
+            on_version=lambda: self.on_version(),
+            new_lineage=self._new_lineage,
+        )
+        if self._executor is not None and not self._published:
+            self._executor.submit(warm_up)
+        running.observers.append(publication)
+        found = self._published[job, running.table.spec.name] = Published(publication)
+        log.info("published", job=job, table=running.table.spec.name, every=every)
+        return found
+
+    def _new_lineage(self) -> int:
+        self._newest_lineage = max(int(1e3 * self._now_s()), self._newest_lineage + 1)
+        return self._newest_lineage
+
+    def tick(self) -> None:
+        """Publishes by time where that is due, forgets silent readers and tables that are gone.
+
+        The owner calls it about once a second.
+        """
+        with self._engine.lock:
+            for key, found in list(self._published.items()):
+                if not self._is_here(key[0], found):
+                    del self._published[key]
+                    continue
+                publication = found.publication
+                publication.begin(at_multiples=False)
+                publication.tick(self._now_s())
+                silent = self._engine.now() - SILENT_S_MAX
+                for number, reader in list(found.readers.items()):
+                    if reader.heard_s < silent:
+                        del found.readers[number]
+            self._write()
+
+    def _is_here(self, job: str, found: Published) -> bool:
+        running = self._engine.jobs.get(job)
+        table = found.publication.running
+        return running is not None and running.tables.get(table.table.index) is table
+
+    # ----- readers
+
+    def watch(
+        self, job: str, table: str, number: int = 0, reader: ReaderState | None = None
+    ) -> View:
+        """Returns the newest version of a table.
+
+        Args:
+            job: Its job.
+            table: Its name.
+            number: Random number of the reader; 0: none.
+            reader: The reader, which is noted.
+
+        Raises:
+            LimitError: There are too many readers.
+        """
+        with self._engine.lock:
+            found = self._published.get((job, table))
+            if found is None or not self._is_here(job, found):
+                return View(waiting_for=self._why_none(job, table))
+            publication = found.publication
+            newest = publication.newest
+            if number and reader is not None:
+                self._note(found, number, reader, newest)
+            return View(
+                lineage=publication.lineage,
+                newest=-1 if newest is None else newest.number,
+                every=publication.every,
+                exact=publication.exact,
+                spec=publication.running.table.spec,
+                waiting_for="" if newest is not None else self._next_one(publication),
+            )
+
+    def _note(
+        self, found: Published, number: int, reader: ReaderState, newest: PublishedVersion | None
+    ) -> None:
+        before = found.readers.get(number)
+        if before is None and len(found.readers) >= READERS_MAX:
+            raise LimitError(
+                f"{READERS_MAX} readers on shard {self._engine.shard.index}, the most for a table; "
+                "let the others read from relays (psserver relay)"
+            )
+        is_behind = newest is not None and reader.number < newest.number
+        if is_behind:
+            since = None if before is None else before.behind_s
+            reader.behind_s = self._engine.now() if since is None else since
+        found.readers[number] = reader
+
+    def forget(self, job: str, table: str, number: int) -> None:
+        """Forgets a reader that has ended."""
+        with self._engine.lock:
+            found = self._published.get((job, table))
+            if found is not None:
+                found.readers.pop(number, None)
+
+    def _why_none(self, job: str, table: str) -> str:
+        running = self._engine.jobs.get(job)
+        where = f"on shard {self._engine.shard.index}"
+        if running is None:
+            return f"there is no job {job!r} {where} yet"
+        found = running.job.tables.get(table)
+        if found is None:
+            return f"job {job!r} has no table {table!r} {where} yet"
+        return (
+            f"table {table!r} of job {job!r} is not published {where}: start the shards with "
+            f"--publish {job}:every=1, or give publish_every= to the optimizer"
+        )
+
+    def _next_one(self, publication: Publication) -> str:
+        spec = publication.running.table.spec
+        unit = "updates" if publication.exact else "s"
+        return (
+            f"table {spec.name!r} has no version on shard {self._engine.shard.index} yet: one is "
+            f"published every {publication.every} {unit}"
+        )
+
+    def fetch(self, header: data_pb2.FetchHeader) -> tuple[data_pb2.FetchReply, list[ByteArray]]:
+        """Returns the answer to a reader: the slices that have the version, as many as fit.
+
+        The arrays are not changed any more.
+        """
+        with self._engine.lock:
+            found = self._published.get((header.job, header.table))
+            if found is None or not self._is_here(header.job, found):
+                return data_pb2.FetchReply(), []
+        publication = found.publication
+        reply = data_pb2.FetchReply(lineage=header.lineage)
+        arrays: list[ByteArray] = []
+        sent: Counter[str] = Counter()
+        num_deltas = 0
+        for held in header.slices:
+            version = publication.find(
+                held.slice, header.lineage, header.target, held.number, held.fingerprint
+            )
+            if version is not None:
+                arrays += _describe(version, held, reply, sent)
+                num_deltas += len(version.deltas)
+            if sum(sent.values()) >= REPLY_NBYTES or num_deltas >= REPLY_DELTAS:
+                break
+        with self._engine.lock:
+            found.nbytes += sent
+        return reply, arrays
+
+    # ----- views
+
+    def listed(self) -> list[tuple[str, Published]]:
+        """Returns the publications, each with the name of its job."""
+        with self._engine.lock:
+            return [(job, found) for (job, _), found in sorted(self._published.items())]
+
+    # ----- lineages on the disk
+
+    def _read(self) -> Kept:
+        if self._path is None:
+            return {}
+        kept: Kept = {}
+        with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
+            for key, (lineage, every) in read_json(self._path).items():
+                kept[key] = (
+                    count_of(lineage, "a lineage"),
+                    count_of(every, "publish_every", least=1, most=EVERY_MAX),
+                )
+        return kept
+
+    def _write(self) -> None:
+        """Writes the lineages, if they have changed."""
+        kept = {
+            f"{job}/{table}": (found.publication.lineage, found.publication.every)
+            for (job, table), found in self._published.items()
+        }
+        if kept == self._kept or self._former is not None:
+            return
+        self._kept = kept
+        if self._path is None:
+            return
+        try:
+            write_json(self._path, kept)
+        except OSError as problem:
+            log.error("lineages are not kept beside the journals", reason=str(problem))
+
+
+def _describe(
+    found: FoundVersion, held: data_pb2.HeldSlice, reply: data_pb2.FetchReply, sent: Counter[str]
+) -> Sequence[ByteArray]:
+    """Adds a slice to an answer, and returns its payload."""
+    version = found.version
+    entry = reply.slices.add(
+        slice=held.slice,
+        number=version.number,
+        fingerprint=version.fingerprint,
+        step=version.step,
+        base=-1 if found.whole is not None else held.number,
+    )
+    if found.whole is not None:
+        sent[WHOLE] += found.whole.nbytes
+        return [found.whole.view(np.uint8)]
+    for delta in found.deltas:
+        entry.deltas.add(form=int(delta.form), nbytes=delta.payload.nbytes)
+        sent[delta.form.name.lower()] += delta.payload.nbytes
+    return [delta.payload for delta in found.deltas]
+
+
+def parse_every(texts: str) -> dict[str, int]:
+    """Returns the K of each job, or of `ALL`, in `--publish JOB:every=K,...`.
+
+    Raises:
+        ConfigError: It is not of that form.
+    """
+    found: dict[str, int] = {}
+    for text in filter(None, texts.split(",")):
+        job, _, option = text.rpartition(":")
+        name, _, number = option.partition("=")
+        if not job or name != "every" or not number.isdecimal():
+            raise ConfigError(f"publish is {text!r}, must be JOB:every=K, such as night:every=4")
+        found[job] = count_of(int(number), "every", least=1, most=EVERY_MAX)
+    return found
+
+
+def warm_up() -> None:
+    """Compiles the loops of publications."""
+    weights = np.linspace(-1.0, 1.0, 64, dtype=np.float32)
+    bits = codec.round_to_bf16(weights)
+    for step in (0.0, 1e-2, 1.0):
+        codec.move(bits, weights + np.float32(step))
+    for form, write in codec.WRITERS.items():
+        assert form is not Form.DENSE
+        write(np.zeros(8, dtype=np.int16), np.zeros(64, dtype=np.uint8))

@@ -1,0 +1,132 @@
+"""The published versions of one slice: the newest whole, and the deltas that lead to it.
+
+The slice's queue publishes, and the threads of readers fetch; each ring has a lock. Memory is 2
+bytes an element for the newest version, less than that for all deltas, and once more the former
+one while it is being sent whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pscore.publish.codec import BitArray, Delta, fingerprint, move, round_to_bf16
+from pscore.types import FloatArray
+
+KEPT_NBYTES_MIN = 64 << 10  # Bytes of deltas that a short slice keeps too.
+OVERHEAD_NBYTES = 256  # Bytes of a delta beside its payload.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """One published version of a slice."""
+
+    number: int
+    step: int  # Steps of training behind it.
+    fingerprint: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundVersion:
+    """A version for a reader: deltas from the one that it holds, or the whole."""
+
+    version: PublishedVersion
+    deltas: Sequence[Delta] = ()
+    whole: BitArray | None = None  # Not changed any more.
+
+
+class VersionRing:
+    """The versions of one slice that a reader can get."""
+
+    def __init__(self) -> None:
+        """Starts without a version."""
+        self._lock = threading.Lock()
+        self._lineage = 0
+        self._bits: BitArray | None = None  # The newest version.
+        self._is_shared = False  # Whether a reader may be reading `_bits`.
+        # Versions, oldest first, each with the delta to it from the one before; the first has none.
+        # Invariant: the deltas are together smaller than `_bits`, or than `KEPT_NBYTES_MIN`.
+        self._versions: deque[tuple[PublishedVersion, Delta | None]] = deque()
+        self._kept_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the newest version and of the deltas."""
+        with self._lock:
+            return self._kept_nbytes + (0 if self._bits is None else self._bits.nbytes)
+
+    def publish(
+        self, lineage: int, number: int, step: int, weights: FloatArray
+    ) -> PublishedVersion:
+        """Makes `weights`, `(numel,) float32`, the newest version, and returns it.
+
+        A version of another lineage than the one before is the first of its own.
+        """
+        with self._lock:
+            delta = None
+            if self._bits is None or lineage != self._lineage:
+                self._bits = round_to_bf16(weights)
+                self._versions.clear()
+                self._kept_nbytes = 0
+            else:
+                if self._is_shared:
+                    self._bits = self._bits.copy()
+                delta = move(self._bits, weights)
+            self._is_shared = False
+            self._lineage = lineage
+            version = PublishedVersion(
+                number=number, step=step, fingerprint=fingerprint(self._bits)
+            )
+            self._append(version, delta, max(self._bits.nbytes, KEPT_NBYTES_MIN))
+            return version
+
+    def _append(self, version: PublishedVersion, delta: Delta | None, nbytes_max: int) -> None:
+        self._versions.append((version, delta))
+        if delta is not None:
+            self._kept_nbytes += _kept(delta)
+        while self._kept_nbytes >= nbytes_max and len(self._versions) > 1:
+            self._versions.popleft()
+            first, dropped = self._versions[0]
+            assert dropped is not None
+            self._kept_nbytes -= _kept(dropped)
+            self._versions[0] = first, None
+
+    def find(
+        self, lineage: int, target: int, held: int, held_fingerprint: int
+    ) -> FoundVersion | None:
+        """Returns version `target` for a reader, else the newest one whole.
+
+        Args:
+            lineage: Lineage of the target.
+            target: Its number.
+            held: Number of the version that the reader holds; -1: none.
+            held_fingerprint: Its fingerprint.
+
+        Returns:
+            None if the slice has not reached the target.
+        """
+        with self._lock:
+            if lineage != self._lineage or not self._versions:
+                return None
+            newest = self._versions[-1][0]
+            if newest.number < target:
+                return None
+            deltas: list[Delta] | None = None  # From the held version on.
+            for version, delta in self._versions:
+                if deltas is not None and delta is not None:
+                    deltas.append(delta)
+                if version.number == held and version.fingerprint == held_fingerprint:
+                    deltas = []
+                if version.number >= target:
+                    if deltas is not None and version.number == target:
+                        return FoundVersion(version=version, deltas=deltas)
+                    break
+            assert self._bits is not None
+            self._is_shared = True
+            return FoundVersion(version=newest, whole=self._bits)
+
+
+def _kept(delta: Delta) -> int:
+    return delta.payload.nbytes + OVERHEAD_NBYTES

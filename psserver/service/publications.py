@@ -1,0 +1,129 @@
+"""Published weights on the network: proto messages to calls of `Publications` and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from pscore.partition import fingerprint
+from pscore.pb.ps.v1 import publish_pb2 as pb
+from pscore.pb.ps.v1 import publish_pb2_grpc
+from pscore.text import printable
+from psserver.engine.engine import Engine
+from psserver.publish.publications import Publications, Published, ReaderState, View
+
+if TYPE_CHECKING:
+    import grpc
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+WAIT_S_MAX = 10.0  # One call; the reader asks again.
+HOST_LENGTH_MAX = 256
+
+
+class PublicationsServicer(publish_pb2_grpc.PublicationsServicer):
+    """The service of published weights of one shard; made on the event loop's thread."""
+
+    def __init__(self, engine: Engine, publications: Publications) -> None:
+        """Serves what `publications` has."""
+        self._engine = engine
+        self._publications = publications
+        self._loop = asyncio.get_running_loop()
+        self._new = asyncio.Event()  # Set at the next version of any table, and replaced then.
+        publications.on_version = self._wake
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop has ended, and the process ends.
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._new.set()
+        self._new = asyncio.Event()
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> pb.WatchReply:
+        """Returns the newest version, when there is a newer one than the reader's or time is up."""
+        if request.reader.leaves:
+            self._publications.forget(request.job, request.table, request.reader.id)
+            return pb.WatchReply(newest=-1)
+        end_s = self._loop.time() + min(request.wait_ms / 1000, WAIT_S_MAX)
+        while True:
+            new = self._new
+            view = self._view(request)
+            left_s = end_s - self._loop.time()
+            if view.is_newer(request.lineage, request.after) or left_s <= 0:
+                return _reply(view, request.fingerprint)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(new.wait(), left_s)
+
+    def _view(self, request: pb.WatchRequest) -> View:
+        reader = ReaderState(
+            host=printable(request.reader.host, HOST_LENGTH_MAX),
+            pid=request.reader.pid,
+            heard_s=self._engine.now(),
+            lineage=request.reader.lineage,
+            number=request.reader.number,
+            resyncs=request.reader.resyncs,
+            relays=request.reader.relays,
+        )
+        return self._publications.watch(request.job, request.table, request.reader.id, reader)
+
+    async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
+        """Publishes a table of a worker."""
+        job = self._engine.heard(request.job, request.worker, request.incarnation)
+        self._publications.publish(job, request.table, request.every)
+        return pb.BeginReply()
+
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListReply:
+        """Returns the publications of the shard, each with its readers."""
+        now_s = self._engine.now()
+        return pb.ListReply(
+            publications=[_status(job, it, now_s) for job, it in self._publications.listed()]
+        )
+
+
+def _reply(view: View, known: str) -> pb.WatchReply:
+    reply = pb.WatchReply(
+        lineage=view.lineage,
+        newest=view.newest,
+        every=view.every,
+        exact=view.exact,
+        waiting_for=view.waiting_for,
+    )
+    if view.spec is not None and known != fingerprint(view.spec.tensors, view.spec.num_shards):
+        reply.table.CopyFrom(view.spec.to_proto())
+    return reply
+
+
+def _status(job: str, published: Published, now_s: float) -> pb.PublicationStatus:
+    publication = published.publication
+    newest = publication.newest
+    reply = pb.PublicationStatus(
+        job=job,
+        table=publication.running.table.spec.name,
+        lineage=publication.lineage,
+        newest=-1 if newest is None else newest.number,
+        step=0 if newest is None else newest.step,
+        every=publication.every,
+        exact=publication.exact,
+        nbytes=published.nbytes,
+        memory_nbytes=publication.nbytes,
+    )
+    for number, reader in sorted(published.readers.items()):
+        lag = -1 if reader.number < 0 else max(0, reply.newest - reader.number)
+        reply.readers.add(
+            reader=pb.Reader(
+                id=number,
+                host=reader.host,
+                pid=reader.pid,
+                lineage=reader.lineage,
+                number=reader.number,
+                resyncs=reader.resyncs,
+                relays=reader.relays,
+            ),
+            silent_s=now_s - reader.heard_s,
+            lag=lag,
+            lag_steps=max(0, lag) * publication.every if publication.exact else 0,
+            lag_s=0.0 if reader.behind_s is None else now_s - reader.behind_s,
+        )
+    return reply

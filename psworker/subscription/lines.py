@@ -1,0 +1,200 @@
+"""The connection of a reader to one shard: its newest version over gRPC, the bytes over a socket.
+
+A reader has connections of its own, so its bytes never wait among those of workers, and the shard
+can pace them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+
+from pscore.errors import DamagedError, DecodeError, PacelineError, ShardMapError, TransportError
+from pscore.net import endpoint, rpc, sockets, tls
+from pscore.net.credentials import Credentials
+from pscore.net.endpoint import Endpoint
+from pscore.pb.ps.v1 import control_pb2, control_pb2_grpc, data_pb2, publish_pb2, publish_pb2_grpc
+from pscore.types import ByteArray
+from psworker.subscription.assembly import Fetch, WatchFor
+
+log = logging.getLogger("paceline")
+PAUSE_S = 0.1  # After a call that was not answered.
+CALL_S = 5.0
+SILENCE_S = 20.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ReaderLine:
+    """One shard, as a reader sees it; used by one thread at a time.
+
+    Attributes:
+        address: Address of the shard's control plane.
+        index: Number of the shard.
+        num_shards: Number of shards.
+        credentials: Token and certificates.
+        job: Name of the job.
+        table: Name of the table.
+        trouble: Why the last call was not answered; empty: it was.
+    """
+
+    address: str
+    index: int
+    num_shards: int
+    credentials: Credentials
+    job: str
+    table: str
+    trouble: str = ""
+    _channel: grpc.Channel = field(init=False)
+    _stub: publish_pb2_grpc.PublicationsStub = field(init=False)
+    _stream: tls.Stream | None = None
+    _reader: sockets.ReadAhead | None = None
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self._channel = self.credentials.channel(self.address)
+        self._stub = publish_pb2_grpc.PublicationsStub(self._channel)
+
+    def watch(
+        self, ask: WatchFor, wait_s: float, known: str, reader: publish_pb2.Reader
+    ) -> publish_pb2.WatchReply | None:
+        """Returns the shard's newest version; None: the shard does not answer.
+
+        Args:
+            ask: The version to wait for.
+            wait_s: The longest wait, in seconds.
+            known: Fingerprint of the table's declaration that this reader knows; empty: none.
+            reader: This reader.
+
+        Raises:
+            PacelineError: The shard refuses it.
+        """
+        request = publish_pb2.WatchRequest(
+            job=self.job,
+            table=self.table,
+            lineage=ask.lineage,
+            after=ask.after,
+            wait_ms=int(1e3 * wait_s),
+            fingerprint=known,
+            reader=reader,
+        )
+        try:
+            reply = self._stub.Watch(request, timeout=wait_s + CALL_S)
+        except grpc.RpcError as failure:
+            self._note(rpc.error_of(failure, self.address))
+            return None
+        self.trouble = reply.waiting_for
+        return reply
+
+    def fetch(self, ask: Fetch, reader: int) -> tuple[data_pb2.FetchReply, ByteArray] | None:
+        """Returns slices and their bytes; None: the shard does not answer.
+
+        Raises:
+            PacelineError: The shard refuses it.
+        """
+        header = data_pb2.FetchHeader(
+            job=self.job,
+            table=self.table,
+            lineage=ask.lineage,
+            target=ask.target,
+            reader=reader,
+            slices=[
+                data_pb2.HeldSlice(slice=index, number=number, fingerprint=known)
+                for index, number, known in ask.held
+            ],
+        )
+        self._number += 1
+        envelope = data_pb2.Envelope(id=self._number, fetch=header)
+        try:
+            return self._exchange(envelope)
+        except (DamagedError, TransportError) as problem:
+            self._drop()
+            self._note(TransportError(str(problem)))
+        except grpc.RpcError as failure:
+            self._note(rpc.error_of(failure, self.address))
+        return None
+
+    def _exchange(self, envelope: data_pb2.Envelope) -> tuple[data_pb2.FetchReply, ByteArray]:
+        if self._stream is None:
+            self._stream = self._connect()
+            self._reader = sockets.ReadAhead(self._stream)
+        assert self._reader is not None
+        sockets.send_all(self._stream, sockets.frame_parts(envelope.SerializeToString(), ()))
+        while True:
+            incoming = sockets.read_header(self._reader)
+            if incoming is None:
+                raise TransportError("the shard has closed the connection")
+            reply = endpoint.parse_envelope(incoming.header)
+            payload = np.empty(incoming.payload_nbytes, dtype=np.uint8)
+            incoming.read_into(memoryview(payload))
+            if reply.id != envelope.id:
+                continue
+            if reply.WhichOneof("body") == "failed":
+                raise endpoint.error_of(reply.failed)
+            if reply.WhichOneof("body") != "fetched":
+                raise DecodeError(f"a shard answers a reader with {reply.WhichOneof('body')!r}")
+            return reply.fetched, payload
+
+    def _connect(self) -> tls.Stream:
+        control = control_pb2_grpc.ControlStub(self._channel)
+        about = control.Describe(control_pb2.DescribeRequest(), timeout=CALL_S)
+        if (about.shard, about.num_shards) != (self.index, self.num_shards):
+            raise ShardMapError(
+                f"{self.address} is shard {about.shard} of {about.num_shards}, and the list of "
+                f"servers has it as shard {self.index} of {self.num_shards}: give all, in order"
+            )
+        place = Endpoint(
+            host=self.address.rpartition(":")[0].strip("[]"),
+            port=about.data_port,
+            local=about.data_local,
+            token=self.credentials.token,
+            tls=tls.client_context(self.credentials),
+        )
+        try:
+            stream = endpoint.connect(place, is_local=True)
+        except TransportError:  # The shard is on another host.
+            stream = endpoint.connect(place, is_local=False)
+            sockets.limit_unacknowledged(stream, SILENCE_S)
+        sockets.limit_silence(stream, SILENCE_S)
+        return stream
+
+    def _note(self, problem: PacelineError) -> None:
+        """Notes that a call was not answered, and pauses.
+
+        Raises:
+            PacelineError: It was refused.
+        """
+        if not isinstance(problem, TransportError):
+            raise problem
+        self.trouble = f"shard {self.index} does not answer: {problem}"
+        time.sleep(PAUSE_S)
+
+    def _drop(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self._reader = None
+
+    def close(self, reader: publish_pb2.Reader) -> None:
+        """Ends the reading, also at the shard if it answers, and closes the connections."""
+        reader.leaves = True
+        request = publish_pb2.WatchRequest(job=self.job, table=self.table, reader=reader)
+        try:
+            self._stub.Watch(request, timeout=CALL_S)
+        except grpc.RpcError as failure:
+            log.info("could not take leave of %s: %s", self.address, failure)
+        self._drop()
+        self._channel.close()
+
+
+def this_process(number: int) -> publish_pb2.Reader:
+    """Returns the description of this process as a reader.
+
+    Args:
+        number: Random number of the reader.
+    """
+    return publish_pb2.Reader(id=number, host=socket.gethostname(), pid=os.getpid(), number=-1)

@@ -1,0 +1,81 @@
+"""One version of published weights, as numpy arrays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscore.errors import ConfigError
+from pscore.partition import Layout
+from pscore.publish.codec import BitArray, widen
+from psworker.subscription.assembly import WeightsVersion
+
+Array = npt.NDArray[Any]
+Map = Callable[[str, Array], Iterable[tuple[str, Array]]]
+DTYPES = ("float32", "float16", "bf16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """One version of all tensors. Its memory is its own: no later version changes it.
+
+    Attributes:
+        version: Its identity.
+        step: Steps of training behind it.
+        exact: Whether all tensors are of one step; not in an asynchronous mode.
+        arrays: The tensors by name, read only; bfloat16 as `uint16`, its bits.
+        bits: All of them, `(layout.numel,) uint16`.
+        layout: The place of each tensor in `bits`.
+    """
+
+    version: WeightsVersion
+    step: int
+    exact: bool
+    arrays: Mapping[str, Array]
+    bits: BitArray
+    layout: Layout
+    _taken_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since this version was taken."""
+        return time.monotonic() - self._taken_s
+
+
+def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> dict[str, Array]:
+    """Returns the tensors of a version by name, read only.
+
+    Args:
+        layout: The place of each.
+        bits: `(layout.numel,) uint16`.
+        dtype: `float32`, `float16` or `bf16`, which is given as its bits, `uint16`.
+        mapping: Called with each name and array; returns those that take its place. None: each
+            stays as it is.
+    """
+    flat: Array = bits
+    if dtype != "bf16":
+        flat = np.empty(len(bits), dtype=np.float32)
+        widen(bits, flat)
+        flat = flat.astype(dtype, copy=False)
+    flat = flat.view()
+    flat.flags.writeable = False
+    arrays: dict[str, Array] = {}
+    for spec, begin in zip(layout.tensors, layout.offsets, strict=True):
+        array = flat[begin : begin + spec.numel].reshape(spec.shape)
+        arrays |= {spec.name: array} if mapping is None else dict(mapping(spec.name, array))
+    return arrays
+
+
+def require_dtype(dtype: str) -> None:
+    """Refuses a dtype that arrays cannot have.
+
+    Raises:
+        ConfigError: It is another.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")
