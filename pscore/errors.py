@@ -15,6 +15,7 @@
     |   |-- RankTakenError          another live process holds this rank
     |   |   `-- NotOverError        this process's former run of the job continues with others
     |   |-- LimitError              a limit of the shard would be passed
+    |   |   `-- TableFullError      a table has all the rows that it was declared for
     |   |-- UnknownJobError         the shard does not know this job or table
     |   |-- ReplacedError           the shards continue without this incarnation of the worker
     |   `-- StateLostError          a shard has lost the job's weights
@@ -93,6 +94,10 @@ class NotOverError(RankTakenError):
 
 class LimitError(RemoteProtocolError):
     """A limit of the shard would be passed."""
+
+
+class TableFullError(LimitError):
+    """A table of rows has as many as it was declared for; nothing was counted."""
 
 
 class UnknownJobError(RemoteProtocolError):

@@ -8,8 +8,9 @@ from typing import Any
 from pscore.content import Content
 from pscore.contents.flat import Flat
 from pscore.errors import ConfigError
+from pscore.rows.spec import Rows
 
-CONTENTS: dict[str, type[Content]] = {content.name: content for content in (Flat,)}
+CONTENTS: dict[str, type[Content]] = {content.name: content for content in (Flat, Rows)}
 FLAT = Flat()
 
 __all__ = ["CONTENTS", "FLAT", "make_content"]

@@ -108,7 +108,7 @@ class Requests:
             try:
                 push = _push(header, table)
                 request.payload = _payload(table, header, data)
-                store.check(request.payload, push.role)
+                store.check(request.payload, push)
             except DecodeError as problem:
                 raise DecodeError(f"{problem} ({_of(header)})") from None
             if push.role not in LOADS:

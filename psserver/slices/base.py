@@ -12,7 +12,7 @@ import numpy as np
 from pscore.compressors.base import Compressor
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
-from pscore.types import ByteArray, FloatArray, Role
+from pscore.types import ByteArray, FloatArray, Push
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
@@ -102,11 +102,12 @@ class Store(Protocol):
 
     # ----- orders
 
-    def check(self, payload: Payload, role: Role) -> None:
+    def check(self, payload: Payload, push: Push) -> None:
         """Refuses a payload that cannot be of this slice, before anything is counted.
 
         Raises:
             DecodeError: It has another length, or is not what its compressor writes.
+            LimitError: There is no room for its new rows.
         """
 
     def load(self, action: Load, payload: Payload) -> None:

@@ -50,7 +50,13 @@ class SliceJournal:
     """
 
     def __init__(
-        self, arena: Arena, root: int, numel: int, payload_nbytes_max: int, num_segments: int
+        self,
+        arena: Arena,
+        root: int,
+        numel: int,
+        payload_nbytes_max: int,
+        num_segments: int,
+        pool: ArenaPool | None = None,
     ) -> None:
         """Begins at a root of zeros, or resumes from the records of a killed process.
 
@@ -60,6 +66,7 @@ class SliceJournal:
             numel: Elements of the slice.
             payload_nbytes_max: Bytes of the longest payload.
             num_segments: Number of segments of the slice.
+            pool: Provides the arrays; None: one of arrays that are as long as the slice.
 
         Raises:
             ValueError: The root or its record is damaged.
@@ -72,7 +79,7 @@ class SliceJournal:
         self._is_on = True  # Whether each change is written.
         self._takes = True  # Whether new arrays lie in the arena: before it is on again, too.
         self._number = -1  # Number of the record that counts.
-        self.pool = ArenaPool(arena, numel, payload_nbytes_max)
+        self.pool = ArenaPool(arena, numel, payload_nbytes_max) if pool is None else pool
         self.record = state_pb2.SliceRecord(version=-1)
         if not self._root[PLACE]:
             self._root[ACTIVE] = NONE_YET
@@ -80,6 +87,11 @@ class SliceJournal:
                 self._make_room(half, ROOM_NBYTES)
         elif self._root[ACTIVE] != NONE_YET:
             self._recover()
+
+    @property
+    def number(self) -> int:
+        """Number of the record that counts; -1: there is none."""
+        return self._number
 
     @property
     def is_new(self) -> bool:
@@ -200,8 +212,18 @@ class SliceJournal:
                 del self.record.held[index]
                 return
 
-    def add(self, key: int, push: Push, weight: float, cell: Cell) -> None:
-        """Records that a gradient is in an open step, and where the step's sum is now."""
+    def add(
+        self, key: int, push: Push, weight: float, cell: Cell, nbytes: int | None = None
+    ) -> None:
+        """Records that a gradient is in an open step.
+
+        Args:
+            key: The open step.
+            push: The push of the gradient.
+            weight: Its weight.
+            cell: The step's sum; with `nbytes` the payload, where a step keeps all of them.
+            nbytes: Bytes of the payload.
+        """
         for open_step in self.record.open_steps:
             if open_step.key == key:
                 break
@@ -209,6 +231,8 @@ class SliceJournal:
             open_step = self.record.open_steps.add(key=key)
         open_step.place = cell.place
         entry = open_step.added.add(weight=weight)
+        if nbytes is not None:
+            entry.place, entry.nbytes = cell.place, nbytes
         self._note(entry, push)
 
     def move(self, key: int, cell: Cell) -> None:
@@ -259,6 +283,7 @@ class SliceJournal:
         return [
             *(*weights, *record.state, *record.memory.values()),
             *(open_step.place for open_step in record.open_steps),
+            *(added.place for one in record.open_steps for added in one.added if added.place),
             *(entry.place for entry in record.held),
         ]
 

@@ -20,7 +20,7 @@ from pscore.net.wire import floats
 from pscore.optimizers.base import Optimizer
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, IntArray, Role, SliceSpec
+from pscore.types import FloatArray, IntArray, Push, Role, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.slices.base import (
     NO_CLOCKS,
@@ -209,14 +209,14 @@ class SliceStore:
 
     # ----- orders
 
-    def check(self, payload: Payload, role: Role) -> None:
+    def check(self, payload: Payload, push: Push) -> None:
         """Refuses a payload that cannot be of this slice, before anything is counted.
 
         Raises:
             DecodeError: It has another length, or is not what its compressor writes.
         """
-        if role in (Role.WEIGHTS, Role.STATE):
-            num_arrays = 1 if role is Role.WEIGHTS else 1 + len(self._state)
+        if push.role in (Role.WEIGHTS, Role.STATE):
+            num_arrays = 1 if push.role is Role.WEIGHTS else 1 + len(self._state)
             floats(memoryview(payload.data), num_arrays, self.numel)
         elif payload.data.nbytes:
             payload.compressor.check(payload.data, self.numel)

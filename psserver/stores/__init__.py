@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from psserver.stores.base import StoreKind
 from psserver.stores.flat import FlatKind
+from psserver.stores.rows import RowKind
 
-KINDS: dict[str, StoreKind] = {kind.name: kind for kind in (FlatKind(),)}
+KINDS: dict[str, StoreKind] = {kind.name: kind for kind in (FlatKind(), RowKind())}
 
 __all__ = ["KINDS", "StoreKind", "kind_of"]
 

@@ -20,7 +20,7 @@ FLOORS = {
             "engine",
             "durability",
         ),
-        *("stores", "slices", "access", "decisions", "logs", "."),
+        *("stores", "rows", "slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
         *(

@@ -94,7 +94,7 @@ def test_the_folder_of_a_journal() -> None:
         getattr(journal_dir, name)
         for name in ("STAMP", "LOCK", "CLOSED", "JOB", "ARENA", "RESIDUALS", "LOST")
     }
-    assert files == own | {"T.json", "T.weights"}
+    assert files == own | {"T.json", "T.weights", "T.S.R.rows", "T.S.undo"}
     assert f"format ({journal_dir.FORMAT})" in PAGE
 
 

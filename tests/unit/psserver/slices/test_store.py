@@ -394,16 +394,16 @@ def test_a_payload_of_another_length_is_refused(
 ) -> None:
     sent = Payload(data=np.zeros(4 * num_floats, np.uint8), compressor=RAW)
     if is_right:
-        store().check(sent, role)
+        store().check(sent, Push(worker=0, step=0, base_version=0, role=role))
     else:
         with pytest.raises(DecodeError, match=f"payload of {4 * num_floats} bytes"):
-            store().check(sent, role)
+            store().check(sent, Push(worker=0, step=0, base_version=0, role=role))
 
 
 def test_a_compressed_payload_is_checked_by_its_compressor() -> None:
     sent = Payload(data=np.zeros(2 * NUMEL - 2, np.uint8), compressor=FP16())
     with pytest.raises(DecodeError):
-        store().check(sent, Role.GRADIENT)
+        store().check(sent, Push(worker=0, step=0, base_version=0))
 
 
 # ----- outliving the process

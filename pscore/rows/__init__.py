@@ -1,0 +1,1 @@
+"""Tables of rows: the part that workers and shards share."""

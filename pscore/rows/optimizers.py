@@ -1,0 +1,302 @@
+"""Optimizers of rows: a step changes the rows that it names, and no others.
+
+Each computes in float32, element by element. t counts the steps in which the table had a gradient,
+perhaps one without rows; g is the mean gradient of a row.
+
+    sgd              w -= lr (g + weight_decay w)
+    adagrad          s += g^2; w -= lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
+    rowwise_adagrad  s += mean_j g_j^2; w -= lr g / (sqrt(s) + eps), one s for a row (FBGEMM)
+    sparse_adam      m += (1 - b1) (g - m); v += (1 - b2) (g^2 - v);
+                     w -= lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)
+    ftrl             n' = n + g^2; z += g - (sqrt(n') - sqrt(n)) / lr w; w = 0 if |z| <= l1, else
+                     -(z - sign(z) l1) / ((beta + sqrt(n')) / lr + l2)  (McMahan and others 2013)
+
+`sgd`, `adagrad` and `sparse_adam` are torch's for sparse gradients, except that duplicates are
+summed first. With `maximize` g changes its sign.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from pscore.memory.kernels import kernel
+from pscore.rows.hashing import IdArray
+from pscore.rows.init import Init, fill, project
+from pscore.types import FloatArray, HyperArray, IntArray
+
+HEADER_WORDS = 4  # Each of 4 bytes: id, id, version, flags and times seen.
+VERSION_WORD = 2
+FLAGS_WORD = 3
+KNOWN, NEW, LOADED = 0, 1, 2
+USED, FRESH = np.uint32(1), np.uint32(2)  # Flags of a place: it has a row; the row has no state.
+SEEN_SHIFT = 16  # The upper half of the flags is how often the id was seen.
+
+
+class RowStep(NamedTuple):
+    """One step on the rows of one table.
+
+    Attributes:
+        floats: `(rows_max * stride,) float32`, the slab of rows.
+        words: The same memory as uint32.
+        stride: Words from one row to the next.
+        dim: Elements of a row.
+        width: Elements of a row and its state.
+        places: `(n,) int64`, the places of the rows.
+        begins: `(n,) uint8`, `KNOWN` for a row with contents, `NEW` for one without, which begins
+            with its first values, `LOADED` for one with weights whose state begins.
+        ids: `(n,) uint64`.
+        grads: `(n * dim,) float32`, sums of gradients.
+        scale: Factor on them.
+        version: Version of the rows after the step.
+        init: First values.
+        first_state: First value of each element of the state.
+    """
+
+    floats: FloatArray
+    words: npt.NDArray[np.uint32]
+    stride: int
+    dim: int
+    width: int
+    places: IntArray
+    begins: npt.NDArray[np.uint8]
+    ids: IdArray
+    grads: FloatArray
+    scale: np.float32
+    version: np.uint32
+    init: Init
+    first_state: np.float32
+
+
+class RowOptimizer(ABC):
+    """One kind of step of rows.
+
+    Attributes:
+        name: Its name in `ROW_OPTIMIZERS` and on the wire.
+        hyper_names: Columns of the hyper-parameters.
+        state_names: Its state, each as long as the row or one number for a row.
+    """
+
+    name: ClassVar[str]
+    hyper_names: ClassVar[tuple[str, ...]]
+    state_names: ClassVar[tuple[str, ...]] = ()
+    is_rowwise: ClassVar[bool] = False  # Whether the state is one number for a row.
+
+    def state_widths(self, dim: int) -> list[int]:
+        """Returns the elements of each state array of a row of `dim`."""
+        return [1 if self.is_rowwise else dim for _ in self.state_names]
+
+    def width(self, dim: int) -> int:
+        """Returns the elements of a row of `dim` with its state, which follows the weights."""
+        return dim + sum(self.state_widths(dim))
+
+    def first_state(self, hyper: HyperArray) -> float:
+        """Returns the first value of each element of the state."""
+        names = self.hyper_names
+        at = "initial_accumulator_value"
+        return float(hyper[names.index(at)]) if at in names else 0.0
+
+    @abstractmethod
+    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Makes a step without holding the GIL.
+
+        Args:
+            step: The rows and their gradients.
+            t: Steps of the table with this one, from 1.
+            hyper: `(len(hyper_names),) float64`.
+        """
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def _begin(step, i):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Returns where a row begins; a new one gets its first values."""
+    base = step.places[i] * step.stride + HEADER_WORDS
+    if step.begins[i] == NEW:
+        fill(step.floats, base, step.dim, step.ids[i], step.init)
+    if step.begins[i] != KNOWN:
+        for j in range(step.dim, step.width):
+            step.floats[base + j] = step.first_state
+    return base
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def _end(step, i, base):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Bounds the norm of a row, and notes its version."""
+    project(step.floats, base, step.dim, step.init.max_norm)
+    step.words[base - HEADER_WORDS + VERSION_WORD] = step.version
+    step.words[base - HEADER_WORDS + FLAGS_WORD] &= ~FRESH
+
+
+@kernel
+def _sgd(step: RowStep, lr: np.float32, weight_decay: np.float32) -> None:
+    for i in range(len(step.places)):
+        base = _begin(step, i)
+        for j in range(step.dim):
+            value = step.floats[base + j]
+            grad = step.grads[i * step.dim + j] * step.scale
+            step.floats[base + j] = value - lr * (grad + weight_decay * value)
+        _end(step, i, base)
+
+
+@kernel
+def _adagrad(step: RowStep, lr: np.float32, eps: np.float32) -> None:
+    for i in range(len(step.places)):
+        base = _begin(step, i)
+        for j in range(step.dim):
+            grad = step.grads[i * step.dim + j] * step.scale
+            total = step.floats[base + step.dim + j] + grad * grad
+            step.floats[base + step.dim + j] = total
+            step.floats[base + j] -= lr * (grad / (np.sqrt(total) + eps))
+        _end(step, i, base)
+
+
+@kernel
+def _rowwise_adagrad(step: RowStep, lr: np.float32, eps: np.float32) -> None:
+    for i in range(len(step.places)):
+        base = _begin(step, i)
+        squares = np.float32(0.0)
+        for j in range(step.dim):
+            grad = step.grads[i * step.dim + j] * step.scale
+            squares += grad * grad
+        total = step.floats[base + step.dim] + squares / np.float32(step.dim)
+        step.floats[base + step.dim] = total
+        denominator = np.sqrt(total) + eps
+        for j in range(step.dim):
+            grad = step.grads[i * step.dim + j] * step.scale
+            step.floats[base + j] -= lr * (grad / denominator)
+        _end(step, i, base)
+
+
+@kernel
+def _sparse_adam(
+    step: RowStep, lr: np.float32, rate1: np.float32, rate2: np.float32, eps: np.float32
+) -> None:
+    for i in range(len(step.places)):
+        base = _begin(step, i)
+        first, second = base + step.dim, base + 2 * step.dim
+        for j in range(step.dim):
+            grad = step.grads[i * step.dim + j] * step.scale
+            mean = step.floats[first + j] + rate1 * (grad - step.floats[first + j])
+            square = step.floats[second + j] + rate2 * (grad * grad - step.floats[second + j])
+            step.floats[first + j], step.floats[second + j] = mean, square
+            step.floats[base + j] -= lr * (mean / (np.sqrt(square) + eps))
+        _end(step, i, base)
+
+
+@kernel
+def _ftrl(step: RowStep, lr: np.float32, beta: np.float32, l1: np.float32, l2: np.float32) -> None:
+    for i in range(len(step.places)):
+        base = _begin(step, i)
+        sums, squares = base + step.dim, base + 2 * step.dim
+        for j in range(step.dim):
+            grad = step.grads[i * step.dim + j] * step.scale
+            before = step.floats[squares + j]
+            after = before + grad * grad
+            root = np.sqrt(after)
+            z = step.floats[sums + j]
+            z += grad - (root - np.sqrt(before)) / lr * step.floats[base + j]
+            step.floats[sums + j], step.floats[squares + j] = z, after
+            if abs(z) <= l1:
+                step.floats[base + j] = np.float32(0.0)
+            else:
+                rest = z - l1 if z > 0 else z + l1
+                step.floats[base + j] = -rest / ((beta + root) / lr + l2)
+        _end(step, i, base)
+
+
+def _signed(step: RowStep, maximize: float) -> RowStep:
+    return step._replace(scale=-step.scale) if maximize else step
+
+
+class RowSGD(RowOptimizer):
+    """Stochastic gradient descent; weight decay of the rows of a step only."""
+
+    name: ClassVar[str] = "sgd"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "maximize")
+
+    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Makes a step."""
+        lr, weight_decay, maximize = hyper.tolist()
+        _sgd(_signed(step, maximize), np.float32(lr), np.float32(weight_decay))
+
+
+class RowAdagrad(RowOptimizer):
+    """torch's Adagrad of sparse gradients."""
+
+    name: ClassVar[str] = "adagrad"
+    hyper_names: ClassVar[tuple[str, ...]] = (
+        "lr", "lr_decay", "eps", "initial_accumulator_value", "maximize",
+    )  # fmt: skip
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Makes a step."""
+        lr, lr_decay, eps, _, maximize = hyper.tolist()
+        rate = np.float32(lr / (1.0 + (t - 1) * lr_decay))
+        _adagrad(_signed(step, maximize), rate, np.float32(eps))
+
+
+class RowwiseAdagrad(RowOptimizer):
+    """Adagrad with one accumulator for each row."""
+
+    name: ClassVar[str] = "rowwise_adagrad"
+    hyper_names: ClassVar[tuple[str, ...]] = (
+        "lr", "eps", "initial_accumulator_value", "maximize",
+    )  # fmt: skip
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    is_rowwise: ClassVar[bool] = True
+
+    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Makes a step."""
+        lr, eps, _, maximize = hyper.tolist()
+        _rowwise_adagrad(_signed(step, maximize), np.float32(lr), np.float32(eps))
+
+
+class RowSparseAdam(RowOptimizer):
+    """torch's SparseAdam: its t is the table's, its eps stands outside the bias correction."""
+
+    name: ClassVar[str] = "sparse_adam"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "maximize")
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Makes a step."""
+        lr, beta1, beta2, eps, maximize = hyper.tolist()
+        rate = lr * math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t)
+        _sparse_adam(
+            _signed(step, maximize),
+            np.float32(rate),
+            np.float32(1.0 - beta1),
+            np.float32(1.0 - beta2),
+            np.float32(eps),
+        )
+
+
+class RowFTRL(RowOptimizer):
+    """Follow the regularised leader, proximal, with a rate for each coordinate."""
+
+    name: ClassVar[str] = "ftrl"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2", "maximize")
+    state_names: ClassVar[tuple[str, ...]] = ("z", "n")
+
+    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Makes a step."""
+        lr, beta, l1, l2, maximize = hyper.tolist()
+        _ftrl(
+            _signed(step, maximize),
+            np.float32(lr),
+            np.float32(beta),
+            np.float32(l1),
+            np.float32(l2),
+        )
+
+
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    optimizer.name: optimizer
+    for optimizer in (RowSGD, RowAdagrad, RowwiseAdagrad, RowSparseAdam, RowFTRL)
+}

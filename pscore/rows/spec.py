@@ -1,0 +1,277 @@
+"""The declaration of a table of rows: one job's table with one row slice or more on each shard.
+
+A table has one or more *row tables*, each declared as a tensor of shape (num_rows, dim); num_rows
+0 says that any 64-bit id is a row. A row that was never updated is a pure function of the seed and
+its id (init.py), so memory is needed for updated rows only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from pscore.compressors.base import Compressor
+from pscore.content import Content, Stepping
+from pscore.errors import ConfigError
+from pscore.net.wire import PAYLOAD_NBYTES_MAX
+from pscore.partition import Layout, fingerprint
+from pscore.rows.init import make_init, parse_init
+from pscore.rows.optimizers import ROW_OPTIMIZERS, RowOptimizer, RowStep
+from pscore.rows.partition import BUCKETS, bucket_range
+from pscore.rows.payload import Owned, RowRequest, decode_pull
+from pscore.rules.base import Rule
+from pscore.types import ByteArray, SliceSpec, TensorSegment, TensorSpec
+
+ROWS_MAX_DEFAULT = 1 << 20  # For a table without a bound on its ids.
+ROWS_MAX = 1 << 31  # In one slice; places of rows are int32.
+TABLES_MAX = 1024
+DIMENSIONS = 2
+DIM_MAX = 1 << 16
+PARTS_MAX = 64
+RULES = ("ssgd", "asgd", "ssp")
+HEADER_NBYTES = 16  # A row's header in a slab: id, version, flags and times seen.
+INDEX_NBYTES = 48  # The most that a row takes in the index.
+FLOAT_NBYTES = 4
+MARGIN_DEVIATIONS, MARGIN_ROWS = 6.0, 64  # Above the mean number of rows in a slice.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """The declaration of a row table beside its name and shape.
+
+    Attributes:
+        seed: Seed of the first values and of the buckets.
+        init: First values: `zeros`, `uniform(a)` for U(-a, a), or `normal(std)`.
+        max_rows: Most updated rows on all shards; 0: `num_rows` of a fixed table, else 2^20.
+        max_norm: Largest Euclidean norm of a row; 0: none.
+    """
+
+    seed: int = 0
+    init: str = "normal(1)"
+    max_rows: int = 0
+    max_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rows(Content):
+    """Rows of one or more tables, by id.
+
+    Attributes:
+        tables: One for each tensor of the declaration, in its order.
+        parts: Row slices on each shard: more than one where a push of one step to one shard would
+            be longer than a frame's payload.
+    """
+
+    name: ClassVar[str] = "rows"
+    tables: tuple[RowTable, ...] = ()
+    parts: int = 1
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Returns the content that `arguments` describes.
+
+        Raises:
+            ConfigError: An argument is unknown, or of another type.
+        """
+        if unknown := arguments.keys() - {"tables", "parts"}:
+            raise ConfigError(f"content 'rows' has no argument {min(unknown)!r}")
+        tables, parts = arguments.get("tables", []), arguments.get("parts", 1)
+        if not isinstance(tables, list) or type(parts) is not int:
+            raise ConfigError("content 'rows' needs a list of tables and a number of parts")
+        return cls(tuple(_table_of(entry) for entry in tables), parts)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `of`."""
+        return {"tables": [asdict(table) for table in self.tables], "parts": self.parts}
+
+    def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
+        """Returns the row slices: each owns a range of buckets, the same of all row tables.
+
+        Raises:
+            ConfigError: The tensors are not those of the row tables.
+        """
+        self._require(tensors, num_shards)
+        num_slices = num_shards * self.parts
+        slices = []
+        for index in range(num_slices):
+            start, stop = bucket_range(index, num_slices)
+            segments = tuple(
+                TensorSegment(
+                    tensor=number,
+                    group=tensor.group,
+                    start=0,
+                    stop=stop - start,
+                    tensor_start=start,
+                )
+                for number, tensor in enumerate(tensors)
+            )
+            slices.append(
+                SliceSpec(
+                    index=index,
+                    shard=index // self.parts,
+                    start=start,
+                    stop=stop,
+                    segments=segments,
+                    compress=False,
+                )
+            )
+        return Layout(
+            tensors=tuple(tensors),
+            offsets=(0,) * len(tensors),
+            numel=BUCKETS,
+            num_shards=num_shards,
+            slices=tuple(slices),
+            fingerprint=fingerprint(tensors, num_shards),
+        )
+
+    def optimizer(self, name: str) -> RowOptimizer:
+        """Returns an optimizer of rows (optimizers.py)."""
+        if name not in ROW_OPTIMIZERS:
+            listed = ", ".join(sorted(ROW_OPTIMIZERS))
+            raise ConfigError(f"no optimizer {name!r} of rows on the shards; there are {listed}")
+        return ROW_OPTIMIZERS[name]()
+
+    def warm_up(self, optimizer: Stepping) -> None:
+        """Makes a step of one row."""
+        assert isinstance(optimizer, RowOptimizer)
+        width = optimizer.width(1)
+        floats = np.zeros(stride_of(optimizer, 1) // FLOAT_NBYTES, np.float32)
+        step = RowStep(
+            floats=floats,
+            words=floats.view(np.uint32),
+            stride=len(floats),
+            dim=1,
+            width=width,
+            places=np.zeros(1, np.int64),
+            begins=np.ones(1, np.uint8),
+            ids=np.zeros(1, np.uint64),
+            grads=np.zeros(1, np.float32),
+            scale=np.float32(1.0),
+            version=np.uint32(1),
+            init=make_init("zeros", 0),
+            first_state=np.float32(0.0),
+        )
+        optimizer.step(step, 1, np.full(len(optimizer.hyper_names), 0.5))
+
+    def require_rule(self, rule: Rule) -> None:
+        """Refuses the modes that need whole gradients or models.
+
+        Raises:
+            ConfigError: It is one of them.
+        """
+        if rule.name not in RULES:
+            raise ConfigError(f"rows cannot be trained in {rule.name}; use {', '.join(RULES)}")
+
+    def rows_max(self, table: int, tensor: TensorSpec, part: SliceSpec) -> int:
+        """Returns the most rows of a row table in a slice: its share, and a margin."""
+        total = self.tables[table].max_rows or tensor.shape[0] or ROWS_MAX_DEFAULT
+        if part.numel == BUCKETS:
+            return total
+        share = total * part.numel / BUCKETS
+        return min(total, math.ceil(share + MARGIN_DEVIATIONS * math.sqrt(share)) + MARGIN_ROWS)
+
+    @property
+    def request_nbytes_max(self) -> int:
+        """A pull names the rows that it asks for."""
+        return PAYLOAD_NBYTES_MAX
+
+    def owned(self, part: SliceSpec, layout: Layout) -> list[Owned]:
+        """Returns the ids of each row table that a slice owns."""
+        return [
+            Owned(
+                name=tensor.name,
+                num_rows=tensor.shape[0],
+                seed=table.seed,
+                start=part.start,
+                stop=part.stop,
+            )
+            for tensor, table in zip(layout.tensors, self.tables, strict=True)
+        ]
+
+    def read_request(self, data: ByteArray, part: SliceSpec, layout: Layout) -> RowRequest:
+        """Returns the rows that a pull asks for.
+
+        Raises:
+            DecodeError: The payload has another length, or an id is not one of the slice.
+        """
+        return decode_pull(data, self.owned(part, layout))
+
+    def push_nbytes_max(self, part: SliceSpec, optimizer: Stepping, compressor: Compressor) -> int:
+        """Returns the bytes of the longest payload of any frame."""
+        return PAYLOAD_NBYTES_MAX
+
+    def weights_nbytes(self, parts: Sequence[SliceSpec], layout: Layout) -> int:
+        """Returns the bytes of the weights of as many rows as there may be."""
+        return sum(
+            FLOAT_NBYTES * tensor.shape[1] * self.rows_max(number, tensor, part)
+            for part in parts
+            for number, tensor in enumerate(layout.tensors)
+        )
+
+    def memory_nbytes(
+        self, parts: Sequence[SliceSpec], layout: Layout, optimizer: Stepping, num_arrays: int
+    ) -> int:
+        """Returns the bytes of as many rows as there may be, with state and index."""
+        assert isinstance(optimizer, RowOptimizer)
+        return sum(
+            (stride_of(optimizer, tensor.shape[1]) + INDEX_NBYTES)
+            * self.rows_max(number, tensor, part)
+            for part in parts
+            for number, tensor in enumerate(layout.tensors)
+        )
+
+    def _require(self, tensors: Sequence[TensorSpec], num_shards: int) -> None:
+        if not 1 <= num_shards * self.parts <= BUCKETS or not 1 <= self.parts <= PARTS_MAX:
+            raise ConfigError(
+                f"{self.parts} row slices on each of {num_shards} shards, must be 1..{PARTS_MAX} "
+                f"on a shard and at most {BUCKETS} in all"
+            )
+        if not 1 <= len(tensors) <= TABLES_MAX or len(tensors) != len(self.tables):
+            raise ConfigError(f"{len(tensors)} tensors for {len(self.tables)} row tables")
+        names = [tensor.name for tensor in tensors]
+        for tensor, table in zip(tensors, self.tables, strict=True):
+            if names.count(tensor.name) > 1 or not tensor.name.isprintable() or not tensor.name:
+                raise ConfigError(f"row table {tensor.name!a} needs a printable name of its own")
+            _require_table(tensor, table)
+
+
+def stride_of(optimizer: RowOptimizer, dim: int) -> int:
+    """Returns the bytes of one row in a slab: its header, weights and state, in whole words."""
+    return -(-(HEADER_NBYTES + FLOAT_NBYTES * optimizer.width(dim)) // 8) * 8
+
+
+def _table_of(entry: object) -> RowTable:
+    if not isinstance(entry, dict):
+        raise ConfigError("a row table is declared by an object")
+    known = {field.name: field for field in fields(RowTable)}
+    for key, value in entry.items():
+        if key not in known:
+            raise ConfigError(f"a row table has no argument {str(key)[:40]!r}")
+        wanted = type(known[key].default)
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ConfigError(f"{key} of a row table must be of type {wanted.__name__}")
+    return RowTable(**entry)
+
+
+def _require_table(tensor: TensorSpec, table: RowTable) -> None:
+    """Refuses a shape or an argument that no shard can serve."""
+    what = f"row table {tensor.name!r}"
+    if (
+        len(tensor.shape) != DIMENSIONS
+        or tensor.shape[0] < 0
+        or not 1 <= tensor.shape[1] <= DIM_MAX
+    ):
+        raise ConfigError(f"{what} has shape {list(tensor.shape)}, must be (rows, 1..{DIM_MAX})")
+    if tensor.dtype != "float32" or tensor.compress:
+        raise ConfigError(f"{what} must be float32 and not compressed")
+    if not -(1 << 63) <= table.seed < 1 << 64:
+        raise ConfigError(f"seed of {what} is {table.seed}, must have 64 bits")
+    if not 0 <= table.max_rows < ROWS_MAX or not tensor.shape[0] < ROWS_MAX:
+        raise ConfigError(f"{what} has {max(table.max_rows, tensor.shape[0])} rows, too many")
+    if not 0.0 <= table.max_norm < math.inf:
+        raise ConfigError(f"max_norm of {what} is {table.max_norm}, must be 0 or more")
+    parse_init(table.init)

@@ -1,0 +1,251 @@
+"""Numba loops of row slices: an index by open addressing, rows in and out, and sums of pushes.
+
+A slab is an array of places of one length; a place holds a header and a row (pscore/rows). The
+index maps ids to places: a power of two of positions with linear probing, at most half of them in
+use. An id's position is that of the low bits of its hash, whose top bits are its bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba.np.numpy_support import carray
+
+from pscore.memory.kernels import floats_at, kernel
+from pscore.rows.hashing import IdArray, mix
+from pscore.rows.init import Init, fill
+from pscore.rows.optimizers import FLAGS_WORD, FRESH, HEADER_WORDS, USED, VERSION_WORD
+from pscore.types import FloatArray, IntArray
+
+WordArray = npt.NDArray[np.uint32]
+PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
+NO_PLACE = -1
+
+
+@kernel
+def find(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray, out: IntArray) -> int:
+    """Writes the place of each id, or -1; returns how many have none."""
+    last = np.uint64(len(keys) - 1)
+    absent = 0
+    for i in range(len(ids)):
+        at = mix(ids[i] ^ salt) & last
+        while places[at] != 0 and keys[at] != ids[i]:
+            at = (at + np.uint64(1)) & last
+        out[i] = places[at] - 1
+        absent += places[at] == 0
+    return absent
+
+
+@kernel
+def put(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray, new: IntArray) -> None:
+    """Maps ids that have no place to places."""
+    last = np.uint64(len(keys) - 1)
+    for i in range(len(ids)):
+        at = mix(ids[i] ^ salt) & last
+        while places[at] != 0:
+            at = (at + np.uint64(1)) & last
+        keys[at] = ids[i]
+        places[at] = new[i] + 1
+
+
+@kernel
+def remove(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray) -> None:
+    """Removes ids that have places; those behind each move forward, so no gap parts a chain."""
+    last = np.uint64(len(keys) - 1)
+    one = np.uint64(1)
+    for i in range(len(ids)):
+        hole = mix(ids[i] ^ salt) & last
+        while keys[hole] != ids[i] or places[hole] == 0:
+            hole = (hole + one) & last
+        at = (hole + one) & last
+        while places[at] != 0:
+            home = mix(keys[at] ^ salt) & last
+            if ((at - home) & last) >= ((at - hole) & last):
+                keys[hole], places[hole] = keys[at], places[at]
+                hole = at
+            at = (at + one) & last
+        places[hole] = 0
+
+
+@kernel
+def probe_max(keys: IdArray, places: PlaceArray, salt: np.uint64) -> int:
+    """Returns the longest way from an id's own position to its place in the index."""
+    last = np.uint64(len(keys) - 1)
+    longest = np.int64(0)
+    for at in range(len(keys)):
+        if places[at] != 0:
+            home = mix(keys[at] ^ salt) & last
+            steps = np.int64((np.uint64(at) - home) & last) + 1
+            if steps > longest:
+                longest = steps
+    return longest  # type: ignore[return-value]  # An int64.
+
+
+@kernel
+def gather(
+    floats: FloatArray,
+    stride: int,
+    dim: int,
+    width: int,
+    places: IntArray,
+    ids: IdArray,
+    init: Init,
+    out: FloatArray,
+) -> None:
+    """Copies `width` numbers of each place; where there is none, the first values of the id."""
+    for i in range(len(places)):
+        if places[i] < 0:
+            fill(out, i * width, dim, ids[i], init)
+            for j in range(dim, width):
+                out[i * width + j] = np.float32(0.0)
+        else:
+            base = places[i] * stride + HEADER_WORDS
+            for j in range(width):
+                out[i * width + j] = floats[base + j]
+
+
+@kernel
+def versions_of(words: WordArray, stride: int, places: IntArray, out: IntArray) -> None:
+    """Writes the version of each place, of an update; -1 where there is none."""
+    for i in range(len(places)):
+        out[i] = -1 if places[i] < 0 else words[places[i] * stride + VERSION_WORD]
+
+
+@kernel
+def occupy(longs: IdArray, words: WordArray, stride: int, places: IntArray, ids: IdArray) -> None:
+    """Gives places to ids; their rows are not written yet."""
+    for i in range(len(places)):
+        longs[places[i] * stride // 2] = ids[i]
+        words[places[i] * stride + VERSION_WORD] = np.uint32(0)
+        words[places[i] * stride + FLAGS_WORD] = USED
+
+
+@kernel
+def vacate(words: WordArray, stride: int, places: IntArray) -> None:
+    """Marks places as free."""
+    for i in range(len(places)):
+        words[places[i] * stride + FLAGS_WORD] = np.uint32(0)
+
+
+@kernel
+def load(
+    floats: FloatArray,
+    words: WordArray,
+    stride: int,
+    places: IntArray,
+    values: FloatArray,
+    width: int,
+    version: np.uint32,
+    flags: np.uint32,
+) -> None:
+    """Sets the first `width` numbers of places, and their version and flags."""
+    for i in range(len(places)):
+        base = places[i] * stride + HEADER_WORDS
+        for j in range(width):
+            floats[base + j] = values[i * width + j]
+        words[base - HEADER_WORDS + VERSION_WORD] = version
+        words[base - HEADER_WORDS + FLAGS_WORD] = flags
+
+
+@kernel
+def is_fresh(words: WordArray, stride: int, places: IntArray, out: npt.NDArray[np.uint8]) -> None:
+    """Adds 2 to `out` for each place that has weights, and no state yet."""
+    for i in range(len(places)):
+        if words[places[i] * stride + FLAGS_WORD] & FRESH:
+            out[i] = 2
+
+
+@kernel
+def save(words: WordArray, stride: int, places: IntArray, out: WordArray) -> None:
+    """Copies whole places, one behind the other."""
+    for i in range(len(places)):
+        base = places[i] * stride
+        for j in range(stride):
+            out[i * stride + j] = words[base + j]
+
+
+@kernel
+def bring_back(words: WordArray, stride: int, places: IntArray, saved: WordArray) -> None:
+    """Copies whole places back that `save` has copied."""
+    for i in range(len(places)):
+        base = places[i] * stride
+        for j in range(stride):
+            words[base + j] = saved[i * stride + j]
+
+
+@kernel
+def scan(
+    longs: IdArray, words: WordArray, stride: int, high: int, ids: IdArray, out: IntArray
+) -> int:
+    """Writes id and place of each place in use below `high`; returns their number."""
+    count = 0
+    for place in range(high):
+        if words[place * stride + FLAGS_WORD] & USED:
+            ids[count] = longs[place * stride // 2]
+            out[count] = place
+            count += 1
+    return count
+
+
+@kernel
+def merge(ids: IdArray, starts: IntArray, union: IdArray, at: IntArray) -> int:
+    """Merges ascending lists of ids.
+
+    Args:
+        ids: `(n,) uint64`, the lists one behind the other.
+        starts: `(k + 1,) int64`, where each begins, and their end.
+        union: `(n,) uint64`, receives each id once, in order.
+        at: `(n,) int64`, receives the position of each of `ids` in `union`.
+
+    Returns:
+        The number of different ids.
+    """
+    heads = starts[:-1].copy()
+    count = 0
+    while True:
+        is_found = False
+        least = np.uint64(0)
+        for k in range(len(heads)):
+            if heads[k] < starts[k + 1] and (not is_found or ids[heads[k]] < least):
+                is_found, least = True, ids[heads[k]]
+        if not is_found:
+            return count
+        for k in range(len(heads)):
+            if heads[k] < starts[k + 1] and ids[heads[k]] == least:
+                at[heads[k]] = count
+                heads[k] += 1
+        union[count] = least
+        count += 1
+
+
+@kernel
+def add_up(
+    addresses: IntArray, starts: IntArray, at: IntArray, scales: FloatArray, dim: int, out: Any
+) -> None:
+    """Adds rows of pushes, in the order of the pushes, each times its scale.
+
+    Args:
+        addresses: `(k,) int64`, of the values of each push.
+        starts: As in `merge`.
+        at: Likewise.
+        scales: `(k,) float32`.
+        dim: Elements of a row.
+        out: `(num_ids * dim,) float32`.
+    """
+    is_begun = np.zeros(len(out) // dim, np.bool_)
+    for k in range(len(addresses)):
+        num = starts[k + 1] - starts[k]
+        values = carray(floats_at(addresses[k]), num * dim)
+        scale = scales[k]
+        for i in range(num):
+            row = at[starts[k] + i]
+            base = row * dim
+            if is_begun[row]:
+                for j in range(dim):
+                    out[base + j] += values[i * dim + j] * scale
+            else:
+                is_begun[row] = True
+                for j in range(dim):
+                    out[base + j] = values[i * dim + j] * scale

@@ -1,0 +1,276 @@
+"""The rows of one row table in one slice: places in a slab, and the index that finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pscore.rows.hashing import IdArray
+from pscore.rows.init import make_init
+from pscore.rows.optimizers import FRESH, KNOWN, NEW, USED, RowOptimizer, RowStep
+from pscore.rows.spec import FLOAT_NBYTES, RowTable, stride_of
+from pscore.types import FloatArray, HyperArray, IntArray
+from psserver.rows import kernels
+from psserver.rows.mapped import Mapped
+
+INDEX_MIN = 1 << 10
+HIGH = 0  # Word of the slab's file: no place from this one on was ever used.
+NO_PLACES: IntArray = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The places of a step's rows.
+
+    Attributes:
+        ids: `(n,) uint64`, ascending.
+        places: `(n,) int64`.
+        is_new: `(n,) bool`.
+        removed: Places of the rows that are given up.
+    """
+
+    ids: IdArray
+    places: IntArray
+    is_new: np.ndarray
+    removed: IntArray
+
+    @property
+    def before(self) -> IntArray:
+        """The places whose rows the step changes or gives up."""
+        return np.concatenate([self.places[~self.is_new], self.removed])
+
+
+class Slab:
+    """Rows with their state, each at a place of its own."""
+
+    def __init__(
+        self, dim: int, rows_max: int, optimizer: RowOptimizer, table: RowTable, memory: Mapped
+    ) -> None:
+        """Starts with the rows in `memory`.
+
+        Args:
+            dim: Elements of a row.
+            rows_max: Most rows.
+            optimizer: The shard's optimizer.
+            table: The declaration.
+            memory: `rows_max` places.
+        """
+        self.dim, self.rows_max, self._optimizer = dim, rows_max, optimizer
+        self.width = optimizer.width(dim)
+        self.stride = stride_of(optimizer, dim) // FLOAT_NBYTES
+        self.init = make_init(table.init, table.seed, table.max_norm)
+        self.memory = memory
+        self.floats: FloatArray = memory.data.view(np.float32)
+        self.words = memory.data.view(np.uint32)
+        self._longs: IdArray = memory.data.view(np.uint64)
+        self._keys: IdArray = np.zeros(INDEX_MIN, np.uint64)
+        self._places = np.zeros(INDEX_MIN, np.int32)
+        self._free: IntArray = NO_PLACES
+        self.count = 0
+        self.rebuild()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the places that were used, and of the index."""
+        high = int(self.memory.words[HIGH])
+        return 4 * self.stride * high + self._keys.nbytes + self._places.nbytes
+
+    def rebuild(self) -> None:
+        """Makes the index of the headers in the slab."""
+        ids, places = self._scan()
+        self.count = len(ids)
+        is_used = np.zeros(int(self.memory.words[HIGH]), np.bool_)
+        is_used[places] = True
+        self._free = np.flatnonzero(~is_used)[::-1]
+        self._index(ids, places, self.count)
+
+    def reserve(self, count: int) -> None:
+        """Makes sure that there is space for `count` rows.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        highest = min(max(count, int(self.memory.words[HIGH])), self.rows_max)
+        self.memory.reserve(4 * self.stride * highest)
+
+    def find(self, ids: IdArray) -> IntArray:
+        """Returns the place of each id, `(n,) int64`, or -1; may be called from any thread."""
+        out = np.empty(len(ids), np.int64)
+        keys, places = self._keys, self._places
+        kernels.find(keys, places, self.init.mask, ids, out)
+        return out
+
+    def plan(self, ids: IdArray, removed: IntArray = NO_PLACES) -> Places:
+        """Returns places for ids; nothing is changed yet.
+
+        Args:
+            ids: `(n,) uint64`, ascending.
+            removed: Places of rows that are given up before; none is of one of `ids`.
+        """
+        places = self.find(ids)
+        is_new = places < 0
+        wanted = int(is_new.sum())
+        if wanted:
+            free = np.concatenate([self._free, removed[::-1]])
+            reused = free[len(free) - min(wanted, len(free)) :][::-1]
+            high = int(self.memory.words[HIGH])
+            fresh = np.arange(high, high + wanted - len(reused))
+            places[is_new] = np.concatenate([reused, fresh])
+        return Places(ids=ids, places=places, is_new=is_new, removed=removed)
+
+    def begin(self, plan: Places) -> None:
+        """Makes the places of a plan those of its ids; their rows are not written yet."""
+        if len(plan.removed):
+            gone = self.ids_at(plan.removed)
+            kernels.remove(self._keys, self._places, self.init.mask, gone)
+            kernels.vacate(self.words, self.stride, plan.removed)
+            self._free = np.concatenate([self._free, plan.removed[::-1]])
+        new, ids = plan.places[plan.is_new], plan.ids[plan.is_new]
+        self.count += len(new) - len(plan.removed)
+        if not len(new):
+            return
+        high = int(self.memory.words[HIGH])
+        reused = int((new < high).sum())
+        self._free = self._free[: len(self._free) - reused]
+        highest = max(high, int(new.max()) + 1)
+        self.memory.reserve(4 * self.stride * highest)
+        self.memory.words[HIGH] = highest
+        kernels.occupy(self._longs, self.words, self.stride, new, ids)
+        if 2 * self.count > len(self._keys):
+            self._grow()
+        else:
+            kernels.put(self._keys, self._places, self.init.mask, ids, new)
+
+    def step(
+        self, plan: Places, grads: FloatArray, scale: float, version: int, t: int, hyper: HyperArray
+    ) -> None:
+        """Makes a step of the optimizer on the rows of a plan that has begun.
+
+        Args:
+            plan: Ids and places.
+            grads: `(n * dim,) float32`, sums of gradients.
+            scale: Factor on them.
+            version: Version of the rows after it.
+            t: Steps of the table with this one.
+            hyper: `(num_hyper,) float64`.
+        """
+        begins = np.where(plan.is_new, np.uint8(NEW), np.uint8(KNOWN))
+        kernels.is_fresh(self.words, self.stride, plan.places, begins)
+        step = RowStep(
+            floats=self.floats,
+            words=self.words,
+            stride=self.stride,
+            dim=self.dim,
+            width=self.width,
+            places=plan.places,
+            begins=begins,
+            ids=plan.ids,
+            grads=grads,
+            scale=np.float32(scale),
+            version=np.uint32(version),
+            init=self.init,
+            first_state=np.float32(self._optimizer.first_state(hyper)),
+        )
+        self._optimizer.step(step, t, hyper)
+
+    def load(self, plan: Places, values: FloatArray, width: int, version: int) -> None:
+        """Sets the rows of a plan that has begun: weights, or weights and state.
+
+        Args:
+            plan: Ids and places.
+            values: `(n * width,) float32`.
+            width: Numbers of a row: `dim` or `self.width`.
+            version: Version of the rows.
+        """
+        flags = USED if width == self.width else USED | FRESH
+        kernels.load(
+            self.floats,
+            self.words,
+            self.stride,
+            plan.places,
+            values,
+            width,
+            np.uint32(version),
+            np.uint32(flags),
+        )
+
+    def read(self, ids: IdArray, places: IntArray, width: int, out: FloatArray) -> None:
+        """Writes rows, `(n * width,) float32`; those without a place are as they begin."""
+        kernels.gather(self.floats, self.stride, self.dim, width, places, ids, self.init, out)
+
+    def versions(self, places: IntArray) -> IntArray:
+        """Returns the version of each place, -1 where there is none."""
+        out = np.empty(len(places), np.int64)
+        kernels.versions_of(self.words, self.stride, places, out)
+        return out
+
+    def ids_at(self, places: IntArray) -> IdArray:
+        """Returns the id at each place."""
+        return self._longs[places * self.stride // 2]
+
+    def rows(self) -> tuple[IdArray, IntArray]:
+        """Returns the ids of all rows, ascending, and their places."""
+        ids, places = self._scan()
+        order = np.argsort(ids)
+        return ids[order], places[order]
+
+    def check_invariants(self) -> None:
+        """Asserts that index and slab are one to one, for tests and the simulator."""
+        ids, places = self.rows()
+        np.testing.assert_array_equal(self.find(ids), places)
+        assert len(ids) == self.count == int((self._places != 0).sum())
+        assert len(np.unique(ids)) == len(ids)
+        assert self.count <= self.rows_max
+        taken = np.concatenate([places, self._free])
+        assert sorted(taken.tolist()) == list(range(int(self.memory.words[HIGH])))
+
+    @property
+    def probe_max(self) -> int:
+        """The longest way to a row in the index, in positions."""
+        return int(kernels.probe_max(self._keys, self._places, self.init.mask))
+
+    def _scan(self) -> tuple[IdArray, IntArray]:
+        """Returns the ids of all rows and their places, in the order of the places."""
+        high = int(self.memory.words[HIGH])
+        ids, places = np.empty(high, np.uint64), np.empty(high, np.int64)
+        found = kernels.scan(self._longs, self.words, self.stride, high, ids, places)
+        return ids[:found], places[:found]
+
+    def _grow(self) -> None:
+        ids, places = self._scan()
+        self._index(ids, places, 2 * self.count)
+
+    def _index(self, ids: IdArray, places: IntArray, count: int) -> None:
+        size = INDEX_MIN
+        while size < 2 * count:
+            size *= 2
+        keys, taken = np.zeros(size, np.uint64), np.zeros(size, np.int32)
+        kernels.put(keys, taken, self.init.mask, ids, places)
+        self._keys, self._places = keys, taken
+
+
+def sum_up(
+    pushes: Sequence[tuple[IdArray, FloatArray, float]], dim: int
+) -> tuple[IdArray, FloatArray]:
+    """Returns the ids that pushes name, ascending, and the weighted sum of the rows of each.
+
+    Args:
+        pushes: Ids, `(n * dim,) float32` and weight of each push, in the order of the ranks.
+        dim: Elements of a row.
+    """
+    pushes = [push for push in pushes if len(push[0])]
+    if not pushes:
+        return np.empty(0, np.uint64), np.empty(0, np.float32)
+    if len(pushes) == 1 and pushes[0][2] == 1.0:
+        return pushes[0][0], pushes[0][1]
+    ids = np.concatenate([each for each, _, _ in pushes])
+    starts = np.cumsum([0, *(len(each) for each, _, _ in pushes)])
+    union, at = np.empty(len(ids), np.uint64), np.empty(len(ids), np.int64)
+    count = kernels.merge(ids, starts, union, at)
+    out = np.empty(count * dim, np.float32)
+    addresses = np.array([values.ctypes.data for _, values, _ in pushes], np.int64)
+    scales = np.array([weight for _, _, weight in pushes], np.float32)
+    kernels.add_up(addresses, starts, at, scales, dim, out)
+    return union[:count], out

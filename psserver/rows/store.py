@@ -1,0 +1,418 @@
+"""The numbers of one row slice, and how a clock's orders change them. No decisions, no I/O.
+
+A slice has one slab for each row table. A step keeps the payloads of its pushes until it closes;
+then each table's pushes are merged in the order of the ranks, and one step of the optimizer changes
+the rows that any of them names. A slab is written in place, between the copy of the rows as they
+were (undo.py) and the journal's record of the step. Pulls run between two orders, so all rows of an
+answer are of one version; they change nothing, and rows that were never updated take no memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import DecodeError, LimitError, TableFullError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.rows.hashing import IdArray
+from pscore.rows.optimizers import RowOptimizer
+from pscore.rows.payload import (
+    ALL,
+    Owned,
+    RowRequest,
+    RowsOfTable,
+    decode_push,
+    encode_changed,
+    fits,
+    split_push,
+)
+from pscore.rules.base import Rule
+from pscore.types import ByteArray, FloatArray, IntArray, Push, Role
+from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
+from psserver.rows.cells import RowJournal
+from psserver.rows.slab import Places, Slab, sum_up
+from psserver.rows.undo import Undo
+from psserver.slices.base import (
+    NO_CLOCKS,
+    NO_OBSERVER,
+    Asked,
+    Observer,
+    Payload,
+    Reading,
+    WeightedGrad,
+)
+from psserver.slices.journaled_progress import JournaledProgress
+
+RAW = NoCompression()
+BUFFERS_KEPT = 4
+CLAIMS_KEPT = 4  # Steps of a worker whose rows may not be in the slabs yet.
+IN_SLABS = 1  # In a record: the arrays are not in the arena.
+
+
+class RowStore:
+    """The rows of one slice.
+
+    Attributes:
+        numel: Numbers of as many rows as there may be.
+        slabs: The rows of each row table.
+        counts: `(num_tables,) int64`, steps of each table.
+        progress: The pushes counted, as the journal has them; None: there is no journal.
+    """
+
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        slabs: Sequence[Slab],
+        groups: Sequence[int],
+        rule: Rule,
+        optimizer: RowOptimizer,
+        journal: RowJournal | None = None,
+        undo: Undo | None = None,
+        stamps: Sequence[IntArray] = (),
+        observer: Observer = NO_OBSERVER,
+    ) -> None:
+        """Starts with the rows in the slabs, as of the journal's last record.
+
+        Args:
+            owned: The ids that the slice owns, of each row table.
+            slabs: The rows of each.
+            groups: The parameter group of each.
+            rule: The table's mode.
+            optimizer: The shard's optimizer.
+            journal: Where every change is recorded.
+            undo: The rows before a step; with a journal only.
+            stamps: Words where the version is published beside the journal.
+            observer: Sees steps and publications, for a timeline.
+        """
+        self.slabs, self.counts = list(slabs), np.zeros(len(slabs), np.int64)
+        self.numel = sum(slab.rows_max * slab.width for slab in slabs)
+        self._owned, self._groups, self._rule = list(owned), list(groups), rule
+        self._dims = [slab.dim for slab in slabs]
+        self._widths = [slab.width for slab in slabs]
+        self._num_state = len(optimizer.state_names)
+        self._journal, self._undo, self._stamps = journal, undo, stamps
+        self._observer = observer
+        self.progress = None if journal is None else JournaledProgress(journal)
+        self._open: dict[int, list[WeightedGrad]] = {}  # Pushes that are in no update, by step.
+        # The ids of pushes that may be on their way, by rank and step; also read by `check`.
+        self._claims: dict[tuple[int, int], list[IdArray]] = {}
+        self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
+        if journal is not None and not journal.is_new:
+            self._recover(journal)
+
+    @property
+    def journal(self) -> RowJournal | None:
+        """The journal that every change is written to; None: nothing outlives the process."""
+        return self._journal
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows, indices and payloads."""
+        held = 0 if self._journal is None else self._journal.nbytes
+        return held + sum(slab.nbytes for slab in self.slabs)
+
+    # ----- orders
+
+    def check(self, payload: Payload, push: Push) -> None:
+        """Refuses a payload that cannot be of this slice, before anything is counted.
+
+        Raises:
+            DecodeError: It has another length, an id is not in order, range or slice, a number is
+                not finite, or it is compressed.
+            TableFullError: There is no room for its new rows.
+            LimitError: There is none on the disk.
+        """
+        if not payload.compressor.is_raw or payload.is_borrowed:
+            raise DecodeError("rows are neither compressed nor shared")
+        found = decode_push(payload.data, self._owned, self._widths_of(payload, push.role))
+        for number, rows in enumerate(found):
+            self._require_room(number, rows)
+        if push.role not in (Role.WEIGHTS, Role.STATE):
+            for worker, step in list(self._claims):
+                if worker == push.worker and step <= push.step - CLAIMS_KEPT:
+                    self._claims.pop((worker, step), None)
+            self._claims[push.worker, push.step] = [rows.ids.copy() for rows in found]
+
+    def load(self, action: Load, payload: Payload) -> None:
+        """Sets the rows in a payload, and with `Role.STATE` their state if it is there."""
+        widths = self._widths_of(payload, action.role)
+        found = split_push(payload.data, widths)
+        plans = [(slab, slab.plan(rows.ids)) for slab, rows in zip(self.slabs, found, strict=True)]
+        if payload.counts:
+            self.counts[:] = payload.counts
+        self._begin(plans)
+        for (slab, plan), rows, width in zip(plans, found, widths, strict=True):
+            slab.load(plan, rows.values, width, action.version)
+        self._publish(action.version)
+
+    def hold(self, action: Hold, payload: Payload) -> Payload:
+        """Returns a payload that stays valid when the push has been acknowledged."""
+        kept = self._keep(payload)
+        if self._journal is not None and self.progress is not None and kept.cell is not None:
+            self.progress.add(action.push)
+            nbytes = payload.data.nbytes
+            self._journal.hold(action.push, kept.cell, nbytes, is_compressed=False)
+            self._journal.commit()
+        return kept
+
+    def add(self, action: Add, payload: Payload) -> None:
+        """Keeps a push until its step closes."""
+        kept = payload if payload.cell is not None else self._keep(payload)
+        self._open.setdefault(action.open_step, []).append((action, kept))
+        self._count(action)
+        if self._journal is not None and kept.cell is not None:
+            nbytes = payload.data.nbytes
+            self._journal.add(action.open_step, action.push, action.weight, kept.cell, nbytes)
+            self._journal.commit()
+
+    def update(self, action: Update) -> None:
+        """Makes one optimizer step with the pushes of an open step."""
+        self._step(self._open.pop(action.open_step, []), action)
+
+    def add_and_update(self, grads: Sequence[WeightedGrad], update: Update) -> None:
+        """Makes the last additions of an update and its optimizer step: they are not kept."""
+        for action, _ in grads:
+            self._count(action)
+        self._step([*self._open.pop(update.open_step, []), *grads], update)
+
+    def skip(self, action: Skip) -> None:
+        """Gives the rows another version."""
+        self._publish(action.version)
+
+    def note_late(self, action: Acknowledge) -> None:
+        """Records in the journal a push that is counted without being added."""
+        if self._journal is not None and self.progress is not None and action.push is not None:
+            self.progress.add_late(action.push)
+            self._journal.commit()
+
+    def seal(self) -> None:
+        """Does nothing: rows are too many to be hashed in a pause of the training."""
+
+    def journal_again(self) -> None:
+        """Does nothing: a journal that had ended has not seen the steps since."""
+
+    def change(self, rule: Rule, epoch: int, clocks: Mapping[int, int]) -> None:
+        """Continues under another rule."""
+        self._rule = rule
+        if self._journal is not None and self.progress is not None:
+            self.progress.begin(epoch, clocks)
+            self._journal.commit()
+
+    # ----- reading
+
+    def answer(self, answer: Answer, asked: Asked, reply: data_pb2.PullReply) -> Reading:
+        """Returns the rows that a pull asks for, in its order."""
+        assert isinstance(asked.wanted, RowRequest)
+        self._note_answer(answer)
+        widths = self._widths if answer.with_state else self._dims
+        if answer.with_state:
+            reply.counts.extend(self.counts.tolist())
+        wanted, arrays = asked.wanted, []
+        ids = list(wanted.ids)
+        places = [slab.find(each) for slab, each in zip(self.slabs, ids, strict=True)]
+        if wanted.since != ALL:
+            changed = [
+                slab.versions(found) > wanted.since
+                for slab, found in zip(self.slabs, places, strict=True)
+            ]
+            arrays.append(encode_changed(np.concatenate(changed)))
+            ids = [each[chosen] for each, chosen in zip(ids, changed, strict=True)]
+            places = [found[chosen] for found, chosen in zip(places, changed, strict=True)]
+        nbytes = 4 * sum(len(each) * width for each, width in zip(ids, widths, strict=True))
+        buffer = self._take_buffer(nbytes)
+        out: FloatArray = buffer[:nbytes].view(np.float32)
+        begin = 0
+        for slab, each, found, width in zip(self.slabs, ids, places, widths, strict=True):
+            stop = begin + len(each) * width
+            slab.read(each, found, width, out[begin:stop])
+            begin = stop
+        nbytes += sum(array.nbytes for array in arrays)
+        return Reading(
+            arrays=[*arrays, out.view(np.uint8)],
+            release=partial(self._buffers.append, buffer),
+            nbytes=nbytes,
+            raw_nbytes=nbytes,
+        )
+
+    # ----- checkpoints
+
+    def export(self) -> dict[str, np.ndarray]:
+        """Returns copies of all that outlives the process, by name; no open steps."""
+        arrays: dict[str, np.ndarray] = {"counts": self.counts.copy()}
+        for number, slab in enumerate(self.slabs):
+            ids, places = slab.rows()
+            values = np.empty(len(ids) * slab.width, np.float32)
+            slab.read(ids, places, slab.width, values)
+            arrays[f"ids.{number}"] = ids
+            arrays[f"rows.{number}"] = values
+            arrays[f"versions.{number}"] = slab.versions(places)
+        return arrays
+
+    def restore(
+        self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NO_CLOCKS
+    ) -> None:
+        """Sets all that `export` returned, before anything else happens to the slice."""
+        self.counts[:] = arrays["counts"]
+        plans = []
+        for number, slab in enumerate(self.slabs):
+            ids = arrays[f"ids.{number}"]
+            if len(ids) > slab.rows_max:
+                raise self._full(number, len(ids))
+            plans.append((slab, slab.plan(ids)))
+        self._begin(plans)
+        for number, (slab, plan) in enumerate(plans):
+            slab.load(plan, arrays[f"rows.{number}"], slab.width, version)
+        if self.progress is not None:
+            for rank, clock in clocks.items():
+                self.progress.advance(rank, clock)
+        self._publish(version)
+
+    def check_invariants(self) -> None:
+        """Asserts that indices and slabs are one to one, for tests and the simulator."""
+        for slab in self.slabs:
+            slab.check_invariants()
+
+    # ----- inside
+
+    def _widths_of(self, payload: Payload, role: Role) -> list[int]:
+        """Returns the numbers of a row in a payload: with its state only in a state's."""
+        has_state = role is Role.STATE and not fits(payload.data, self._dims)
+        return self._widths if has_state else self._dims
+
+    def _require_room(self, number: int, rows: RowsOfTable) -> None:
+        """Refuses the rows of a push for which there is no room beside those on their way.
+
+        Raises:
+            TableFullError: The table is full.
+            LimitError: The disk is full.
+        """
+        slab, claimed = self.slabs[number], [ids[number] for ids in list(self._claims.values())]
+        wanted = slab.count + sum(map(len, claimed)) + len(rows.ids)
+        if wanted > slab.rows_max:
+            ids = np.unique(np.concatenate([*claimed, rows.ids]))
+            wanted = slab.count + int((slab.find(ids) < 0).sum())
+        if wanted > slab.rows_max:
+            raise self._full(number, wanted)
+        try:
+            slab.reserve(wanted)
+        except OSError as problem:
+            name = self._owned[number].name
+            raise LimitError(f"no room for rows of {name!r}: {problem}") from None
+
+    def _full(self, number: int, wanted: int) -> TableFullError:
+        return TableFullError(
+            f"row table {self._owned[number].name!r} would have {wanted} rows in a slice that has "
+            f"room for {self.slabs[number].rows_max}; declare it with more max_rows"
+        )
+
+    def _keep(self, payload: Payload) -> Payload:
+        """Returns a copy of a payload, in the arena if there is one."""
+        nbytes = payload.data.nbytes
+        if self._journal is None:
+            return replace(payload, data=payload.data.copy())
+        cell = self._journal.take_for(nbytes)
+        np.copyto(cell.data[:nbytes], payload.data)
+        return replace(payload, data=cell.data[:nbytes], cell=cell)
+
+    def _count(self, action: Add) -> None:
+        """Counts a push in the journal, if there is one; the caller commits."""
+        if self._journal is not None and self.progress is not None:
+            self.progress.add(action.push)
+            self._journal.drop(action.push)
+
+    def _step(self, grads: Sequence[WeightedGrad], update: Update) -> None:
+        with self._observer.stepping(update):
+            found = [split_push(payload.data, self._dims) for _, payload in grads]
+            weights = [action.weight for action, _ in grads]
+            active = [number for number in range(len(self.slabs)) if update.present >> number & 1]
+            plans: list[tuple[Slab, Places]] = []
+            sums: list[FloatArray] = []
+            for number, slab in enumerate(self.slabs):
+                pushes = [
+                    (rows[number].ids, rows[number].values, weight)
+                    for rows, weight in zip(found, weights, strict=True)
+                ]
+                ids, values = sum_up(pushes if number in active else [], slab.dim)
+                plans.append((slab, slab.plan(ids)))
+                sums.append(values)
+            self._begin(plans)
+            for number in active:
+                self.counts[number] += 1
+                slab, plan = plans[number]
+                hyper = update.hyper[self._groups[number]]
+                t = int(self.counts[number])
+                slab.step(plan, sums[number], update.scale, update.version, t, hyper)
+            if self._journal is not None:
+                self._journal.remove(update.open_step)
+            self._publish(update.version)
+        for action, payload in grads:
+            self._claims.pop((action.push.worker, action.push.step), None)
+            if self._journal is not None and payload.cell is not None:
+                self._journal.give(payload.cell)
+
+    def _begin(self, plans: Sequence[tuple[Slab, Places]]) -> None:
+        """Keeps the rows that a step changes, and makes room for the new ones."""
+        if self._journal is not None and self._undo is not None and self._journal.is_on:
+            try:
+                self._undo.save(plans, self._journal.number)
+            except OSError as problem:
+                self._journal.give_up(problem)
+        for slab, plan in plans:
+            slab.begin(plan)
+
+    def _publish(self, version: int) -> None:
+        """Makes the rows as they are those of a version, in the journal too."""
+        with self._observer.publishing(version):
+            for words in self._stamps:
+                words[0] = version
+            if self._journal is not None:
+                record = self._journal.record
+                record.version, record.weights = version, IN_SLABS
+                record.state[:] = [IN_SLABS] * self._num_state
+                record.counts[:] = self.counts.tolist()
+                self._journal.commit()
+            if self._undo is not None:
+                self._undo.end()
+
+    def _note_answer(self, answer: Answer) -> None:
+        """Records where a worker begins, in an asynchronous mode."""
+        if answer.is_look or self._rule.by_step or self.progress is None:
+            return
+        if self._journal is not None and self.progress.advance(answer.worker, answer.clock):
+            self._journal.commit()
+
+    def _take_buffer(self, nbytes: int) -> ByteArray:
+        """Returns memory for an answer: one that has been sent, if it is of about that size."""
+        for _ in range(len(self._buffers)):
+            buffer = self._buffers.popleft()
+            if nbytes <= buffer.nbytes <= 2 * nbytes:
+                return buffer
+            self._buffers.append(buffer)
+        return np.empty(nbytes, np.uint8)
+
+    def _recover(self, journal: RowJournal) -> None:
+        """Restores the slice from the journal of a killed process."""
+        if self._undo is not None:
+            self._undo.roll_back(self.slabs, journal.number)
+        record = journal.record
+        if record.version >= 0:
+            self.counts[:] = list(record.counts)
+        for words in self._stamps:
+            words[0] = record.version
+        for step in record.open_steps:
+            for entry in step.added:
+                cell = journal.pool.at(entry.place)
+                add = Add(
+                    token=None,
+                    open_step=step.key,
+                    push=journal.push_of(entry),
+                    weight=entry.weight,
+                    is_first=False,
+                )
+                payload = Payload(data=cell.data[: entry.nbytes], compressor=RAW, cell=cell)
+                self._open.setdefault(step.key, []).append((add, payload))

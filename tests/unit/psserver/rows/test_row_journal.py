@@ -1,0 +1,126 @@
+"""A row slice killed at any record or write of a step comes back with whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscore.rows.spec import RowTable
+from pscore.rules import ASGD, SSGD
+from pscore.rules.base import Rule
+from psserver.rows.mapped import PAGE
+from psserver.rows.slab import Slab
+from psserver.slices.journal import SliceJournal
+from tests.row_driver import RowShards, row_spec
+
+HYPER = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
+TABLES = (
+    ("a", 0, 2, RowTable(seed=1, init="uniform(1)")),
+    ("b", 40, 3, RowTable(seed=2, init="normal(1)")),
+)
+WORKERS, STEPS = 2, 3
+ALL = [np.arange(60), np.arange(40)]
+
+
+class KilledError(Exception):
+    """The process is gone."""
+
+
+def pushes() -> list[tuple[int, int]]:
+    return [(step, worker) for step in range(STEPS) for worker in reversed(range(WORKERS))]
+
+
+def push(shards: RowShards, step: int, worker: int) -> None:
+    drawn = np.random.default_rng((step, worker))
+    ids = [drawn.choice(60, 15, replace=False), drawn.choice(40, 9, replace=False)]
+    grads = [drawn.standard_normal((15, 2)), drawn.standard_normal((9, 3))]
+    shards.push(worker, step, ids, grads, HYPER, samples=1.0 + worker)
+
+
+def trained(rule: Rule, folder: Path | None) -> RowShards:
+    shards = RowShards(row_spec(*TABLES, optimizer="sparse_adam", rule=rule), WORKERS, folder)
+    shards.begin()
+    return shards
+
+
+class Death:
+    """Kills the process at the n-th call of one of the methods that change a slice."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        for owner, name in ((SliceJournal, "commit"), (Slab, "begin"), (Slab, "step")):
+            monkeypatch.setattr(owner, name, self.dying(getattr(owner, name)))
+
+    def dying(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if self.left == 0:
+                raise KilledError
+            result = method(*args)
+            if self.left is not None:
+                self.left -= 1
+                if self.left == 0:
+                    raise KilledError
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("rule", [SSGD(), ASGD()], ids=str)
+def test_killed_at_any_change(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = trained(rule, None)
+    for step, worker in pushes():
+        push(calm, step, worker)
+    wanted = calm.pull(ALL, with_state=True)
+    death, kills = Death(monkeypatch), 0
+    for at in range(100):
+        death.left = None
+        shards = trained(rule, tmp_path / str(at))
+        death.left = 2 * at + 1
+        pending = pushes()
+        while pending:
+            try:
+                push(shards, *pending[0])
+                pending.pop(0)
+            except KilledError:
+                kills += 1
+                death.left = None
+                shards.kill(0)  # The push is sent again: it may have been counted.
+        for found, rows in zip(shards.pull(ALL, with_state=True), wanted, strict=True):
+            np.testing.assert_array_equal(found, rows)
+        assert shards.version == calm.version
+        assert shards.stores()[0].counts.tolist() == calm.stores()[0].counts.tolist()
+        shards.stores()[0].check_invariants()
+        if death.left is not None:
+            break
+    assert kills == at > 5
+
+
+def test_rows_kept_for_an_undo_count_only_for_the_step_that_has_not_ended(tmp_path: Path) -> None:
+    """The area holds whatever the last steps have left; it may be scribbled over."""
+    shards = trained(SSGD(), tmp_path)
+    for step, worker in pushes():
+        push(shards, step, worker)
+    wanted = shards.pull(ALL, with_state=True)
+    (path,) = tmp_path.glob("*/*/*.undo")
+    with path.open("r+b") as file:
+        file.seek(PAGE)
+        file.write(b"\xab" * 4096)
+    shards.kill(0)
+    for found, rows in zip(shards.pull(ALL, with_state=True), wanted, strict=True):
+        np.testing.assert_array_equal(found, rows)
+
+
+def test_pushes_of_an_open_step_outlive_the_process(tmp_path: Path) -> None:
+    calm, shards = trained(SSGD(), None), trained(SSGD(), tmp_path)
+    for each in (calm, shards):
+        push(each, 0, 1)  # Held: rank 0 comes later.
+    shards.kill(0)
+    for each in (calm, shards):
+        push(each, 0, 0)
+    assert shards.version == 1
+    for found, rows in zip(shards.pull(ALL), calm.pull(ALL), strict=True):
+        np.testing.assert_array_equal(found, rows)
