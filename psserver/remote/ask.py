@@ -32,18 +32,18 @@ RETRY_POLICY = {
 }
 
 
-def _options(**config: object) -> ChannelOptions:
-    """Returns channel options for calls with a method configuration of gRPC."""
-    return (
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], **config}]})),
-    )
-
-
-# For calls that may be made twice. A shard with too many connections closes some, perhaps theirs.
-REPEATED = _options(retryPolicy=RETRY_POLICY)
-PATIENT = _options(retryPolicy=RETRY_POLICY, waitForReady=True)  # They also wait for a shard.
+# Options of a channel for calls that may be made twice. A shard with too many connections closes
+# some, perhaps theirs; then they are made again, and wait for a shard that is not there yet.
+PATIENT: ChannelOptions = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    (
+        "grpc.service_config",
+        json.dumps(
+            {"methodConfig": [{"name": [{}], "retryPolicy": RETRY_POLICY, "waitForReady": True}]}
+        ),
+    ),
+)
 
 Reply = TypeVar("Reply")
 

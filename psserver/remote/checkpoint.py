@@ -112,7 +112,7 @@ def capture(
             f"job {found.job!r} runs its optimizer on the workers (optimizer_on='worker'), so the "
             "shards have no weights to save; let the script save state_dict()",
         )
-    shards = JobShards(addresses, credentials, ask.REPEATED)
+    shards = JobShards(addresses, credentials, ask.PATIENT)
     try:
         checkpoint = Checkpoint(
             job=found.job,

@@ -13,6 +13,7 @@ import ipaddress
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -41,8 +42,9 @@ class Callers:
         """
         self._limit = num_max * 3 // 4
         self._needs_token = needs_token
-        self._known: set[str] = set()  # As gRPC names them.
-        self._seen: dict[Peer, None] = {}  # Of the last look, in order of arrival.
+        self._known: dict[str, Peer] = {}  # By gRPC's name for them.
+        # By inode, in order of arrival: our sockets; None: one of another port, or that listens.
+        self._seen: dict[int, Peer | None] = {}
 
     def note_answered(self, method: str, peer: str) -> None:
         """Notes that a call was answered and not refused.
@@ -55,24 +57,30 @@ class Callers:
         if not peer.startswith(("ipv4:", "ipv6:")):
             return
         is_proof = not method.startswith(HEALTH) if self._needs_token else method in WORKERS_PROOFS
-        if is_proof:
-            self._known.add(peer)
+        if is_proof and peer not in self._known:
+            self._known[peer] = _named(peer)
 
     def make_room(self, port: int) -> int:
-        """Closes connections of strangers to a port if there are too many; returns how many."""
+        """Closes connections of strangers to a port if there are too many; returns how many.
+
+        Only sockets that are new since the last call are looked at, so thousands of strangers that
+        stay cost the event loop little.
+        """
         numbers = [int(name) for name in os.listdir(OWN_DESCRIPTORS)]
         if len(numbers) <= self._limit and len(self._known) <= 2 * self._limit:
             return 0
-        accepted: dict[Peer, int] = {}
-        for number in sorted(numbers):
-            with contextlib.suppress(OSError), _copy_of(number) as copy:
-                if copy.family != socket.AF_UNIX and copy.getsockname()[1] == port:
-                    accepted[_peer(*copy.getpeername()[:2])] = number
-        self._seen = dict.fromkeys([*(peer for peer in self._seen if peer in accepted), *accepted])
-        self._known = {peer for peer in self._known if _named(peer) in accepted}
-        known = {_named(peer) for peer in self._known}
-        strangers = [(peer, peer[0]) for peer in self._seen if peer not in known]
-        closing = crowd.to_close(strangers, max(0, len(accepted) - self._limit))
+        sockets = _sockets(numbers)
+        new = {inode: _caller(sockets[inode], port) for inode in sockets if inode not in self._seen}
+        kept = {inode: peer for inode, peer in self._seen.items() if inode in sockets}
+        self._seen = kept | new
+        accepted = {peer: sockets[inode] for inode, peer in self._seen.items() if peer is not None}
+        self._known = {name: peer for name, peer in self._known.items() if peer in accepted}
+        excess = len(accepted) - self._limit
+        if excess <= 0:
+            return 0
+        known = set(self._known.values())
+        strangers = [(peer, peer[0]) for peer in accepted if peer not in known]
+        closing = crowd.to_close(strangers, excess)
         for peer in closing:
             with contextlib.suppress(OSError), _copy_of(accepted[peer]) as copy:
                 if _peer(*copy.getpeername()[:2]) == peer:  # It may be another one by now.
@@ -80,14 +88,31 @@ class Callers:
         return len(closing)
 
 
+def _sockets(numbers: Sequence[int]) -> dict[int, int]:
+    """Returns the sockets among our descriptors, by inode, which no other socket has later."""
+    found: dict[int, int] = {}
+    for number in sorted(numbers):
+        with contextlib.suppress(OSError):  # Closed meanwhile.
+            about = os.fstat(number)
+            if stat.S_ISSOCK(about.st_mode):
+                found[about.st_ino] = number
+    return found
+
+
+def _caller(number: int, port: int) -> Peer | None:
+    """Returns the peer of a socket that one of our ports has accepted; None if it is another."""
+    with contextlib.suppress(OSError), _copy_of(number) as copy:
+        if copy.family != socket.AF_UNIX and copy.getsockname()[1] == port:
+            return _peer(*copy.getpeername()[:2])
+    return None
+
+
 def _copy_of(number: int) -> socket.socket:
     """Returns a copy of one of our sockets; the original may be closed meanwhile.
 
     Raises:
-        OSError: It is closed, or no socket.
+        OSError: It is closed, or another file has its number.
     """
-    if not stat.S_ISSOCK(os.fstat(number).st_mode):
-        raise OSError(f"descriptor {number} is no socket")
     copy = os.dup(number)
     try:
         return socket.socket(fileno=copy)
