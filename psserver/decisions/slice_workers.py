@@ -60,6 +60,11 @@ class SliceWorkers:
         counted = self.counted.get(worker)
         return 0 if counted is None else counted.clock
 
+    def num_counted(self, worker: int) -> int:
+        """Returns one more than the last step received from `worker`; 0: none was."""
+        counted = self.counted.get(worker)
+        return 0 if counted is None else max(counted.ahead, default=counted.clock - 1) + 1
+
     def clock_max(self) -> int:
         """Returns the largest clock of any worker, lost ones included."""
         return max((counted.clock for counted in self.counted.values()), default=0)

@@ -286,7 +286,9 @@ class Requests:
         """Answers a pull with the numbers that the store reads for it."""
         request = action.token
         assert isinstance(request, Request)
-        reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
+        reply = data_pb2.PullReply(
+            ready=True, version=action.version, clock=action.clock, counted=action.counted
+        )
         reading = store.answer(action, request.asked, reply)
         with self.lock:
             request.job.job.counters.pulled_nbytes += reading.nbytes

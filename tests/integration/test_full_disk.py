@@ -1,4 +1,4 @@
-"""A full disk and a killed shard: the shard comes back, and nobody healthy ends."""
+"""A full disk and a killed shard: nobody healthy ends, and workers report exactly what is lost."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import psworker
-from tests.integration.cluster import Station, Worker
+from psserver.remote import ask
+from tests.integration.cluster import Station, Worker, results_of
 from tests.integration.command import Command, eventually, gone
 
 DEADLINE_S = 200.0
-SIZE_MB = 24
+SIZE_MB = 64
 
 
 def may_mount() -> bool:
@@ -56,6 +57,27 @@ def train(station: Station) -> None:
         model(torch.ones(4, 64)).square().mean().backward()
         optimizer.step()
         station.tell(optimizer.clock)
+
+
+def count(station: Station) -> tuple[int, int, int]:
+    """Subtracts 1 from each weight at each step, from when it is told to until it is told again.
+
+    Returns:
+        Its clock, the fewest steps that are in a weight, and the steps that it reports as missed.
+    """
+    parts = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(2)]
+    named = [(str(number), part) for number, part in enumerate(parts)]
+    optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=1.0), named)
+    station.tell(0)
+    station.hear()
+    while not station.is_told():
+        for part in parts:
+            part.grad = torch.ones_like(part)
+        optimizer.step()
+        station.tell(optimizer.clock)
+    clock = optimizer.clock
+    optimizer.close()
+    return clock, min(-int(part.detach().max()) for part in parts), optimizer.missed.num_steps
 
 
 def run_file(folder: Path) -> dict[str, Any]:
@@ -112,3 +134,50 @@ def test_one_killed_shard_on_a_full_disk_comes_back_and_nobody_else_ends(tmp_pat
             assert not gone(pids[1])
             worker.tell()
             worker.result(DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_workers_report_exactly_the_steps_that_had_no_journal(tmp_path: Path) -> None:
+    """The others push before rank 0, and their pushes need room that the disk does not have."""
+    command = OnSmallDisk(tmp_path)
+    places = ("--port", 0, "--metrics-port", 0, "--state-dir", tmp_path)
+    options = ("--shards", 2, "--lease-s", 100, "--checkpoint-s", 1, "--log-level", "warning")
+    with ExitStack() as stack:
+        process = stack.enter_context(command.spawn("start", *places, *options))
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        state = Path(f"/proc/{process.pid}/root{tmp_path}")
+        run = run_file(state)
+        pids = [shard["pid"] for shard in run["shards"]]
+        names = {"WORLD_SIZE": "4", "PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}
+        names["PACELINE_SERVERS"] = ",".join(run["addresses"])
+        workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(4)]
+        for worker in workers:
+            stack.callback(worker.close)
+
+        def reach(steps: int) -> None:
+            for worker in workers:
+                while worker.hear(DEADLINE_S) < steps:
+                    pass
+
+        def exposed() -> bool:
+            fill(state)  # A checkpoint that was being written gives its room back.
+            found = [one.jobs[0] for one in ask.statuses(run["addresses"])]
+            return all(t.num_exposed == t.num_slices for job in found for t in job.tables)
+
+        reach(0)
+        eventually(lambda: any((state / "checkpoints").glob("night-*")))
+        fill(state)
+        for worker in workers[1:]:
+            worker.tell()
+        eventually(exposed)
+        workers[0].tell()
+        reach(30)
+        os.kill(pids[0], signal.SIGKILL)
+        eventually(lambda: gone(pids[0]))
+        reach(workers[1].hear(DEADLINE_S) + 20)
+        for worker in workers:
+            worker.tell()
+        for clock, counted, missed in results_of(workers):
+            assert missed == clock - counted >= 30

@@ -1,7 +1,8 @@
 """Counts and reports steps of this worker that did not count, or not in every slice.
 
 In a mode by step these are steps that closed without this worker (backup workers), perhaps in some
-slices only; in any mode, a step that was under way when the shards declared this worker lost.
+slices only; in any mode, a step that was under way when the shards declared this worker lost, and
+steps that a shard had acknowledged and then lost, because it had no journal of them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ class Missed:
         pushed: Step of the last push of each slice.
     """
 
-    def __init__(self, num_slices: int) -> None:
-        """Starts with none, for a table of `num_slices` slices."""
+    def __init__(self, num_slices: int, rank: int = 0) -> None:
+        """Starts with none, for a table of `num_slices` slices and the worker `rank`."""
         self.num_steps = 0
         self.recent: deque[int] = deque(maxlen=RECENT_MAX)
         self.pushed: dict[int, int] = {}
-        self._num_slices = num_slices
+        self._num_slices, self._rank = num_slices, rank
         self._under_way: set[int] = set()  # Slices pushed in the step under way.
+        self._unsure: set[int] = set()  # Slices whose pushes the shards may have lost.
+        self._lost: set[int] = set()  # Steps that they have lost, and that were not reported yet.
 
     def sent(self, index: int, step: int) -> None:
         """Records the push of a slice."""
@@ -82,6 +85,50 @@ class Missed:
         return (
             f"{_unit(rule)} {step} counts in {len(counted)} of {self._num_slices} slices{unknown}"
         )
+
+    def doubt(self, rank: int) -> None:
+        """Records that this worker has rejoined: each shard says next what it has counted.
+
+        Args:
+            rank: Its rank now; of another one the shards have counted another worker's steps.
+        """
+        if rank != self._rank:
+            self.forget()
+        self._rank, self._unsure = rank, set(self.pushed)
+
+    def forget(self) -> None:
+        """Forgets what was pushed: steps are counted from another number on."""
+        self.pushed.clear()
+
+    def compare(self, index: int, counted: int) -> None:
+        """Compares a slice, after `doubt`, with what its shard has counted.
+
+        Args:
+            index: The slice.
+            counted: One more than the last step counted of this worker there; 0: not known.
+        """
+        if index not in self._unsure:
+            return
+        self._unsure.discard(index)
+        if 0 < counted <= self.pushed[index]:
+            self._lost.update(range(counted, self.pushed[index] + 1))
+            self.pushed[index] = counted - 1
+
+    def report_lost(self, rule: Rule) -> None:
+        """Counts and logs the steps that `compare` has found to be lost, if there are any."""
+        steps = sorted(self._lost.difference(self.recent))
+        self._lost.clear()
+        for step in steps:
+            self._add(step)
+        if steps:
+            log.warning(
+                "worker %d: %d %ss up to %d had been acknowledged and do not count in every slice: "
+                "a shard has lost them",
+                self._rank,
+                len(steps),
+                _unit(rule),
+                steps[-1],
+            )
 
     def _add(self, step: int) -> None:
         self.num_steps += 1

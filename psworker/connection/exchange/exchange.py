@@ -78,7 +78,7 @@ class Exchange:
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
-        self.traffic, self.missed = Traffic(), Missed(len(own))
+        self.traffic, self.missed = Traffic(), Missed(len(own), session.rank)
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
@@ -188,8 +188,10 @@ class Exchange:
                 reply = self.answers.wait(call.done, index, what)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
+            self.missed.compare(index, reply.counted)
             self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
             self.traffic.num_pulls += 1
+        self.missed.report_lost(self.spec.rule)
 
     def has_landed(self, index: int) -> bool:
         """Returns whether no pull of a slice is under way."""
@@ -243,6 +245,7 @@ class Exchange:
     def restart(self) -> None:
         """Forgets pushes and pulls under way, which may have been counted; residuals stay."""
         self.table, self.origin = self.session.define(self.spec, again=True)
+        self.missed.doubt(self.session.rank)
         self._pushes.clear()
         self._pulls.clear()
         self.session.pace.forget()
@@ -255,6 +258,7 @@ class Exchange:
     def ask_origin(self) -> None:
         """Asks the shards from where steps are counted, after a state was loaded."""
         self.table, self.origin = self.session.define(self.spec, again=True)
+        self.missed.forget()
 
     def change(self, rule: Rule, step: int) -> None:
         """Changes the table's rule, on every shard and for every worker.

@@ -110,7 +110,7 @@ class PullHeader(_message.Message):
     def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ..., estimate: bool = ..., held: _Optional[int] = ..., begins: bool = ..., look: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer", "fingerprint", "deltas", "whole")
+    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer", "fingerprint", "deltas", "whole", "counted")
     READY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class PullReply(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     version: int
     counts: _containers.RepeatedScalarFieldContainer[int]
@@ -129,7 +130,8 @@ class PullReply(_message.Message):
     fingerprint: int
     deltas: _containers.RepeatedScalarFieldContainer[int]
     whole: bool
-    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ..., fingerprint: _Optional[int] = ..., deltas: _Optional[_Iterable[int]] = ..., whole: bool = ...) -> None: ...
+    counted: int
+    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ..., fingerprint: _Optional[int] = ..., deltas: _Optional[_Iterable[int]] = ..., whole: bool = ..., counted: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "message")

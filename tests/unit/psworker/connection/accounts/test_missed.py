@@ -74,3 +74,34 @@ def test_between_two_steps_nothing_is_given_up() -> None:
     missed.end_step()
     assert missed.give_up(None, [], SSGD()) == "no step was under way"
     assert missed.num_steps == 0
+
+
+def test_the_steps_that_a_shard_has_lost_are_counted_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Step 100 was given up before, and slice 2 is on another shard, which has all."""
+    missed = Missed(3)
+    send_all(missed, 100)
+    missed.give_up(None, [0, 1], SSGD())
+    missed.doubt(0)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        for index, counted in [(0, 20), (1, 20), (2, 101), (0, 20)]:
+            missed.compare(index, counted)
+        missed.report_lost(SSGD())
+        missed.report_lost(SSGD())
+    (text,) = caplog.messages
+    assert text.startswith("worker 0: 80 steps up to 99 had been acknowledged and do not count")
+    assert missed.num_steps == 81
+
+
+@pytest.mark.parametrize("counted", [0, 6, 9])
+def test_what_the_shards_have_and_what_they_do_not_know_is_not_lost(counted: int) -> None:
+    """0: the worker has another rank now, or this shard does not say it."""
+    missed = Missed(3)
+    send_all(missed, 5)
+    missed.doubt(0)
+    missed.compare(0, counted)
+    missed.doubt(3)
+    missed.compare(1, 2)
+    missed.report_lost(SSGD())
+    assert missed.num_steps == 0
