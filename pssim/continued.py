@@ -1,8 +1,9 @@
-"""A pipeline whose workers are killed and start again: the drivers' own code, one thread at a time.
+"""A pipeline whose workers are killed or stopped: the drivers' own code, one thread at a time.
 
 Each worker is a `ContinuingDriver` (psworker/pipeline/run/continuing.py) in a thread that stops at
 every message and every answer; the world draws the thread that goes on. So a seed gives the same
-run each time, and a worker can be killed at every point. The stages are slices of the product
+run each time, and a worker can be killed at every point, or stopped until it is declared lost in
+both of its jobs. The stages are slices of the product
 (`SliceClock`), and the workers meet through its `Directory`. Time does not pass: a lost worker is
 declared so to each job some drawn number of actions after its death.
 
@@ -12,6 +13,7 @@ a checkpoint that a worker has saved does not hold just the minibatches before i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pscore.errors import ReplacedError
 from pscore.pb.ps.v1 import control_pb2
 from pscore.rules import SSGD
 from pscore.types import FloatArray, Pull, Push, Role
@@ -39,12 +42,14 @@ from psworker.peers.peers import Peers
 from psworker.pipeline.run.checkpoint import Tensors
 from psworker.pipeline.run.continuing import ContinuingDriver
 from psworker.pipeline.run.driver import Work
+from psworker.pipeline.run.members import ENDED
 from psworker.pipeline.run.schedule import Place, Stash
 
 JOB, NUM_SLICES, ACTIONS_MAX = "sim", 2, 20_000
 SAVE_EVERY = 3  # Minibatches from checkpoint to checkpoint.
 THREADS_MAX = 64  # Workers of a run, those that start again included.
 DELAY_MAX = 60  # Actions from a death until a job knows of it, and until the next start.
+STAGE, ALL = "stage", "all"  # The jobs of a worker: that of its stage, and that of all stages.
 HYPER = np.array([[0.1]])
 
 
@@ -60,11 +65,13 @@ class Kill:
         at: Number of the action before which it happens.
         rank: The worker.
         returns: Whether it starts again.
+        is_stop: Whether it is only stopped, and continues where it was when it has been lost.
     """
 
     at: int
     rank: int
     returns: bool = True
+    is_stop: bool = False
 
 
 @dataclass
@@ -72,7 +79,11 @@ class Actor:
     """A thread of which the world decides when it goes on."""
 
     rank: int
-    incarnation: int
+    incarnation: int  # Of its process.
+    member: int  # Of its part in the job of all stages.
+    is_stopped: bool = False
+    lost: set[str] = field(default_factory=set)  # Jobs in which it has yet to learn of its loss.
+    asks: str = ""  # The job whose shards it asks.
     ready: Callable[[], bool] = field(default=lambda: True)
     has_begun: bool = False  # Whether it has met the others.
     is_killed: bool = False
@@ -106,6 +117,7 @@ class StageShards:
         acknowledged: Tokens of pushes.
         answers: By token of the pull.
         pulled: Minibatches in the weights of an answer, likewise.
+        has_ended: Whether its workers have left, the last of them when it had finished.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -115,6 +127,7 @@ class StageShards:
         self.acknowledged: set[Any] = set()
         self.answers: dict[Any, Answer] = {}
         self.pulled: dict[Any, frozenset[int]] = {}
+        self.has_ended = False
         self._sums: dict[tuple[int, int], set[int]] = {}  # By slice and open step.
         self._weights: list[set[int]] = [set() for _ in range(NUM_SLICES)]
         weights = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
@@ -150,23 +163,28 @@ class StageSteps:
         self._next, self._numbers = 0, itertools.count()
         self._versions = [0] * NUM_SLICES
         self.pulled = [frozenset[int]()] * NUM_SLICES  # Minibatches in the weights of each slice.
+        self._is_lost = False
 
     def join(self) -> None:
         """Joins, and pulls the weights."""
         self._shards.members.live.add(self._own)
+        self._shards.has_ended = False
         for clock in self._shards.clocks:
             clock.welcome(self._own)
         self._begin()
 
     def step_aside(self) -> None:
-        """Asks the slices not to wait for this worker's gradients."""
-        self._world.pause(self._actor)
+        """Asks the slices not to wait for this worker's gradients; rejoins first if it is lost."""
+        if self._is_lost:
+            self._is_lost = False
+            self.join()
+        self._pause()
         self._shards.members.aside.add(self._own)
         self._shards.recheck()
 
     def come_back(self, minibatch: int) -> None:
         """Returns to the steps, with the newest weights."""
-        self._world.pause(self._actor)
+        self._pause()
         self._shards.members.aside.discard(self._own)
         for clock in self._shards.clocks:
             clock.welcome(self._own)
@@ -174,10 +192,17 @@ class StageSteps:
         self._begin()
 
     def step(self, minibatch: int, share: float) -> None:
-        """Pushes to each slice, and pulls what follows on all replicas' pushes."""
+        """Pushes to each slice, and pulls what follows; a worker that is lost just rejoins."""
+        with contextlib.suppress(ReplacedError):
+            self._step(minibatch)
+        if self._is_lost:
+            self._is_lost = False
+            self.join()
+
+    def _step(self, minibatch: int) -> None:
         sent = []
         for index, clock in enumerate(self._shards.clocks):
-            self._world.pause(self._actor)
+            self._pause()
             token = ("push", self._actor.incarnation, index, next(self._numbers))
             push = Push(
                 worker=self._own,
@@ -192,12 +217,13 @@ class StageSteps:
         for index in range(NUM_SLICES):
             self._pull(index, self._next)
         done = self._shards.acknowledged
-        self._world.pause(self._actor, lambda: done.issuperset(sent))
+        self._pause(lambda: done.issuperset(sent))
 
     def end(self) -> None:
         """Leaves the stage's job."""
         self._world.pause(self._actor)
         self._shards.members.live.discard(self._own)
+        self._shards.has_ended = not self._shards.members.live
         self._shards.recheck()
 
     def _begin(self) -> None:
@@ -207,13 +233,25 @@ class StageSteps:
             if (clock, self._versions[index]) != (self._next, self._next):
                 self._pull(index, self._next, begins=True)
 
+    def _pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Gives the turn away.
+
+        Raises:
+            ReplacedError: The worker was declared lost in this stage's job.
+        """
+        try:
+            self._world.pause(self._actor, ready, STAGE)
+        except ReplacedError:
+            self._is_lost = True
+            raise
+
     def _pull(self, index: int, step: int, *, begins: bool = False) -> Answer:
-        self._world.pause(self._actor)
+        self._pause()
         token = ("pull", self._actor.incarnation, index, next(self._numbers))
         pull = Pull(worker=self._own, clock=step, min_version=step, begins=begins)
         clock, answers = self._shards.clocks[index], self._shards.answers
         self._shards.note(index, clock.pull(pull, token))
-        self._world.pause(self._actor, lambda: token in answers)
+        self._pause(lambda: token in answers)
         self._versions[index] = answers[token].version
         self.pulled[index] = self._shards.pulled[token]
         return answers[token]
@@ -232,7 +270,8 @@ class ShardLink:
         reply = control_pb2.StatusReply()
         for stage, shards in enumerate(self._world.stages):
             counted = shards.clocks[self._index].minibatches.clock
-            job = reply.jobs.add(job=f"{JOB}.s{stage}")
+            state = ENDED if shards.has_ended else ""
+            job = reply.jobs.add(job=f"{JOB}.s{stage}", state=state)
             job.tables.add(num_slices=1, minibatches=counted)
         return reply
 
@@ -269,7 +308,16 @@ class Line:
     def check(self) -> None:
         """Waits until the members change; a real worker looks now and then."""
         state = self._world.state()
-        self._world.pause(self._actor, lambda: self.has_moved or self._world.state() != state)
+        self._world.pause(self._actor, lambda: self.has_moved or self._world.state() != state, ALL)
+
+    def rejoin(self) -> None:
+        """Joins the job of all stages again."""
+        self._actor.member = next(self._world.incarnations)
+        self._world.live[self.rank] = self._actor.member
+
+    def restart(self, table: int) -> None:
+        """Begins again without having met anyone."""
+        self.epoch = self.since = 0
 
     def close(self) -> None:
         """Closes nothing."""
@@ -283,17 +331,17 @@ class Line:
 
     def _want(self, wait: Want) -> FloatArray | None:
         key, mail = (self.rank, wait.source, wait.tag), self._world.mail
-        self._world.pause(self._actor, lambda: key in mail or self.has_moved)
+        self._world.pause(self._actor, lambda: key in mail or self.has_moved, ALL)
         return mail.pop(key, None)
 
     def _meet(self, wait: Meet) -> list[Gathering]:
         found, first, directory = [], self.epoch, self._world.directory
         while True:
-            self._world.pause(self._actor)
+            self._world.pause(self._actor, of=ALL)
             asked = self.epoch
             peer = Peer(
                 rank=self.rank,
-                incarnation=self._actor.incarnation,
+                incarnation=self._actor.member,
                 host="",
                 port=1,
                 position=wait.position,
@@ -309,7 +357,8 @@ class Line:
                 return found
             known = self._world.known()
             if asked == self.epoch:
-                self._world.pause(self._actor, functools.partial(self._world.differs, known))
+                differs = functools.partial(self._world.differs, known)
+                self._world.pause(self._actor, differs, ALL)
 
 
 class ContinuedWorld:
@@ -321,6 +370,7 @@ class ContinuedWorld:
         live: Incarnation of each worker of the job of all stages, by rank.
         mail: Arrays under way, by receiver, sender and use.
         num_actions: Actions so far.
+        num_minibatches: Minibatches of the training.
         saved: Minibatches behind each checkpoint that was written.
     """
 
@@ -335,12 +385,13 @@ class ContinuedWorld:
             seed: Seed of the order of all actions.
             kills: The deaths; one of a worker that is dead already does nothing.
         """
-        self._replicas, self._minibatches, self._rng = replicas, minibatches, random.Random(seed)
+        self._replicas, self._rng = replicas, random.Random(seed)
+        self.num_minibatches = minibatches
         self._kills = sorted(kills, key=lambda kill: kill.at)
         self._events: list[tuple[int, Callable[[], None]]] = []  # By action: later ones.
         self._turn = threading.Semaphore(0)
         self._actors: dict[int, Actor] = {}
-        self._incarnations = itertools.count(1)
+        self.incarnations = itertools.count(1)
         self._pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="simulated")
         self._works: dict[int, futures.Future[None]] = {}  # By incarnation.
         self._yet_to_come = set(range(sum(replicas)))
@@ -385,19 +436,28 @@ class ContinuedWorld:
         """Returns the workers that take part or have yet to come."""
         return sorted(self._yet_to_come | self.live.keys())
 
-    def pause(self, actor: Actor, ready: Callable[[], bool] = lambda: True) -> None:
+    def pause(self, actor: Actor, ready: Callable[[], bool] = lambda: True, of: str = "") -> None:
         """Gives the turn away; returns when the actor is ready and drawn.
+
+        Args:
+            actor: The actor.
+            ready: Whether it can go on.
+            of: The job whose shards it asks.
 
         Raises:
             KilledError: It was killed meanwhile.
+            ReplacedError: It was declared lost in that job.
         """
         if actor.is_killed:
             raise KilledError
-        actor.ready = ready
+        actor.ready, actor.asks = ready, of
         self._turn.release()
         actor.turn.acquire()
         if actor.is_killed:
             raise KilledError
+        if of in actor.lost:
+            actor.lost.discard(of)
+            raise ReplacedError(f"worker {actor.rank} was stopped for too long")
 
     # ----- inside
 
@@ -411,7 +471,8 @@ class ContinuedWorld:
         while self._kills and self._kills[0].at <= self.num_actions:
             self._die(self._kills.pop(0))
         due = [event for event in self._events if event[0] <= self.num_actions]
-        ready = [one for one in self._actors.values() if not one.is_over and one.ready()]
+        able = [one for one in self._actors.values() if not (one.is_over or one.is_stopped)]
+        ready = [one for one in able if one.asks in one.lost or one.ready()]
         if not ready and not due and self._events:
             due = [min(self._events, key=lambda event: event[0])]
         if due:
@@ -432,7 +493,8 @@ class ContinuedWorld:
             raise AssertionError(f"worker {actor.rank} failed: {problem!r}") from problem
 
     def _start(self, rank: int) -> None:
-        actor = Actor(rank, next(self._incarnations))
+        number = next(self.incarnations)
+        actor = Actor(rank, number, number)
         self._actors[rank] = actor
         self._works[actor.incarnation] = self._pool.submit(self._work, actor)
 
@@ -464,14 +526,16 @@ class ContinuedWorld:
             parts=lambda: ({f"stage {place.stage}": _as_tensor(steps.pulled)}, {}),
         )
         session, peers = cast(Session, line), cast(Peers, line)
-        driver = ContinuingDriver(work, place, session, peers, 0, steps)
+        driver = ContinuingDriver(work, place, session, peers, 0, steps, lambda: 0)
         actor.has_begun = True
-        for number in range(driver.first, self._minibatches):
+        for number in range(driver.first, self.num_minibatches):
             driver.step(number, torch.ones(1, 1), None)
             if (behind := number + 1) % SAVE_EVERY == 0:
                 driver.save(behind, functools.partial(self._write, behind))
-                assert behind in self.saved, f"the checkpoint of minibatch {behind} is missing"
-        driver.finish(self._minibatches)
+                was_away = actor.member != actor.incarnation or not driver._members.ranks
+                is_known = was_away or behind in self.saved
+                assert is_known, f"the checkpoint of minibatch {behind} is missing"
+        driver.finish(self.num_minibatches)
 
     def _write(self, behind: int, weights: Tensors, state: Tensors) -> None:
         """Checks what a checkpoint holds, of each stage."""
@@ -493,10 +557,15 @@ class ContinuedWorld:
 
     def _die(self, kill: Kill) -> None:
         actor = self._actors[kill.rank]
-        if actor.is_over or actor.is_killed:
+        if actor.is_over or actor.is_killed or actor.is_stopped or actor.lost:
             return
-        self._kill(actor)
-        actor.is_over = True
+        if kill.is_stop and not actor.has_begun:
+            return
+        if kill.is_stop:
+            actor.is_stopped = True
+        else:
+            self._kill(actor)
+            actor.is_over = True
         place = Place.of_rank(kill.rank, self._replicas)
         shards = self.stages[place.stage]
 
@@ -513,18 +582,23 @@ class ContinuedWorld:
         delays = [self._rng.randrange(DELAY_MAX) for _ in range(3)]
         self._events.append((self.num_actions + delays[0], lose_replica))
         self._events.append((self.num_actions + delays[1], lose_worker))
+
+        def go_on() -> None:
+            actor.is_stopped, actor.lost = False, {STAGE, ALL}
+
         if kill.returns:
             at = self.num_actions + max(delays[:2]) + 1 + delays[2]
-            self._events.append((at, lambda: self._start(kill.rank)))
+            again = go_on if kill.is_stop else functools.partial(self._start, kill.rank)
+            self._events.append((at, again))
 
     def _check(self) -> None:
         """Asserts that every slice has counted every minibatch once."""
         for stage, shards in enumerate(self.stages):
             for index in range(NUM_SLICES):
-                counts = [shards.counted[index, number] for number in range(self._minibatches)]
+                counts = [shards.counted[index, number] for number in range(self.num_minibatches)]
                 where = f"slice {index} of stage {stage}"
-                assert counts == [1] * self._minibatches, f"{where} has counted {counts}"
-                assert shards.clocks[index].minibatches.clock == self._minibatches, where
+                assert counts == [1] * self.num_minibatches, f"{where} has counted {counts}"
+                assert shards.clocks[index].minibatches.clock == self.num_minibatches, where
                 assert not shards.clocks[index].open_steps, where
 
 
@@ -536,8 +610,8 @@ def _as_tensor(pulled: list[frozenset[int]]) -> torch.Tensor:
     return found
 
 
-def draw(seed: int) -> ContinuedWorld:
-    """Returns a world drawn from a seed, with some deaths."""
+def draw(seed: int, *, stops: bool = False) -> ContinuedWorld:
+    """Returns a world drawn from a seed, with some deaths; `stops`: and as many workers stopped."""
     rng = random.Random(seed)
     replicas = rng.choice([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1), (1, 1, 1)])
     minibatches = rng.randrange(3, 13)
@@ -546,13 +620,16 @@ def draw(seed: int) -> ContinuedWorld:
     for _ in range(rng.randrange(1, 5)):
         rank = rng.randrange(sum(replicas))
         kills.append(Kill(at=rng.randrange(1, span), rank=rank))
+        if stops:
+            rank = rng.randrange(sum(replicas))
+            kills.append(Kill(at=rng.randrange(1, span), rank=rank, is_stop=True))
     return ContinuedWorld(replicas, minibatches, seed, kills)
 
 
-def find_failure(seed: int) -> str:
+def find_failure(seed: int, *, stops: bool = False) -> str:
     """Runs one seed; returns what it breaks, or nothing."""
     try:
-        draw(seed).run()
+        draw(seed, stops=stops).run()
     except AssertionError as problem:
         return f"python -m pssim pipelines {seed} {seed + 1}: {problem}"
     return ""

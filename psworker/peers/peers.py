@@ -77,6 +77,15 @@ class Peers:
     def table(self, table: int) -> None:
         self._service.table = table
 
+    def restart(self, table: int) -> None:
+        """Begins again under the session's new incarnation: this worker has met nobody.
+
+        Args:
+            table: Index of the table, which the job may have got anew.
+        """
+        self.table = table
+        self.epoch = self._since = 0
+
     def announce(self) -> None:
         """Reports to the directory that this worker takes part, without waiting for others."""
         self._meet(Meet(-1, waits=False))

@@ -1,4 +1,4 @@
-"""`psworker.Pipeline(on_lost="continue")` with real killed workers: each minibatch counts once.
+"""`psworker.Pipeline(on_lost="continue")` with killed and stopped workers: each minibatch counts once.
 
 The stages add a vector to their input, and the loss of minibatch m is one of the `COPIES`
 components of m, drawn each time. So the gradient of every stage is 1 at that component whatever the
@@ -8,6 +8,7 @@ weights, and the components of m that have changed are the times that m was coun
 from __future__ import annotations
 
 import random
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,34 @@ def test_each_minibatch_counts_once_whoever_is_killed(tmp_path: Path) -> None:
         shards.wait_until_lost(job, 2)
         second, last = start(1, 2)
         results = results_of([first, second, last])
+    check(results, tmp_path)
+
+
+@pytest.mark.slow
+def test_workers_that_are_stopped_for_longer_than_their_lease_rejoin(tmp_path: Path) -> None:
+    """The second replica of the first stage, and then the only one of the last stage."""
+    job = new_job()
+    with (
+        Shards(2, lease_s=LEASE_S) as shards,
+        shards.workers(train, tmp_path, num_workers=3, job=job) as workers,
+    ):
+        for rank, number in [(1, 8), (2, 20)]:
+            reach(workers[0], number)
+            workers[rank].kill(signal.SIGSTOP)
+            shards.wait_until_lost(job, rank)
+            workers[rank].kill(signal.SIGCONT)
+        results = results_of(workers)
+        written = "".join(worker.written() for worker in workers[1:])
+    assert written.count("rejoins its pipeline") >= 2
+    check(results, tmp_path)
+
+
+def check(results: list[Any], folder: Path) -> None:
+    """Asserts that each minibatch is once in the weights of each stage, and in the checkpoint."""
     for values in results:
         torch.testing.assert_close(counts_of(values), torch.ones(TOTAL, dtype=torch.int64))
     assert results[0] == results[1]
-    saved, problems = StageCheckpoint.newest(tmp_path)
+    saved, problems = StageCheckpoint.newest(folder)
     assert saved is not None
     assert not problems
     assert saved.minibatches == SAVED

@@ -32,6 +32,20 @@ def test_a_worker_may_be_killed_at_every_point(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(("replicas", "every"), [(REPLICAS, 1), ((1, 1, 1), 3)], ids=str)
+def test_a_worker_may_be_stopped_until_it_is_lost_at_every_point(
+    replicas: tuple[int, ...], every: int, rank: int
+) -> None:
+    """It rejoins where it was: in a step, while it saves, or at the end."""
+    calm = ContinuedWorld(replicas, MINIBATCHES, rank, [])
+    calm.run()
+    for at in range(1, calm.num_actions, every):
+        stop = Kill(at=at, rank=rank, is_stop=True)
+        ContinuedWorld(replicas, MINIBATCHES, rank, [stop]).run()
+
+
+@pytest.mark.slow
 def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
     calm = ContinuedWorld((2, 1), 4, 5, [])
     calm.run()
@@ -42,6 +56,12 @@ def test_the_other_replica_goes_on_without_one_that_never_returns() -> None:
 @pytest.mark.slow
 def test_several_deaths_at_drawn_points() -> None:
     assert [found for found in map(find_failure, range(100)) if found] == []
+
+
+@pytest.mark.slow
+def test_several_workers_are_killed_or_stopped_at_drawn_points() -> None:
+    found = [find_failure(seed, stops=True) for seed in [*range(60), 92, 124, 355]]
+    assert [one for one in found if one] == []
 
 
 @pytest.mark.parametrize("seed", [138, 210, 214, 265])

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.errors import LOST, ConfigError, PacelineError, TransportError
 from psworker.connection.membership.session import Session
 from psworker.gossip.base import Meet, Waits, Want
 from psworker.peers.peers import Peers
@@ -93,6 +93,7 @@ class ContinuingDriver(Driver):
         peers: Peers,
         first: int,
         steps: ShardSteps,
+        declare: Callable[[], int],
     ) -> None:
         """Meets the workers of all stages, and begins where the slices of all stages are.
 
@@ -103,19 +104,22 @@ class ContinuingDriver(Driver):
             peers: Its connections to the workers of that job.
             first: Minibatches that the weights had behind them when the job began.
             steps: The steps of its stage.
+            declare: Declares the directory of the workers, and returns its table.
 
         Raises:
-            PacelineError: This worker is no longer part of the job, or a shard does not answer.
+            PacelineError: Another process has this worker's rank, or a shard does not answer.
         """
         self._planned, self._loaded, self.next = place, first, first
         self._kept: dict[int, tuple[Any, Any]] = {}  # Minibatches that may be needed again.
-        self._members = Members(session, peers, place.replicas, first)
+        self._members = Members(session, peers, place.replicas, first, declare)
         self._total: int | None = None  # Minibatches of the whole training, once it ends.
         self._saves: _Save | None = None
         self._brought: _Save | None = None  # By other workers, with the part of this one.
-        self._saved = -1  # Minibatches behind the last checkpoint.
+        self._saved = -1  # Minibatches behind the last checkpoint of this worker's script.
         self._steps = steps
         super().__init__(work, place, session, peers, first)
+        if self.next > first:  # Its script begins behind a checkpoint of these minibatches.
+            self._members.saved = max(self._members.saved, self.next)
 
     def step(self, number: int, inputs: Any, targets: Any) -> None:
         """Trains on a minibatch; begins again where the workers have changed.
@@ -173,13 +177,26 @@ class ContinuingDriver(Driver):
             self._members.saves = number
             with self._leaves_on_error():
                 # Workers that meet meanwhile may bring it to its end (`_meet`).
-                while not saves.is_over:
+                while not (saves.is_over or self._was_saved_without(number)):
                     if not self._again(partial(self._end, number)):
                         self._again(partial(self._write_from, number))
-            self._saves = None
+            self._saves = self._members.saves = None
         self._saved = number
-        if not saves.is_written:
+        self._members.saved = max(self._members.saved, number)
+        if not saves.is_over:
+            log.warning(
+                "worker %d was away when the others came to the checkpoint of minibatch %d, and "
+                "leaves it to them",
+                self._members.rank,
+                number,
+            )
+        elif not saves.is_written:
             raise unwritten(number, saves.problem)
+
+    def _was_saved_without(self, number: int) -> bool:
+        """Returns whether the others came to a checkpoint while this worker was declared lost."""
+        is_over = not self._members.ranks  # They have finished, and saved all before that.
+        return is_over or number < self._members.first or number == self._members.saved
 
     # ----- minibatches
 
@@ -231,27 +248,34 @@ class ContinuingDriver(Driver):
         except MembersChangedError:
             self._meet()
             return True
+        except LOST as problem:  # It was stopped for longer than its lease.
+            self._members.rejoin(problem)
+            self._meet()
+            return True
         return False
 
     def _meet(self) -> None:
-        """Drops what is in flight, meets the others, and begins with them.
+        """Drops what is in flight, meets the others, and begins with them; rejoins if it is lost.
 
         If some of them save a checkpoint, this worker brings its part: it may have come back, so
         that its script begins behind that checkpoint, or may be about to save it too.
         """
         while True:
-            self._steps.step_aside()
-            self.place = self._members.meet(self._total)
-            self._steps.come_back(self._loaded)
-            self.next = self._members.first
-            self._forget(self.next)
-            if self._members.ranks:
-                self.begin(self.next)
-            if not self._members.savers:
+            try:
+                self._steps.step_aside()
+                self.place = self._members.meet(self._total)
+                self._steps.come_back(self._loaded)
+                self.next = self._members.first
+                self._forget(self.next)
+                if self._members.ranks:
+                    self.begin(self.next)
+                if self._members.savers:
+                    self._write(self._members.savers[0])
                 return
-            with contextlib.suppress(MembersChangedError):
-                self._write(self._members.savers[0])
-                return
+            except MembersChangedError:
+                continue
+            except LOST as problem:
+                self._members.rejoin(problem)
 
     def _write_from(self, number: int) -> None:
         """Returns to the steps with the newest weights, and writes them with all others."""
@@ -280,7 +304,7 @@ class ContinuingDriver(Driver):
         elif self.place.replica == 0 and self._stage_of(writer) != stage:
             members.send(writer, wire.STATE, self.first, to_numbers(*parts))
         is_written = bool(members.agree(lambda: int(written), writer))
-        if saves is None:
+        if saves is None or saves.number != self.first:  # One that was away may save an older one.
             saves = self._brought = _Save(self.first, lambda weights, state: None)
         saves.is_written, saves.is_over = is_written, True
         members.saves = None

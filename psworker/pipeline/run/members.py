@@ -19,6 +19,7 @@ from psworker.pipeline.run.schedule import Place
 
 log = logging.getLogger("paceline")
 DIGIT = 2**20  # A number is sent as two of them, each exact in float32.
+ENDED = "ended"  # The state of a job whose workers have finished, in the shards' status.
 LOOK_S = 0.25  # From one look for a worker of a lost stage to the next.
 
 
@@ -37,9 +38,18 @@ class Members:
         first: Minibatches that all slices had counted when the epoch began.
         saves: Minibatches behind the checkpoint that this worker saves; None: it saves none.
         savers: Indices of the members that save a checkpoint of the first `first` minibatches.
+        saved: Minibatches behind the last checkpoint that a member has written, or tried to; -1:
+            none.
     """
 
-    def __init__(self, session: Session, peers: Peers, planned: Sequence[int], loaded: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        peers: Peers,
+        planned: Sequence[int],
+        loaded: int,
+        declare: Callable[[], int],
+    ) -> None:
         """Begins without having met anyone.
 
         Args:
@@ -47,14 +57,16 @@ class Members:
             peers: Its connections to the workers of that job.
             planned: Replicas of each stage when all are there.
             loaded: Minibatches behind the weights with which the job began.
+            declare: Declares the directory of the workers; returns its table.
         """
-        self._session, self._peers = session, peers
+        self._session, self._peers, self._declare = session, peers, declare
         self._planned = tuple(planned)
         self._loaded = self.first = loaded
         self.rank = session.rank
         self.ranks: list[int] = []
         self.saves: int | None = None
         self.savers: list[int] = []
+        self.saved = -1
         self._gathering = Gathering(0, {})  # The last meeting.
         self._num_agreed = 0  # Agreements in this epoch.
 
@@ -71,7 +83,8 @@ class Members:
     def meet(self, total: int | None) -> Place:
         """Waits until all workers have stopped; sets the members, and the first minibatch.
 
-        It waits while a stage has no worker, unless the training has ended and none saves.
+        It waits while a stage has no worker, unless the training has ended and none saves, or the
+        others have finished it while this worker was away.
 
         Args:
             total: Minibatches of the whole training, if it ends; else None.
@@ -97,11 +110,29 @@ class Members:
             self.ranks, self._num_agreed = ranks, 0
             with contextlib.suppress(MembersChangedError):
                 self.first = self.agree(self.counted)  # Nothing is in flight now.
+                # One that comes back may have been away while the others saved.
+                self.saved = self._gather(max, self.saved + 1) - 1
                 break
-        self.savers = [i for i, rank in enumerate(ranks) if positions[rank] == self.first + 1]
+        is_new = self.saved < self.first  # Else some slices may hold more than that by now.
+        self.savers = [
+            i for i, rank in enumerate(ranks) if is_new and positions[rank] == self.first + 1
+        ]
         own = Place.of_rank(self.rank, self._planned).stage
         before = sum(stage < own for stage in stages)
         return Place(own, sorted(positions).index(self.rank) - before, replicas)
+
+    def rejoin(self, problem: PacelineError) -> None:
+        """Joins the job again, after this worker was declared lost; it has then met nobody.
+
+        Args:
+            problem: The error by which it has learnt that.
+
+        Raises:
+            PacelineError: Another process has its rank, or a shard does not answer.
+        """
+        log.warning("worker %d rejoins its pipeline: %s", self.rank, problem)
+        self._session.rejoin()
+        self._peers.restart(self._declare())
 
     def begin_epoch(self) -> None:
         """Begins another epoch, though no worker may be gone."""
@@ -113,13 +144,10 @@ class Members:
         Raises:
             PacelineError: A shard does not answer.
         """
-        counts: list[list[int]] = [[] for _ in self._planned]
-        stages = {f"{self._session.job}.s{stage}": stage for stage in range(len(counts))}
-        for link in self._session.links:
-            for job in link.call(link.control.Status, control_pb2.StatusRequest()).jobs:
-                if job.job in stages:
-                    tables = [table for table in job.tables if table.num_slices]
-                    counts[stages[job.job]] += [table.minibatches for table in tables]
+        counts = [
+            [table.minibatches for job in jobs for table in job.tables if table.num_slices]
+            for jobs in self._ask_stages()
+        ]
         return max(self._loaded, min(min(found, default=0) for found in counts))
 
     def agree(self, decide: Callable[[], int], leader: int = 0) -> int:
@@ -132,23 +160,32 @@ class Members:
         Raises:
             MembersChangedError: They have changed meanwhile.
         """
+        return self._gather(lambda _: decide(), 0, leader)
+
+    def _gather(self, decide: Callable[[list[int]], int], own: int, leader: int = 0) -> int:
+        """Returns what one member decides when it has the numbers of all; else as `agree`.
+
+        Args:
+            decide: Called on that member with the numbers, in no order.
+            own: This worker's number, 0 to 2**44.
+            leader: Index of that member.
+        """
         self._num_agreed += 1
         if not self.ranks:
-            return decide()
-        number, none = self._num_agreed, torch.zeros(1)
+            return decide([own])
+        number = self._num_agreed
 
         def script() -> Steps[int]:
             if self.index != leader:
-                self.send(leader, wire.DONE, number, none)
-                high, low = (yield from self.receive(leader, wire.END, number)).tolist()
-                return int(high) * DIGIT + int(low)
+                self.send(leader, wire.DONE, number, _digits(own))
+                return _number((yield from self.receive(leader, wire.END, number)))
             others = [index for index in range(len(self.ranks)) if index != leader]
+            numbers = [own]
             for other in others:
-                yield from self.receive(other, wire.DONE, number)
-            decided = decide()
-            answer = torch.tensor([float(digit) for digit in divmod(decided, DIGIT)])
+                numbers.append(_number((yield from self.receive(other, wire.DONE, number))))
+            decided = decide(numbers)
             for other in others:
-                self.send(other, wire.END, number, answer)
+                self.send(other, wire.END, number, _digits(decided))
             return decided
 
         return self._peers.run(script())
@@ -174,6 +211,21 @@ class Members:
         return found
 
     # ----- inside
+
+    def _ask_stages(self) -> list[list[control_pb2.JobStatus]]:
+        """Returns the job of each stage, as each shard knows it."""
+        jobs = [
+            job
+            for link in self._session.links
+            for job in link.call(link.control.Status, control_pb2.StatusRequest()).jobs
+        ]
+        names = [f"{self._session.job}.s{stage}" for stage in range(len(self._planned))]
+        return [[job for job in jobs if job.job == name] for name in names]
+
+    def _has_finished(self, stage: int) -> bool:
+        """Returns whether the workers of a stage have finished, and not been lost."""
+        is_over = all(job.state == ENDED for job in self._ask_stages()[stage])
+        return is_over and self.counted() > self._loaded  # Else they were lost before any update.
 
     @property
     def _position(self) -> int:
@@ -204,7 +256,7 @@ class Members:
         ranks = " or ".join(str(first + replica) for replica in range(self._planned[stage]))
         text = f"a worker of stage {stage}, of which none is left: start rank {ranks} again"
         while not self.has_moved:
-            if total is not None and self.counted() >= total:
+            if total is not None and self.counted() >= total or self._has_finished(stage):
                 return True
             if self._session.waits != text:
                 log.warning("worker %d waits for %s", self.rank, text)
@@ -212,3 +264,14 @@ class Members:
             self._session.check()
             time.sleep(LOOK_S)
         return False
+
+
+def _digits(number: int) -> torch.Tensor:
+    """Returns a number as two digits, each exact in float32."""
+    return torch.tensor([float(digit) for digit in divmod(number, DIGIT)])
+
+
+def _number(digits: torch.Tensor) -> int:
+    """Returns the number of two digits."""
+    high, low = digits.tolist()
+    return int(high) * DIGIT + int(low)

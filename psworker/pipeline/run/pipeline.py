@@ -247,9 +247,14 @@ class Pipeline:
         if self._continues:
             from psworker.pipeline.run.continuing import ContinuingDriver
 
-            peers = Peers(session, _directory(session, self.plan, "continues"))
+            def declare() -> int:
+                return _directory(session, self.plan, "continues")
+
+            peers = Peers(session, declare())
             assert steps is not None
-            driver: Driver = ContinuingDriver(work, self.place, session, peers, first, steps)
+            driver: Driver = ContinuingDriver(
+                work, self.place, session, peers, first, steps, declare
+            )
         else:
             table = _directory(session, self.plan, f"from minibatch {first}")
             peers = Peers(session, table, keeps_links=True)

@@ -27,10 +27,13 @@ class Absences:
         Raises:
             PacelineError: A shard does not answer, or this worker is no longer part of the job.
         """
-        with self._optimizer._recovery.guard():
-            table = self._optimizer._table
+        table = self._optimizer._table
+
+        def leave_steps() -> None:
             table.settle()
             table.exchange.step_aside(table.replica.step)
+
+        self._optimizer._recovery.run_between_steps(leave_steps)
 
     def come_back(self, minibatch: int) -> None:
         """Returns to the steps, with the global weights.
