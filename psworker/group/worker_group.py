@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pscore.errors import PacelineError
 from psworker.group.watch import Watch
 
 
@@ -36,6 +37,22 @@ class WorkerGroup:
     def is_leader(self) -> bool:
         """Whether this process is the one that the shards know as the worker."""
         return self.rank == 0
+
+    def require_alone(self, problem: PacelineError) -> None:
+        """Refuses to go on where several processes that are still joining were declared lost.
+
+        Args:
+            problem: The error by which this process has learnt that; another one of the group may
+                be elsewhere in its start, so they cannot rejoin together.
+
+        Raises:
+            PacelineError: There are several; of the class of `problem`.
+        """
+        if not self.is_alone:
+            raise type(problem)(
+                f"{problem}; that was before the {self.size} processes of this worker had begun, "
+                "and they cannot rejoin from there: start all of them again"
+            ) from problem
 
     # ----- numbers and text
 

@@ -1,4 +1,4 @@
-"""`psworker.Pipeline(on_lost="continue")` with killed and stopped workers: each minibatch counts once.
+"""`psworker.Pipeline(on_lost="continue")` with lost workers: each minibatch counts once.
 
 The stages add a vector to their input, and the loss of minibatch m is one of the `COPIES`
 components of m, drawn each time. So the gradient of every stage is 1 at that component whatever the

@@ -171,8 +171,9 @@ class Session:
             try:
                 found = self._declare(request, again=again)
             except LOST as problem:
-                if self._has_tables or not self.group.is_alone:
-                    raise  # There is more to bring back, or there are others to agree with.
+                if self._has_tables:
+                    raise  # There is more to bring back.
+                self.group.require_alone(problem)
                 log.warning("worker %d rejoins, before its first step: %s", self.rank, problem)
                 self.rejoin()
             else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pscore.errors import PacelineError
 from pscore.pb.ps.v1 import control_pb2
 from psworker.connection.membership.session import Session
 from psworker.gossip.base import Gathering, Meet, Steps, Want
@@ -256,7 +257,7 @@ class Members:
         ranks = " or ".join(str(first + replica) for replica in range(self._planned[stage]))
         text = f"a worker of stage {stage}, of which none is left: start rank {ranks} again"
         while not self.has_moved:
-            if total is not None and self.counted() >= total or self._has_finished(stage):
+            if self._has_finished(stage) or (total is not None and self.counted() >= total):
                 return True
             if self._session.waits != text:
                 log.warning("worker %d waits for %s", self.rank, text)

@@ -196,10 +196,9 @@ class WorkerRecovery:
         """Logs that this worker was lost while it joined.
 
         Raises:
-            PacelineError: It is a group, whose processes would have to agree on that.
+            PacelineError: It is a group (`WorkerGroup.require_alone`).
         """
-        if not self._table.group.is_alone:
-            raise problem
+        self._table.group.require_alone(problem)
         log.warning(
             "worker %d rejoins, it was lost meanwhile: %s", self._table.session.rank, problem
         )

@@ -31,6 +31,7 @@ from pscore.types import Origin, TensorSpec
 from psworker.connection.membership import joining
 from psworker.connection.membership import session as module
 from psworker.connection.membership.session import Session
+from psworker.group.worker_group import WorkerGroup
 from psworker.job.context import open_session
 from psworker.job.environment import Environment
 from tests.integration.command import eventually
@@ -550,6 +551,15 @@ def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) 
         assert (list(before.former), list(again.former)) == ([], [first])
         assert (again.rank, again.returns) == (3, True)
         assert again.incarnation == session.incarnation
+    session.leave()
+
+
+def test_a_group_that_is_lost_while_it_joins_ends_with_one_sentence(links: list[FakeLink]) -> None:
+    session = begin()
+    session.group = WorkerGroup(0, 2)
+    links[1].answers["Define"] = ReplacedError("worker 0 was declared lost")
+    with pytest.raises(ReplacedError, match=r"lost; .* 2 processes .* start all of them again"):
+        define(session)
     session.leave()
 
 
