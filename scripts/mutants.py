@@ -534,8 +534,8 @@ MUTANTS = (
             (
                 "who saves when they meet",
                 PIPELINE + "members.py",
-                "if positions[rank] == self.first + 1]",
-                "if positions[rank] < 0]",
+                "is_new and positions[rank] == self.first + 1",
+                "is_new and positions[rank] < 0",
             ),
             (
                 "a checkpoint that others have brought to its end",
@@ -576,7 +576,7 @@ MUTANTS = (
             (
                 "steps that do not wait for who meets",
                 PIPELINE + "continuing.py",
-                "self._steps.step_aside()\n            self.place",
+                "self._steps.step_aside()\n                self.place",
                 "self.place",
             ),
             (

@@ -10,6 +10,7 @@ It brings their parts to those that lack the job before it lets workers in.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -60,13 +61,14 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
         path, checkpoint, upload = chosen
         try:
             if marker is not None:
-                marker.write_text(job, encoding="utf-8")
+                with contextlib.suppress(OSError):  # A full disk has no room for a journal.
+                    marker.write_text(job, encoding="utf-8")
             index, num_shards = engine.shard.index, engine.shard.num_shards
             for _, message in shards.messages("", checkpoint, num_shards, [index]):
                 upload.write(message)
             upload.finish()
             if marker is not None:
-                marker.unlink()
+                marker.unlink(missing_ok=True)
         except (PacelineError, OSError) as problem:
             raise _no_room(path, job, problem) from problem
         loaded[job] = checkpoint

@@ -150,9 +150,9 @@ def test_workers_report_exactly_the_steps_that_had_no_journal(tmp_path: Path) ->
         state = Path(f"/proc/{process.pid}/root{tmp_path}")
         run = run_file(state)
         pids = [shard["pid"] for shard in run["shards"]]
-        names = {"WORLD_SIZE": "4", "PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}
+        names = {"WORLD_SIZE": "6", "PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}
         names["PACELINE_SERVERS"] = ",".join(run["addresses"])
-        workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(4)]
+        workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(6)]
         for worker in workers:
             stack.callback(worker.close)
 

@@ -101,7 +101,7 @@ class Missed:
         self.pushed.clear()
 
     def compare(self, index: int, counted: int) -> None:
-        """Compares a slice, after `doubt`, with what its shard has counted.
+        """Compares a slice, after `doubt`, with the steps that its shard has counted.
 
         Args:
             index: The slice.
