@@ -79,8 +79,8 @@ class Actor:
     """A thread of which the world decides when it goes on."""
 
     rank: int
-    incarnation: int  # Of its process.
-    member: int  # Of its part in the job of all stages.
+    incarnation: int  # Number of its process.
+    member: int  # Number of its part in the job of all stages.
     is_stopped: bool = False
     lost: set[str] = field(default_factory=set)  # Jobs in which it has yet to learn of its loss.
     asks: str = ""  # The job whose shards it asks.

@@ -79,7 +79,7 @@ class Answer:
     version: int
     with_state: bool
     clock: int = 0  # Next step of a worker that has just (re)joined.
-    counted: int = 0  # One more than the last step counted of its rank; 0: none was, or not asked.
+    counted: int = -1  # One more than the last step counted of its rank; -1: not asked.
     is_look: bool = False  # Only to be seen (`Pull.is_look`).
 
 

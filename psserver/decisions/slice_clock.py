@@ -357,7 +357,7 @@ class SliceClock(SliceState):
                 version=self.version,
                 with_state=pull.with_state,
                 clock=workers.next_step(pull.worker, self.version, by_step=by_step),
-                counted=0 if pull.clock else workers.num_counted(pull.worker),
+                counted=-1 if pull.clock else workers.num_counted(pull.worker),
                 is_look=pull.is_look,
             )
             for token, pull in ready

@@ -287,7 +287,7 @@ class Requests:
         request = action.token
         assert isinstance(request, Request)
         reply = data_pb2.PullReply(
-            ready=True, version=action.version, clock=action.clock, counted=action.counted
+            ready=True, version=action.version, clock=action.clock, counted=1 + action.counted
         )
         reading = store.answer(action, request.asked, reply)
         with self.lock:

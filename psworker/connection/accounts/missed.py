@@ -105,12 +105,12 @@ class Missed:
 
         Args:
             index: The slice.
-            counted: One more than the last step counted of this worker there; 0: not known.
+            counted: One more than the last step counted of this worker there; -1: not known.
         """
         if index not in self._unsure:
             return
         self._unsure.discard(index)
-        if 0 < counted <= self.pushed[index]:
+        if 0 <= counted <= self.pushed[index]:
             self._lost.update(range(counted, self.pushed[index] + 1))
             self.pushed[index] = counted - 1
 

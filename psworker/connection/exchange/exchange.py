@@ -188,7 +188,7 @@ class Exchange:
                 reply = self.answers.wait(call.done, index, what)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
-            self.missed.compare(index, reply.counted)
+            self.missed.compare(index, reply.counted - 1)
             self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
             self.traffic.num_pulls += 1
         self.missed.report_lost(self.spec.rule)
