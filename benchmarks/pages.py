@@ -20,7 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import pipeline_kills, pipeline_learning, round_tables
+from benchmarks import choosing, pipeline_kills, pipeline_learning, round_tables
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import machine, table
@@ -437,6 +437,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overlap": overlap,
     "pipeline": pipeline,
     "images": images,
+    "situations": choosing.situations,
     "pipeline kills": pipeline_kills.results,
     "pipeline learning": pipeline_learning.results,
     **tables.TABLES,
@@ -446,6 +447,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 PAGES = (
     "README.md",
+    "docs/choosing.md",
     "docs/compressors.md",
     "docs/dashboard.md",
     "docs/convergence.md",

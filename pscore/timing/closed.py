@@ -113,8 +113,8 @@ def ring_form(deployment: Deployment) -> StepTime:
     nbytes = 2 * (workers - 1) / workers * deployment.nbytes
     hosts = set(deployment.worker_hosts)
     is_far = len(hosts) > 1
-    rate = min(map(deployment.payload_rate, hosts)) if is_far else deployment.rates.memory
-    link_s, cpu_s = nbytes / rate, nbytes / deployment.rates.worker
+    link_s = nbytes / min(map(deployment.payload_rate, hosts)) if is_far else 0.0
+    cpu_s = nbytes / deployment.rates.ring
     name, ring_s = ("links", link_s) if link_s >= cpu_s else (WORKER_CPU, cpu_s)
     latency_s = (workers - 1) * deployment.round_trip_s if is_far else 0.0
     share = min(1.0, BUCKET_NBYTES / deployment.nbytes)
@@ -195,7 +195,10 @@ class _ClosedForm:
         packs = pushed > 0 and not self._compressor.is_raw
         packed_s = deployment.nbytes / rates.encode if packs else 0.0
         byte_s = 1 / rates.worker + (1 / rates.tls if deployment.tls else 0.0)
-        found[WORKER_CPU] = max(packed_s + pushed * byte_s, pulled * byte_s)  # One thread each.
+        own_s = max(packed_s + pushed * byte_s, pulled * byte_s)  # One thread for each way.
+        group = deployment.group
+        sum_s = 2 * (group - 1) / group * deployment.nbytes / rates.ring
+        found[WORKER_CPU] = own_s / group + (sum_s if pushed else 0.0)
         name = max(found, key=lambda part: found[part])
         return name, found[name]
 

@@ -33,6 +33,7 @@ class MachineRates:
         send: Bytes per second that a thread of a shard sends.
         update: Bytes of weights per second of a shard's optimizer, on one thread.
         worker: Bytes per second that a worker sends or receives.
+        ring: Bytes per second that a process exchanges in all-reduce, links aside.
         local: Bytes per second of a local update, which reads or writes two arrays.
         encode: Bytes of gradients per second that a worker compresses.
         decode: Bytes of gradients per second that a thread of a shard decompresses and adds.
@@ -46,6 +47,7 @@ class MachineRates:
     send: float = 4.0e9
     update: float = 2.5e9
     worker: float = 2.5e9
+    ring: float = 2.5e9
     local: float = 3.2e9
     encode: float = 1.5e9
     decode: float = 2.0e9
@@ -54,8 +56,10 @@ class MachineRates:
 
 
 # Rates of a model on a GPU: local updates and compressors run there, and payloads cross its bus.
-GPU_RATES = replace(MachineRates(), local=5e11, encode=2e10, worker=2.2e9)
-GPU_SOURCE = "assumed: 500 GB/s of a GPU's memory, 20 GB/s of its compressors, 20 GB/s of its bus"
+GPU_RATES = replace(MachineRates(), ring=1e11, local=5e11, encode=2e10, worker=2.2e9)
+GPU_SOURCE = (
+    "assumed: 500 GB/s of its memory, 20 GB/s of compressors, all-reduce by NCCL at 100 GB/s"
+)
 
 RATE_SOURCES = {
     "link_share": "assumed: 4.4 % are headers (docs/links.md), 2.5 % pauses of connections",
@@ -64,6 +68,7 @@ RATE_SOURCES = {
     "send": "docs/results/transport.jsonl: CPU seconds of the TCP plane, a quarter of them",
     "update": "assumed: SGD with momentum reads three arrays and writes two",
     "worker": "docs/results/transport.jsonl: CPU seconds of the TCP plane, half of them a worker's",
+    "ring": "assumed: Gloo is as fast as a worker's sockets",
     "local": "docs/dataplane.md: 3.2 GB/s of memory",
     "encode": "assumed for 2-bit; `psworker bench compressors` measures it",
     "decode": "assumed for 2-bit; `psworker bench compressors` measures it",
@@ -100,6 +105,7 @@ class Deployment:
         compute_s: Seconds of forward and backward.
         deviation: Standard deviation of them from step to step, over the mean.
         slow: Factors on `compute_s`, by worker.
+        group: Processes of each worker, which share its slices.
         overlap: Whether pushes leave during backward.
         num_state: State arrays of the shards' optimizer.
         threads: Threads of each shard.
@@ -116,6 +122,7 @@ class Deployment:
     compute_s: float
     deviation: float = 0.0
     slow: Mapping[int, float] = field(default_factory=dict)
+    group: int = 1
     overlap: bool = True
     num_state: int = 1
     threads: int = 2

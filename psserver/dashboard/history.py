@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from psserver.dashboard.events import HistoryEvent, Status, changes
-from psserver.remote.waits import waits_of
+from psserver.remote.waits import advice_of, waits_of
 
 FINE_MAX = 900  # Rows of a second.
 COARSE = 15  # Rows that become one.
@@ -126,6 +126,7 @@ class History:
             {
                 **job,
                 "waits": [wait._asdict() for wait in waits_of(job)],
+                "advice": advice_of(job),
                 "workers": [
                     {
                         **worker,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pscore.text import printable
 from psserver.remote.status import in_bytes, in_time, is_live
-from psserver.remote.waits import waits_of
+from psserver.remote.waits import advice_of, waits_of
 
 SPARKS = "".join(map(chr, range(0x2581, 0x2589)))  # Blocks, from low to full.
 SPARKS_MAX = 60
@@ -123,6 +123,8 @@ def _lines(view: dict[str, Any], job: dict[str, Any]) -> list[Text]:
     found += [_line(text, "yellow") for text in texts]
     if len(waits) > WAITS_SHOWN:
         found.append(_line(f"and {len(waits) - WAITS_SHOWN} more waits"))
+    if advice := advice_of(job):
+        found.append(_line(printable(advice), "yellow"))
     return found
 
 

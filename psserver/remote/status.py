@@ -12,7 +12,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
 from psserver.decisions.job import State
 from psserver.exits import CommandError, Exit
-from psserver.remote.waits import waits_of
+from psserver.remote.waits import advice_of, waits_of
 
 ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
 WIDTH = 200  # Width of tables outside of a terminal, in columns.
@@ -341,6 +341,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
     for wait in waits_of(job)[:LISTED_MAX]:
         console.print(f"waits for {printable(wait.in_words)}", markup=False)
+    if advice := advice_of(job):
+        console.print(printable(advice), markup=False)
 
 
 def _show_exposed(console: Any, job: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from pscore.timing.waiting import PaceSums, advice_line
+
 AT_SLICE = re.compile(r"(.*), at (slice \d+ of .* on shard \d+)", re.DOTALL)
 
 
@@ -34,3 +36,21 @@ def waits_of(job: dict[str, Any]) -> list[Wait]:
         else:
             found.setdefault(at_slice[1], []).append(at_slice[2])
     return [Wait(text, places) for text, places in found.items()]
+
+
+def advice_of(job: dict[str, Any]) -> str:
+    """Returns the share of waits in a job and a mode that takes less; empty: they hardly wait."""
+    paces = [
+        PaceSums(
+            rank=worker["rank"],
+            num_steps=worker["pace"]["num_steps"],
+            steps_s=worker["pace"]["steps_s"],
+            waits_s=worker["pace"]["waits_s"],
+            requests_s=worker["pace"]["requests_s"],
+            step_s=worker["pace"]["step_s"],
+        )
+        for worker in job["workers"]
+        if worker["state"] == "live"
+    ]
+    mode = job["tables"][0]["mode"] if job["tables"] else ""
+    return advice_line(mode, paces)

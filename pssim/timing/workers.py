@@ -203,7 +203,8 @@ class TimedWorker:
         shard = self._deployment.slices[index].shard
         arrive = partial(self._shards[shard].push, index, push, request)
         leave = partial(self._send, shard, ("push", self.rank, shard), nbytes, arrive)
-        self.codec.work(seconds + nbytes / rates.worker + self._tls_s(shard, nbytes), leave)
+        seconds += nbytes / rates.worker + self._tls_s(shard, nbytes)
+        self.codec.work(seconds / self._deployment.group, leave)
 
     def pull(
         self, index: int, clock: int, min_version: int, buffer: PullBuffer, *, with_state: bool
@@ -258,7 +259,7 @@ class TimedWorker:
             take()
             return
         seconds = nbytes / self._deployment.rates.worker + self._tls_s(shard, nbytes)
-        self.receiver.work(seconds, take)
+        self.receiver.work(seconds / self._deployment.group, take)
 
     def _acknowledged(self, index: int, action: Acknowledge | Answer) -> None:
         self._unacknowledged.discard(index)

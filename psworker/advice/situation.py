@@ -25,7 +25,7 @@ COMPUTE_MS_MAX = 1e7
 TRIP_MS = 0.2
 OPTIMIZER = "sgd"
 ASSUMED, GIVEN = "assumed", "given"
-PER_SHARD_MAX = 64  # Slices of a shard: of more the closed form knows nothing new.
+PER_SHARD_MAX = 16  # Slices of a shard: of more the closed form knows nothing new.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,6 @@ class Situation:
         """
         hosts = tuple(range(len(self.groups))) if grouped else self.worker_hosts
         rates = self.rates if self.near is None else replace(self.rates, memory=self.near)
-        if grouped:  # The processes of a host share its slices.
-            number = max(self.groups)
-            rates = replace(rates, worker=number * rates.worker, encode=number * rates.encode)
         slow = {} if grouped else self.slow
         if grouped and self.slow:  # The slowest process of a host decides.
             places = self.worker_hosts
@@ -108,6 +105,7 @@ class Situation:
             compute_s=self.compute_s,
             deviation=self.deviation,
             slow=slow,
+            group=max(self.groups) if grouped else 1,
             overlap=self.overlap,
             num_state=self.num_state,
             tls=self.tls,

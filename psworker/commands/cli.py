@@ -399,6 +399,46 @@ def advise(
     sys.stdout.write((to_json(found.as_json(), indent=1) if as_json else "\n".join(lines)) + "\n")
 
 
+@app.command()
+def simulate(
+    *,
+    model: Annotated[
+        str, typer.Option(help="Model by name: llama-7b, ..., or its parameters: 70B.")
+    ],
+    workers: Annotated[str, typer.Option(help="Numbers of workers: 64,256,1024.")],
+    gbit: Annotated[
+        str, typer.Option(help="Bandwidths of each host's link, in 10^9 bit/s.")
+    ] = "1,10,100,400",
+    modes: Annotated[
+        list[str] | None, typer.Option("--mode", help="A mode; may be repeated [ssgd, od, local].")
+    ] = None,
+    per_host: Annotated[int, typer.Option(help="Workers of each host.", min=1, max=64)] = 8,
+    compute_ms: Annotated[
+        float, typer.Option(help="Milliseconds of forward and backward of a step.")
+    ] = 1000.0,
+    every_message: Annotated[
+        bool, typer.Option(help="Simulate every message too: minutes for 1,024 workers.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="File for a plot.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show step times, limits and shards of many workers, beside all-reduce."""
+    from psworker.commands import simulate as simulating
+
+    points = simulating.simulate(
+        model=model,
+        workers=[int(number) for number in simulating.numbers_of(workers, "--workers")],
+        per_host=per_host,
+        gbits=simulating.numbers_of(gbit, "--gbit"),
+        modes=modes or ["ssgd", "od", "local(steps=8)"],
+        compute_ms=compute_ms,
+        every_message=every_message,
+        plot=out,
+    )
+    lines = simulating.lines_of(points)
+    sys.stdout.write((to_json(points, indent=1) if as_json else "\n".join(lines)) + "\n")
+
+
 @bench.command()
 def compressors(
     *,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pscore.rules.base import takes_all
+from pscore.timing.waiting import PaceSums, advice_line
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.table import TrainingTable
 
@@ -62,6 +63,21 @@ class Hints:
             grad, attempts = parameters[0].grad, self._gradients.attempts
             if grad is not None and grad._version != made and attempts.clipped != attempts.number:
                 self._give(CHANGED)
+
+    def sum_up(self) -> None:
+        """Logs, on the first worker, the share of its waits and a mode that would take less."""
+        session, pace = self._table.session, self._table.session.pace.message()
+        own = PaceSums(
+            rank=session.rank,
+            num_steps=pace.num_steps,
+            steps_s=pace.steps_s,
+            waits_s=pace.waits_s,
+            requests_s=pace.requests_s,
+            step_s=pace.step_s,
+        )
+        line = advice_line(str(self._table.rule), [own])
+        if line and session.rank == 0:
+            log.info("%s", line)
 
     def end(self) -> None:
         """Watches no gradient any more."""

@@ -302,6 +302,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         if not self._end:
             self._retire("close() or psworker.shutdown()")
             self._recovery.run_between_steps(self._end_training)
+            self._hints.sum_up()
             self._table.local_step.close()
 
     # ----- groups

@@ -432,6 +432,7 @@ function showWaits(job) {
     const more = places.length > 1 ? `, and ${places.length - 1} more` : "";
     return make("li", {}, text, make("span", { class: "dim", title: places.join("\n") }, places.length ? `at ${places[0]}${more}` : ""));
   });
+  if (job && job.advice) rows.push(make("li", {}, job.advice));
   byId("waits").replaceChildren(...(rows.length ? rows : [make("li", { class: "dim" }, "no worker waits for another one")]));
 }
 

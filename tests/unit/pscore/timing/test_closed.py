@@ -19,6 +19,7 @@ FREE = MachineRates(
     send=1e18,
     update=1e18,
     worker=1e18,
+    ring=1e18,
     local=1e18,
     encode=1e18,
     decode=1e18,

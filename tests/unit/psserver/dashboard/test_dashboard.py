@@ -27,7 +27,7 @@ WAIT = "step 7 of worker 63 (process 9 on h)"
 
 
 def worker(rank: int, **values: Any) -> dict[str, Any]:
-    pace = {"num_steps": 0, "steps_s": 0.0, "waits_s": 0.0, "requests_s": 0.0}
+    pace = {"num_steps": 0, "steps_s": 0.0, "waits_s": 0.0, "requests_s": 0.0, "step_s": 0.0}
     return {
         "rank": rank, "host": "h", "pid": 10 + rank, "state": "live", "step": 0, "staleness": 0,
         "last_heard_s": 0.1, "reported": {}, "peers": [], "pace": pace, "waited_for_s": 0.0,
@@ -91,7 +91,13 @@ def test_rates_are_differences_of_two_answers() -> None:
 def test_steps_per_second_are_those_of_training_where_workers_report_their_pace() -> None:
     history = History()
     for second in range(20):  # Rounds of five steps: the shards see one step a second.
-        pace = {"num_steps": 5 * second, "steps_s": second, "waits_s": 0.0, "requests_s": 0.0}
+        pace = {
+            "num_steps": 5 * second,
+            "steps_s": second,
+            "waits_s": 0.0,
+            "requests_s": 0.0,
+            "step_s": 0.0,
+        }
         workers = [worker(0, pace=pace), worker(1, pace=pace, state="lost")]
         history.add(100.0 + second, status(step=second, workers=workers))
     assert row(history)["steps_per_s"] == 5.0
@@ -114,6 +120,7 @@ def test_a_worker_has_means_of_the_last_seconds() -> None:
         pace = {
             "num_steps": 4 * second, "steps_s": 1.0 * second, "waits_s": 0.25 * second,
             "requests_s": 0.5 * second,
+            "step_s": 0.0,
         }  # fmt: skip
         workers = [worker(0, pace=pace), worker(1, waited_for_s=0.4 * second)]
         history.add(100.0 + second, status(workers=workers))

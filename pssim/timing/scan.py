@@ -1,0 +1,158 @@
+"""Step times over numbers of workers and bandwidths, beside all-reduce.
+
+Every point is a closed form; with `every_message` the real state machines run it too, with so few
+slices that a step of all workers has at most `MESSAGES_MAX` pushes. Each point says how far it lies
+from every run that was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pscore.rules import parse_mode
+from pscore.timing.closed import closed_form, ring_form
+from pscore.timing.deployment import cut_slices
+from pssim.timing.run import run_in_time
+from psworker.advice.choices import beyond_measured, plan_shards
+from psworker.advice.situation import Situation, read_situation
+
+MESSAGES_MAX = 8192  # Pushes of all workers in a simulated step.
+SLICES_MAX = 8  # Slices of a shard in a simulated step.
+GBIT_LEAST, GBIT_MOST = 0.01, 10_000.0  # Where a break-even with all-reduce is looked for.
+HALVINGS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanRequest:
+    """The points of a scan.
+
+    Attributes:
+        model: A known name, or a number of parameters.
+        workers: Numbers of workers.
+        per_host: Workers of a host, which are one worker of the shards.
+        gbits: Bandwidths of hosts, in 10^9 bit/s.
+        modes: Modes, as text.
+        compute_ms: Milliseconds of forward and backward.
+        every_message: Whether each point is simulated too.
+    """
+
+    model: str
+    workers: Sequence[int]
+    per_host: int
+    gbits: Sequence[float]
+    modes: Sequence[str]
+    compute_ms: float
+    every_message: bool = False
+
+
+def scan(request: ScanRequest) -> list[dict[str, Any]]:
+    """Returns the points of a scan, as JSON can hold them.
+
+    Raises:
+        ConfigError: A number is out of its range, or a mode is unknown.
+    """
+    return list(_points(request))
+
+
+def _points(request: ScanRequest) -> Iterator[dict[str, Any]]:
+    for workers in request.workers:
+        evens = {mode: break_even_gbit(request, workers, mode) for mode in request.modes}
+        for gbit in request.gbits:
+            situation = situation_of(request, workers, gbit)
+            shards = plan_shards(situation)
+            ring_s = ring_form(situation.deployment(shards.hosts)).step_s
+            for mode in request.modes:
+                deployment = situation.deployment(shards.hosts, grouped=request.per_host > 1)
+                found = closed_form(deployment, parse_mode(mode))
+                yield {
+                    "workers": workers,
+                    "gbit": gbit,
+                    "mode": mode,
+                    "step_ms": round(1e3 * found.step_s, 2),
+                    "simulated_ms": _simulated_ms(request, situation, shards.hosts, mode),
+                    "limit": found.limit,
+                    "shards": len(shards.hosts),
+                    "shard_memory_nbytes": round(shards.nbytes),
+                    "all_reduce_ms": round(1e3 * ring_s, 2),
+                    "all_reduce_wins": ring_s <= found.step_s,
+                    "break_even_gbit": evens[mode],
+                    "beyond_measured": beyond_measured(situation),
+                }
+
+
+def situation_of(request: ScanRequest, workers: int, gbit: float) -> Situation:
+    """Returns the situation of a point."""
+    hosts = -(-workers // request.per_host)
+    groups = [request.per_host] * (hosts - 1)
+    return read_situation(
+        model=request.model,
+        groups=(*groups, workers - sum(groups)),
+        gbit=gbit,
+        compute_ms=request.compute_ms,
+    )
+
+
+def break_even_gbit(request: ScanRequest, workers: int, mode: str) -> float | None:
+    """Returns the bandwidth from which on all-reduce is as fast; None: at all of them, or none."""
+    rule = parse_mode(mode)
+
+    def wins(gbit: float) -> bool:
+        situation = situation_of(request, workers, gbit)
+        hosts = plan_shards(situation).hosts
+        grouped = request.per_host > 1
+        time = closed_form(situation.deployment(hosts, grouped=grouped), rule)
+        return ring_form(situation.deployment(hosts)).step_s <= time.step_s
+
+    low, high = GBIT_LEAST, GBIT_MOST
+    if wins(low) or not wins(high):
+        return None
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return float(f"{high:.4g}")
+
+
+def _simulated_ms(
+    request: ScanRequest, situation: Situation, hosts: Sequence[int], mode: str
+) -> float | None:
+    """Returns the ms of a step in which every message is simulated; None: it was not wanted."""
+    if not request.every_message:
+        return None
+    deployment = situation.deployment(hosts, grouped=request.per_host > 1)
+    per_shard = max(1, MESSAGES_MAX // (deployment.num_workers * deployment.num_shards))
+    coarse = dataclasses.replace(
+        deployment,
+        slices=cut_slices(situation.numel, deployment.num_shards, min(per_shard, SLICES_MAX)),
+    )
+    run = run_in_time(coarse, parse_mode(mode), num_steps=2)
+    return round(1e3 * run.step_s, 2)
+
+
+def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the step time over the bandwidth, a line for each mode and number of workers."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        name = f"{point['mode']}, {point['workers']} workers"
+        lines.setdefault(name, []).append((point["gbit"], point["step_ms"] / 1e3))
+        ring = f"all-reduce, {point['workers']} workers"
+        lines.setdefault(ring, []).append((point["gbit"], point["all_reduce_ms"] / 1e3))
+    for name, values in sorted(lines.items()):
+        style = "--" if name.startswith("all-reduce") else "-"
+        axes.loglog(*zip(*sorted(set(values)), strict=True), style, marker="o", label=name)
+    axes.set_xlabel("Gbit/s of each host")
+    axes.set_ylabel("seconds of a step")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,87 @@
+"""`psworker simulate`: step times of many workers, by the simulator in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pscore.errors import ConfigError, PacelineError
+from pscore.json_text import to_json
+
+USER_ERROR = 2  # Exit code of the simulator.
+MODULE = "pssim.timing"  # The simulator runs both sides; workers and shards never import it.
+
+
+def simulate(
+    *,
+    model: str,
+    workers: Sequence[int],
+    per_host: int,
+    gbits: Sequence[float],
+    modes: Sequence[str],
+    compute_ms: float,
+    every_message: bool,
+    plot: Path | None,
+) -> list[dict[str, Any]]:
+    """Returns the points of a scan; `ScanRequest` in `pssim/timing/scan.py` describes them.
+
+    Raises:
+        ConfigError: A number is out of its range, or a name is unknown.
+        PacelineError: The simulator has failed.
+    """
+    request = {
+        "model": model,
+        "workers": list(workers),
+        "per_host": per_host,
+        "gbits": list(gbits),
+        "modes": list(modes),
+        "compute_ms": compute_ms,
+        "every_message": every_message,
+        "plot": None if plot is None else str(plot),
+    }
+    command = [sys.executable, "-m", MODULE, to_json(request)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == USER_ERROR:
+        raise ConfigError(done.stderr.strip())
+    if done.returncode:
+        raise PacelineError(f"the simulator has failed: {done.stderr.strip()[-500:]}")
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def numbers_of(text: str, what: str) -> list[float]:
+    """Returns the numbers of an option: `1,10,100`.
+
+    Raises:
+        ConfigError: One of them is no number above 0.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(number > 0 for number in found):
+        raise ConfigError(f"{what} is {text!r}, must be numbers above 0 with commas between them")
+    return found
+
+
+def lines_of(points: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the points as lines for a terminal."""
+    lines = [
+        f"{'workers':>7} {'Gbit/s':>7}  {'mode':<24} {'ms a step':>11} {'all-reduce':>11}  "
+        f"{'shards':>6}  limit"
+    ]
+    for point in points:
+        wins = "  (all-reduce wins)" if point["all_reduce_wins"] else ""
+        lines.append(
+            f"{point['workers']:>7} {point['gbit']:>7g}  {point['mode']:<24} "
+            f"{point['step_ms']:>11,.0f} {point['all_reduce_ms']:>11,.0f}  {point['shards']:>6}  "
+            f"{point['limit']}{wins}"
+        )
+    beyond = sorted({text for point in points for text in point["beyond_measured"]})
+    if beyond:
+        lines.append(f"not measured: {'; '.join(beyond)}")
+    return lines
