@@ -3,7 +3,8 @@
     Trainer(callbacks=[PacelineCallback(mode="ssd(steps=5)")], devices=1)
 
 It is no strategy: to Lightning each worker is a process of its own, on one device. Validation and
-checkpoints have the global weights, and rank 0 alone saves.
+checkpoints have the global weights, and rank 0 alone saves. `gradient_clip_val` clips the workers'
+mean gradient, in the modes whose updates take every worker's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 from typing import Any
 
 import psworker
+from pscore.rules.base import takes_all
 
 try:
     from lightning.pytorch import Callback
@@ -55,6 +57,8 @@ class PacelineCallback(Callback):  # type: ignore[misc]
             for optimizer in trainer.optimizers
         ]
         trainer.strategy.checkpoint_io = _FirstRankIO()
+        if all(takes_all(wrapper.rule) for wrapper in self._wrappers):
+            trainer.strategy.precision_plugin.clip_grad_by_norm = _clip_mean
         rank_zero_only.rank = psworker.rank()  # Only rank 0 logs; it was 0 in all.
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -82,6 +86,18 @@ class PacelineCallback(Callback):  # type: ignore[misc]
         """Leaves the global weights in the model."""
         for wrapper in self._wrappers:
             wrapper.close()
+
+
+def _clip_mean(optimizer: Any, clip_val: float) -> None:
+    """Clips by the norm of the workers' mean gradient, where Lightning clips each worker's own.
+
+    Args:
+        optimizer: The wrapper, or Lightning's around it, which a module's hook may pass.
+        clip_val: `gradient_clip_val` of the trainer.
+    """
+    wrapper = getattr(optimizer, "optimizer", optimizer)
+    if clip_val > 0:
+        psworker.clip_grad_norm_(wrapper, clip_val)
 
 
 class _FirstRankIO(TorchCheckpointIO):  # type: ignore[misc]

@@ -134,9 +134,6 @@ class ShardedModel(FlatModel):
     def check_weights(self) -> None:
         """Checks nothing: the parameters are not views of the flat weights."""
 
-    def _versions_now(self) -> list[int]:
-        return [dtensors.local(parameter)._version for parameter in self.parameters]
-
     def _put(self, parts: Iterable[torch.Tensor]) -> None:
         """Writes this process's parts of the weights, and frees the whole weights of FSDP2."""
         for parameter, values in zip(self.parameters, parts, strict=True):

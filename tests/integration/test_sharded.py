@@ -32,6 +32,7 @@ import psworker
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command
 from tests.integration.test_groups import GROUPS, SIZE, free_port, group_workers
+from tests.integration.test_hints import Lines
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, BLOCKS = 67, 12, 40, 4, 2
 STEPS, FEW = 30, 10
@@ -249,6 +250,33 @@ CASES = [
     Case(kind="tensor parallel", clip=0.5),
     *(Case(mode, kind) for mode in MODES for kind in ("fsdp2", "whole")),
 ]
+
+
+def change_weights(me: Station, job: str, kinds: Sequence[str]) -> list[list[str]]:
+    """Makes steps, scales a parameter, and makes one more; returns the warnings, by kind."""
+    torch.distributed.init_process_group("gloo")
+    told = []
+    for kind in kinds:
+        lines = Lines()
+        run = Run(Case(kind=kind), me.rank, f"{job}-{kind}")
+        for step in range(3):
+            run.step(step)
+        with torch.no_grad():
+            next(run.model.parameters()).mul_(0.5)
+        run.step(3)
+        psworker.shutdown()
+        told.append([line.partition(",")[0] for line in lines.end()])
+    return told
+
+
+@pytest.mark.slow
+def test_weights_that_the_script_changes_are_told_of_in_a_sharded_model_too(
+    shards: Shards,
+) -> None:
+    kinds, job, groups = ("fsdp2", "whole"), new_job(), (0, 1)
+    warning = "the weights of 'tokens.weight' were changed in place"
+    with group_workers(shards, change_weights, job, kinds, job=job, groups=groups) as workers:
+        assert results_of(workers) == [[[warning]] * len(kinds)] * (GROUPS * SIZE)
 
 
 @pytest.mark.slow

@@ -2,10 +2,14 @@
 
 import importlib.util
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import psworker
+from pscore.rules import ASGD, SSGD
+from pscore.rules.base import Rule
 from psworker.integrations import DEVICES, PLACES, hide_launcher, lightning, transformers
 from psworker.job.environment import Environment
 
@@ -62,3 +66,30 @@ def test_without_its_library_an_integration_names_it(library: str, make: object)
     assert callable(make)
     with pytest.raises(psworker.ConfigError, match=f"needs `pip install {library}"):
         make()
+
+
+@pytest.mark.parametrize(("rule", "clipped"), [(SSGD(), ["mean"]), (ASGD(), ["own"])])
+def test_lightning_clips_the_mean_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule, clipped: list[str]
+) -> None:
+    """The trainer calls `clip_grad_by_norm` of its precision plugin, between backward and step."""
+    seen: list[str] = []
+    wrapper: Any = SimpleNamespace(rule=rule)
+    monkeypatch.setattr(lightning, "Callback", type)
+    monkeypatch.setattr(lightning, "rank_zero_only", SimpleNamespace(rank=0), raising=False)
+    monkeypatch.setattr(psworker, "DistributedOptimizer", lambda *_: wrapper)
+    monkeypatch.setattr(psworker, "rank", lambda: 0)
+
+    def clip(optimizer: Any, max_norm: float) -> None:
+        assert (optimizer, max_norm) == (wrapper, 0.5)
+        seen.append("mean")
+
+    monkeypatch.setattr(psworker, "clip_grad_norm_", clip)
+    plugin = SimpleNamespace(clip_grad_by_norm=lambda optimizer, value: seen.append("own"))
+    strategy = SimpleNamespace(precision_plugin=plugin)
+    trainer = SimpleNamespace(world_size=1, optimizers=[object()], strategy=strategy)
+    module = SimpleNamespace(named_parameters=list)
+    lightning.PacelineCallback().on_fit_start(trainer, module)
+    plugin.clip_grad_by_norm(SimpleNamespace(optimizer=wrapper), 0.5)  # Lightning's wrapper.
+    plugin.clip_grad_by_norm(wrapper, 0.5)
+    assert seen == clipped * 2
