@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.directory import PeerReport
-from psserver.decisions.pace import NO_PACE, ReportedPace
-from psserver.decisions.stages import StageReport
+from psserver.decisions.worker_reports import NO_PACE, ReportedPace, StageReport
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Share of a lease: the time of two heartbeats.

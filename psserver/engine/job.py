@@ -15,13 +15,11 @@ from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Acknowledge, Action, Answer, Load, Skip, Update
-from psserver.decisions.pace import ReportedPace, fastest_s
-from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.stages import StageReport
 from psserver.decisions.table import NAMED_MAX, Table
 from psserver.decisions.uneven import report
+from psserver.decisions.worker_reports import ReportedPace, StageReport, accepted, fastest_s
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.residuals import Arrays, JobResiduals

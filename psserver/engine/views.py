@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
-from psserver.decisions.pace import NO_PACE, ReportedPace
 from psserver.decisions.shard import Job, Shard
-from psserver.decisions.stages import StageReport
 from psserver.decisions.table import Table
+from psserver.decisions.worker_reports import NO_PACE, ReportedPace, StageReport
 from psserver.engine.counters import Counters
 from psserver.engine.waits import Waits
 

@@ -28,18 +28,23 @@ from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from pscore.version import VERSION
 from psserver.access.authorizer import Authorizer
+from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
 from psserver.engine.taking_part import come_back
-from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
-from psserver.service.pace import pace_of, pace_to_proto
-from psserver.service.peers import peer_of, peer_report, peer_to_proto, report_to_proto
+from psserver.service.messages import (
+    from_proto,
+    job_status,
+    pace_of,
+    peer_of,
+    stage_of,
+    to_proto,
+)
 from psserver.service.shared_view import SharedView
-from psserver.service.stages import stage_of, stage_to_proto
 
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
@@ -222,16 +227,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.job, request.num_workers, member, request.min_workers, request.life
         )
         welcome = job.welcome(member)
-        return pb.JoinReply(
-            rank=welcome.rank,
-            num_workers=welcome.num_workers,
-            lease_s=welcome.lease_s,
-            instance=self._instance,
-            rounds=welcome.rounds,
-            news=welcome.news,
-            progress=welcome.progress,
-            life=welcome.life,
-        )
+        return to_proto(pb.JoinReply, welcome, instance=self._instance)
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
@@ -266,23 +262,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         job = self._heard(request)
         text = printable(request.waiting_for, TEXT_LENGTH_MAX)
         left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
-        peers = [peer_report(report) for report in request.peers]
+        peers = [from_proto(PeerReport, report) for report in request.peers]
         pace = pace_of(request.pace) if request.HasField("pace") else None
         plane = printable(request.data_plane, PLANE_LENGTH_MAX)
         stage = stage_of(request.stage) if request.HasField("stage") else None
         said = text, left_out, request.reported, peers, pace, plane, stage
         view = job.heartbeat(request.worker, *said)
-        return pb.HeartbeatReply(
-            instance=self._instance,
-            waiting_for=view.waiting_for,
-            residual_requests=[
-                pb.ResidualRequest(table=wanted.table, step=wanted.step, slices=wanted.slices)
-                for wanted in view.residual_requests
-            ],
-            live=view.live if request.wants_live else (),
-            uneven=view.uneven,
-            epochs=view.epochs,
-            fastest_step_s=view.fastest_step_s,
+        wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]
+        live = view.live if request.wants_live else ()
+        return to_proto(
+            pb.HeartbeatReply, view, instance=self._instance, residual_requests=wanted, live=live
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
@@ -298,10 +287,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.MeetReply(
             epoch=view.epoch,
             meetings=[
-                pb.Meeting(epoch=meeting.epoch, peers=map(peer_to_proto, meeting.peers))
+                pb.Meeting(
+                    epoch=meeting.epoch, peers=[to_proto(pb.Peer, peer) for peer in meeting.peers]
+                )
                 for meeting in view.meetings
             ],
-            peers=map(peer_to_proto, view.peers),
+            peers=[to_proto(pb.Peer, peer) for peer in view.peers],
             waiting_for=view.waiting_for,
             short=view.is_short,
         )
@@ -365,7 +356,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         view = reading.status(self._engine)
         return pb.StatusReply(
             shard=self._describe(),
-            jobs=[_job_status(job) for job in view.jobs],
+            jobs=[job_status(job) for job in view.jobs],
             uptime_s=self._engine.now() - self._engine.started_s,
             memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
@@ -395,64 +386,3 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.FetchResidualRequest,
     ) -> RunningJob:
         return self._engine.heard(request.job, request.worker, request.incarnation)
-
-
-def _job_status(job: JobView) -> pb.JobStatus:
-    workers = [
-        pb.WorkerStatus(
-            rank=worker.rank,
-            host=worker.host,
-            pid=worker.pid,
-            step=worker.step,
-            staleness=worker.staleness,
-            state=worker.state,
-            last_heard_s=worker.silent_s,
-            reported=worker.reported,
-            peers=map(report_to_proto, worker.peers),
-            pace=pace_to_proto(worker.pace),
-            waited_for_s=worker.waited_for_s,
-            data_plane=worker.data_plane,
-            stage=None if worker.stage is None else stage_to_proto(worker.stage),
-        )
-        for worker in job.workers
-    ]
-    return pb.JobStatus(
-        job=job.name,
-        num_workers=job.num_workers,
-        min_workers=job.min_workers,
-        state=job.state,
-        step=job.step,
-        memory_nbytes=job.memory_nbytes,
-        silent_s=min((worker.silent_s for worker in job.workers), default=0.0),
-        workers=workers,
-        tables=[_table_status(table) for table in job.tables],
-        pushed_nbytes=job.pushed_nbytes,
-        pulled_nbytes=job.pulled_nbytes,
-        num_pushes=job.num_pushes,
-        num_updates=job.num_updates,
-        waiting_for=job.waiting_for,
-        raw_pushed_nbytes=job.raw_pushed_nbytes,
-        raw_pulled_nbytes=job.raw_pulled_nbytes,
-        open_steps=job.open_steps,
-        num_lost=job.num_lost,
-        has_checkpoint=job.has_checkpoint,
-        checkpoint_age_s=job.checkpoint_age_s,
-    )
-
-
-def _table_status(table: TableView) -> pb.TableStatus:
-    return pb.TableStatus(
-        name=table.name,
-        mode=table.mode,
-        compressor=table.compressor,
-        optimizer=table.optimizer,
-        num_slices=table.num_slices,
-        nbytes=table.nbytes,
-        version_min=table.version_min,
-        version_max=table.version_max,
-        waiting_for=table.waiting_for,
-        fingerprint=table.fingerprint,
-        rounds=table.rounds,
-        minibatches=table.minibatches,
-        num_exposed=table.num_exposed,
-    )

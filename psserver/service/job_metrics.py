@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from psserver.decisions.membership import Presence
-from psserver.decisions.stages import StageReport
+from psserver.decisions.worker_reports import StageReport
 from psserver.engine.views import JobView, RoundView, ShardView, WorkerView
 
 if TYPE_CHECKING:

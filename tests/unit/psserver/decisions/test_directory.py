@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.decisions.directory import Directory, Peer
-from psserver.service.peers import peer_of, peer_to_proto
+from psserver.service.messages import peer_of, to_proto
 
 
 def peer(rank: int, position: int = 7) -> Peer:
@@ -108,4 +108,4 @@ def test_a_message_about_a_worker_keeps_every_field() -> None:
         secret="s",
     )
     assert {field.name for field, _ in whole.ListFields()} == set(pb.Peer.DESCRIPTOR.fields_by_name)
-    assert peer_to_proto(peer_of(whole)) == whole
+    assert to_proto(pb.Peer, peer_of(whole)) == whole

@@ -14,9 +14,8 @@ from starlette.responses import PlainTextResponse, Response
 from pscore.types import Verdict
 from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
-from psserver.decisions.pace import ReportedPace
 from psserver.decisions.shard import Shard
-from psserver.decisions.stages import StageReport
+from psserver.decisions.worker_reports import ReportedPace, StageReport
 from psserver.engine.engine import Engine
 from psserver.service.metrics import MetricsPage, ShardCollector
 from psserver.service.web import REQUEST_NBYTES_MAX, WebServer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError
-from psserver.decisions.reported import accepted
+from psserver.decisions.worker_reports import accepted
 from psworker.connection.accounts.reports import Reports
 from psworker.connection.accounts.traffic import Traffic, ddp_nbytes
 
