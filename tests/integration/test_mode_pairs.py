@@ -27,7 +27,8 @@ ARGUMENTS = {
     "delayed_nesterov": "(steps=2)",
 }
 MODES = [name + ARGUMENTS.get(name, "") for name in RULES]
-ORDERED = ("asgd", "staleness", "dcasgd", "ssp", "delayed_nesterov")  # By arrival: no model here.
+# By arrival: no model here.
+ORDERED = [name for name, rule in RULES.own.items() if not (rule().by_step or rule.gossip)]
 
 
 def is_possible(former: str, mode: str) -> bool:

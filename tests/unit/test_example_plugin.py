@@ -28,6 +28,18 @@ def test_gap_aware_divides_by_the_gap_in_average_updates() -> None:
     assert grad[0] == 2.0
 
 
+def test_int16_keeps_the_largest_numbers_finite() -> None:
+    module = importlib.import_module("paceline_example.int16")
+    largest = np.finfo(np.float32).max
+    state, out = {"residual": np.zeros(3, np.float32)}, np.zeros(10, np.uint8)
+    module.Int16().encode(np.array([largest, -largest, 1.0], np.float32), state, out)
+    module.Int16().check(out, 3)
+    sent = np.zeros(3, np.float32)
+    module.Int16().decode_add(out, sent, 1.0, assign=True)
+    assert np.isfinite(sent).all()
+    assert np.isfinite(state["residual"]).all()
+
+
 def test_int16_sends_what_it_takes_from_the_residual() -> None:
     module = importlib.import_module("paceline_example.int16")
     compressor, grad = module.Int16(), np.array([1.0, -0.3, 1e-6, 0.0], np.float32)

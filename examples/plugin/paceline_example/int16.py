@@ -19,6 +19,8 @@ from pscore.types import ByteArray, FloatArray
 
 HEAD = 4  # Bytes of the scale s, float32; the elements follow, 2 bytes each.
 LEVELS = 32767
+# The largest scale, rounded down: each multiple of it is finite in float32.
+SCALE_MAX = np.nextafter(np.finfo(np.float32).max / np.float32(LEVELS), np.float32(0.0))
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Int16(Compressor):
         if len(payload) != self.payload_nbytes_max(numel):
             raise DecodeError(f"int16 payload of {len(payload)} bytes for {numel} elements")
         scale = payload[:HEAD].copy().view("<f4")[0]
-        if not 0.0 <= scale <= np.finfo(np.float32).max / LEVELS:
+        if not 0.0 <= scale <= SCALE_MAX:
             raise DecodeError(f"int16 payload has scale {scale}")
 
     def encode(
@@ -48,7 +50,7 @@ class Int16(Compressor):
         given = grad + state[RESIDUAL]
         largest = np.abs(given).max(initial=np.float32(0.0))
         note_largest(state, largest.view(np.int32), self.name)
-        scale = np.float32(largest / np.float32(LEVELS))
+        scale = min(largest / np.float32(LEVELS), SCALE_MAX)
         whole = np.rint(given / scale) if scale else np.zeros_like(given)
         whole = np.clip(whole, -LEVELS, LEVELS).astype("<i2")
         out[:HEAD].view("<f4")[0] = scale
