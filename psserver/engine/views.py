@@ -8,7 +8,7 @@ one moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
@@ -195,8 +195,8 @@ def view_of(
         saves: Its checkpoints.
         exposed: By table: number of slices that a journal should hold, and does not.
     """
-    counters = job.counters
     return JobView(
+        **asdict(job.counters),
         name=job.name,
         num_workers=job.membership.num_workers,
         min_workers=job.membership.min_workers,
@@ -204,16 +204,10 @@ def view_of(
         tables=tuple(
             _table(table, waits, exposed.get(table.index, 0)) for table in job.tables.values()
         ),
-        num_pushes=counters.num_pushes,
-        num_updates=counters.num_updates,
-        pushed_nbytes=counters.pushed_nbytes,
-        pulled_nbytes=counters.pulled_nbytes,
         waiting_for=tuple(waits.others()),
         state=job.state.value,
         step=job.step,
         memory_nbytes=job.memory_nbytes,
-        raw_pushed_nbytes=counters.raw_pushed_nbytes,
-        raw_pulled_nbytes=counters.raw_pulled_nbytes,
         open_steps=max(
             (len(c.open_steps) for table in job.tables.values() for c in table.clocks.values()),
             default=0,

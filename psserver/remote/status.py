@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from google.protobuf.message import Message
+
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
 from psserver.decisions.job import State
@@ -125,26 +127,20 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "reported": {
             name: value for worker in seen for name, value in sorted(worker.reported.items())
         },
-        "peers": [_peers(report) for worker in seen for report in worker.peers],
+        "peers": [_fields(report, age_s=1) for worker in seen for report in worker.peers],
         "pace": _pace(seen),
         "waited_for_s": round(max(worker.waited_for_s for worker in seen), 1),
         "data_planes": [worker.data_plane for worker in seen if worker.data_plane],
-        "stage": next((_stage(one.stage) for one in seen if one.HasField("stage")), None),
+        "stage": next(
+            (_fields(one.stage, waits_s=3) for one in seen if one.HasField("stage")), None
+        ),
     }
 
 
-def _stage(report: pb.StageReport) -> dict[str, Any]:
-    """Returns the part of a worker in a pipeline."""
-    return {
-        "stage": report.stage,
-        "replica": report.replica,
-        "minibatch": report.minibatch,
-        "version": report.version,
-        "in_flight": report.in_flight,
-        "activation_nbytes": report.activation_nbytes,
-        "versions_held": report.versions_held,
-        "waits_s": round(report.waits_s, 3),
-    }
+def _fields(message: Message, **digits: int) -> dict[str, Any]:
+    """Returns the fields of a message by name; those in `digits` are rounded to so many."""
+    fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
+    return fields | {name: round(fields[name], count) for name, count in digits.items()}
 
 
 def _steps(seen: Sequence[pb.WorkerStatus]) -> list[int]:
@@ -155,14 +151,7 @@ def _steps(seen: Sequence[pb.WorkerStatus]) -> list[int]:
 def _pace(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
     """Returns the sums of a worker's steps and waits, which only the first shard has."""
     pace = max((worker.pace for worker in seen), key=lambda pace: pace.num_steps)
-    return {
-        "num_steps": pace.num_steps,
-        "steps_s": round(pace.steps_s, 3),
-        "waits_s": round(pace.waits_s, 3),
-        "requests_s": round(pace.requests_s, 3),
-        "step_s": round(pace.step_s, 6),
-        "round_steps": pace.round_steps,
-    }
+    return _fields(pace, steps_s=3, waits_s=3, requests_s=3, step_s=6)
 
 
 def _silent_s(parts: Sequence[pb.JobStatus]) -> float | None:
@@ -187,19 +176,6 @@ def _reported(workers: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {
         name: sum(values) if name in ADDED else sum(values) / len(values)
         for name, values in sorted(found.items())
-    }
-
-
-def _peers(report: pb.PeerReport) -> dict[str, Any]:
-    """Returns a worker's last exchanges with other workers, of one table."""
-    return {
-        "table": report.table,
-        "step": report.step,
-        "partner": report.partner,
-        "age_s": round(report.age_s, 1),
-        "staleness": report.staleness,
-        "distance": report.distance,
-        "num_exchanges": report.num_exchanges,
     }
 
 
