@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from pscore.rules.base import Rule as Rule
     from pscore.rules.own import *  # noqa: F403
     from psworker.pipeline.run.pipeline import Pipeline as Pipeline
+    from psworker.rows.cache import RowCache as RowCache
+    from psworker.rows.modules import Embedding as Embedding
+    from psworker.rows.modules import EmbeddingBag as EmbeddingBag
+    from psworker.rows.modules import dense_parameters as dense_parameters
+    from psworker.rows.optimizers import FTRL as FTRL
+    from psworker.rows.optimizers import RowwiseAdagrad as RowwiseAdagrad
+    from psworker.rows.prefetch import prefetch as prefetch
     from psworker.subscription.subscriber import Subscriber as Subscriber
     from psworker.training.modes import modes as modes
     from psworker.training.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -60,6 +67,10 @@ _FROM = {
     "pscore.rules": ("RULES",),
     "pscore.rules.base": ("Rule",),
     "psworker.pipeline.run.pipeline": ("Pipeline",),
+    "psworker.rows.cache": ("RowCache",),
+    "psworker.rows.modules": ("Embedding", "EmbeddingBag", "dense_parameters"),
+    "psworker.rows.optimizers": ("FTRL", "RowwiseAdagrad"),
+    "psworker.rows.prefetch": ("prefetch",),
     "psworker.subscription.subscriber": ("Subscriber",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": (

@@ -57,7 +57,7 @@ class FrameChannel(Generic[C]):
             connect: Returns a connection that has been admitted (`endpoint.connect`). It repeats
                 failed attempts itself; if it raises a `PacelineError`, the channel ends with that.
             on_reply: Reads the payload of a reply and completes its call, on the reading thread.
-                It returns None, or a further request of the same call.
+                It returns None, or a further request of the same call, with the same payload.
             name: Name of the thread, and of the point at which faults strike.
             limit_s: Longest time in which connections break again and again without a reply, in
                 seconds; then the channel ends.
@@ -211,7 +211,7 @@ class FrameChannel(Generic[C]):
         further = self._on_reply(envelope, call, incoming)
         self._forget(envelope.id)
         if further is not None:
-            self.request(call, further)
+            self.request(call, further, item[2])
 
     def _forget(self, number: int) -> None:
         with self._lock:

@@ -241,7 +241,7 @@ class RowAdagrad(RowOptimizer):
         _adagrad(_signed(step, maximize), rate, np.float32(eps))
 
 
-class RowwiseAdagrad(RowOptimizer):
+class RowAdagradByRow(RowOptimizer):
     """Adagrad with one accumulator for each row."""
 
     name: ClassVar[str] = "rowwise_adagrad"
@@ -298,5 +298,5 @@ class RowFTRL(RowOptimizer):
 
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     optimizer.name: optimizer
-    for optimizer in (RowSGD, RowAdagrad, RowwiseAdagrad, RowSparseAdam, RowFTRL)
+    for optimizer in (RowSGD, RowAdagrad, RowAdagradByRow, RowSparseAdam, RowFTRL)
 }

@@ -130,7 +130,7 @@ def vgg16() -> Convolutional:
     return Convolutional(features, 7, head)
 
 
-class Embedding(nn.Module):
+class PlacedTokens(nn.Module):
     """The sum of a token's and a position's embedding."""
 
     def __init__(self, width: int) -> None:
@@ -198,7 +198,7 @@ def gpt2(
             nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
         )
         blocks += [Residual(width, Attention(width, heads)), Residual(width, wide)]
-    embedding, head = Embedding(width), nn.Linear(width, VOCABULARY, bias=False)
+    embedding, head = PlacedTokens(width), nn.Linear(width, VOCABULARY, bias=False)
     if is_tied:
         head.weight = embedding.wte.weight
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(width), head)

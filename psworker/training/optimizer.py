@@ -32,6 +32,7 @@ from psworker.training.arguments import list_named, require_optimizer
 from psworker.training.changes import growth, handover
 from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
+from psworker.training.companions import join_companions
 from psworker.training.declaration import Declaration
 from psworker.training.figures import WorkerFigures
 from psworker.training.gradients import clipping, scaling
@@ -88,6 +89,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
         optimizer_on: `shards`; `worker`: in `ssgd` the shards return the mean gradient, and each
             worker's own optimizer steps; `auto`: the shards, if they know the optimizer.
+        rows: The optimizer of row tables (docs/rows.md), or several: of `[table.weight, ...]`.
+        rows_mode: Their mode, if it is another: `"asgd"` beside `"ssgd"`.
 
     Raises:
         UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
@@ -119,6 +122,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         compress_exclude: Sequence[str] = (),
         local_group: Choice = "auto",
         optimizer_on: str = "auto",
+        rows: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        rows_mode: str | Rule | None = None,
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
@@ -154,8 +159,11 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._hints = Hints()
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
+        mode_of_rows = rule if rows_mode is None else parse_mode(rows_mode)
+        named, run = self._declaration.named, self._run_between_steps
+        self._companions = join_companions(rows, named, mode_of_rows, self._context, run)
         self._drive(table, early)
-        self._recovery.start(lambda: self._table.start(self.param_groups))
+        self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)
         _open.add(self)
@@ -171,6 +179,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Clears the gradients as `torch.optim.Optimizer.zero_grad` does; counts a step's start."""
         self._left_out.zeroed()
         super().zero_grad(set_to_none)
+        self._companions.zero_grad()
         if self._gradients.overlap.is_wanted and not self._gradients.overlap.has_begun:
             self._grow_if_thawed()  # At `step` gradients of this step have left.
 
@@ -201,6 +210,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling.refuse_attributes(self)
+        self._companions.require_unscaled(grad_scaler)
         self._hints.check()
         self._grow_if_thawed()
         self._steps.run(grad_scaler)
@@ -386,11 +396,11 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         use_local_steps(table, self._inner)
         gradients = make_gradients(table, early, lambda: table.set_hyper(self.param_groups))
         self._gradients = gradients
-        self._recovery = WorkerRecovery(table, gradients, self._buffers, self._left_out)
+        parts = table, gradients, self._buffers
+        self._recovery = WorkerRecovery(*parts, self._left_out, self._companions)
         make_steps = GroupSteps if isinstance(gradients, GroupGradients) else Steps
-        self._steps = make_steps(
-            self, self._inner, table, gradients, self._buffers, self._recovery, self._left_out
-        )
+        accounts = self._recovery, self._left_out, self._companions
+        self._steps = make_steps(self, self._inner, *parts, *accounts)
         self._hints.follow(table, gradients)
         trained_ids = {id(parameter) for parameter in table.flat.parameters}
         given = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -448,8 +458,18 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             raise ConfigError(f"training has ended: {name}() called after {self._end}")
         self._table.session.require_own()
 
+    def _start(self) -> None:
+        """Starts training: the first weights are uploaded, and pulled."""
+        self._table.start(self.param_groups)
+        self._companions.start(self._table)
+
+    def _run_between_steps(self, action: Callable[[], Any]) -> Any:
+        """Runs an action of a companion, as `WorkerRecovery.run_between_steps` does."""
+        return self._recovery.run_between_steps(action)
+
     def _end_training(self) -> None:
         """Ends exchanges and rounds, and brings the global weights into the model."""
+        self._companions.close()
         self._table.local_step.part()
         self._table.end_round()
         self._table.fetch(None)

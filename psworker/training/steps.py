@@ -10,6 +10,7 @@ from pscore.types import Role
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.connection.accounts.trace import RoundSpans, local_update
 from psworker.training.changes.recovery import WorkerRecovery
+from psworker.training.companions import Companions
 from psworker.training.gradients import clipping, scaling
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.gradients.scaling import Overflow
@@ -30,6 +31,7 @@ class Steps:
         buffers: Buffers,
         recovery: WorkerRecovery,
         left_out: LeftOut,
+        companions: Companions,
     ) -> None:
         """Starts before the first step.
 
@@ -41,6 +43,7 @@ class Steps:
             buffers: The model's shared buffers.
             recovery: Rejoins after a failed step.
             left_out: The count of steps that the script left out.
+            companions: Tables that are trained beside it.
         """
         self._wrapper = wrapper
         self._inner = inner
@@ -49,6 +52,7 @@ class Steps:
         self._buffers = buffers
         self._recovery = recovery
         self._left_out = left_out
+        self._companions = companions
         timeline = table.session.timeline
         self._rounds = None if timeline is None else RoundSpans(timeline)
 
@@ -114,6 +118,7 @@ class Steps:
         self._gradients.check()
         self._table.flat.check_weights()
         warn_of_changes(self._table)
+        self._companions.prepare()
 
     def _find_overflow(self, scaler: GradScaler) -> Overflow:
         """Unscales the gradients, and returns what is to be left out of the step."""
@@ -138,9 +143,11 @@ class Steps:
         table = self._table
         plan, number = table.replica.plan(), table.replica.step
         if skips and not self._table.rule.by_step:
+            self._companions.push(0.0, skips=True)
             return  # No worker waits for this worker's gradient.
         if plan.push is Role.GRADIENT:
             self._push(skips=skips)
+        self._companions.push(table.progress.samples, skips=skips)
         if plan.inner:
             table.local_step.make(skips=skips)
         table.finish_step(table.progress.samples)
@@ -148,6 +155,7 @@ class Steps:
         table.show_weights()
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.
+        self._companions.finish()
         if table.means is not None:
             table.means.show()
             with local_update(table.session.timeline, number):

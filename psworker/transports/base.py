@@ -52,6 +52,7 @@ class PullCall:
     header: data_pb2.PullHeader
     weights: FloatArray  # (numel,)
     state: list[FloatArray]  # (numel,) each; may be unused.
+    request: Sequence[memoryview] = ()  # Sent behind the header; unchanged until `done` is set.
     held: PulledEstimate | None = None  # The estimate that a compressed answer updates.
     copy_on_wait: bool = False  # Weights in shared memory are copied only when they are waited for.
     fetch: Callable[[], bool] | None = None  # The late copy; False: they changed, pull again.

@@ -85,7 +85,7 @@ class GrpcTransport(Transport):
                 call.put_off(reply)
 
     def _ask(self, call: PullCall) -> tuple[memoryview, memoryview]:
-        frame = wire.encode(call.header.SerializeToString())
+        frame = wire.encode(call.header.SerializeToString(), *call.request)
         metadata = _metadata_of(call.header.sender)
         return self._policy.call(
             lambda: wire.decode(self._pull(frame, timeout=CALL_TIMEOUT_S, metadata=metadata))

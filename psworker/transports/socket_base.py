@@ -63,7 +63,7 @@ class SocketTransport(Transport):
 
     def pull(self, call: PullCall) -> None:
         """Requests one slice."""
-        self._pulls.request(call, pb.Envelope(pull=call.header))
+        self._pulls.request(call, pb.Envelope(pull=call.header), call.request)
 
     def close(self) -> None:
         """Closes all connections; calls under way fail."""

@@ -86,6 +86,7 @@ def test_every_verdict_is_given_and_travels() -> None:
 # Libraries call these by name.
 CALLED_BY_LIBRARIES = {
     *("intercept_unary_unary", "intercept_service"),  # gRPC
+    *("extra_repr",),  # torch.nn.Module.
     *("do_GET", "log_message", "handle_error", "emit"),  # The standard library.
     *("on_fit_start", "on_validation_start", "on_validation_end"),  # Lightning.
     *("on_exception", "on_save_checkpoint", "on_fit_end"),

@@ -32,6 +32,7 @@ FLOORS = {
             "pipeline",
             "subscription",
             "training",
+            "rows",
             "job",
             "peers",
             "connection",

@@ -34,6 +34,7 @@ from pscore.errors import (
     PacelineError,
 )
 from psworker.connection.accounts.left_out import LeftOut
+from psworker.training.companions import Companions
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.state.buffers import Buffers
 from psworker.training.table import GlobalState, TrainingTable
@@ -61,7 +62,12 @@ class WorkerRecovery:
     """
 
     def __init__(
-        self, table: TrainingTable, gradients: Gradients, buffers: Buffers, left_out: LeftOut
+        self,
+        table: TrainingTable,
+        gradients: Gradients,
+        buffers: Buffers,
+        left_out: LeftOut,
+        companions: Companions,
     ) -> None:
         """Starts without a failure.
 
@@ -70,12 +76,14 @@ class WorkerRecovery:
             gradients: The gradients of the step under way.
             buffers: The model's shared buffers.
             left_out: The count of steps that the script left out.
+            companions: Tables that are trained beside it.
         """
         self.failure: Failure | None = None
         self._table = table
         self._gradients = gradients
         self._buffers = buffers
         self._left_out = left_out
+        self._companions = companions
 
     def note(
         self, problem: BaseException, step: int | None = None, *, is_between: bool = False
@@ -156,6 +164,7 @@ class WorkerRecovery:
             table.rejoin()
             self._buffers.restart()
             table.begin(failure.step)
+            self._companions.begin_again(table)
 
         self._repeat(rejoin)
         self._say_if_back(failure.step)

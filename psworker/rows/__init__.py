@@ -1,0 +1,1 @@
+"""Row tables: embeddings of which a step pulls and pushes only the rows that it touches."""

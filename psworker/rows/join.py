@@ -1,0 +1,109 @@
+"""Finds the row tables of a model, and joins them to the job with their optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from pscore.errors import ConfigError
+from pscore.rules.base import Rule
+from psworker.connection.membership.session import Session
+from psworker.rows.hyper import counterpart
+from psworker.rows.modules import EmbeddingTable, tables_of
+from psworker.rows.row_tables import RowTables, Run
+
+TABLE = "rows"
+FORM = "DistributedOptimizer(dense, model.named_parameters(), rows=optimizer)"
+
+
+def join_rows(
+    rows: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    rule: Rule,
+    session: Session,
+    give_name: Callable[[str], str],
+    run: Run,
+) -> list[RowTables]:
+    """Declares the row tables of a model at every shard, those of each optimizer together.
+
+    Args:
+        rows: The optimizer of the placeholders (`table.weight`), or several; None: none.
+        named: The named parameters of the model.
+        rule: The mode of the row tables.
+        session: This worker's part in the job.
+        give_name: Returns the name of a table of the job, from a name that may be in use.
+        run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
+
+    Raises:
+        ConfigError: A table has no optimizer, or an optimizer has other parameters.
+        JobMismatchError: The job has other row tables; names the difference.
+    """
+    is_one = isinstance(rows, torch.optim.Optimizer)
+    optimizers: list[Any] = [rows] if is_one else list(cast(Sequence[Any], rows or ()))
+    for optimizer in optimizers:
+        counterpart(optimizer)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    given = [parameter for group in groups for parameter in group["params"]]
+    found = tables_of([*given, *(parameter for _, parameter in named)])
+    _require_names(found, named)
+    if given and not session.group.is_alone:
+        raise ConfigError(
+            "several processes of one host are one worker here, and row tables need a worker each; "
+            "pass local_group=None to DistributedOptimizer"
+        )
+    covered = {id(parameter) for parameter in given}
+    for parameter, table in found.items():
+        if parameter not in covered and table.weight.requires_grad:
+            raise ConfigError(
+                f"row table {table.name!r} has no optimizer: pass one of [table.weight, ...] as "
+                f"rows=, {FORM}, or freeze it with table.weight.requires_grad_(False)"
+            )
+    return [
+        _join(optimizer, found, rule, session, give_name(TABLE), run) for optimizer in optimizers
+    ]
+
+
+def _join(
+    optimizer: torch.optim.Optimizer,
+    found: dict[int, EmbeddingTable],
+    rule: Rule,
+    session: Session,
+    name: str,
+    run: Run,
+) -> RowTables:
+    """Declares the row tables of one optimizer."""
+    tables, groups = [], []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in found:
+                raise ConfigError(
+                    f"the optimizer of rows has a parameter {list(parameter.shape)} that is no "
+                    f"placeholder of a row table; pass [table.weight, ...] to it: {FORM}"
+                )
+            tables.append(found[id(parameter)])
+            groups.append(number)
+    return RowTables(name, optimizer, tables, groups, rule, session, run)
+
+
+def _require_names(
+    found: dict[int, EmbeddingTable], named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> None:
+    """Names each table without a name after its module in the model.
+
+    Raises:
+        ConfigError: A table is not in the model and has no name, or two have the same.
+    """
+    names = {id(parameter): name.removesuffix(".weight") for name, parameter in named}
+    for parameter, table in found.items():
+        table.name = table.name or names.get(parameter, "")
+        if not table.name:
+            raise ConfigError(
+                "a row table has no name: pass name= to it, or named_parameters() of the model "
+                "that it is part of"
+            )
+    taken = [table.name for table in found.values()]
+    for name in taken:
+        if taken.count(name) > 1:
+            raise ConfigError(f"two row tables have the name {name!r}")

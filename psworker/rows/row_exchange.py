@@ -1,0 +1,250 @@
+"""Pushes and pulls of row tables over the network: one message a row slice.
+
+Every worker pushes every row slice at every step, also without a row: so that a step closes, and
+the mean's weight is that of all workers. A slice has at most one push under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pscore.net import wire
+from pscore.pb.ps.v1 import data_pb2
+from pscore.rows.payload import ALL, encode_pull
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray, HyperArray, Role
+from psworker.connection.accounts.traffic import Traffic
+from psworker.connection.exchange.answer_wait import AnswerWait
+from psworker.connection.exchange.exchange import WAIT_MS
+from psworker.connection.membership.session import Session
+from psworker.rows.lookups import IdArray
+from psworker.transports import OutgoingPush, PullCall, Transport
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RowPull(PullCall):
+    """A pull of rows: all of them into `weights`, or those that have changed since a version.
+
+    Attributes:
+        since: The version; `ALL`: the answer has every row.
+        answer: The payload of the answer.
+    """
+
+    since: int = ALL
+    answer: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    def targets(self, reply: data_pb2.PullReply, nbytes: int) -> list[memoryview]:
+        """Returns the memory for a payload of `nbytes`.
+
+        Raises:
+            DecodeError: The payload has another length than this pull's.
+        """
+        if self.since == ALL:
+            targets = PullCall.targets(self, reply, nbytes)
+        else:
+            targets = [memoryview(bytearray(nbytes))]
+        self.answer = targets[0]
+        return targets
+
+
+class RowExchange:
+    """Pushes and pulls of the row tables of one optimizer.
+
+    Attributes:
+        session: This worker's part in the job.
+        spec: The declaration of the tables.
+        layout: The row slices.
+        counts: By slice: pushes of this worker, as the shards count them; the step of its next.
+        versions: By slice: version of the rows that training has pulled last.
+        traffic: Bytes sent and received.
+    """
+
+    def __init__(self, session: Session, spec: TableSpec) -> None:
+        """Declares the tables at every shard.
+
+        Raises:
+            JobMismatchError: The job's tables are others; names the difference.
+        """
+        self.session, self.spec, self.layout = session, spec, spec.layout()
+        self.dims = [tensor.shape[1] for tensor in spec.tensors]
+        self.traffic = Traffic()
+        self.counts = [0] * len(self.layout.slices)
+        self.versions = [0] * len(self.layout.slices)
+        self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
+        self._table, self.origin = session.define(spec)
+        self._joined_as = session.incarnation
+        self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+
+    def begin(self, step: int | None) -> None:
+        """Asks every slice with which step this worker begins, and begins with it.
+
+        Args:
+            step: Step of the training, where all workers make each step together; None: the newest
+                step that a slice expects next.
+
+        Raises:
+            PacelineError: A shard refused the request, or does not answer.
+        """
+        places = range(len(self.counts))
+        self.counts = [0 for _ in places]
+        replies = [self._ask(index) for index in places]
+        found = [(reply.clock, reply.version) for reply in replies]
+        if not self.spec.rule.by_step:
+            self.counts = [clock for clock, _ in found]
+            return
+        first = max(max(pair) for pair in found)
+        if step is not None:
+            first = self.origin.clock + max(0, step - self.origin.step)
+        self.counts = [first for _ in places]
+        for index in places:
+            if found[index] != (first, first):
+                self._ask(index)
+
+    def _ask(self, index: int) -> data_pb2.PullReply:
+        """Returns the answer to a pull without rows, of a worker that has come anew."""
+        nothing = [np.zeros(0, np.uint64) for _ in self.dims]
+        call = self.request(index, nothing, np.zeros(0, np.float32), begins=True)
+        return self.wait(index, call)
+
+    # ----- pulls
+
+    def request(
+        self,
+        index: int,
+        ids: Sequence[IdArray],
+        out: FloatArray,
+        *,
+        is_look: bool = False,
+        is_early: bool = False,
+        begins: bool = False,
+        since: int = ALL,
+    ) -> RowPull:
+        """Requests rows of one slice, as they are after this worker's last push.
+
+        Args:
+            index: The slice.
+            ids: By table: `(n,) uint64`, ascending, all of this slice.
+            out: Receives the rows, flat, table by table.
+            is_look: Whether nothing is trained on them.
+            is_early: Whether rows of any version will do.
+            begins: Whether this worker has come anew, and pushes no step before `counts[index]`.
+            since: Version of rows that this worker has; `ALL`: none.
+        """
+        rule, count = self.spec.rule, 0 if is_early else self.counts[index]
+        header = data_pb2.PullHeader(
+            sender=self._sender(),
+            slice=index,
+            clock=count,
+            min_version=rule.min_version(count - 1) if count else 0,
+            wait_ms=WAIT_MS,
+            begins=begins,
+            look=is_look,
+        )
+        request = encode_pull(ids, since)
+        call = RowPull(header=header, weights=out, state=[], request=request, since=since)
+        self.session.pace.follow(call.done)
+        self._transport(index).pull(call)
+        return call
+
+    def wait(self, index: int, call: RowPull) -> data_pb2.PullReply:
+        """Waits for the rows of a slice; returns the answer.
+
+        Raises:
+            PacelineError: The shard refused the request, or does not answer.
+        """
+        what = f"rows after step {self.counts[index] - 1}" if self.counts[index] else "first rows"
+        reply = self._answers.wait(call.done, index, what)
+        if not call.header.look:
+            self.versions[index] = reply.version
+        self.traffic.pulled_nbytes += call.answer.nbytes
+        self.traffic.num_pulls += 1
+        return reply
+
+    # ----- pushes
+
+    def push(
+        self,
+        index: int,
+        parts: Sequence[memoryview],
+        *,
+        hyper: HyperArray,
+        present: int,
+        samples: float,
+    ) -> None:
+        """Sends the gradient of a slice's rows, as this worker's next push.
+
+        Args:
+            index: The slice.
+            parts: The payload, which must not change; empty: no rows.
+            hyper: `(num_groups, num_hyper) float64`.
+            present: Bit i: table i has a gradient, perhaps of no row.
+            samples: Weight in the mean of the step.
+        """
+        header = data_pb2.PushHeader(
+            step=self.counts[index],
+            base_version=self.versions[index],
+            samples=samples,
+            present=wire.pack_bits(present, len(self.spec.tensors)),
+            hyper=hyper.ravel().tolist(),
+        )
+        self._send(index, header, parts)
+        self.counts[index] += 1
+        self.traffic.num_pushes += 1
+        self.traffic.pushed_nbytes += sum(part.nbytes for part in parts)
+
+    def load(self, index: int, role: Role, parts: Sequence[memoryview]) -> None:
+        """Sends first values of a slice's rows, before the first step."""
+        header = data_pb2.PushHeader(role=data_pb2.Role.Name(int(role)))
+        self._send(index, header, parts)
+
+    def flush(self) -> None:
+        """Waits until every push is acknowledged."""
+        for index in list(self._pushes):
+            self._await_acknowledgement(index)
+
+    def follow(self) -> None:
+        """Forgets pushes under way if this worker has joined the job again; they may be counted."""
+        if self._joined_as != self.session.incarnation:
+            self._table, self.origin = self.session.define(self.spec, again=True)
+            self._joined_as = self.session.incarnation
+            self._pushes.clear()
+
+    # ----- inside
+
+    def _send(self, index: int, header: data_pb2.PushHeader, parts: Sequence[memoryview]) -> None:
+        self._await_acknowledgement(index)
+        header.sender.CopyFrom(self._sender())
+        header.slice = index
+        outgoing = OutgoingPush(header=header, payload=lambda: parts)
+        self._pushes[index] = outgoing.done
+        self.session.pace.follow(outgoing.done)
+        self._transport(index).push(outgoing)
+
+    def _await_acknowledgement(self, index: int) -> None:
+        future = self._pushes.pop(index, None)
+        if future is not None:
+            reply = self._answers.wait(future, index, "room for rows")
+            self.traffic.num_too_late += reply.verdict == data_pb2.VERDICT_TOO_LATE
+
+    def _raise_failed(self) -> None:
+        """Raises the error of a push that could not leave: answers may depend on it."""
+        for future in self._pushes.values():
+            if future.done() and (problem := future.exception()) is not None:
+                raise problem
+
+    def _transport(self, index: int) -> Transport:
+        self.session.require_own()
+        return self.session.links[self.layout.slices[index].shard].transport
+
+    def _sender(self) -> data_pb2.Sender:
+        session = self.session
+        return data_pb2.Sender(
+            job=session.job,
+            table=self._table,
+            worker=session.rank,
+            incarnation=session.incarnation,
+        )

@@ -1,0 +1,124 @@
+"""Shards killed while row tables are trained come back with every row: to the bit, and unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from tests.integration.cluster import Station, Worker
+from tests.integration.command import Command
+from tests.integration.row_models import Net, batch, make_tables
+from tests.integration.test_rows import Rows, require_same, values_of, wrap
+
+STEPS, KILL_EVERY, NUM_WORKERS = 24, 6, 2
+
+
+class Killed:
+    """Two shards with journals, under their supervisor."""
+
+    def __init__(self, command: Command) -> None:
+        self._command = command
+        self._rng = random.Random(7)
+
+    def run(self) -> dict[str, Any]:
+        """Returns the record of the running shards."""
+        found = list(self._command.folder.glob("paceline/*/run.json"))
+        run: dict[str, Any] = json.loads(found[0].read_text())
+        return run
+
+    def kill(self) -> None:
+        """Kills a random shard."""
+        pid = self._rng.choice(self.run()["shards"])["pid"]
+        if pid is not None:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[Killed]:
+    command = Command(tmp_path)
+    with command.spawn("start", "--shards", 2, "--port", 0, "--metrics-port", 0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        yield Killed(command)
+
+
+def pause(me: Station, step: int) -> None:
+    """Says each sixth step on rank 0, and waits for leave to continue."""
+    if me.rank == 0 and step % KILL_EVERY == KILL_EVERY // 2:
+        me.tell(step)
+        me.hear()
+
+
+def train(me: Station) -> Rows:
+    torch.set_num_threads(1)
+    model = Net(make_tables())
+    optimizer, _ = wrap(model, "adagrad")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(batch(me.rank, step)))
+        pause(me, step)
+        optimizer.step()
+    psworker.barrier("trained")
+    return values_of(model)
+
+
+def count(me: Station) -> Rows:
+    """Pushes a gradient of 1 in rows that differ by step, asynchronously; returns all rows."""
+    torch.set_num_threads(1)
+    table = psworker.Embedding(None, 3, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(3, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+        rows_mode="asgd",
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        rows = table(torch.arange(step + 1))
+        torch.autograd.backward(rows.sum() + 0.0 * model["top"](rows).sum())
+        pause(me, step)
+        optimizer.step()
+    psworker.barrier("trained")
+    with torch.no_grad():
+        return {"rows": table(torch.arange(STEPS)).numpy()}
+
+
+def run(shards: Killed, job: str, function: Callable[..., Rows], *, kills: bool) -> list[Rows]:
+    servers = ",".join(shards.run()["addresses"])
+    env = {"WORLD_SIZE": str(NUM_WORKERS), "PACELINE_SERVERS": servers, "PACELINE_JOB": job}
+    workers = [Worker(function, rank, (), env | {"RANK": str(rank)}) for rank in range(NUM_WORKERS)]
+    try:
+        for _ in range(STEPS // KILL_EVERY):
+            workers[0].hear()
+            if kills:
+                shards.kill()
+            workers[0].tell("continue")
+        return [worker.result() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+@pytest.mark.slow
+def test_rows_have_the_same_bits_with_shards_killed_in_the_middle(shards: Killed) -> None:
+    calm, _ = run(shards, "calm", train, kills=False)
+    for found in run(shards, "killed", train, kills=True):
+        require_same(calm, found)
+
+
+@pytest.mark.slow
+def test_no_asynchronous_push_is_lost_or_counted_twice_or_in_another_row(shards: Killed) -> None:
+    expected = -NUM_WORKERS * (STEPS - np.arange(STEPS, dtype=np.float32))
+    for found in run(shards, "asgd", count, kills=True):
+        assert np.array_equal(found["rows"], np.repeat(expected[:, None], 3, axis=1))

@@ -1,0 +1,341 @@
+"""Row tables through real shards: equal to torch, to the equations, and to the bit in all ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from psworker.training.optimizer import DistributedOptimizer
+from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.row_models import (
+    TABLES,
+    Batch,
+    Net,
+    Oracle,
+    batch,
+    first_rows,
+    joined,
+    make_tables,
+    torch_tables,
+    touched,
+)
+
+STEPS = 50
+Rows = dict[str, np.ndarray]
+Make = Callable[[Any], torch.optim.Optimizer]
+HYPER: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.3},
+    "adagrad": {"lr": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.1, "eps": 1e-4},
+    "sparse_adam": {"lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-3},
+    "rowwise": {"lr": 0.1},
+    "ftrl": {"lr": 0.2, "l1": 0.01, "l2": 0.1},
+}
+INVARIANTS: Any = torch.sparse.check_sparse_tensor_invariants
+CHECKED = INVARIANTS(True)  # Else torch warns of sparse tensors that its optimizers make.
+CLASSES: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "sparse_adam": torch.optim.SparseAdam,
+    "rowwise": psworker.RowwiseAdagrad,
+    "ftrl": psworker.FTRL,
+}
+
+
+def make_rows(name: str, parameters: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = CLASSES[name](parameters, **HYPER[name])
+    return made
+
+
+def wrap(
+    model: Net, name: str, **options: Any
+) -> tuple[DistributedOptimizer, list[torch.optim.lr_scheduler.LRScheduler]]:
+    """Returns the wrapper of a model with row tables, and schedulers of both parts."""
+    rows = make_rows(name, [table.weight for table in model.tables.values()])
+    dense = torch.optim.SGD(psworker.dense_parameters(model), lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(dense, model.named_parameters(), rows=rows, **options)
+    return optimizer, [halve(each) for each in (optimizer, rows)]
+
+
+def halve(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.5)
+
+
+def values_of(model: Net) -> Rows:
+    """Returns all rows of the tables, and the dense layer."""
+    rows = {name: rows.numpy() for name, rows in first_rows(dict(model.tables.items())).items()}
+    return rows | {"head": model.head.weight.detach().numpy().copy()}
+
+
+def train(me: Station, name: str, steps: int = STEPS, ahead: bool = False) -> Rows:
+    """Trains; with `ahead` rows of the next batch are pulled early, but for those of `words`."""
+    torch.set_num_threads(1)
+    model = Net(make_tables())
+    optimizer, schedulers = wrap(model, name)
+    batches: Any = (batch(me.rank, step) for step in range(steps))
+    tables: Any = model.tables
+    users, _, tags, peaks = (tables[table] for table in TABLES)
+    if ahead:
+        batches = psworker.prefetch(
+            batches,
+            model,
+            ids=lambda given: {
+                users: [given.users, given.tags[:, 0]],
+                tags: given.tags,
+                peaks: given.tags + 1,
+            },
+        )
+    for given in batches:
+        optimizer.zero_grad()
+        torch.autograd.backward(model(given))
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    psworker.barrier("trained")
+    return values_of(model)
+
+
+@CHECKED
+def train_in_torch(name: str, num_workers: int, steps: int = STEPS) -> Rows:
+    """Returns the result of one process on the joined batch, with torch's own optimizers."""
+    model = Net(torch_tables(sparse=True))
+    rows = make_rows(name, [model.tables[table].weight for table in TABLES])
+    dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+    schedulers = [halve(each) for each in (dense, rows)]
+    for step in range(steps):
+        model.zero_grad()
+        given = joined(step, num_workers)
+        torch.autograd.backward(model(given))
+        peaks: Any = model.tables["peaks"].weight
+        ids = torch.tensor(sorted(touched(given)["peaks"]))[None]
+        peaks.grad = torch.sparse_coo_tensor(ids, peaks.grad[ids[0]], peaks.shape)
+        for optimizer in (dense, rows):
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    return arrays_of(model)
+
+
+def arrays_of(model: Net) -> Rows:
+    """Returns the weights of modules of torch."""
+    tables: Any = model.tables
+    found: Rows = {name: table.weight.detach().numpy() for name, table in tables.items()}
+    return found | {"head": model.head.weight.detach().numpy()}
+
+
+def train_oracle(name: str, num_workers: int, steps: int = STEPS) -> Rows:
+    """Returns the result of the equations in float64 on the joined batch."""
+    model = Net(torch_tables(sparse=False)).double()
+    dense = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+    scheduler = halve(dense)
+    tables: Any = model.tables
+    weights = {table: tables[table].weight.data.numpy() for table in TABLES}
+    oracles = {table: Oracle(name, dict(HYPER[name]), weights[table]) for table in TABLES}
+    for step in range(steps):
+        model.zero_grad()
+        given: Batch = joined(step, num_workers)
+        torch.autograd.backward(model(given))
+        for table, oracle in oracles.items():
+            oracle.hyper["lr"] = HYPER[name]["lr"] * 0.5 ** (step // 20)
+            grad = tables[table].weight.grad.numpy()
+            oracle.step(weights[table], grad, touched(given)[table])
+        dense.step()
+        scheduler.step()
+    return weights | {"head": model.head.weight.detach().numpy()}
+
+
+def require_close(ours: Rows, theirs: Rows, bound: float) -> None:
+    """Compares with the largest element as the unit."""
+    for name, values in ours.items():
+        wanted = theirs[name][: len(values)]
+        assert np.abs(values - wanted).max() <= bound * max(1.0, np.abs(wanted).max()), name
+
+
+@pytest.mark.parametrize("num_workers", [2])
+def test_a_few_steps_equal_the_equations(shards: Shards, num_workers: int) -> None:
+    expected = train_oracle("adagrad", num_workers, steps=4)
+    for found in shards.run(train, "adagrad", 4, num_workers=num_workers):
+        require_close(found, expected, 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(HYPER))
+def test_fifty_steps_equal_torch_and_the_equations(shards: Shards, name: str) -> None:
+    """To 1e-6 of torch, which adds duplicates in another order; the oracle rounds nowhere."""
+    num_workers = 2
+    results = shards.run(train, name, num_workers=num_workers)
+    for found in results:
+        require_close(found, train_oracle(name, num_workers), 2e-5)
+        if name in ("sgd", "adagrad", "sparse_adam"):
+            require_close(found, train_in_torch(name, num_workers), 1e-6)
+    for key in results[0]:
+        assert np.array_equal(results[0][key], results[1][key]), key
+
+
+def require_same(one: Rows, other: Rows) -> None:
+    for name, values in one.items():
+        assert np.array_equal(values, other[name]), name
+
+
+@pytest.mark.slow
+def test_bits_are_those_of_any_number_of_shards_and_plane_and_of_prefetched_rows(
+    shards: Shards,
+) -> None:
+    first, _ = shards.run(train, "adagrad", 12)
+    for ahead, plane in ((True, "auto"), (False, "tcp"), (True, "grpc")):
+        env = {"PACELINE_DATA_PLANE": plane}
+        require_same(first, shards.run(train, "adagrad", 12, ahead, env=env)[1])
+    for number in (1, 3):
+        with Shards(number) as others:
+            require_same(first, others.run(train, "adagrad", 12, number == 1)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_any_number_of_workers_equals_the_equations(shards: Shards, num_workers: int) -> None:
+    expected = train_oracle("sparse_adam", num_workers, steps=10)
+    for found in shards.run(train, "sparse_adam", 10, num_workers=num_workers):
+        require_close(found, expected, 2e-5)
+
+
+NUM_PUSHES = 9
+
+
+def count_pushes(me: Station, mode: str, rows_mode: str | None, ahead: bool) -> list[float]:
+    """Pushes a gradient of 1 in row 7 at each step, of 0 or more in others; returns their rows."""
+    torch.set_num_threads(1)
+    table = psworker.Embedding(None, 2, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(2, 1)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+        mode=mode,
+        rows_mode=rows_mode,
+    )
+    own = 100 + me.rank
+    batches: Any = (torch.tensor([7, own]) for _ in range(NUM_PUSHES))
+    if ahead:
+        batches = psworker.prefetch(batches, model, ids=lambda ids: {table: ids})
+    for step, ids in enumerate(batches):
+        optimizer.zero_grad()
+        rows = table(ids)
+        assert rows[1, 0].item() == -step  # All of its own pushes, in every mode.
+        torch.autograd.backward(rows.sum() + 0.0 * model["top"](rows).sum())
+        optimizer.step()
+    psworker.barrier("trained")
+    with torch.no_grad():
+        values: list[float] = table(torch.tensor([7, 100, 101, 102]))[:, 0].tolist()
+    return values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "rows_mode", "ahead"),
+    [
+        ("asgd", None, False),
+        ("ssp(bound=2)", None, True),
+        ("ssgd", "asgd", False),
+        ("ssgd", "asgd", True),
+        ("asgd", "ssp(bound=1)", False),
+    ],
+)
+def test_every_push_counts_once_in_asynchronous_modes(
+    shards: Shards, mode: str, rows_mode: str | None, ahead: bool
+) -> None:
+    for found in shards.run(count_pushes, mode, rows_mode, ahead, num_workers=2):
+        assert found == [-2.0 * NUM_PUSHES, -NUM_PUSHES, -NUM_PUSHES, 0.0]
+
+
+def train_given(me: Station) -> tuple[Rows, Rows]:
+    """Begins with given rows and a bound of the norm; returns them, and those of torch."""
+    torch.set_num_threads(1)
+    results = []
+    values = torch.randn(30, 4, generator=torch.Generator().manual_seed(me.rank))
+    given: Any = torch.nn.Embedding
+    theirs = given.from_pretrained(
+        torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), freeze=False, max_norm=1.0
+    )
+    ours = psworker.Embedding.from_pretrained(values, freeze=False, max_norm=1.0, name="given")
+    for table in (ours, theirs):
+        torch.manual_seed(1)
+        model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(4, 1)})
+        rows: torch.optim.Optimizer = torch.optim.Adagrad([table.weight], lr=0.1)
+        dense = torch.optim.SGD(model["top"].parameters(), lr=0.1)
+        optimizers = [dense, rows]
+        if table is ours:
+            optimizers = [DistributedOptimizer(dense, model.named_parameters(), rows=rows)]
+        for step in range(10):
+            ids = torch.randint(30, (8,), generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            torch.autograd.backward(model["top"](table(ids)).square().sum())
+            for optimizer in optimizers:
+                optimizer.step()
+        with torch.no_grad():
+            results.append({"rows": table(torch.arange(30)).numpy()})
+    return results[0], results[1]
+
+
+@pytest.mark.slow
+def test_given_rows_are_those_of_rank_0_and_norms_are_bounded_as_in_torch(shards: Shards) -> None:
+    for ours, theirs in shards.run(train_given):
+        require_close(ours, theirs, 1e-6)
+
+
+def train_cached(me: Station) -> tuple[int, int, float]:
+    """Reads row 3 at each of 12 steps through a cache; returns hits, misses and the oldest age."""
+    cache = psworker.RowCache(rows=10, staleness=2)
+    table = psworker.Embedding(None, 2, name="cached", init="zeros", cache=cache)
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(2, 1)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+        mode="asgd",
+    )
+    oldest = 0.0
+    for step in range(12):
+        optimizer.zero_grad()
+        rows = table(torch.tensor([3]))
+        oldest = max(oldest, step + rows[0, 0].item())  # Pushes of this worker that are not in it.
+        torch.autograd.backward(rows.sum())
+        optimizer.step()
+    with torch.no_grad():  # A look does not use the cache.
+        assert table(torch.tensor([3]))[0, 0].item() == -12.0
+    return cache.num_hits, cache.num_misses, oldest
+
+
+@pytest.mark.slow
+def test_a_cache_holds_its_bound_of_staleness_and_withholds_no_push(shards: Shards) -> None:
+    assert shards.run(train_cached, num_workers=1) == [(8, 4, 2.0)]
+
+
+def declare(me: Station, dim_of: tuple[int, int]) -> str:
+    """Declares a table whose rows have another length on each worker; returns the error."""
+    table = psworker.Embedding(None, dim_of[me.rank], name="users")
+    model = torch.nn.ModuleDict({"users": table, "top": torch.nn.Linear(2, 1)})
+    try:
+        DistributedOptimizer(
+            torch.optim.SGD(psworker.dense_parameters(model), lr=0.1),
+            model.named_parameters(),
+            rows=torch.optim.SGD([table.weight], lr=0.1),
+        )
+    except psworker.JobMismatchError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_table_of_another_dimension_is_refused_by_name(shards: Shards) -> None:
+    job = new_job()
+    with shards.workers(declare, (4, 4), ranks=[0], job=job) as (first,):
+        with shards.workers(declare, (4, 5), ranks=[1], job=job) as (second,):
+            said = second.result()
+        first.kill()
+    assert "'users'" in said
+    assert "5" in said
+    assert "4" in said
