@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from pscore.errors import ReplacedError
 from pscore.types import Role
 from psworker.training.gradients import scaling
-from psworker.training.gradients.agreement import together
+from psworker.training.gradients.agreement import run_in_group
 from psworker.training.gradients.group import GroupGradients
 from psworker.training.gradients.scaling import Overflow
 from psworker.training.steps import Steps
@@ -29,19 +29,19 @@ class GroupSteps(Steps):
         """Makes a step; returns whether a process has refused a gradient that was on a GPU."""
         table, gradients = self._table, self._gradients
         if grad_scaler is not None:
-            self._together(lambda: self._unscale(grad_scaler), 0)
+            self._run_together(lambda: self._unscale(grad_scaler), 0)
             overflow = self._find_overflow(grad_scaler)
             if overflow is Overflow.ALL:
                 return False
             skips = skips or overflow is Overflow.OWN
         gradients.complete(skips=skips)
-        rows = self._together(lambda: self._prepare(skips=skips), gradients.num_numbers)
+        rows = self._run_together(lambda: self._prepare(skips=skips), gradients.num_numbers)
         if gradients.agree(rows) and not table.rule.by_step:
             return False  # No worker waits for this worker's gradient.
         skips = gradients.all_skip
         plan = table.replica.plan()
         changes = plan.push is not None or plan.lands  # Inner steps are the same everywhere.
-        ends = self._together(lambda: self._push_and_pull(skips=skips), 2)
+        ends = self._run_together(lambda: self._push_and_pull(skips=skips), 2)
         table.parts.agree([given for given, _ in ends])
         if changes:
             table.parts.gather()
@@ -50,8 +50,8 @@ class GroupSteps(Steps):
         self._buffers.post(0.0 if skips else table.progress.samples)
         return any(refused for _, refused in ends)
 
-    def _together(self, part: Any, count: int) -> list[list[float]]:
-        return together(self._gradients.group, part, count, lambda: self._gradients.have_left)
+    def _run_together(self, part: Any, count: int) -> list[list[float]]:
+        return run_in_group(self._gradients.group, part, count, lambda: self._gradients.have_left)
 
     def _check(self) -> None:
         failure = self._recovery.failure

@@ -150,7 +150,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         _replace_others(parameters)
         name = growth.newest(self._context.table_name(TABLE), session.known_tables)
         spec = self._declaration.spec(name, self, rule, plugin, len(session.links))
-        with growth.explained(name):
+        with growth.explain_growth(name):
             table = TrainingTable(
                 session, spec, parameters, plugin, early.has_views, model, samples=samples
             )
@@ -287,7 +287,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         rule = parse_mode(mode)
         require_peers(former, rule)
         self._warn_of_buffers(rule)
-        if not handover.moves(former.rule, rule):
+        if not handover.moves_optimizer(former.rule, rule):
             with recovery.guard():
                 change_mode(former, rule)
             return

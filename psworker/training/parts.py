@@ -10,12 +10,28 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
 from psworker.connection.membership.session import Session
-from psworker.group.parts import owners
 from psworker.group.routes import Routes
 from psworker.group.worker_group import WorkerGroup
 from psworker.model.flat import FlatModel
 from psworker.model.sharded import ShardedModel
 from psworker.replica.replica import Replica
+
+
+def owners(numels: Sequence[int], size: int) -> list[int]:
+    """Returns the local rank that owns each slice: each rank has a contiguous part.
+
+    The parts are as equal as whole slices allow.
+
+    Args:
+        numels: Elements of each slice, in the order of the flat vector.
+        size: Number of processes.
+    """
+    total, before, ranks = sum(numels), 0, []
+    for numel in numels:
+        middle = before + numel / 2  # The owner of a slice's middle has the slice.
+        ranks.append(min(size - 1, int(middle * size / total)))
+        before += numel
+    return ranks
 
 
 def own_slices(

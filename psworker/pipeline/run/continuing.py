@@ -29,7 +29,7 @@ from psworker.gossip.base import Meet, Waits, Want
 from psworker.peers.peers import Peers
 from psworker.pipeline.run import wire
 from psworker.pipeline.run.checkpoint import Tensors, from_numbers, to_numbers
-from psworker.pipeline.run.driver import Driver, Work, Write, unwritten
+from psworker.pipeline.run.driver import Driver, Work, Write, explain_unwritten
 from psworker.pipeline.run.members import Members, MembersChangedError
 from psworker.pipeline.run.schedule import Place
 from psworker.pipeline.run.stage import OptimizerWait, Receive
@@ -191,7 +191,7 @@ class ContinuingDriver(Driver):
                 number,
             )
         elif not saves.is_written:
-            raise unwritten(number, saves.problem)
+            raise explain_unwritten(number, saves.problem)
 
     def _was_saved_without(self, number: int) -> bool:
         """Returns whether the others came to a checkpoint while this worker was declared lost."""

@@ -173,7 +173,7 @@ class Driver:
             except OSError as found:
                 problem = found
         if self._session.agree("checkpoint", float(problem is not None)):
-            raise unwritten(number, problem)
+            raise explain_unwritten(number, problem)
 
     def report(self) -> control_pb2.StageReport:
         """Returns what the replica does now, for status; another thread may call it."""
@@ -308,7 +308,7 @@ class Driver:
         )
 
 
-def unwritten(number: int, problem: Exception | None) -> PacelineError:
+def explain_unwritten(number: int, problem: Exception | None) -> PacelineError:
     """Returns the error for a checkpoint that the first worker could not write.
 
     Args:

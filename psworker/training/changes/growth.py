@@ -61,7 +61,7 @@ def newest(name: str, known: Container[str]) -> str:
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
+def explain_growth(name: str) -> Iterator[None]:
     """Context manager: says in the error of a declaration that the job's model has grown."""
     try:
         yield

@@ -24,7 +24,7 @@ from psworker.training.table import TrainingTable
 from psworker.training.verbs import named
 
 
-def moves(former: Rule, rule: Rule) -> bool:
+def moves_optimizer(former: Rule, rule: Rule) -> bool:
     """Returns whether a change of the mode moves the optimizer from or to modes without a server.
 
     Args:

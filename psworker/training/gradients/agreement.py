@@ -21,7 +21,7 @@ from psworker.group.local_group import LocalGroup
 NONE, OWN, REJOIN, OTHER = range(4)  # Kinds of errors; the largest one of a group counts.
 
 
-def together(
+def run_in_group(
     group: LocalGroup,
     part: Callable[[], Sequence[float]],
     count: int,

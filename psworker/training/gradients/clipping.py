@@ -24,7 +24,7 @@ from psworker.model.dtensors import local
 from psworker.model.finite import is_finite
 from psworker.model.grad_views import dense
 from psworker.training.changes.recovery import WorkerRecovery
-from psworker.training.gradients.agreement import together
+from psworker.training.gradients.agreement import run_in_group
 from psworker.training.gradients.attempts import Attempts
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.gradients.sharded import ShardedGradients
@@ -99,8 +99,8 @@ def _norm_of_parts(table: TrainingTable, gradients: ShardedGradients, name: str)
 
     if not is_alone:
         for rank in range(group.size):  # Shards number tables in the order of their declaration.
-            together(group, partial(declare, rank), 0, lambda: False)
-    rows = together(group, norm, 2, lambda: False)
+            run_in_group(group, partial(declare, rank), 0, lambda: False)
+    rows = run_in_group(group, norm, 2, lambda: False)
     is_bad = any(bad for _, bad in rows)
     return torch.tensor(math.inf if is_bad else math.hypot(*(one for one, _ in rows)))
 

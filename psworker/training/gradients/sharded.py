@@ -16,7 +16,7 @@ from pscore.errors import GradientError
 from psworker.group.local_group import LocalGroup
 from psworker.model.grad_views import dense
 from psworker.model.sharded import ShardedModel
-from psworker.training.gradients.agreement import together
+from psworker.training.gradients.agreement import run_in_group
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.gradients.group import GroupGradients
 from psworker.training.gradients.overlap import EarlyGradients
@@ -82,7 +82,7 @@ class ShardedGradients(GroupGradients):
             GradientError: The processes give their gradients different weights.
             ReplacedError: The worker has to rejoin.
         """
-        rows = together(self.group, self._numbers, self.num_numbers, lambda: False)
+        rows = run_in_group(self.group, self._numbers, self.num_numbers, lambda: False)
         self.agree(rows)
         self._average(self._flat.plain())
         self._flat.gather_sharded()

@@ -6,7 +6,7 @@ import torch
 
 
 class LocalStep:
-    """No such part: the shards run the optimizer."""
+    """The local part of a step where there is none, because the shards run the optimizer."""
 
     def make(self, *, skips: bool) -> None:
         """Makes one step, unless the script leaves it out."""
@@ -29,7 +29,7 @@ class LocalStep:
         """Notes that this worker makes no further step."""
 
     def close(self) -> None:
-        """Ends."""
+        """Closes the connections that the step has to other workers, if any."""
 
     def share_state(self) -> None:
         """Makes the wrapped optimizer's state the same on all workers; all of them call it.
