@@ -157,7 +157,7 @@ def decode_pull(payload: ByteArray, owned: Sequence[Owned]) -> RowRequest:
     stops = np.cumsum(counts).tolist()
     parts = tuple(ids[stop - count : stop] for count, stop in zip(counts, stops, strict=True))
     for part, table in zip(parts, owned, strict=True):
-        _require_owned(part, table)
+        require_owned(part, table)
     return RowRequest(since=since, ids=parts)
 
 
@@ -177,7 +177,7 @@ def decode_push(
     """
     found = split_push(payload, widths)
     for rows, table in zip(found, owned, strict=True):
-        _require_owned(rows.ids, table)
+        require_owned(rows.ids, table)
         if not all_finite(rows.values):
             raise DecodeError(f"rows of row table {table.name!r} with a number that is not finite")
     return found
@@ -242,7 +242,7 @@ def _counts_of(payload: ByteArray, widths: Sequence[int]) -> tuple[list[int], in
     return counts, numel
 
 
-def _require_owned(ids: IdArray, table: Owned) -> None:
+def require_owned(ids: IdArray, table: Owned) -> None:
     """Refuses ids that are not in order, in the table and in the slice.
 
     Raises:

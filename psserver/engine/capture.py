@@ -183,6 +183,7 @@ class TableCapture:
                     **self._about[index],
                     "counts": arrays["counts"].tolist(),
                     "arrays": sorted(name for name in arrays if name != "counts"),
+                    "nbytes": {name: array.nbytes for name, array in arrays.items()},
                 }
                 for index, arrays in self.slices.items()
             },

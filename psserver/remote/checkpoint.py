@@ -23,16 +23,14 @@ import numpy as np
 from pscore.net.credentials import Credentials
 from pscore.net.rpc import ChannelOptions, error_of
 from pscore.optimizers import OPTIMIZERS
-from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.table_spec import TableSpec
-from pscore.types import FloatArray, SliceSpec
+from psserver.archives import archive_of
 from psserver.decisions.job import State
-from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
-from psserver.remote.checkpoint_files import Checkpoint, TableState, Tensors
+from psserver.remote.checkpoint_files import Checkpoint, TableState
 
 CHUNK_NBYTES = 4 << 20
 CALL_TIMEOUT_S = 30.0
@@ -253,8 +251,8 @@ def _read(
 ) -> TableState:
     about = [json.loads(reply.about) for reply in replies]
     spec = TableSpec.from_json(about[0]["spec"])
-    layout = make_layout(spec.tensors, spec.num_shards)
-    flats: dict[str, FloatArray] = {}
+    layout, archive = spec.layout(), archive_of(spec.content.name)
+    room = archive.room(spec, layout)
     counts = [0] * len(spec.tensors)
     slices: dict[str, Any] = {}
     for part in layout.slices:
@@ -262,9 +260,9 @@ def _read(
         slices[str(part.index)] = {"version": entry["version"], "clocks": entry["clocks"]}
         for segment, count in zip(part.segments, entry["counts"], strict=True):
             counts[segment.tensor] = count
-        for array in ["weights"] if weights_only else entry["arrays"]:
-            flat = flats.setdefault(array, np.zeros(layout.numel, dtype=np.float32))
-            target = flat[part.start : part.stop].view(np.uint8)
+        names = entry["arrays"]
+        for array in archive.weights_only(names) if weights_only else names:
+            target = room.target(part, array, entry["nbytes"][array])
             for offset in range(0, target.nbytes, CHUNK_NBYTES):
                 request = pb.ReadRequest(
                     id=name, slice=part.index, array=array, offset=offset, nbytes=CHUNK_NBYTES
@@ -277,27 +275,8 @@ def _read(
         version=versions.pop() if len(versions) == 1 else -1,
         slices=slices,
         counts=counts,
-        arrays={
-            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_residual(array))
-            for array, flat in flats.items()
-        },
+        arrays=room.arrays(),
     )
-
-
-def _known_as(spec: TableSpec, array: str) -> str:
-    """Returns the name of an array in files: `state.0` is what torch calls it."""
-    if is_residual(array):
-        return array
-    kind, _, name = array.partition(".")
-    return OPTIMIZERS[spec.optimizer].state_names[int(name)] if kind == "state" else name or kind
-
-
-def _by_tensor(layout: Layout, flat: FloatArray, *, only_compressed: bool) -> dict[str, FloatArray]:
-    return {
-        tensor.name: flat[offset : offset + tensor.numel].reshape(tensor.shape)
-        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
-        if tensor.compress or not only_compressed
-    }
 
 
 # ----- back into shards
@@ -360,45 +339,23 @@ def messages(
 ) -> Iterator[tuple[int, pb.WriteRequest]]:
     """Returns the messages that bring numbers to chosen shards, each with the shard's index."""
     for number, table in enumerate(checkpoint.tables):
-        layout = make_layout(table.spec.tensors, num_shards)
-        parts = [part for part in layout.slices if part.shard in chosen]
-        for array, tensors in table.arrays.items():
-            known_as = _name_on_shards(table.spec, array)
-            for part, flat in _flattened(
-                layout, parts, tensors, only_compressed=is_residual(array)
-            ):
-                data = flat.view(np.uint8)
-                for offset in range(0, data.nbytes, CHUNK_NBYTES):
-                    yield (
-                        part.shard,
-                        pb.WriteRequest(
-                            id=name,
-                            table=number,
-                            slice=part.index,
-                            array=known_as,
-                            offset=offset,
-                            data=data[offset : offset + CHUNK_NBYTES].tobytes(),
-                        ),
-                    )
-
-
-def _flattened(
-    layout: Layout, parts: Sequence[SliceSpec], tensors: Tensors, *, only_compressed: bool
-) -> Iterator[tuple[SliceSpec, FloatArray]]:
-    """Returns slices with their numbers, and reads each tensor once."""
-    index, tensor = -1, np.zeros(0, dtype=np.float32)
-    for part in parts:
-        if only_compressed and not part.compress:
-            continue
-        flat = np.zeros(part.numel, dtype=np.float32)
-        for segment in part.segments:
-            if segment.tensor != index:
-                index = segment.tensor
-                tensor = tensors[layout.tensors[index].name].reshape(-1)
-            start = segment.tensor_start
-            stop = start + segment.stop - segment.start
-            flat[segment.start : segment.stop] = tensor[start:stop]
-        yield part, flat
+        spec = replace(table.spec, num_shards=num_shards)
+        layout, archive = spec.layout(), archive_of(spec.content.name)
+        own = [part.index for part in layout.slices if part.shard in chosen]
+        for part, known_as, array in archive.parts(spec, layout, table.arrays, own):
+            data = array.view(np.uint8)
+            for offset in range(0, data.nbytes, CHUNK_NBYTES):
+                yield (
+                    part.shard,
+                    pb.WriteRequest(
+                        id=name,
+                        table=number,
+                        slice=part.index,
+                        array=known_as,
+                        offset=offset,
+                        data=data[offset : offset + CHUNK_NBYTES].tobytes(),
+                    ),
+                )
 
 
 def _about(table: TableState, num_shards: int) -> dict[str, Any]:
@@ -408,13 +365,5 @@ def _about(table: TableState, num_shards: int) -> dict[str, Any]:
         "version": max(table.updates[1], 0),
         "clock": table.clock,
         "counts": table.counts,
-        "arrays": [_name_on_shards(spec, array) for array in table.arrays],
+        **archive_of(spec.content.name).about(spec, spec.layout(), table.arrays),
     }
-
-
-def _name_on_shards(spec: TableSpec, array: str) -> str:
-    """Returns what shards call an array in a file; `_known_as` the other way."""
-    states = OPTIMIZERS[spec.optimizer].state_names
-    if array == "weights" or is_residual(array):
-        return array
-    return f"state.{states.index(array)}" if array in states else f"memory.{array}"

@@ -43,9 +43,9 @@ from safetensors.numpy import save_file
 from pscore.errors import ConfigError
 from pscore.table_spec import COUNT_MAX, GROWN, TableSpec, count_of
 from pscore.types import FloatArray
+from psserver.archives import archive_of
 from psserver.decisions.membership import WORKERS_MAX
 from psserver.durability import records
-from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
 
 FORMAT = 3
@@ -465,7 +465,7 @@ def verified(found: Found) -> Checkpoint:
         for array, file in files.items():
             if _hash(file) != manifest["sha256"][file.name]:
                 raise ValueError(f"{file.name} has changed since it was written")
-            _require_tensors(file, spec, only_compressed=is_residual(array))
+            archive_of(spec.content.name).require_file(file, array, spec)
         checkpoint.tables.append(
             TableState(
                 spec=spec,
@@ -583,26 +583,6 @@ def _choose(path: Path, found: list[Found], job: str | None) -> str:
         Exit.STATE_DIR,
         f"there is no checkpoint in {path}; `psserver checkpoint {path}` writes one",
     )
-
-
-def _require_tensors(file: Path, spec: TableSpec, *, only_compressed: bool) -> None:
-    """Refuses a file that does not hold the tensors of a table.
-
-    Raises:
-        ValueError: It does not.
-    """
-    wanted = {
-        tensor.name: list(tensor.shape)
-        for tensor in spec.tensors
-        if tensor.compress or not only_compressed
-    }
-    with safe_open(file, framework="numpy") as content:
-        for name in wanted.keys() ^ set(content.keys()):
-            raise ValueError(f"{file.name} and the declaration differ in tensor {name!r}")
-        for name, shape in wanted.items():
-            about = content.get_slice(name)
-            if (about.get_shape(), about.get_dtype()) != (shape, "F32"):
-                raise ValueError(f"{name!r} in {file.name} is not of shape {shape} and float32")
 
 
 def _refusal(path: Path, problem: Exception) -> str:

@@ -137,7 +137,7 @@ def load(
     places: IntArray,
     values: FloatArray,
     width: int,
-    version: np.uint32,
+    versions: IntArray,
     flags: np.uint32,
 ) -> None:
     """Sets the first `width` numbers of places, and their version and flags."""
@@ -145,7 +145,7 @@ def load(
         base = places[i] * stride + HEADER_WORDS
         for j in range(width):
             floats[base + j] = values[i * width + j]
-        words[base - HEADER_WORDS + VERSION_WORD] = version
+        words[base - HEADER_WORDS + VERSION_WORD] = np.uint32(versions[i])
         words[base - HEADER_WORDS + FLAGS_WORD] = flags
 
 

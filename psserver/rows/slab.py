@@ -175,14 +175,14 @@ class Slab:
         )
         self._optimizer.step(step, t, hyper)
 
-    def load(self, plan: Places, values: FloatArray, width: int, version: int) -> None:
+    def load(self, plan: Places, values: FloatArray, width: int, versions: IntArray) -> None:
         """Sets the rows of a plan that has begun: weights, or weights and state.
 
         Args:
             plan: Ids and places.
             values: `(n * width,) float32`.
             width: Numbers of a row: `dim` or `self.width`.
-            version: Version of the rows.
+            versions: `(n,) int64`, the version of each row.
         """
         flags = USED if width == self.width else USED | FRESH
         kernels.load(
@@ -192,7 +192,7 @@ class Slab:
             plan.places,
             values,
             width,
-            np.uint32(version),
+            versions,
             np.uint32(flags),
         )
 

@@ -29,6 +29,7 @@ from pscore.rows.payload import (
     decode_push,
     encode_changed,
     fits,
+    require_owned,
     split_push,
 )
 from pscore.rules.base import Rule
@@ -147,7 +148,8 @@ class RowStore:
             self.counts[:] = payload.counts
         self._begin(plans)
         for (slab, plan), rows, width in zip(plans, found, widths, strict=True):
-            slab.load(plan, rows.values, width, action.version)
+            versions = np.full(len(rows.ids), action.version)
+            slab.load(plan, rows.values, width, versions)
         self._publish(action.version)
 
     def hold(self, action: Hold, payload: Payload) -> Payload:
@@ -256,17 +258,23 @@ class RowStore:
     def restore(
         self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NO_CLOCKS
     ) -> None:
-        """Sets all that `export` returned, before anything else happens to the slice."""
-        self.counts[:] = arrays["counts"]
+        """Sets all that `export` returned, before anything else happens to the slice.
+
+        Raises:
+            DecodeError: An id is not one of the slice.
+            TableFullError: There are more rows than there is room for.
+        """
         plans = []
         for number, slab in enumerate(self.slabs):
             ids = arrays[f"ids.{number}"]
+            require_owned(ids, self._owned[number])
             if len(ids) > slab.rows_max:
                 raise self._full(number, len(ids))
             plans.append((slab, slab.plan(ids)))
+        self.counts[:] = arrays["counts"]
         self._begin(plans)
         for number, (slab, plan) in enumerate(plans):
-            slab.load(plan, arrays[f"rows.{number}"], slab.width, version)
+            slab.load(plan, arrays[f"rows.{number}"], slab.width, arrays[f"versions.{number}"])
         if self.progress is not None:
             for rank, clock in clocks.items():
                 self.progress.advance(rank, clock)

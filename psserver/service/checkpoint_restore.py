@@ -13,20 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pscore.errors import ConfigError, LimitError, RemoteProtocolError
-from pscore.optimizers import OPTIMIZERS
-from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.table_spec import TableSpec, count_of
 from pscore.types import Origin, SliceSpec
+from psserver.archives import archive_of
 from psserver.decisions.membership import Membership
 from psserver.decisions.table import make_table
 from psserver.engine.engine import Engine
 from psserver.engine.host_memory import available_nbytes
-from psserver.engine.residuals import is_residual
 from psserver.engine.restore import RestoredTable, require_free, restore
 
 UPLOADS_MAX = 8
-NAME_LENGTH_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +34,15 @@ class DeclaredTable:
     version: int  # Version of all slices.
     clock: int  # First step of the workers; in an asynchronous mode not the version.
     counts: list[int]  # Optimizer steps of each tensor.
-    arrays: frozenset[str]  # By their names in `SliceStore.restore`.
     parts: dict[int, SliceSpec]  # This shard's slices.
+    # Dtype and elements of each array, by slice and by its name in `Store.restore`.
+    arrays: dict[int, dict[str, tuple[str, int]]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(4 * len(self.of(part)) * part.numel for part in self.parts.values())
-
-    def of(self, part: SliceSpec) -> list[str]:
-        """Returns the arrays of a slice: one that is not compressed has no residuals."""
-        return [name for name in self.arrays if part.compress or not is_residual(name)]
+        every = [sizes for arrays in self.arrays.values() for sizes in arrays.values()]
+        return sum(np.dtype(dtype).itemsize * numel for dtype, numel in every)
 
 
 class CheckpointUpload:
@@ -87,9 +82,9 @@ class CheckpointUpload:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
         self._written: dict[tuple[int, int, str], int] = {}  # Bytes: by table, slice, array.
         self.arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {
-            (number, index): {name: np.zeros(part.numel, np.float32) for name in table.of(part)}
+            (number, index): {name: np.zeros(numel, dtype) for name, (dtype, numel) in own.items()}
             for number, table in enumerate(self._tables)
-            for index, part in table.parts.items()
+            for index, own in table.arrays.items()
         }
 
     def write(self, request: pb.WriteRequest) -> None:
@@ -158,36 +153,23 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
         clock = count_of(about.get("clock", version), f"the clock of table {spec.name!r}")
         spec = replace(spec, origin=Origin(clock, spec.origin.step))
         counts = [count_of(count, "the optimizer's steps of a tensor") for count in about["counts"]]
-        names = frozenset(str(name) for name in about["arrays"])
-    except (ValueError, KeyError, TypeError) as problem:
+        parts = [part for part in spec.layout().slices if part.shard == engine.shard.index]
+        arrays = archive_of(spec.content.name).staged(spec, parts, about)
+    except (ValueError, LookupError, TypeError) as problem:
         raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
     shard = engine.shard
     if spec.num_shards != shard.num_shards:
         raise ConfigError(f"there are {shard.num_shards} shards here")
-    if spec.optimizer not in OPTIMIZERS or len(counts) != len(spec.tensors):
+    if len(counts) != len(spec.tensors):
         raise RemoteProtocolError(
-            f"table {spec.name!r} of the checkpoint: optimizer {spec.optimizer!r}, {len(counts)} "
-            f"counts for {len(spec.tensors)} tensors"
+            f"table {spec.name!r} of the checkpoint: {len(counts)} counts for "
+            f"{len(spec.tensors)} tensors"
         )
-    wanted = {
-        "weights",
-        *(f"state.{i}" for i in range(len(OPTIMIZERS[spec.optimizer].state_names))),
-    }
-    for name in sorted(names ^ wanted):
-        if name in wanted:
-            raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint lacks {name!r}")
-        is_kept = name.startswith("memory.") or is_residual(name, spec.compressor)
-        if not is_kept or len(name) > NAME_LENGTH_MAX:
-            raise RemoteProtocolError(
-                f"array {name[:NAME_LENGTH_MAX]!r} of table {spec.name!r} of the checkpoint is "
-                "not one that a shard keeps"
-            )
-    parts = make_layout(spec.tensors, spec.num_shards).of_shard(shard.index)
     return DeclaredTable(
         spec=spec,
         version=version,
         clock=clock,
         counts=counts,
-        arrays=names,
+        arrays=arrays,
         parts={part.index: part for part in parts},
     )

@@ -17,6 +17,7 @@ FLOORS = {
             "service",
             "remote",
             "publish",
+            "archives",
             "engine",
             "durability",
         ),

@@ -1,0 +1,89 @@
+"""Interface of an archive: a table's numbers as the slices have them, and by tensor in files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pscore.partition import Layout
+from pscore.table_spec import TableSpec
+from pscore.types import ByteArray, SliceSpec
+
+Tensors = Mapping[str, np.ndarray]
+Part = tuple[SliceSpec, str, np.ndarray]  # A slice, the name of an array on its shard, the array.
+
+
+class Room(ABC):
+    """Memory for the arrays of all slices of a table, which come one after the other."""
+
+    @abstractmethod
+    def target(self, part: SliceSpec, array: str, nbytes: int) -> ByteArray:
+        """Returns memory for an array of a slice, `(nbytes,) uint8`."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, Tensors]:
+        """Returns the numbers by array and tensor, as files have them."""
+
+
+class Archive(ABC):
+    """The numbers of the tables of one content.
+
+    Attributes:
+        name: Name of the content.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def weights_only(self, arrays: Sequence[str]) -> list[str]:
+        """Returns those arrays of a slice without which there are no weights."""
+
+    @abstractmethod
+    def room(self, spec: TableSpec, layout: Layout) -> Room:
+        """Returns memory for a table."""
+
+    @abstractmethod
+    def parts(
+        self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors], own: Sequence[int]
+    ) -> Iterator[Part]:
+        """Returns the arrays of slices, from those of files.
+
+        Args:
+            spec: The declaration.
+            layout: The slices, on any number of shards.
+            arrays: By array and tensor, as `Room.arrays` returned them.
+            own: The slices that are wanted.
+        """
+
+    @abstractmethod
+    def about(
+        self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors]
+    ) -> dict[str, Any]:
+        """Returns the announcement of these arrays to the shards, as JSON can hold it."""
+
+    @abstractmethod
+    def staged(
+        self, spec: TableSpec, parts: Sequence[SliceSpec], about: Mapping[str, Any]
+    ) -> dict[int, dict[str, tuple[str, int]]]:
+        """Returns dtype and elements of each announced array, by slice and name.
+
+        Args:
+            spec: The declaration.
+            parts: The slices of this shard.
+            about: The announcement.
+
+        Raises:
+            RemoteProtocolError: It is not one of such a table.
+        """
+
+    @abstractmethod
+    def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
+        """Refuses a file that does not hold an array of a table.
+
+        Raises:
+            ValueError: It does not.
+        """

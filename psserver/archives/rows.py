@@ -1,0 +1,162 @@
+"""Rows in checkpoints: for each row table its ids, ascending, and the rows in that order.
+
+ids         uint64 (n,)
+weights     float32 (n, dim), and each state array under its name: (n, dim) or (n, 1)
+versions    int64 (n,), the update of each row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from safetensors import safe_open
+
+from pscore.errors import RemoteProtocolError
+from pscore.partition import Layout
+from pscore.rows.optimizers import RowOptimizer
+from pscore.rows.partition import slices_of
+from pscore.rows.spec import Rows
+from pscore.table_spec import TableSpec, count_of
+from pscore.types import ByteArray, SliceSpec
+from psserver.archives.base import Archive, Part, Room, Tensors
+
+KINDS = {"ids": "<u8", "rows": "<f4", "versions": "<i8"}  # Arrays of a slice, by row table.
+IDS, WEIGHTS, VERSIONS = "ids", "weights", "versions"
+FILE_DTYPES = {IDS: "U64", VERSIONS: "I64"}  # Others are F32.
+
+
+class RowRoom(Room):
+    """The arrays of each slice, put together at the end."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        """Starts without arrays."""
+        self._spec = spec
+        self._found: dict[str, list[ByteArray]] = {}
+
+    def target(self, part: SliceSpec, array: str, nbytes: int) -> ByteArray:
+        """Returns new memory."""
+        found = np.zeros(nbytes, np.uint8)
+        self._found.setdefault(array, []).append(found)
+        return found
+
+    def arrays(self) -> dict[str, Tensors]:
+        """Returns the rows of all slices in the order of their ids."""
+        optimizer = _optimizer_of(self._spec)
+        result: dict[str, dict[str, np.ndarray]] = {}
+        for number, tensor in enumerate(self._spec.tensors):
+            ids, rows, versions = (
+                np.concatenate(self._found[f"{kind}.{number}"]).view(dtype)
+                for kind, dtype in KINDS.items()
+            )
+            order = np.argsort(ids)
+            whole = rows.reshape(len(ids), -1)[order]
+            result.setdefault(IDS, {})[tensor.name] = ids[order]
+            result.setdefault(VERSIONS, {})[tensor.name] = versions[order]
+            for name, start, stop in _columns(optimizer, tensor.shape[1]):
+                result.setdefault(name, {})[tensor.name] = np.ascontiguousarray(
+                    whole[:, start:stop]
+                )
+        return dict(result)
+
+
+class RowArchive(Archive):
+    """Rows by id: a checkpoint fits any number of shards."""
+
+    name: ClassVar[str] = "rows"
+
+    def weights_only(self, arrays: Sequence[str]) -> list[str]:
+        """Returns all arrays: a row and its state are one."""
+        return list(arrays)
+
+    def room(self, spec: TableSpec, layout: Layout) -> Room:
+        """Returns memory for the rows of all slices."""
+        return RowRoom(spec)
+
+    def parts(
+        self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors], own: Sequence[int]
+    ) -> Iterator[Part]:
+        """Returns the rows that each slice owns."""
+        content, optimizer = spec.content, _optimizer_of(spec)
+        assert isinstance(content, Rows)
+        for number, (tensor, table) in enumerate(zip(spec.tensors, content.tables, strict=True)):
+            ids = arrays[IDS][tensor.name]
+            owners = slices_of(ids, table.seed, len(layout.slices))
+            names = [name for name, _, _ in _columns(optimizer, tensor.shape[1])]
+            whole = np.concatenate([arrays[name][tensor.name] for name in names], axis=1)
+            versions = arrays[VERSIONS][tensor.name]
+            for index in own:
+                chosen, part = np.flatnonzero(owners == index), layout.slices[index]
+                yield part, f"ids.{number}", ids[chosen]
+                yield part, f"rows.{number}", whole[chosen].reshape(-1)
+                yield part, f"versions.{number}", versions[chosen]
+
+    def about(
+        self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors]
+    ) -> dict[str, Any]:
+        """Returns the number of rows in each slice, by row table."""
+        content = spec.content
+        assert isinstance(content, Rows)
+        counts = []
+        for tensor, table in zip(spec.tensors, content.tables, strict=True):
+            owners = slices_of(arrays[IDS][tensor.name], table.seed, len(layout.slices))
+            counts.append(np.bincount(owners, minlength=len(layout.slices)).tolist())
+        return {"rows": counts}
+
+    def staged(
+        self, spec: TableSpec, parts: Sequence[SliceSpec], about: Mapping[str, Any]
+    ) -> dict[int, dict[str, tuple[str, int]]]:
+        """Returns arrays for the announced numbers of rows.
+
+        Raises:
+            RemoteProtocolError: There are more than a slice may have.
+        """
+        content, optimizer = spec.content, _optimizer_of(spec)
+        assert isinstance(content, Rows)
+        found: dict[int, dict[str, tuple[str, int]]] = {part.index: {} for part in parts}
+        for number, tensor in enumerate(spec.tensors):
+            width = {"rows": optimizer.width(tensor.shape[1])}
+            for part in parts:
+                what = f"the rows of {tensor.name!r} in slice {part.index}"
+                count = count_of(about["rows"][number][part.index], what)
+                if count > content.rows_max(number, tensor, part):
+                    raise RemoteProtocolError(f"{what} are {count}, more than it has room for")
+                for kind, dtype in KINDS.items():
+                    numel = count * width.get(kind, 1)
+                    found[part.index][f"{kind}.{number}"] = dtype, numel
+        return found
+
+    def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
+        """Refuses a file without the row tables.
+
+        Raises:
+            ValueError: One is missing, or of another shape.
+        """
+        optimizer = _optimizer_of(spec)
+        with safe_open(file, framework="numpy") as content:
+            for name in {tensor.name for tensor in spec.tensors} ^ set(content.keys()):
+                raise ValueError(f"{file.name} and the declaration differ in tensor {name!r}")
+            for tensor in spec.tensors:
+                columns = _columns(optimizer, tensor.shape[1])
+                widths = {name: [stop - start] for name, start, stop in columns}
+                about = content.get_slice(tensor.name)
+                wanted = widths.get(array, []), FILE_DTYPES.get(array, "F32")
+                if (about.get_shape()[1:], about.get_dtype()) != wanted:
+                    raise ValueError(f"{tensor.name!r} in {file.name} is not of its row table")
+
+
+def _optimizer_of(spec: TableSpec) -> RowOptimizer:
+    optimizer = spec.content.optimizer(spec.optimizer)
+    assert isinstance(optimizer, RowOptimizer)
+    return optimizer
+
+
+def _columns(optimizer: RowOptimizer, dim: int) -> list[tuple[str, int, int]]:
+    """Returns the arrays that a row with its state has: name, first column, last one and 1."""
+    found, start = [(WEIGHTS, 0, dim)], dim
+    for name, width in zip(optimizer.state_names, optimizer.state_widths(dim), strict=True):
+        found.append((name, start, start + width))
+        start += width
+    return found

@@ -1,0 +1,124 @@
+"""Rows in checkpoints: out of some shards, into files, and back into another number of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pscore.errors import DecodeError, RemoteProtocolError
+from pscore.rows.spec import RowTable
+from psserver.archives import archive_of
+from psserver.archives.base import Tensors
+from psserver.exits import CommandError
+from psserver.remote import checkpoint_files as files
+from tests.row_driver import RowShards, row_spec
+
+HYPER = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
+TABLES = (
+    ("users", 0, 4, RowTable(seed=1, init="uniform(1)")),
+    ("items", 300, 3, RowTable(seed=2, init="normal(1)")),
+)
+IDS = [np.arange(500, dtype=np.uint64) << np.uint64(50), np.arange(300)]
+
+
+def push(shards: RowShards, step: int) -> None:
+    drawn = np.random.default_rng(step)
+    ids = [drawn.choice(IDS[0], 90, replace=False), drawn.choice(300, 50, replace=False)]
+    grads = [drawn.standard_normal((90, 4)), drawn.standard_normal((50, 3))]
+    shards.push(0, step, ids, grads, HYPER)
+
+
+def trained(num_shards: int, steps: int) -> RowShards:
+    shards = RowShards(row_spec(*TABLES, optimizer="sparse_adam", num_shards=num_shards))
+    shards.begin()
+    for step in range(steps):
+        push(shards, step)
+    return shards
+
+
+def captured(shards: RowShards) -> dict[str, Tensors]:
+    """Returns the numbers of all slices, as the reader of a checkpoint puts them together."""
+    archive = archive_of("rows")
+    room = archive.room(shards.spec, shards.layout)
+    for part, store in zip(shards.layout.slices, shards.stores(), strict=True):
+        for name, array in store.export().items():
+            if name != "counts":
+                data = array.view(np.uint8)
+                room.target(part, name, data.nbytes)[:] = data
+    return room.arrays()
+
+
+def restored(
+    num_shards: int, arrays: dict[str, Tensors], counts: list[int], version: int
+) -> RowShards:
+    """Returns shards with the numbers of a checkpoint, received as an upload receives them."""
+    shards = RowShards(row_spec(*TABLES, optimizer="sparse_adam", num_shards=num_shards))
+    archive, layout = archive_of("rows"), shards.layout
+    about = archive.about(shards.spec, layout, arrays)
+    staged = archive.staged(shards.spec, layout.slices, about)
+    parts: dict[int, dict[str, np.ndarray]] = {part.index: {} for part in layout.slices}
+    for part, name, array in archive.parts(shards.spec, layout, arrays, list(parts)):
+        dtype, numel = staged[part.index][name]
+        assert (array.dtype.str, array.size) == (dtype, numel)
+        parts[part.index][name] = array
+    for index, store in enumerate(shards.stores()):
+        store.restore({**parts[index], "counts": np.array(counts)}, version)
+        clocks = [e.jobs["rows"].job.table(0).clocks for e in shards.engines]
+        next(c[index] for c in clocks if index in c).restore(version, {0: version})
+    return shards
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 4])
+def test_rows_come_back_on_another_number_of_shards(num_shards: int, tmp_path: Path) -> None:
+    before = trained(2, 5)
+    state = files.TableState(
+        spec=before.spec, version=5, slices={}, counts=[5, 5], arrays=captured(before)
+    )
+    path = files.write(tmp_path, files.Checkpoint(job="j", num_workers=1, tables=[state]), keep=1)
+    _, found = files.read(path, "j", lambda _: None)
+    (table,) = found.tables
+    after = restored(num_shards, dict(table.arrays), table.counts, 5)
+    for store in after.stores():
+        store.check_invariants()
+    for rows, wanted in zip(
+        after.pull(IDS, with_state=True), before.pull(IDS, with_state=True), strict=True
+    ):
+        np.testing.assert_array_equal(rows, wanted)
+    for each in (before, after):
+        push(each, 5)
+    assert after.version == before.version == 6
+    for rows, wanted in zip(after.pull(IDS), before.pull(IDS), strict=True):
+        np.testing.assert_array_equal(rows, wanted)
+
+
+def test_files_hold_the_rows_of_each_table_by_id() -> None:
+    shards = trained(2, 3)
+    arrays = captured(shards)
+    assert sorted(arrays) == ["exp_avg", "exp_avg_sq", "ids", "versions", "weights"]
+    ids = arrays["ids"]["items"]
+    assert ids.tolist() == sorted(ids.tolist())
+    np.testing.assert_array_equal(arrays["weights"]["items"], shards.pull([[], ids])[1])
+    assert set(arrays["versions"]["items"].tolist()) <= {1, 2, 3}
+
+
+def test_a_file_of_another_row_table_is_refused(tmp_path: Path) -> None:
+    shards = trained(1, 2)
+    arrays = captured(shards)
+    arrays["exp_avg"] = {name: values[:, :2] for name, values in arrays["exp_avg"].items()}
+    state = files.TableState(spec=shards.spec, version=2, slices={}, counts=[2, 2], arrays=arrays)
+    path = files.write(tmp_path, files.Checkpoint(job="j", num_workers=1, tables=[state]), keep=1)
+    with pytest.raises(CommandError, match="is not of its row table"):
+        files.read(path, "j", lambda _: None)
+
+
+def test_rows_of_another_slice_or_beyond_the_bound_are_refused() -> None:
+    shards = trained(2, 2)
+    first, second = shards.stores()
+    with pytest.raises(DecodeError, match="of another slice"):
+        second.restore(first.export(), 2)
+    small = row_spec(("users", 0, 4, RowTable(max_rows=10)))
+    archive = archive_of("rows")
+    with pytest.raises(RemoteProtocolError, match="are 11, more than it has room for"):
+        archive.staged(small, small.layout().slices, {"rows": [[11]]})
