@@ -18,7 +18,7 @@ QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 FAST := tests/unit/psserver tests/unit/psworker tests/house tests/golden tests/paper/test_asgd.py \
 	tests/paper/test_od.py tests/paper/test_ssp.py tests/paper/test_dcasgd.py tests/paper/test_diloco.py
 
-.PHONY: .cupy simulate help setup run test test-fast test-slow test-lowest format check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-ray test-recipes clean
+.PHONY: .cupy simulate help setup run test test-fast test-slow test-lowest format check check-deploy docs proto bench results bench-peers soak fuzz test-gpu test-ray test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -81,6 +81,9 @@ proto: $(STAMP) ## regenerate pscore/pb from proto/
 
 bench: $(STAMP) ## the benchmarks, with tables and plots
 	$(BIN)/python -m benchmarks
+
+results: $(STAMP) ## claims of papers through the product, on one page in bench-out/claims; an hour, as root
+	$(BIN)/python -m benchmarks.claims
 
 bench-peers: $(STAMP) ## Paceline beside torch RPC, Gloo, MXNet, TensorFlow and Ray
 	$(BIN)/python -m benchmarks.peers --json

@@ -62,7 +62,8 @@ def answer(flags: str) -> AdviceReport:
     command: Any = get_command(cli.app)
     given = dict(command.commands["advise"].make_context("advise", shlex.split(flags)).params)
     risk = str(given.pop("risk"))
-    del given["as_json"]
+    for name in ("as_json", "command", "job", "servers"):
+        del given[name]
     return advise(AdviceRequest(**given).read(), risk)
 
 

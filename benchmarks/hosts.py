@@ -57,6 +57,7 @@ MODES = {
     "od": Mode("od(warmup=5)"),
     "ssd": Mode("ssd(steps=5, warmup=5)"),
     "cd": Mode("cd(steps=5, warmup=5)", "2bit"),
+    "ssgd_2bit": Mode("ssgd", "2bit"),
 }
 # Modes of `two_by_two`: every process pushes to the shards, or all of a host are one worker.
 LEVELS = {"flat_ssgd": Mode("ssgd"), "two_level_ssgd": Mode("ssgd", local_group="host")}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pscore.errors import ConfigError
+from pscore.net.credentials import EVERY, read_credentials
+from pscore.net.wire import FLOAT_NBYTES
 from psworker.advice.situation import Situation, parse_sites, read_situation, split_hosts
 
 
@@ -38,7 +42,7 @@ class AdviceRequest:
         if self.compute_ms is None:
             raise ConfigError(
                 "--compute-ms is missing: milliseconds of forward and backward of a step, as "
-                "`psserver status` shows them for a running job"
+                "`psworker advise -- train.py` measures them"
             )
         return read_situation(
             model=self.model,
@@ -52,6 +56,61 @@ class AdviceRequest:
             overlap=self.overlap,
             on_gpu=None if self.gpus is None else self.gpus > 0,
         )
+
+    def of_job(self, job: str, addresses: Sequence[str]) -> Situation:
+        """Returns the situation of a job that runs; flags beside --gbit have no effect.
+
+        Args:
+            job: Its name.
+            addresses: The shards.
+
+        Raises:
+            ConfigError: There is no such job, no address, or a flag that has no effect.
+            ServerUnavailableError: A shard does not answer.
+        """
+        self._require_only_gbit("--job")
+        if not addresses:
+            raise ConfigError("--job needs --servers, host:port,..., or PACELINE_SERVERS")
+        from psworker.advice.running import read_job, situation_of_job
+
+        credentials = read_credentials(os.environ, job=EVERY)
+        return situation_of_job(read_job(addresses, credentials, job), self.gbit, tls=self.tls)
+
+    def of_script(self, command: Sequence[str]) -> Situation:
+        """Returns the situation of a script, which runs for a minute with one worker.
+
+        Args:
+            command: The script and its arguments.
+
+        Raises:
+            ConfigError: A flag is missing or has no effect, or the script made too few steps.
+        """
+        if self.model is not None or self.compute_ms is not None:
+            raise ConfigError("--model and --compute-ms have no effect with a script: it has them")
+        if self.gbit is None:
+            raise ConfigError("--gbit is missing: bandwidth of each host's link, in 10^9 bit/s")
+        groups = self._groups()
+        from psworker.advice.measuring import measure_script
+
+        found = measure_script(command)
+        measured = replace(
+            self,
+            model=str(found.nbytes // FLOAT_NBYTES),
+            compute_ms=1e3 * found.paces[0].step_s,
+            optimizer=found.optimizer or self.optimizer,
+        )
+        situation = measured.read()
+        assert situation.groups == groups
+        source = f"measured: {command[0]}, {found.paces[0].num_steps} steps of one worker"
+        names = ("parameters", "computing", "optimizer")
+        sources = {name: replace(situation.sources[name], source=source) for name in names}
+        return replace(situation, sources=situation.sources | sources)
+
+    def _require_only_gbit(self, what: str) -> None:
+        given = (self.model, self.workers, self.hosts, self.gpus, self.compute_ms, self.sites)
+        if any(value is not None for value in given):
+            raise ConfigError(f"{what} has the model, workers, hosts and computing of its job: "
+                              "leave them out")  # fmt: skip
 
     def _groups(self) -> tuple[int, ...]:
         """Returns the workers of each host, or of each site."""

@@ -332,40 +332,57 @@ def plan(
     sys.stdout.write((to_json(found) if as_json else "\n".join(lines)) + "\n")
 
 
+# Options of `advise`.
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- SCRIPT [ARGUMENT]...]",
+        help="Script to run for a minute, with one worker: its model and computing.",
+    ),
+]
+AdvisedJob = Annotated[str | None, typer.Option(help="Job that runs, instead of numbers.")]
+JobServers = Annotated[
+    str | None, typer.Option(help="With --job: addresses, host:port,... [PACELINE_SERVERS].")
+]
+AdvisedModel = Annotated[
+    str | None, typer.Option(help="Model by name: gpt2-xl, resnet50, ..., or its parameters: 350M.")
+]
+NumWorkers = Annotated[int | None, typer.Option(help="Number of workers [one for each GPU].")]
+NumHosts = Annotated[int | None, typer.Option(help="Number of hosts [one for each worker].")]
+NumGpus = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of GPUs on all hosts; 0: computing is on CPUs [one for each worker]."
+    ),
+]
+LinkGbit = Annotated[
+    float | None, typer.Option(help="Bandwidth of each host's link, in 10^9 bit/s.")
+]
+ComputeMs = Annotated[
+    float | None, typer.Option(help="Milliseconds of forward and backward of a step.")
+]
+LatencyMs = Annotated[float | None, typer.Option(help="Round trip between hosts in ms [0.2].")]
+Sites = Annotated[str | None, typer.Option(help="Workers of each site, instead of hosts: 6,2.")]
+BetweenGbit = Annotated[
+    float | None, typer.Option(help="With --sites: bandwidth between sites, in 10^9 bit/s.")
+]
+
+
 @app.command()
 def advise(
     *,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model by name: gpt2-xl, resnet50, ..., or its parameters: 350M."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Number of workers [one for each GPU].")
-    ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(help="Number of hosts [one for each worker].")
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of GPUs on all hosts; 0: computing is on CPUs [one for each worker]."
-        ),
-    ] = None,
-    gbit: Annotated[
-        float | None, typer.Option(help="Bandwidth of each host's link, in 10^9 bit/s.")
-    ] = None,
-    compute_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds of forward and backward of a step.")
-    ] = None,
-    latency_ms: Annotated[
-        float | None, typer.Option(help="Round trip between hosts in ms [0.2].")
-    ] = None,
-    sites: Annotated[
-        str | None, typer.Option(help="Workers of each site, instead of hosts: 6,2.")
-    ] = None,
-    between_gbit: Annotated[
-        float | None, typer.Option(help="With --sites: bandwidth between sites, in 10^9 bit/s.")
-    ] = None,
+    command: Script = None,
+    job: AdvisedJob = None,
+    servers: JobServers = None,
+    model: AdvisedModel = None,
+    workers: NumWorkers = None,
+    hosts: NumHosts = None,
+    gpus: NumGpus = None,
+    gbit: LinkGbit = None,
+    compute_ms: ComputeMs = None,
+    latency_ms: LatencyMs = None,
+    sites: Sites = None,
+    between_gbit: BetweenGbit = None,
     optimizer: Annotated[str, typer.Option(help="Optimizer: sgd, adam, ...")] = "sgd",
     tls: Annotated[bool, typer.Option(help="Whether connections are encrypted.")] = False,
     overlap: Annotated[
@@ -394,7 +411,13 @@ def advise(
         tls=tls,
         overlap=overlap,
     )
-    found = advice.advise(request.read(), risk)
+    if job is not None:
+        situation = request.of_job(job, _addresses(servers))
+    elif command:
+        situation = request.of_script(command)
+    else:
+        situation = request.read()
+    found = advice.advise(situation, risk)
     lines = advice.lines_of(found)
     sys.stdout.write((to_json(found.as_json(), indent=1) if as_json else "\n".join(lines)) + "\n")
 

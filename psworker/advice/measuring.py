@@ -1,0 +1,59 @@
+"""`psworker advise -- train.py`: runs the user's script for a minute beside a shard of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from pscore.errors import ConfigError
+from pscore.net.credentials import EVERY, read_credentials
+from psworker.advice.running import ObservedJob, await_job
+from psworker.job.own_shards import start_shards
+
+SECONDS = 60.0
+JOB = "advise"
+GRACE_S = 10.0
+
+
+def measure_script(command: Sequence[str], seconds: float = SECONDS) -> ObservedJob:
+    """Runs a script with one worker and one shard, and returns what the shard has seen.
+
+    Args:
+        command: The script and its arguments.
+        seconds: Seconds after which it is ended.
+
+    Raises:
+        ConfigError: The script has ended, or has made too few steps.
+        ServerUnavailableError: The shard did not start.
+    """
+    own = start_shards()
+    environment = os.environ | {
+        "PACELINE_SERVERS": ",".join(own.addresses),
+        "PACELINE_TOKEN_FILE": own.token_file,
+        "PACELINE_JOB": JOB,
+        "PACELINE_RANK": "0",
+        "PACELINE_NUM_WORKERS": "1",
+    }
+    try:
+        program = subprocess.Popen([sys.executable, *command], env=environment)
+        try:
+            credentials = read_credentials(environment, job=EVERY)
+            found = await_job(own.addresses, credentials, JOB, time.monotonic() + seconds)
+        finally:
+            program.terminate()
+            try:
+                program.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                program.kill()
+    finally:
+        own.end()
+    if found is None or not found.is_ready:
+        raise ConfigError(
+            f"{command[0]} has made too few steps in {seconds:g} s with DistributedOptimizer; the "
+            "exit of the script, if it ended, is "
+            f"{program.returncode}"
+        )
+    return found

@@ -1,0 +1,194 @@
+"""The situation of a job that runs, from the counts of its workers; nothing is probed.
+
+Computing is the seconds of a step without its waits, as each worker reports them. The link carries
+at least the bytes of a step over the time in which pushes or pulls were under way: a lower bound,
+which is named as such, unless `--gbit` gives the bandwidth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from pscore.errors import ConfigError, ServerUnavailableError
+from pscore.net.credentials import Credentials
+from pscore.net.wire import FLOAT_NBYTES
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.timing.deployment import GBIT
+from pscore.timing.waiting import PaceSums, advice_line
+from psworker.advice.situation import OPTIMIZER, Situation, Sourced, read_situation
+
+ASK_TIMEOUT_S = 10.0
+LIVE = "live"
+UNEQUAL = 1.15  # A worker that computes for so many times the median is slow.
+STEPS_MIN = 3  # Steps that each worker has to have made.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedJob:
+    """A job as its shards know it.
+
+    Attributes:
+        name: The job.
+        mode: Its mode.
+        optimizer: Optimizer of its shards.
+        nbytes: Bytes of its weights.
+        hosts: Host of each live worker.
+        paces: Sums of each live worker, in the same order.
+        moved_nbytes: Bytes pushed and pulled by all workers so far.
+    """
+
+    name: str
+    mode: str
+    optimizer: str
+    nbytes: int
+    hosts: Sequence[str]
+    paces: Sequence[PaceSums]
+    moved_nbytes: int
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether each worker has made enough steps to say something."""
+        return bool(self.paces) and all(pace.num_steps >= STEPS_MIN for pace in self.paces)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, of the slowest worker."""
+        return max(pace.mean_s for pace in self.paces)
+
+
+def read_job(addresses: Sequence[str], credentials: Credentials, name: str) -> ObservedJob:
+    """Asks every shard for a job.
+
+    Raises:
+        ServerUnavailableError: A shard does not answer.
+        ConfigError: There is no such job, or nothing that it trains.
+    """
+    parts: list[pb.JobStatus] = []
+    for address in addresses:
+        with credentials.channel(address) as channel:
+            try:
+                reply = control_pb2_grpc.ControlStub(channel).Status(
+                    pb.StatusRequest(), timeout=ASK_TIMEOUT_S
+                )
+            except grpc.RpcError as failure:
+                raise ServerUnavailableError(f"the shard at {address} does not answer") from failure
+        found = [job for job in reply.jobs if job.job == name]
+        if not found:
+            names = ", ".join(sorted(job.job for job in reply.jobs)) or "none"
+            raise ConfigError(f"no job {name!r} at {address}; there are {names}")
+        parts += found
+    tables = [table for part in parts for table in part.tables if table.nbytes]
+    if not tables:
+        raise ConfigError(f"job {name!r} has declared no model yet")
+    live = [worker for worker in parts[0].workers if worker.state == LIVE]
+    return ObservedJob(
+        name=name,
+        mode=tables[0].mode,
+        optimizer=tables[0].optimizer,
+        nbytes=sum(table.nbytes for table in tables),
+        hosts=[worker.host for worker in live],
+        paces=[_sums(worker) for worker in live],
+        moved_nbytes=sum(part.pushed_nbytes + part.pulled_nbytes for part in parts),
+    )
+
+
+def _sums(worker: pb.WorkerStatus) -> PaceSums:
+    return PaceSums(
+        rank=worker.rank,
+        num_steps=worker.pace.num_steps,
+        steps_s=worker.pace.steps_s,
+        waits_s=worker.pace.waits_s,
+        requests_s=worker.pace.requests_s,
+        step_s=worker.pace.step_s,
+    )
+
+
+def situation_of_job(job: ObservedJob, gbit: float | None, *, tls: bool) -> Situation:
+    """Returns the situation of a job that runs.
+
+    Args:
+        job: The job.
+        gbit: Bandwidth of each host's link in 10^9 bit/s; None: as much as it has carried.
+        tls: Whether its connections are encrypted.
+
+    Raises:
+        ConfigError: Its workers have made too few steps.
+    """
+    if not job.is_ready:
+        raise ConfigError(f"the workers of job {job.name!r} have made too few steps: ask later")
+    computing = sorted(pace.step_s for pace in job.paces)
+    median_s = computing[(len(computing) - 1) // 2]
+    groups = tuple(Counter(job.hosts).values())
+    measured = f"measured: job {job.name!r}"
+    carried, link = gbit, Sourced(f"{gbit} Gbit/s each way", "given")
+    if carried is None:
+        carried = max(1e-3, _carried_gbit(job, len(groups)))
+        link = Sourced(
+            f"at least {carried:.3g} Gbit/s each way",
+            f"{measured}, bytes over the time with requests under way; --gbit gives the bandwidth",
+        )
+    situation = read_situation(
+        model=str(job.nbytes // FLOAT_NBYTES),
+        groups=groups,
+        gbit=carried,
+        compute_ms=1e3 * median_s,
+        optimizer=job.optimizer or OPTIMIZER,
+        tls=tls,
+    )
+    slow = {
+        place: pace.step_s / median_s
+        for place, pace in enumerate(job.paces)
+        if pace.step_s > UNEQUAL * median_s
+    }
+    sources = situation.sources | {
+        "parameters": Sourced(f"{situation.numel:,}", measured),
+        "workers": Sourced(f"{len(job.hosts)} on {len(groups)} hosts", measured),
+        "computing": Sourced(
+            f"{1e3 * median_s:,.1f} ms a step, the slowest {1e3 * computing[-1]:,.1f} ms", measured
+        ),
+        "a step now": Sourced(f"{1e3 * job.step_s:,.1f} ms in {job.mode}", measured),
+        "waits": Sourced(advice_line(job.mode, job.paces) or "workers hardly wait", measured),
+        "link": link,
+    }
+    return replace(situation, slow=slow, sources=sources)
+
+
+def _carried_gbit(job: ObservedJob, num_hosts: int) -> float:
+    """Returns what the links of hosts have carried at least, in 10^9 bit/s, each way."""
+    requests_s = sum(pace.requests_s for pace in job.paces) / len(job.paces)
+    steps = max(pace.num_steps for pace in job.paces)
+    if requests_s <= 0 or not steps:
+        return 0.0
+    way = job.moved_nbytes / 2 / num_hosts
+    return way / requests_s / GBIT
+
+
+def await_job(
+    addresses: Sequence[str], credentials: Credentials, name: str, until_s: float
+) -> ObservedJob | None:
+    """Asks for a job until a time of `time.monotonic`; returns its last state, None: it has none.
+
+    Args:
+        addresses: The shards.
+        credentials: For them.
+        name: The job.
+        until_s: When to stop.
+    """
+    newest: ObservedJob | None = None
+    while time.monotonic() < until_s:
+        try:
+            found = read_job(addresses, credentials, name)
+        except (ConfigError, ServerUnavailableError):
+            found = None
+        if found is not None and found.paces:
+            newest = found
+        elif newest is not None:
+            break  # Its workers have left.
+        time.sleep(0.5)
+    return newest

@@ -1,0 +1,48 @@
+"""The page of claims, for results that are given and for a run that failed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import claims
+
+STEPS = {"ssgd": 900.0, "ddp_gloo": 1000.0, "ssd": 400.0, "cd": 500.0, "ssgd_2bit": 600.0}
+RESULTS = {
+    "hosts": {"four_hosts": {"step_ms": STEPS}},
+    "accuracy": {"ssgd": {"accuracy": 0.9}, "mirror k=5": {"accuracy": 0.897}},
+    "learning": [
+        {"name": name, "accuracy": accuracy, "sim_s": seconds}
+        for name, accuracy, seconds in (
+            ("ssgd", 0.88, 15.0), ("asgd", 0.85, 12.0), ("od mirror", 0.879, 11.0),
+            ("dcasgd adaptive", 0.86, 12.0), ("staleness n=4", 0.848, 12.0),
+        )
+    ],
+    "stragglers": {"straggler": {"figures": {
+        "adpsgd": {"1x": 3.0, "100x": 3.1}, "allreduce": {"1x": 3.0, "100x": 300.0},
+    }}},
+    "pipeline": {"1gbit": {"ssgd": 0.4, "ddp": 0.5, "pipeline": 2.0}},
+    "predictions": None,
+}  # fmt: skip
+
+
+def test_every_claim_has_a_figure_and_a_verdict() -> None:
+    lines = claims.page(RESULTS, ["links.png"]).splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| ")][2:]
+    verdicts = [row[2] for row in rows]
+    assert verdicts == ["yes", "yes", "yes", "no", "yes", "no", "yes", "no", "?"]
+    assert rows[0][1] == "+125%; against DDP over Gloo +150%"
+    assert rows[3][1] == "17% less"
+    assert lines[-1] == "![links.png](links.png)"
+
+
+def test_a_result_that_is_whole_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(claims.COMMANDS, "hosts", "json.tool {out}/in.json {result}")
+    (tmp_path / "in.json").write_text(json.dumps(RESULTS["hosts"]))
+    first = claims.measure("hosts", tmp_path, tmp_path, again=False)
+    assert first == RESULTS["hosts"]
+    (tmp_path / "in.json").unlink()
+    assert claims.measure("hosts", tmp_path, tmp_path, again=False) == first
+    assert claims.measure("hosts", tmp_path, tmp_path, again=True) is None

@@ -1,0 +1,113 @@
+"""Advice from a job that runs, and from a script that is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from pscore.errors import ConfigError
+from pscore.timing.deployment import GBIT
+from pscore.timing.waiting import PaceSums
+from psworker.advice.measuring import measure_script
+from psworker.advice.report import advise
+from psworker.advice.request import AdviceRequest
+from psworker.advice.running import ObservedJob, situation_of_job
+
+SCRIPT = """
+import torch, psworker
+model = torch.nn.Linear(64, 16)
+optimizer = psworker.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
+)
+for _ in range(2000):
+    optimizer.zero_grad()
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+def pace(rank: int, step_s: float, wait_s: float, requests_s: float, num: int = 100) -> PaceSums:
+    return PaceSums(
+        rank=rank,
+        num_steps=num,
+        steps_s=num * (step_s + wait_s),
+        waits_s=num * wait_s,
+        requests_s=num * requests_s,
+        step_s=step_s,
+    )
+
+
+def job(paces: list[PaceSums], **changes: object) -> ObservedJob:
+    fields = {
+        "name": "night",
+        "mode": "ssgd(backup=0)",
+        "optimizer": "adam",
+        "nbytes": 400 << 20,
+        "hosts": ["a", "a", "b", "b"],
+        "paces": paces,
+        "moved_nbytes": round(2 * 2 * 100 * 0.4 * GBIT),
+    }
+    return ObservedJob(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_running_job_gives_computing_hosts_and_a_lower_bound_of_its_link() -> None:
+    situation = situation_of_job(
+        job([pace(rank, 0.3, 0.3, 0.4) for rank in range(4)]), None, tls=False
+    )
+    assert situation.groups == (2, 2)
+    assert situation.numel == 100 << 20
+    assert situation.compute_s == pytest.approx(0.3)
+    # 0.4 s of 1 Gbit/s each way on each of two hosts in 0.4 s of requests.
+    assert situation.link == pytest.approx(GBIT, rel=0.01)
+    assert situation.sources["link"].value.startswith("at least 1 Gbit/s")
+    assert "workers waited 50% of the time" in situation.sources["waits"].value
+    assert not situation.slow
+    given = situation_of_job(job([pace(0, 0.3, 0.3, 0.4)], hosts=["a"]), 10.0, tls=False)
+    assert given.link == 10 * GBIT
+    assert advise(situation).rows
+
+
+def test_a_slow_worker_of_a_job_is_one_in_its_advice() -> None:
+    paces = [pace(0, 0.1, 0.2, 0.2), pace(1, 0.1, 0.2, 0.2), pace(2, 0.3, 0.0, 0.2)]
+    small = job(paces, hosts=["a", "b", "c"], nbytes=4 << 20)
+    situation = situation_of_job(small, 100.0, tls=False)
+    assert situation.slow == {2: pytest.approx(3.0)}
+    modes = {row.mode: row.time for row in advise(situation, "any").rows}
+    assert modes["ssgd"].limit == "computing of worker 2"
+    assert modes["ssgd(backup=1)"].step_s < 0.5 * modes["ssgd"].step_s
+
+
+def test_a_job_that_has_just_begun_is_asked_later() -> None:
+    with pytest.raises(ConfigError, match="too few steps"):
+        situation_of_job(job([pace(0, 0.1, 0.1, 0.1, num=1)], hosts=["a"]), 1.0, tls=False)
+
+
+def request(**given: object) -> AdviceRequest:
+    names = ("model", "workers", "hosts", "gpus", "gbit", "compute_ms", "latency_ms", "sites")
+    fields = dict.fromkeys([*names, "between_gbit"]) | {
+        "optimizer": "sgd", "tls": False, "overlap": True,
+    }  # fmt: skip
+    return AdviceRequest(**{**fields, **given})  # type: ignore[arg-type]
+
+
+def test_flags_that_a_job_or_script_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave them out"):
+        request(workers=2).of_job("night", ["a:1"])
+    with pytest.raises(ConfigError, match="--job needs --servers"):
+        request().of_job("night", [])
+    with pytest.raises(ConfigError, match="have no effect with a script"):
+        request(model="gpt2", gbit=1.0).of_script(["train.py"])
+    with pytest.raises(ConfigError, match="--gbit is missing"):
+        request(workers=2).of_script(["train.py"])
+
+
+@pytest.mark.slow
+def test_a_script_is_measured_with_one_worker(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    found = measure_script([str(script)], seconds=120.0)
+    assert found.nbytes // 4 in range(64 * 16 + 16, 64 * 16 + 64)
+    assert found.optimizer == "sgd"
+    assert found.paces[0].num_steps >= 3
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigError, match="too few steps"):
+        measure_script([str(script)], seconds=15.0)
