@@ -39,6 +39,8 @@ STATUS_CLIENTS, STATUS_HZ = 8, 100.0
 CROWD = 600  # Connections to each port: more than a shard here may have files open.
 IDLE = 10_000  # Connections to each port of all shards, if the limit of files allows.
 OWN_FILES = 64  # Files of a process that holds connections, beside these.
+JOURNALLED_S = 3.0  # In which a shard journals again all that had no room.
+SILENT_S = 15.0  # Three intervals of the scheduled checkpoints.
 OPEN_S_MAX = 10.0  # For connections that wait to be accepted.
 KILLS = ("worker", "shard", "coordinator")
 FIGURES |= {"status_answers": 0, "status_s": 0.0}  # While `status` was polled.
@@ -127,6 +129,27 @@ def watchers(addresses: Sequence[str]) -> None:
     for thread in threads:
         thread.join()
     print(json.dumps({"answered": sum(answered), "failed": sorted({*failed} - {""})}), flush=True)
+
+
+@role
+def silent(addresses: Sequence[str]) -> None:
+    """Makes a step of a job whose residuals it never sends, and waits for the end of the input."""
+    import torch
+
+    import psworker
+    from psworker.connection.membership.heartbeats import Heartbeats
+
+    Heartbeats._send_residuals = lambda self, requests: None  # type: ignore[method-assign]
+    psworker.init(list(addresses), job="silent", rank=0, num_workers=1)
+    weights = torch.nn.Parameter(torch.zeros(1 << 12))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weights], lr=1.0), [("w", weights)], compression="2bit"
+    )
+    weights.grad = torch.ones(1 << 12)
+    optimizer.step()
+    measured.report({"step": optimizer.clock})
+    measured.await_go()
+    psworker.shutdown()
 
 
 # ----- what faults need of a cluster
@@ -268,15 +291,7 @@ def slow_link(injector: FaultInjector) -> Damage:
 )
 def fill_disk(injector: FaultInjector) -> Damage:
     """Leaves no byte on the shards' disk for a while, in which a shard is killed."""
-    free = os.statvfs(injector.cluster.state)
-    with injector.cluster.filler.open("wb") as file:
-        size, part = 0, free.f_bavail * free.f_frsize
-        while part:  # Others write and delete meanwhile.
-            try:
-                os.posix_fallocate(file.fileno(), size, part)
-                size += part
-            except OSError:
-                part //= 2
+    _fill(injector.cluster)
     index = injector.rng.randrange(injector.cluster.setup.shards)
     injector.cluster.watch(injector.rng.uniform(0.5, 1.5))
     injector.cluster.shards.signal(index, signal.SIGKILL)
@@ -285,6 +300,47 @@ def fill_disk(injector: FaultInjector) -> Damage:
     injector.cluster.filler.unlink()
     name = f"shard {index}"
     return Damage(what=f"{DISK}, {name}", wanted=injector.everything(), ended=[name], away=[DISK])
+
+
+@fault(
+    "disk freed",
+    "the shards' disk is full for up to 3 s, and a shard is killed when there is room again",
+    _has_small_disk,
+)
+def free_disk(injector: FaultInjector) -> Damage:
+    """Leaves no byte on the shards' disk for a while, and kills a shard after it."""
+    _fill(injector.cluster)
+    injector.cluster.watch(injector.rng.uniform(1.0, 3.0))
+    injector.cluster.filler.unlink()
+    injector.cluster.watch(JOURNALLED_S)
+    killed = kill_shard(injector, injector.rng.randrange(injector.cluster.setup.shards))
+    return Damage(
+        what=f"{DISK}, {killed.what}", wanted=killed.wanted, ended=killed.ended, away=[DISK]
+    )
+
+
+def _fill(cluster: Cluster) -> None:
+    """Leaves no byte on the shards' disk."""
+    free = os.statvfs(cluster.state)
+    with cluster.filler.open("wb") as file:
+        size, part = 0, free.f_bavail * free.f_frsize
+        while part:  # Others write and delete meanwhile.
+            try:
+                os.posix_fallocate(file.fileno(), size, part)
+                size += part
+            except OSError:
+                part //= 2
+
+
+@fault("silent job", "the worker of another job never answers a checkpoint")
+def be_silent(injector: FaultInjector) -> Damage:
+    """Runs a job that answers no checkpoint, while the others' checkpoints go on."""
+    with injector.role("silent", {"addresses": injector.cluster.shards.addresses}) as (process,):
+        process.line()
+        injector.cluster.watch(SILENT_S)
+        injector.cluster.progress.mark(time.monotonic())
+        process.tell()
+    return Damage(what="another job", wanted=injector.everything())
 
 
 @fault("descriptors", "a shard has 600 connections to each port, and a worker is killed meanwhile")
