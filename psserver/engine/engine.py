@@ -77,6 +77,7 @@ class Engine:
         self.shard = shard
         self.now = now
         self.started_s = now()
+        self.num_mended = 0  # Jobs that were set back because another shard had lost its part.
         self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.placement = Placement() if placement is None else placement

@@ -25,6 +25,7 @@ def _view(engine: Engine) -> ShardView:
         lost=tuple(engine.shard.lifetimes.lost.values()),
         under_way_nbytes=engine.budget.nbytes - engine.budget.left,
         num_recoveries=engine.recovery.num_recoveries,
+        num_mended=engine.num_mended,
     )
 
 

@@ -30,13 +30,26 @@ def restore(
     num_workers: int,
     min_workers: int,
     tables: Sequence[RestoredTable],
+    *,
+    replaces: bool = False,
 ) -> RunningJob:
     """Makes a job without workers; those that join continue from the checkpoint.
+
+    Args:
+        engine: The shard.
+        name: Name of the job.
+        num_workers: Its workers; the maximum of an elastic job.
+        min_workers: Minimum of an elastic job; 0: it is not elastic.
+        tables: This shard's part of the checkpoint.
+        replaces: Whether a job of this name may have live workers, which then have to join again.
 
     Raises:
         PacelineError: The job cannot be made.
     """
     with engine.lock:
+        if replaces:
+            engine.forget(name, is_forced=True)
+            engine.num_mended += 1
         require_free(engine, name)
         job = engine.begin_restored(name, num_workers, min_workers)
         for table in tables:

@@ -165,6 +165,7 @@ class ShardView:
     lost: tuple[tuple[str, str], ...]  # Jobs whose numbers cannot be used, each with the reason.
     under_way_nbytes: int  # Bytes of pushes and answers that wait.
     num_recoveries: int  # Processes of this shard that have continued jobs from journals.
+    num_mended: int  # Jobs that were set back because a shard had lost its part.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

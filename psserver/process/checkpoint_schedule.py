@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -33,6 +34,7 @@ from pscore.threads import OwnedThread
 from psserver.decisions.shard import JOBS_MAX
 from psserver.exits import Exit
 from psserver.logs import setup
+from psserver.mending.mender import Mender
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
 from psserver.remote.checkpoint import capture, holds_weights, is_finished
@@ -42,6 +44,7 @@ log = structlog.get_logger()
 LOCK = ".schedule"
 KEEP = 3
 LAST = "last"
+MEND_S = 1.0  # From one look for lost jobs to the next.
 LAST_PATIENCE_S = 1.0  # Seconds that the last checkpoints wait for each other, of `--grace-s`.
 
 Mark = tuple[object, ...]  # Differs when a job has something new to be saved.
@@ -67,6 +70,14 @@ class CheckpointSchedule:
         while not is_last:
             is_last = self._last.wait(self._plan.every_s)
             self.take(is_last=is_last)
+
+    def mend(self) -> None:
+        """Restores what a shard has lost, until the last checkpoints are wanted."""
+        token_file = self._plan.token_file
+        credentials = partial(read_credentials, token_file=token_file)
+        mender = Mender(self._plan.addresses, [self._folder], credentials)
+        while not self._last.wait(MEND_S):
+            mender.look()
 
     def listen(self) -> None:
         """Waits for words of the supervisor; ends the process when that is gone."""
@@ -205,6 +216,8 @@ def main(text: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     schedule = CheckpointSchedule(plan)
     OwnedThread(schedule.listen, "listen", _end).start()
+    if len(plan.addresses) > 1:
+        OwnedThread(schedule.mend, "mend", _end).start()
     schedule.run()
     sys.stderr.flush()
     os._exit(Exit.OK)

@@ -163,6 +163,7 @@ class Daemon:
             self._data,
             partial(_set_aside, self.plan.checkpoint_dir),
         )
+        self._servicer.mends = self.plan.mends
         if self._to_bring:
             self._servicer.closed = "it first sends the newest checkpoints to the other shards"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)

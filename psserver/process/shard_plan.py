@@ -50,6 +50,7 @@ class ShardPlan:
     loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
     # Addresses of all shards, in order, if shard 0 sends the others their parts; else empty.
     addresses: list[str] = field(default_factory=list)
+    mends: bool = False  # Whether this start restores jobs that another shard has lost.
     trust: Trust = field(default_factory=Trust)  # Certificates and tokens.
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
     memory_mb: int | None = None  # For tables; None: all of the host.

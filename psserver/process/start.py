@@ -117,6 +117,7 @@ class ShardLaunch:
                 checkpoint_dir=folder,
                 loading_s=0.0 if folder is None else _nbytes(Path(folder)) / READ_RATE,
                 addresses=server.other_addresses,
+                mends=folder is not None and bool(server.other_addresses),
                 trust=server.trust,
                 memory_mb=server.memory_mb,
                 under_way_mb=server.under_way_mb,

@@ -288,6 +288,8 @@ def restore(
     checkpoint: Checkpoint,
     job: str,
     only: Sequence[int] | None = None,
+    *,
+    replaces: bool = False,
 ) -> None:
     """Makes a job of a checkpoint, on any number of shards; workers then join it.
 
@@ -296,7 +298,8 @@ def restore(
         credentials: With the token for everything.
         checkpoint: The checkpoint that was read.
         job: Name of the job to make.
-        only: The shards that get their part; None: all of them.
+        only: The shards that get their part, in the order in which they begin; None: all of them.
+        replaces: Whether it takes the place of a job with live workers, which then join again.
 
     Raises:
         CommandError: A shard does not answer, or has a job of that name with live workers.
@@ -304,6 +307,7 @@ def restore(
     name = secrets.token_hex(8)
     chosen = range(len(addresses)) if only is None else only
     request = preparation(name, checkpoint, job, len(addresses))
+    request.replaces = replaces
     shards = JobShards(addresses, credentials)
     try:
         for shard in chosen:

@@ -61,6 +61,7 @@ def combine(
                 "memory_nbytes": reply.memory_nbytes,
                 "under_way_nbytes": reply.under_way_nbytes,
                 "num_recoveries": reply.num_recoveries,
+                "num_mended": reply.num_mended,
             }
             for address, reply in answered.items()
         ],

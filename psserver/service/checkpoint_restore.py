@@ -68,7 +68,9 @@ class CheckpointUpload:
         self.min_workers = request.min_workers
         self.touched_s = engine.now()
         self._engine = engine
-        require_free(engine, self.job)
+        self._replaces = request.replaces
+        if not self._replaces:
+            require_free(engine, self.job)
         members = Membership(request.num_workers, 0.0, request.min_workers)
         self._tables = [_declared(text, engine) for text in request.tables]
         for number, table in enumerate(self._tables):  # All that `Engine.define` would refuse.
@@ -137,7 +139,14 @@ class CheckpointUpload:
                     slices=slices,
                 )
             )
-        restore(self._engine, self.job, self.num_workers, self.min_workers, tables)
+        restore(
+            self._engine,
+            self.job,
+            self.num_workers,
+            self.min_workers,
+            tables,
+            replaces=self._replaces,
+        )
 
 
 def _declared(text: str, engine: Engine) -> DeclaredTable:

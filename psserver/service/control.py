@@ -185,6 +185,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._process = psutil.Process()
         self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
+        self.mends = False  # Whether this start restores jobs that another shard has lost.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Returns the shard's index and cluster."""
@@ -227,7 +228,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.job, request.num_workers, member, request.min_workers, request.life
         )
         welcome = job.welcome(member)
-        return to_proto(pb.JoinReply, welcome, instance=self._instance)
+        return to_proto(pb.JoinReply, welcome, instance=self._instance, mends=self.mends)
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
@@ -362,6 +363,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             pid=os.getpid(),
             under_way_nbytes=view.under_way_nbytes,
             num_recoveries=view.num_recoveries,
+            num_mended=view.num_mended,
             lost=[pb.LostJob(job=name, reason=reason) for name, reason in view.lost],
         )
 

@@ -159,6 +159,11 @@ class ShardCollector:
             "Processes of this shard that have continued jobs from their journals.",
             value=view.num_recoveries,
         )
+        yield CounterMetricFamily(
+            "paceline_mended_jobs",
+            "Jobs that were set back to a checkpoint because a shard had lost its part.",
+            value=view.num_mended,
+        )
 
 
 def _requests(counters: Counters) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ FLOORS = {
             "commands",
             "dashboard",
             "process",
+            "mending",
             "service",
             "remote",
             "publish",

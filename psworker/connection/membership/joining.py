@@ -98,17 +98,19 @@ class Known:
         life: The life of the job, on the first shard.
         progress: Step of each table that the job had.
         rounds: The next round of each barrier.
+        mends: Whether the shards restore a job of which one of them has lost its part.
     """
 
     life: int = 0
     progress: dict[str, int] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
+    mends: bool = False
 
     def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""
         self.progress |= {name: step for name, step in reply.progress.items()}
         if is_first:
-            self.life = reply.life
+            self.life, self.mends = reply.life, reply.mends
             if reply.news:
                 log.warning("worker %d: %s", reply.rank, reply.news)
             self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}

@@ -18,6 +18,7 @@ from pscore.types import Origin
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.membership.heartbeats import Heartbeats
 from psworker.connection.membership.joining import JobMember, Joining
+from psworker.connection.membership.mending_wait import MendingWait
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
 
@@ -92,6 +93,7 @@ class Session:
         after = _finished.get(job, 0)
         self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
         self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
+        self._mending = MendingWait(job, patience_s)
         self.heartbeats = Heartbeats(self._member, self.links, self.pace)
         self.residual_senders = self.heartbeats.residual_senders
         with contextlib.ExitStack() as undo:
@@ -160,7 +162,8 @@ class Session:
 
         Raises:
             JobMismatchError: The job's table of this name is a different one; names the difference.
-            StateLostError: A shard does not know a table that was declared before.
+            StateLostError: A shard does not know a table that was declared before, and none
+                restores it in time.
             ShardMapError: The shards number their tables differently.
             ReplacedError: This worker has to rejoin, and has a table already.
         """
@@ -176,8 +179,11 @@ class Session:
                 self.group.require_alone(problem)
                 log.warning("worker %d rejoins, before its first step: %s", self.rank, problem)
                 self.rejoin()
+            except StateLostError as problem:
+                self._await_mending(problem)
+                self.rejoin()
             else:
-                self._has_tables = True
+                self._has_tables, self._mending = True, self._mending.again()
                 return found
 
     def _declare(self, request: pb.DefineRequest, *, again: bool) -> tuple[int, Origin]:
@@ -188,7 +194,8 @@ class Session:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
             origins.append((reply.clock, reply.step))
-            if (again and reply.created) or (step is not None and not reply.has_weights):
+            is_known = step is not None or (again and reply.created)
+            if is_known and not reply.has_weights:  # A shard without slices has nothing to lose.
                 known = "" if step is None else f"; other shards have them at step {step}"
                 raise StateLostError(
                     f"the shard at {link.address} is without the weights of {name!r} of job "
@@ -207,12 +214,30 @@ class Session:
         """Joins the job again as a new incarnation, after having been declared lost.
 
         In an elastic job another worker may have taken the rank; then this worker gets another one.
+        Where a shard has lost its part of the job, it waits until that is restored.
 
         Raises:
             PacelineError: Another process holds the rank, or a shard does not answer.
         """
-        self._joining.rejoin()
-        self.heartbeats.failure = None
+        while True:
+            try:
+                self._joining.rejoin()
+            except StateLostError as problem:
+                self._await_mending(problem)
+            else:
+                self.heartbeats.failure = None
+                return
+
+    def _await_mending(self, problem: StateLostError) -> None:
+        """Waits a moment where the shards restore what one of them has lost.
+
+        Raises:
+            StateLostError: They do not, or not in time; or this is a group, which would have to
+                agree on that.
+        """
+        if not (self._joining.known.mends and self.group.is_alone):
+            raise problem
+        self._mending.wait(problem)
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every worker that is still in the job has reached the same barrier.

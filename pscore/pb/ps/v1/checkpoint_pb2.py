@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16ps/v1/checkpoint.proto\x12\x05ps.v1\"p\n\x0e\x43\x61ptureRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x14\n\x0cweights_only\x18\x06 \x01(\x08\"\xa2\x01\n\x0c\x43\x61ptureReply\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.ps.v1.CaptureState\x12\x13\n\x0bversion_min\x18\x02 \x01(\x03\x12\x13\n\x0bversion_max\x18\x03 \x01(\x03\x12\r\n\x05\x61\x62out\x18\x04 \x01(\t\x12\x0f\n\x07\x62y_step\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x03(\r\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\"W\n\x0bReadRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05slice\x18\x02 \x01(\x05\x12\r\n\x05\x61rray\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\r\"\x19\n\tReadReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x1c\n\x0eReleaseRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"c\n\x0ePrepareRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0e\n\x06tables\x18\x04 \x03(\t\x12\x13\n\x0bmin_workers\x18\x05 \x01(\r\"\x0e\n\x0cPrepareReply\"e\n\x0cWriteRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\x05\x12\r\n\x05slice\x18\x03 \x01(\x05\x12\r\n\x05\x61rray\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\x0c\n\nWriteReply\"\x1b\n\rFinishRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\r\n\x0b\x46inishReply*`\n\x0c\x43\x61ptureState\x12\x13\n\x0f\x43\x41PTURE_WAITING\x10\x00\x12\x10\n\x0c\x43\x41PTURE_DONE\x10\x01\x12\x12\n\x0e\x43\x41PTURE_PASSED\x10\x02\x12\x15\n\x11\x43\x41PTURE_RESIDUALS\x10\x03\x32\xc5\x02\n\x0b\x43heckpoints\x12\x35\n\x07\x43\x61pture\x12\x15.ps.v1.CaptureRequest\x1a\x13.ps.v1.CaptureReply\x12,\n\x04Read\x12\x12.ps.v1.ReadRequest\x1a\x10.ps.v1.ReadReply\x12\x35\n\x07Release\x12\x15.ps.v1.ReleaseRequest\x1a\x13.ps.v1.ReleaseReply\x12\x35\n\x07Prepare\x12\x15.ps.v1.PrepareRequest\x1a\x13.ps.v1.PrepareReply\x12/\n\x05Write\x12\x13.ps.v1.WriteRequest\x1a\x11.ps.v1.WriteReply\x12\x32\n\x06\x46inish\x12\x14.ps.v1.FinishRequest\x1a\x12.ps.v1.FinishReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16ps/v1/checkpoint.proto\x12\x05ps.v1\"p\n\x0e\x43\x61ptureRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x14\n\x0cweights_only\x18\x06 \x01(\x08\"\xa2\x01\n\x0c\x43\x61ptureReply\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.ps.v1.CaptureState\x12\x13\n\x0bversion_min\x18\x02 \x01(\x03\x12\x13\n\x0bversion_max\x18\x03 \x01(\x03\x12\r\n\x05\x61\x62out\x18\x04 \x01(\t\x12\x0f\n\x07\x62y_step\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x03(\r\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\"W\n\x0bReadRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05slice\x18\x02 \x01(\x05\x12\r\n\x05\x61rray\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\r\"\x19\n\tReadReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x1c\n\x0eReleaseRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"u\n\x0ePrepareRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0e\n\x06tables\x18\x04 \x03(\t\x12\x13\n\x0bmin_workers\x18\x05 \x01(\r\x12\x10\n\x08replaces\x18\x06 \x01(\x08\"\x0e\n\x0cPrepareReply\"e\n\x0cWriteRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\x05\x12\r\n\x05slice\x18\x03 \x01(\x05\x12\r\n\x05\x61rray\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\x0c\n\nWriteReply\"\x1b\n\rFinishRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\r\n\x0b\x46inishReply*`\n\x0c\x43\x61ptureState\x12\x13\n\x0f\x43\x41PTURE_WAITING\x10\x00\x12\x10\n\x0c\x43\x41PTURE_DONE\x10\x01\x12\x12\n\x0e\x43\x41PTURE_PASSED\x10\x02\x12\x15\n\x11\x43\x41PTURE_RESIDUALS\x10\x03\x32\xc5\x02\n\x0b\x43heckpoints\x12\x35\n\x07\x43\x61pture\x12\x15.ps.v1.CaptureRequest\x1a\x13.ps.v1.CaptureReply\x12,\n\x04Read\x12\x12.ps.v1.ReadRequest\x1a\x10.ps.v1.ReadReply\x12\x35\n\x07Release\x12\x15.ps.v1.ReleaseRequest\x1a\x13.ps.v1.ReleaseReply\x12\x35\n\x07Prepare\x12\x15.ps.v1.PrepareRequest\x1a\x13.ps.v1.PrepareReply\x12/\n\x05Write\x12\x13.ps.v1.WriteRequest\x1a\x11.ps.v1.WriteReply\x12\x32\n\x06\x46inish\x12\x14.ps.v1.FinishRequest\x1a\x12.ps.v1.FinishReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps.v1.checkpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPTURESTATE']._serialized_start=752
-  _globals['_CAPTURESTATE']._serialized_end=848
+  _globals['_CAPTURESTATE']._serialized_start=770
+  _globals['_CAPTURESTATE']._serialized_end=866
   _globals['_CAPTUREREQUEST']._serialized_start=33
   _globals['_CAPTUREREQUEST']._serialized_end=145
   _globals['_CAPTUREREPLY']._serialized_start=148
@@ -46,17 +46,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEREPLY']._serialized_start=458
   _globals['_RELEASEREPLY']._serialized_end=472
   _globals['_PREPAREREQUEST']._serialized_start=474
-  _globals['_PREPAREREQUEST']._serialized_end=573
-  _globals['_PREPAREREPLY']._serialized_start=575
-  _globals['_PREPAREREPLY']._serialized_end=589
-  _globals['_WRITEREQUEST']._serialized_start=591
-  _globals['_WRITEREQUEST']._serialized_end=692
-  _globals['_WRITEREPLY']._serialized_start=694
-  _globals['_WRITEREPLY']._serialized_end=706
-  _globals['_FINISHREQUEST']._serialized_start=708
-  _globals['_FINISHREQUEST']._serialized_end=735
-  _globals['_FINISHREPLY']._serialized_start=737
-  _globals['_FINISHREPLY']._serialized_end=750
-  _globals['_CHECKPOINTS']._serialized_start=851
-  _globals['_CHECKPOINTS']._serialized_end=1176
+  _globals['_PREPAREREQUEST']._serialized_end=591
+  _globals['_PREPAREREPLY']._serialized_start=593
+  _globals['_PREPAREREPLY']._serialized_end=607
+  _globals['_WRITEREQUEST']._serialized_start=609
+  _globals['_WRITEREQUEST']._serialized_end=710
+  _globals['_WRITEREPLY']._serialized_start=712
+  _globals['_WRITEREPLY']._serialized_end=724
+  _globals['_FINISHREQUEST']._serialized_start=726
+  _globals['_FINISHREQUEST']._serialized_end=753
+  _globals['_FINISHREPLY']._serialized_start=755
+  _globals['_FINISHREPLY']._serialized_end=768
+  _globals['_CHECKPOINTS']._serialized_start=869
+  _globals['_CHECKPOINTS']._serialized_end=1194
 # @@protoc_insertion_point(module_scope)

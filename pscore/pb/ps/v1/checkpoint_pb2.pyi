@@ -83,18 +83,20 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareRequest(_message.Message):
-    __slots__ = ("job", "id", "num_workers", "tables", "min_workers")
+    __slots__ = ("job", "id", "num_workers", "tables", "min_workers", "replaces")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     job: str
     id: str
     num_workers: int
     tables: _containers.RepeatedScalarFieldContainer[str]
     min_workers: int
-    def __init__(self, job: _Optional[str] = ..., id: _Optional[str] = ..., num_workers: _Optional[int] = ..., tables: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ...) -> None: ...
+    replaces: bool
+    def __init__(self, job: _Optional[str] = ..., id: _Optional[str] = ..., num_workers: _Optional[int] = ..., tables: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ..., replaces: bool = ...) -> None: ...
 
 class PrepareReply(_message.Message):
     __slots__ = ()

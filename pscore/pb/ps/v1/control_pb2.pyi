@@ -63,7 +63,7 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life")
+    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "mends")
     class RoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class JoinReply(_message.Message):
     NEWS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
+    MENDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_workers: int
     lease_s: float
@@ -94,7 +95,8 @@ class JoinReply(_message.Message):
     news: str
     progress: _containers.ScalarMap[str, int]
     life: int
-    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ...) -> None: ...
+    mends: bool
+    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., mends: bool = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "group", "compress")
@@ -622,7 +624,7 @@ class LostJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries")
+    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -631,6 +633,7 @@ class StatusReply(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     UNDER_WAY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MENDED_FIELD_NUMBER: _ClassVar[int]
     shard: DescribeReply
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_s: float
@@ -639,7 +642,8 @@ class StatusReply(_message.Message):
     lost: _containers.RepeatedCompositeFieldContainer[LostJob]
     under_way_nbytes: int
     num_recoveries: int
-    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ...) -> None: ...
+    num_mended: int
+    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("job", "force")

@@ -1,0 +1,1 @@
+"""Restores jobs without people: a shard has come back without them."""

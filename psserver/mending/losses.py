@@ -1,0 +1,75 @@
+"""Notices shards that have come back without jobs that they had; it asks nobody itself.
+
+A shard's `instance` stays the same while its journals do, so another one means that all is lost
+which was not saved elsewhere. A shard that refuses its journal of a job reports that. A job that
+was forgotten or has ended is missing nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.decisions.job import State
+
+
+@dataclass(slots=True)
+class _HeldJobs:
+    """A shard as it was when it last answered."""
+
+    instance: int
+    held: set[str]  # Jobs of which it has had weights.
+    lost: set[str] = field(default_factory=set)  # Those that it no longer has.
+
+
+class Losses:
+    """The jobs that the shards of a cluster have had, and have lost."""
+
+    def __init__(self) -> None:
+        """Knows no shard yet."""
+        self._shards: dict[int, _HeldJobs] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether some shard lacks a job, as far as is known."""
+        return any(shard.lost for shard in self._shards.values())
+
+    def look(self, answers: Sequence[pb.StatusReply | None]) -> dict[str, list[int]]:
+        """Returns the jobs that some shards have lost, with those shards; none before all answer.
+
+        Args:
+            answers: The status of each shard, in order; None: it does not answer.
+        """
+        there = [(index, answer) for index, answer in enumerate(answers) if answer is not None]
+        for index, answer in there:
+            self._note(index, answer)
+        if len(there) < len(answers):
+            return {}
+        kept = {job.job for _, answer in there for job in _running(answer)}
+        missing: dict[str, list[int]] = {}
+        for index, shard in sorted(self._shards.items()):
+            shard.lost &= kept
+            for job in sorted(shard.lost):
+                missing.setdefault(job, []).append(index)
+        return missing
+
+    def _note(self, index: int, answer: pb.StatusReply) -> None:
+        instance = answer.shard.instance
+        held = {job.job for job in answer.jobs if _has_weights(job)}
+        known = self._shards.setdefault(index, _HeldJobs(instance, held))
+        if known.instance != instance:
+            known.lost |= known.held
+        known.lost = (known.lost | {one.job for one in answer.lost}) - held
+        known.instance, known.held = instance, held
+
+
+def _running(answer: pb.StatusReply) -> list[pb.JobStatus]:
+    """Returns the jobs of a shard that have not ended."""
+    return [job for job in answer.jobs if job.state != State.ENDED.value]
+
+
+def _has_weights(job: pb.JobStatus) -> bool:
+    """Returns whether a shard has slices of a job, all of them with weights."""
+    tables = [table for table in job.tables if table.num_slices]
+    return bool(tables) and all(table.version_min >= 0 for table in tables)

@@ -1,0 +1,97 @@
+"""Sets all shards of a job back to its newest checkpoint when one has lost its part.
+
+The workers learn that their job was replaced, and join again; a shard that has lost its part comes
+last, so that none of them begins before all shards are at one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from pscore.errors import PacelineError
+from pscore.net.credentials import Credentials
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.exits import CommandError, Exit
+from psserver.mending.losses import Losses
+from psserver.remote import ask
+from psserver.remote.checkpoint import restore
+from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, newest, verified
+
+log = structlog.get_logger()
+
+
+class Mender:
+    """Looks for losses now and then, and mends them."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        folders: Sequence[Path],
+        credentials: Callable[[], Credentials],
+    ) -> None:
+        """Asks nobody yet.
+
+        Args:
+            addresses: Addresses of all shards, in order.
+            folders: Folders of checkpoints; of equal ones that of the first folder is used.
+            credentials: Returns the token for everything.
+        """
+        self._addresses, self._folders, self._credentials = addresses, folders, credentials
+        self._losses = Losses()
+        self._said = ""  # The last problem that was logged.
+
+    def look(self) -> None:
+        """Mends what shards have lost, if anything; a problem is logged once, and tried again."""
+        problem = ""
+        try:
+            credentials = self._credentials()
+            answers = ask.answers(self._addresses, credentials)
+            found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
+            for job, lost in self._losses.look(found).items():
+                self._mend(job, lost, credentials)
+        except (PacelineError, OSError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+        if problem and problem != self._said and self._losses.has_any:
+            log.error("a job cannot be restored; it is tried again", reason=problem)
+        self._said = problem
+
+    def _mend(self, job: str, lost: Sequence[int], credentials: Credentials) -> None:
+        """Restores a job onto all shards.
+
+        Raises:
+            CommandError: There is no checkpoint of it, or a shard does not answer or refuses.
+        """
+        path, checkpoint = self._newest(job)
+        log.error(
+            "shards came back without a job: all go back to its newest checkpoint",
+            job=job,
+            shards=list(lost),
+            at=checkpoint.position,
+            path=str(path),
+        )
+        others = [index for index in range(len(self._addresses)) if index not in lost]
+        order = [*others, *lost]
+        restore(self._addresses, credentials, checkpoint, job, order, replaces=True)
+        log.warning("job restored on all shards; its workers join again", job=job)
+
+    def _newest(self, job: str) -> tuple[Path, Checkpoint]:
+        """Returns the newest whole checkpoint of a job, and where it is.
+
+        Raises:
+            CommandError: There is none.
+        """
+        found = [one for folder in self._folders for one in newest(folder).get(job, ())]
+        problems = []
+        for one in sorted(found, key=lambda one: -one.sequence):
+            try:
+                return one.path, verified(one)
+            except PROBLEMS as problem:
+                problems.append(f"{one.path}: {problem}")
+        why = "; ".join(problems) or "there is none in " + ", ".join(map(str, self._folders))
+        raise CommandError(
+            Exit.STATE_DIR,
+            f"shards have lost job {job!r}, and no checkpoint of it can be used: {why}",
+        )

@@ -1,0 +1,109 @@
+"""A shard that comes back without its state folder: all go back to the newest checkpoint."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+import pytest
+import torch
+
+import psworker
+from pscore.pb.ps.v1.control_pb2 import StatusReply
+from psserver.remote import ask
+from tests.integration.cluster import Station, Worker, results_of
+from tests.integration.command import Command, eventually, gone, taken_port
+
+DEADLINE_S = 200.0
+
+
+def count(station: Station) -> tuple[int, set[float]]:
+    """Subtracts 1 from each weight at each step, and says each step, until told to end.
+
+    Returns:
+        Its clock, and the weights' values.
+    """
+    parts = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(2)]
+    named = [(str(number), part) for number, part in enumerate(parts)]
+    optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=1.0), named)
+    while not station.is_told():
+        for part in parts:
+            part.grad = torch.ones_like(part)
+        optimizer.step()
+        station.tell(optimizer.clock)
+        time.sleep(0.01)
+    optimizer.close()
+    values = {value for part in parts for value in part.detach().tolist()}
+    return optimizer.clock, values
+
+
+class Machine:
+    """A machine with one of two shards."""
+
+    def __init__(self, folder: Path, index: int, addresses: list[str]) -> None:
+        self.state = folder / f"machine-{index}"
+        self._command = Command(folder)
+        options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 60]
+        ports = ["--port", addresses[index].rpartition(":")[2], "--metrics-port", 0]
+        places = ["--state-dir", self.state, "--shard-addresses", ",".join(addresses)]
+        self._line = [*options, *ports, *places, "--checkpoint-s", 1, "--log-level", "warning"]
+
+    @contextmanager
+    def running(self) -> Iterator[Popen[str]]:
+        """Starts the shard; yields its supervisor."""
+        with self._command.spawn("start", *self._line) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+            yield process
+
+    def lose(self, supervisor: Popen[str]) -> None:
+        """Kills all processes, and deletes the folder."""
+        children = psutil.Process(supervisor.pid).children()
+        for process in (supervisor, *children):
+            process.kill()
+        for child in children:
+            eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
+        shutil.rmtree(self.state)
+
+
+def reach(workers: list[Worker], step: int) -> None:
+    for worker in workers:
+        while worker.hear(DEADLINE_S) < step:
+            pass
+
+
+def mended(addresses: list[str]) -> list[StatusReply]:
+    """Returns the status of all shards once the last has been mended; nothing until then."""
+    found = [one for one in ask.answers(addresses) if isinstance(one, StatusReply)]
+    return found if len(found) == len(addresses) and found[-1].num_mended else []
+
+
+@pytest.mark.slow
+def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_path: Path) -> None:
+    with ExitStack() as taken:
+        ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(2)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    first, second = (Machine(tmp_path, index, addresses) for index in range(2))
+    names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "120"}
+    names["PACELINE_SERVERS"] = ",".join(addresses)
+    with ExitStack() as stack:
+        stack.enter_context(first.running())
+        lost = stack.enter_context(second.running())
+        workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(2)]
+        for worker in workers:
+            stack.callback(worker.close)
+        reach(workers, 20)
+        eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
+        second.lose(lost)
+        assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
+        stack.enter_context(second.running())
+        statuses = eventually(lambda: mended(addresses))
+        assert [status.num_mended for status in statuses] == [1, 1]
+        reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
+        for worker in workers:
+            worker.tell()
+        for clock, values in results_of(workers):
+            assert values == {-clock}  # No shard is ahead of the other, or of the workers.

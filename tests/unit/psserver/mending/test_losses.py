@@ -1,0 +1,57 @@
+"""Shards that come back without jobs that they had, as the status of all of them shows it."""
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.mending.losses import Losses
+
+
+def shard(instance: int, **jobs: int | None) -> pb.StatusReply:
+    """Returns the status of a shard; of each job the oldest version, None if it has no slice."""
+    reply = pb.StatusReply(shard=pb.DescribeReply(instance=instance))
+    for name, version in jobs.items():
+        job = reply.jobs.add(job=name, state="live")
+        if version is not None:
+            job.tables.add(name="model", num_slices=2, version_min=version)
+    return reply
+
+
+def test_a_job_is_lost_where_a_new_instance_lacks_its_weights() -> None:
+    """Workers that rejoin make the job and its table on the empty shard, which has no weights."""
+    losses = Losses()
+    assert losses.look([shard(1, a=7, b=3), shard(2, a=7, b=3)]) == {}
+    assert losses.look([shard(1, a=9, b=5), None]) == {}
+    assert losses.look([shard(1, a=9, b=5), shard(5)]) == {"a": [1], "b": [1]}
+    assert losses.look([shard(1, a=9, b=5), shard(5, a=-1)]) == {"a": [1], "b": [1]}
+    assert losses.look([None, shard(5, a=-1, b=5)]) == {}
+    assert losses.look([shard(1, a=9, b=5), shard(5, a=-1, b=5)]) == {"a": [1]}
+    assert losses.look([shard(1, a=9, b=5), shard(5, a=9, b=5)]) == {}
+    assert not losses.has_any
+
+
+def test_the_same_instance_loses_nothing() -> None:
+    """Its job was forgotten, or starts over, and rank 0 has yet to upload the weights."""
+    losses = Losses()
+    losses.look([shard(1, a=7), shard(2, a=7)])
+    assert losses.look([shard(1, a=0), shard(2, a=-1)]) == {}
+    assert losses.look([shard(1, a=7), shard(2)]) == {}
+
+
+def test_a_job_that_has_ended_or_was_forgotten_everywhere_is_not_restored() -> None:
+    losses = Losses()
+    losses.look([shard(1, a=7, b=7), shard(2, a=7, b=7)])
+    ended = shard(1, a=7)
+    ended.jobs[0].state = "ended"
+    assert losses.look([ended, shard(5)]) == {}
+
+
+def test_a_shard_without_slices_of_a_job_cannot_lose_it() -> None:
+    losses = Losses()
+    losses.look([shard(1, a=7), shard(2, a=None)])
+    assert losses.look([shard(1, a=7), shard(5)]) == {}
+    assert losses.look([shard(6), shard(5, a=None)]) == {"a": [0]}
+
+
+def test_a_job_whose_journal_a_shard_refuses_is_lost() -> None:
+    losses, refusing = Losses(), shard(2)
+    refusing.lost.add(job="a", reason="its journal is damaged")
+    assert losses.look([shard(1, a=7), refusing]) == {"a": [1]}
+    assert losses.look([shard(1, a=7), shard(2, a=3)]) == {}

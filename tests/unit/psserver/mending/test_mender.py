@@ -1,0 +1,72 @@
+"""Sets all shards back to the newest whole checkpoint when one has lost a job."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.exits import CommandError, Exit
+from psserver.mending import mender as module
+from psserver.mending.mender import Mender
+from psserver.remote import ask
+from psserver.remote.checkpoint_files import write
+from tests.unit.psserver.mending.test_losses import shard
+from tests.unit.psserver.remote.test_checkpoint_files import make
+
+
+class Cluster:
+    """Two shards whose answers the test sets, and the restores that the mender makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: list[pb.StatusReply | CommandError] = [shard(1, a=7), shard(2, a=7)]
+        self.restored: list[tuple[Any, ...]] = []
+        self.refusal: CommandError | None = None
+        monkeypatch.setattr(ask, "answers", lambda *_: self.answers)
+        monkeypatch.setattr(module, "restore", self.restore)
+
+    def restore(
+        self, addresses: Any, credentials: Any, checkpoint: Any, job: str, order: Any, **how: bool
+    ) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.restored.append((job, checkpoint.tables[0].arrays["weights"], order, how))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def test_all_shards_go_back_the_one_that_lost_its_part_last(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    for value in (1.0, 2.0):
+        write(tmp_path, make(value, "a"), keep=3)
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.look()
+    cluster.answers = [shard(3), shard(2, a=7)]
+    mender.look()
+    ((job, weights, order, how),) = cluster.restored
+    assert (job, order, how) == ("a", [1, 0], {"replaces": True})
+    assert float(next(iter(weights.values())).flat[0]) == 2.0
+
+
+def test_a_shard_that_refuses_is_asked_again_and_logged_once(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.look()
+    cluster.answers = [shard(1, a=9), shard(5, a=-1)]
+    for _ in range(3):
+        mender.look()
+    written = capsys.readouterr()
+    assert (written.out + written.err).count("no checkpoint of it can be used") == 1
+    write(tmp_path, make(1.0, "a"), keep=3)
+    cluster.refusal = CommandError(Exit.NO_ANSWER, "b:1 does not answer")
+    mender.look()
+    assert not cluster.restored
+    cluster.refusal = None
+    mender.look()
+    assert len(cluster.restored) == 1
