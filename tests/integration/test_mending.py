@@ -62,8 +62,9 @@ class Machine:
     def lose(self, supervisor: Popen[str]) -> None:
         """Kills all processes, and deletes the folder."""
         children = psutil.Process(supervisor.pid).children()
-        for process in (supervisor, *children):
-            process.kill()
+        supervisor.kill()
+        for child in children:
+            child.kill()
         for child in children:
             eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
         shutil.rmtree(self.state)
