@@ -89,3 +89,21 @@ def test_the_elastic_example_continues_from_its_file(tmp_path: Path) -> None:
     shown = [re.findall(r"step (\d+): loss", text) for text in said]
     assert shown == [["0", "20"], ["20", "40"]]  # The file holds step 20: its round began there.
     assert ["22 steps, 704 samples" in said[0], "42 steps, 1344 samples" in said[1]] == [True] * 2
+
+
+RUN = ("-m", "psworker", "run", "--workers", 2, "--shards", 2, "--")
+
+
+@pytest.mark.slow
+def test_the_click_model_learns_from_rows_of_any_id() -> None:
+    said = python(*RUN, ROOT / "examples" / "dlrm.py", "--samples", 60_000, "--rows-mode", "asgd")
+    found = re.search(r"AUC (0\.\d+), best possible 0\.8", said)
+    assert found is not None, said
+    assert float(found[1]) > 0.65
+
+
+@pytest.mark.slow
+def test_vectors_of_words_are_learnt_from_their_parts() -> None:
+    said = python(*RUN, ROOT / "examples" / "word2vec.py", "--steps", 100)
+    assert len(losses(said)) == 1
+    assert re.search(r"near night: .*night", said)

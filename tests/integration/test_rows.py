@@ -155,13 +155,6 @@ def require_close(ours: Rows, theirs: Rows, bound: float) -> None:
         assert np.abs(values - wanted).max() <= bound * max(1.0, np.abs(wanted).max()), name
 
 
-@pytest.mark.parametrize("num_workers", [2])
-def test_a_few_steps_equal_the_equations(shards: Shards, num_workers: int) -> None:
-    expected = train_oracle("adagrad", num_workers, steps=4)
-    for found in shards.run(train, "adagrad", 4, num_workers=num_workers):
-        require_close(found, expected, 2e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(HYPER))
 def test_fifty_steps_equal_torch_and_the_equations(shards: Shards, name: str) -> None:
