@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from psworker.rows.optimizers import FTRL as FTRL
     from psworker.rows.optimizers import RowwiseAdagrad as RowwiseAdagrad
     from psworker.rows.prefetch import prefetch as prefetch
+    from psworker.subscription.publisher import Publisher as Publisher
     from psworker.subscription.subscriber import Subscriber as Subscriber
     from psworker.training.modes import modes as modes
     from psworker.training.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -71,6 +72,7 @@ _FROM = {
     "psworker.rows.modules": ("Embedding", "EmbeddingBag", "dense_parameters"),
     "psworker.rows.optimizers": ("FTRL", "RowwiseAdagrad"),
     "psworker.rows.prefetch": ("prefetch",),
+    "psworker.subscription.publisher": ("Publisher",),
     "psworker.subscription.subscriber": ("Subscriber",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": (

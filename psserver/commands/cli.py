@@ -280,6 +280,27 @@ def jobs(
 
 
 @app.command()
+def readers(
+    *,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
+    servers: Servers = None,
+    as_json: AsJson = False,
+) -> None:
+    """List published weights and their readers: version, lag, bytes by form, resyncs."""
+    from psserver.commands.find import find
+    from psserver.remote import ask
+    from psserver.remote import readers as lister
+
+    found = find(servers, port, state_dir)
+    listed = lister.listed(ask.publications(found.addresses, found.credentials))
+    if as_json:
+        sys.stdout.write(to_json(listed, indent=1) + "\n")
+    else:
+        lister.show(listed)
+
+
+@app.command()
 def forget(
     *,
     job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job, as `jobs` shows it.")],

@@ -40,13 +40,13 @@ def require_weights(running: RunningTable) -> None:
     if not table.optimizer.holds_weights:
         raise ConfigError(
             f"table {name!r} cannot be published: its workers run the optimizer "
-            "(optimizer_on='worker'), so the shards hold no weights; use optimizer_on='server', or "
-            "psworker.Publisher on one worker"
+            "(optimizer_on='worker'), so the shards hold no weights; use optimizer_on='shards', or "
+            "psworker.Publisher in a job of its own"
         )
     if rule.gossip:
         raise ConfigError(
             f"table {name!r} cannot be published: in mode {rule.name} the workers exchange the "
-            "weights, and the shards do not have them; use psworker.Publisher on one worker"
+            "weights, and the shards do not have them; use psworker.Publisher in a job of its own"
         )
 
 

@@ -288,7 +288,7 @@ class Publications:
             return f"job {job!r} has no table {table!r} {where} yet"
         return (
             f"table {table!r} of job {job!r} is not published {where}: start the shards with "
-            f"--publish {job}:every=1, or give publish_every= to the optimizer"
+            f"--publish {job}:every=1"
         )
 
     def _next_one(self, publication: Publication) -> str:

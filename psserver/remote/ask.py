@@ -17,7 +17,7 @@ from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.rpc import RETRYABLE, ChannelOptions, error_of
 from pscore.net.tls import diagnose
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2, publish_pb2_grpc
 from pscore.text import join_address
 from psserver.exits import CommandError, Exit
 
@@ -170,6 +170,22 @@ def _is_serving(call: grpc.CallFuture[health_pb2.HealthCheckResponse]) -> bool:
         return bool(call.result().status == health_pb2.HealthCheckResponse.SERVING)
     except grpc.RpcError:
         return False
+
+
+def publications(
+    addresses: Sequence[str], credentials: Credentials = ANYONE
+) -> list[publish_pb2.ListReply]:
+    """Returns what each shard at `addresses` publishes, in this order.
+
+    Raises:
+        CommandError: One of them does not answer, or refuses.
+    """
+
+    def ask(channel: grpc.Channel) -> grpc.CallFuture[publish_pb2.ListReply]:
+        stub = publish_pb2_grpc.PublicationsStub(channel)
+        return stub.List.future(publish_pb2.ListRequest(), timeout=ANSWER_S_MAX)
+
+    return _ask_all(addresses, credentials, ask)
 
 
 def _ask_all(

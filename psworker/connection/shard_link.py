@@ -14,7 +14,7 @@ from pscore.net import rpc, tls
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2_grpc
 from psworker.transports import Endpoint, Transport, choose
 from psworker.transports.retry import RetryPolicy
 
@@ -31,6 +31,7 @@ class Link:
         patience: Repeats calls while the shard does not answer.
         credentials: Token and certificates for the connection.
         control: The control service's methods, for `call`.
+        publications: The methods of published weights, likewise.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Link:
         self._tls = tls.client_context(credentials)
         self._channel = spans.traced(credentials.channel(address), "psworker")
         self.control = control_pb2_grpc.ControlStub(self._channel)
+        self.publications = publish_pb2_grpc.PublicationsStub(self._channel)
         self._transport: Transport | None = None
         self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.

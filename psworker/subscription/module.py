@@ -7,7 +7,7 @@ import torch
 
 from pscore.errors import BrokenModuleError, ConfigError
 from pscore.publish.codec import BitArray
-from psworker.subscription.weights import PublishedWeights
+from psworker.subscription.weights import PublishedWeights, tensors_of
 
 FEW = 8  # Up to one element of so many is written by its index; else the whole tensor.
 
@@ -29,11 +29,11 @@ class ModuleTarget:
             ConfigError: The module has other parameters.
         """
         layout = weights.layout
-        differing = {spec.name for spec in layout.tensors} ^ set(self._parameters)
+        differing = {spec.name for spec, _ in tensors_of(layout)} ^ set(self._parameters)
         if differing:
             raise ConfigError(f"module and job differ in the parameters {sorted(differing)[:4]}")
         self._patches = []
-        for spec, begin in zip(layout.tensors, layout.offsets, strict=True):
+        for spec, begin in tensors_of(layout):
             parameter = self._parameters[spec.name]
             if tuple(parameter.shape) != spec.shape:
                 raise ConfigError(

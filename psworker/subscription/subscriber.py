@@ -35,7 +35,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import ByteArray
 from psworker.subscription.assembly import EMPTY, Ask, Assembly, Fetch, WatchFor, WeightsVersion
 from psworker.subscription.lines import ReaderLine, this_process
-from psworker.subscription.weights import Map, PublishedWeights, named, require_dtype
+from psworker.subscription.weights import Map, PublishedWeights, named, require_dtype, step_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from psworker.subscription.module import ModuleTarget
 
 WAIT_S = 5.0  # One long poll.
+FIRST_WAIT_S = 0.3  # One before the table is known.
 TABLE = "model"
 
 
@@ -161,6 +162,7 @@ class Subscriber:
             target.apply()
         self._weights, self._staged = self._staged, None
         self._reader.lineage, self._reader.number = self._weights.version
+        self._reader.resyncs = self.resyncs
         return self._weights
 
     def into(self, module: torch.nn.Module) -> None:
@@ -227,6 +229,8 @@ class Subscriber:
             if found is not None:
                 self._staged = found
             wait_s = WAIT_S if looked else 0.0
+            if self._assembly is None:  # A shard may have no slice of the table.
+                wait_s = min(wait_s, FIRST_WAIT_S)
             if end_s is not None:
                 wait_s = max(0.0, min(wait_s, end_s - time.monotonic()))
             self._do(asks, wait_s)
@@ -241,7 +245,7 @@ class Subscriber:
         self._is_shown = True
         return PublishedWeights(
             version=version,
-            step=step,
+            step=step_of(self._layout, self._work, step),
             exact=self._exact,
             arrays=named(self._layout, self._work, self._dtype, self._map),
             bits=self._work,

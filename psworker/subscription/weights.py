@@ -13,10 +13,13 @@ import numpy.typing as npt
 from pscore.errors import ConfigError
 from pscore.partition import Layout
 from pscore.publish.codec import BitArray, widen
+from pscore.types import TensorSpec
 from psworker.subscription.assembly import WeightsVersion
 
 Array = npt.NDArray[Any]
 Map = Callable[[str, Array], Iterable[tuple[str, Array]]]
+STEP = "paceline.step"  # The tensor that a `Publisher` adds: its step in digits of base 256.
+STEP_DIGITS = 8
 DTYPES = ("float32", "float16", "bf16")
 
 
@@ -47,6 +50,27 @@ class PublishedWeights:
         return time.monotonic() - self._taken_s
 
 
+def step_digits(step: int) -> npt.NDArray[np.float32]:
+    """Returns a step as the tensor `STEP`: its digits are exact in bfloat16."""
+    return np.frombuffer(int(step).to_bytes(STEP_DIGITS, "little"), np.uint8).astype(np.float32)
+
+
+def tensors_of(layout: Layout) -> list[tuple[TensorSpec, int]]:
+    """Returns the tensors of a model, each with its place in the flat vector."""
+    places = zip(layout.tensors, layout.offsets, strict=True)
+    return [(spec, begin) for spec, begin in places if spec.name != STEP]
+
+
+def step_of(layout: Layout, bits: BitArray, step: int) -> int:
+    """Returns the step that a `Publisher` has given a version; else `step`, the shards' own."""
+    for spec, begin in zip(layout.tensors, layout.offsets, strict=True):
+        if spec.name == STEP:
+            digits = np.empty(STEP_DIGITS, dtype=np.float32)
+            widen(bits[begin : begin + STEP_DIGITS], digits)
+            return int.from_bytes(digits.astype(np.uint8).tobytes(), "little")
+    return step
+
+
 def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> dict[str, Array]:
     """Returns the tensors of a version by name, read only.
 
@@ -65,7 +89,7 @@ def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> di
     flat = flat.view()
     flat.flags.writeable = False
     arrays: dict[str, Array] = {}
-    for spec, begin in zip(layout.tensors, layout.offsets, strict=True):
+    for spec, begin in tensors_of(layout):
         array = flat[begin : begin + spec.numel].reshape(spec.shape)
         arrays |= {spec.name: array} if mapping is None else dict(mapping(spec.name, array))
     return arrays

@@ -1,15 +1,21 @@
 """Published weights: each version is bfloat16 of one step of all shards."""
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
 import psworker
 from pscore.net.credentials import ANYONE
 from pscore.publish.codec import round_to_bf16
 from psserver.remote import checkpoint
-from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.cluster import Shards, Station, Worker, new_job
+from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,3 +79,82 @@ def test_each_version_is_bf16_of_the_shards_at_its_step(publishing: Shards, mode
         worker.result()
     for name, array in first.items():
         assert (array != weights.arrays[name]).any(), name
+
+
+def publishes(station: Station) -> None:
+    """Publishes arrays of its own, each time that the test says so."""
+    psworker.init()
+    arrays = {"w": np.zeros((300, 7), dtype=np.float32), "b": np.zeros(3, dtype=np.float32)}
+    publisher = psworker.Publisher(arrays, step=5)
+    while (step := station.hear()) is not None:
+        arrays["w"][:], arrays["b"][:] = step, -step
+        publisher.publish(1000 * step)
+        station.tell()
+
+
+@pytest.mark.slow
+def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
+    job = new_job()
+    with shards.workers(publishes, num_workers=1, job=job) as (worker,):
+        with psworker.Subscriber(shards.addresses, job=job) as subscriber:
+            weights = subscriber.wait(timeout_s=WAIT_S)
+            assert weights.step == 5
+            assert {name: array.shape for name, array in weights.arrays.items()} == {
+                "w": (300, 7),
+                "b": (3,),
+            }
+            module = torch.nn.Module()
+            module.w = torch.nn.Parameter(torch.ones(300, 7))
+            module.b = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            subscriber.into(module)
+            assert not module.w.any()
+            for step in (1, 2, 3):
+                worker.tell(step)
+                worker.hear()
+                weights = subscriber.wait(newer_than=weights.version, timeout_s=WAIT_S)
+                assert weights.step == 1000 * step
+                assert (weights.arrays["w"] == step).all()
+                assert (module.w == step).all()
+                assert (module.b == -step).all()
+        worker.tell(None)
+        worker.result()
+
+
+def publishes_always(station: Station) -> None:
+    """Publishes arrays that are full of the step, until the test says so."""
+    psworker.init()
+    arrays = {f"w{index}": np.zeros(30_000, dtype=np.float32) for index in range(4)}
+    publisher = psworker.Publisher(arrays)
+    step = 0
+    while not station.is_told():
+        step += 1
+        for array in arrays.values():
+            array.fill(step % 200)
+        publisher.publish(step)
+
+
+@pytest.mark.slow
+def test_no_version_is_torn_and_none_falls_while_shards_are_killed(tmp_path: Path) -> None:
+    job, kills, commits = new_job(), 0, 0
+    with Command(tmp_path).detached("--shards", 2) as run:
+        addresses = run["addresses"]
+        launched = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_SERVERS": ",".join(addresses)}
+        worker = Worker(publishes_always, 0, (), launched | {"PACELINE_JOB": job})
+        with psworker.Subscriber(addresses, job=job) as subscriber:
+            weights = subscriber.wait(timeout_s=WAIT_S)
+            lineage = weights.version.lineage
+            while kills < 3 or commits < 100:
+                former = weights
+                weights = subscriber.wait(newer_than=former.version, timeout_s=WAIT_S)
+                assert weights.version > former.version
+                values = np.concatenate(list(weights.arrays.values()))
+                assert (values == weights.step % 200).all(), "slices of several versions"
+                commits += 1
+                if commits % 30 == 29 and kills < 3:
+                    supervised = psutil.Process(run["pid"]).children()
+                    os.kill(supervised[kills % len(supervised)].pid, signal.SIGKILL)
+                    kills += 1
+            assert weights.version.lineage == lineage
+        worker.tell()
+        worker.result()
+        worker.close()

@@ -1,0 +1,166 @@
+"""Publishes weights for readers: those of any trainer, or those of a `DistributedOptimizer`.
+
+    psworker.init(servers, job="night", rank=0, num_workers=1)
+    publisher = psworker.Publisher(model.named_parameters())
+    for step in range(steps):
+        train(model)  # DDP, FSDP, anything
+        if step % 10 == 0:
+            publisher.publish(step)
+
+One process publishes. The shards are a store of versions then: the value of the table is what was
+pushed last, and each push makes a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import ConfigError
+from pscore.optimizers.assign_sum import AssignSum
+from pscore.pb.ps.v1 import publish_pb2
+from pscore.rules.ssgd import SSGD
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray, Push, Role, TensorSpec
+from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import Session
+from psworker.job import context
+from psworker.replica.ports import PullBuffer
+from psworker.subscription.subscriber import TABLE
+from psworker.subscription.weights import STEP, STEP_DIGITS, step_digits
+
+
+class Publisher:
+    """Named arrays as published versions."""
+
+    def __init__(
+        self,
+        named_arrays: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        *,
+        table: str = TABLE,
+        step: int = 0,
+    ) -> None:
+        """Declares the arrays, and publishes them as they are.
+
+        Args:
+            named_arrays: Numpy arrays or tensors by name; `publish` reads them again. Each shard of
+                a `DTensor` (FSDP) is gathered, so every process of its mesh makes the call.
+            table: Name under which they are read.
+            step: Steps of training behind them.
+
+        Raises:
+            ConfigError: `psworker.init` was not called, the job has several workers, or an array
+                has no elements.
+            JobMismatchError: The job has published other arrays under this name.
+        """
+        self._arrays = dict(named_arrays)
+        session = context.current().session
+        if session.num_workers != 1:
+            raise ConfigError(
+                f"a Publisher is the only worker of its job, and this one has "
+                f"{session.num_workers}: call psworker.init(rank=0, num_workers=1) on one process"
+            )
+        first = {name: _host(array) for name, array in self._arrays.items()}
+        tensors = [
+            TensorSpec(name=name, shape=array.shape, dtype="float32")
+            for name, array in first.items()
+        ]
+        tensors.append(TensorSpec(name=STEP, shape=(STEP_DIGITS,), dtype="float32"))
+        self._exchange = Exchange(
+            session,
+            TableSpec(
+                name=table,
+                tensors=tuple(tensors),
+                num_shards=len(session.links),
+                rule=SSGD(),
+                compressor=NoCompression(),
+                optimizer=AssignSum.name,
+                num_groups=1,
+            ),
+        )
+        self._rank = session.rank
+        begin(session, self._exchange.table, 1)
+        flat = self._flat(first, step)
+        layout = self._exchange.layout
+        for part in layout.slices:
+            self._exchange.load(part.index, Role.WEIGHTS, [flat[part.start : part.stop]], [])
+        self._exchange.flush()
+        self._round = self._newest()
+        if self._round:  # The job had versions already: this is the next one.
+            self._push(flat)
+
+    def publish(self, step: int) -> None:
+        """Publishes the arrays as they are now; returns when all shards have them.
+
+        Args:
+            step: Steps of training behind them, which readers see.
+
+        Raises:
+            PacelineError: A shard does not answer, or refuses this worker.
+        """
+        self._push(self._flat({name: _host(one) for name, one in self._arrays.items()}, step))
+
+    def _flat(self, arrays: Mapping[str, FloatArray], step: int) -> FloatArray:
+        layout = self._exchange.layout
+        flat = np.zeros(layout.numel, dtype=np.float32)
+        values = [*arrays.values(), step_digits(step)]
+        for begin_at, spec, value in zip(layout.offsets, layout.tensors, values, strict=True):
+            if value.shape != spec.shape:
+                raise ConfigError(f"{spec.name!r} is {value.shape} now, and was {spec.shape}")
+            flat[begin_at : begin_at + spec.numel] = value.reshape(-1)
+        return flat
+
+    def _push(self, flat: FloatArray) -> None:
+        values = torch.from_numpy(flat)
+        for part in self._exchange.layout.slices:
+            push = Push(
+                worker=self._rank,
+                step=self._round,
+                base_version=0,
+                hyper=np.zeros((1, len(AssignSum.hyper_names))),
+            )
+            self._exchange.push(part.index, push, values[part.start : part.stop], compress=False)
+        self._exchange.flush()
+        self._round += 1
+
+    def _newest(self) -> int:
+        """Returns the number of updates that the table has had."""
+        buffers = []
+        for part in self._exchange.layout.slices:
+            buffer = PullBuffer(weights=torch.zeros(part.numel), state=[], begins=True)
+            self._exchange.pull(part.index, 0, 0, buffer, with_state=False)
+            buffers.append(buffer)
+        self._exchange.run(part.index for part in self._exchange.layout.slices)
+        return max(max(buffer.clock, buffer.version) for buffer in buffers)
+
+
+def begin(session: Session, table: int, every: int) -> None:
+    """Publishes a table of this worker's job on all shards, with each `every`-th update.
+
+    Raises:
+        ConfigError: The shards do not hold its weights.
+        PacelineError: A shard does not answer, or refuses this worker.
+    """
+    for link in session.links:
+        request = publish_pb2.BeginRequest(
+            job=session.job,
+            worker=session.rank,
+            incarnation=session.incarnation,
+            table=table,
+            every=every,
+        )
+        link.call(link.publications.Begin, request)
+
+
+def _host(array: Any) -> FloatArray:
+    """Returns an array or tensor as float32 on the host."""
+    if isinstance(array, torch.Tensor):
+        whole = array.detach()
+        if hasattr(whole, "full_tensor"):
+            whole = whole.full_tensor()
+        return whole.to(device="cpu", dtype=torch.float32).numpy()
+    return np.asarray(array, dtype=np.float32)
