@@ -26,6 +26,8 @@ SHARDS_MAX = 4096
 DDP = "ddp"
 # Where runs were measured: docs/results/hosts.json and step_hosts.json.
 ERROR = 0.10
+MEASURED_MODES = ("ssgd", "od", "ssd", DDP)
+TRIP_MAX_S = 1e-3  # Longest round trip of these runs.
 MEASURED = {"workers": (1, 4), "Gbit/s": (0.5, 1.0), "parameters": (6.4e6, 25.6e6)}
 
 
@@ -78,6 +80,11 @@ class AdviceRow:
     time: StepTime
     evidence: Evidence
     num_shards: int
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether committed runs on shaped links had its mode."""
+        return self.mode.partition("(")[0] in MEASURED_MODES
 
     @property
     def name(self) -> str:
@@ -301,6 +308,8 @@ def beyond_measured(situation: Situation) -> list[str]:
             found.append(f"{value / most:.3g}x more {name} than any run")
         elif value < 0.99 * least:
             found.append(f"{least / value:.3g}x fewer {name} than any run")
+    if situation.round_trip_s > TRIP_MAX_S:
+        found.append(f"a round trip of {1e3 * situation.round_trip_s:g} ms")
     if is_too_large(situation.numel):
         found.append("more parameters than one job accepts (2^36)")
     return found

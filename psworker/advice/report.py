@@ -48,7 +48,7 @@ class AdviceReport:
             "use": self.verdict.row.mode,
             "limit": self.verdict.row.time.limit,
             "risk": self.risk,
-            "table": [row.as_json() | {"error": self.error} for row in self.rows],
+            "table": [row.as_json() | {"error": self.error_of(row)} for row in self.rows],
             "error_source": ERROR_SOURCE,
             "beyond_measured": list(self.beyond),
             "shards": {
@@ -62,10 +62,9 @@ class AdviceReport:
             "rates": RATE_SOURCES,
         }
 
-    @property
-    def error(self) -> float | None:
-        """Share by which a time may be wrong; None: nothing comparable was measured."""
-        return None if self.beyond else ERROR
+    def error_of(self, row: AdviceRow) -> float | None:
+        """Returns the share by which a time may be wrong; None: nothing like it was measured."""
+        return None if self.beyond or not row.is_measured else ERROR
 
 
 def advise(situation: Situation, risk: str = "low") -> AdviceReport:
@@ -172,15 +171,16 @@ def lines_of(report: AdviceReport) -> list[str]:
 
 
 def _table(report: AdviceReport) -> list[str]:
-    error = "?" if report.error is None else f"{report.error:.0%}"
     names = [row.name for row in report.rows]
     limits = [row.time.limit for row in report.rows]
     wide, long = max(map(len, names)), max(map(len, limits))
     lines = [f"  {'way':<{wide}}  {'ms a step':>9}  {'+-':>4}  {'limit':<{long}}  accuracy"]
     for row in report.rows:
+        error = report.error_of(row)
+        about = "?" if error is None else f"{error:.0%}"
         mark = "*" if row is report.verdict.row else " "
         lines.append(
-            f"{mark} {row.name:<{wide}}  {1e3 * row.time.step_s:>9,.0f}  {error:>4}  "
+            f"{mark} {row.name:<{wide}}  {1e3 * row.time.step_s:>9,.0f}  {about:>4}  "
             f"{row.time.limit:<{long}}  {row.evidence.text}"
         )
     return lines

@@ -112,6 +112,18 @@ def test_a_slow_network_needs_rounds_and_says_so_at_a_low_risk_too() -> None:
     assert advised("350M", (1,) * 8, 1.0, 500.0, risk="none").verdict.row.mode == "ddp"
 
 
+def test_an_error_is_printed_only_for_modes_and_links_that_were_measured() -> None:
+    near = advised("resnet50", (1,) * 4, 1.0, 1300.0)
+    errors = {row.mode.partition("(")[0]: near.error_of(row) for row in near.rows}
+    assert (errors["ssgd"], errors["ssd"], errors["ddp"]) == (0.1, 0.1, 0.1)
+    assert (errors["cd"], errors["diloco"]) == (None, None)
+    assert not near.beyond
+    far = read_situation(
+        model="resnet50", groups=(1,) * 4, gbit=1.0, compute_ms=1300.0, latency_ms=20.0
+    )
+    assert "a round trip of 20 ms" in report.advise(far).beyond
+
+
 def test_a_delay_is_advised_where_it_hides_the_link() -> None:
     found = advised("resnet50", (1,) * 4, 1.0, 1300.0)
     assert found.verdict.row.mode.startswith("ssd(steps=1")
