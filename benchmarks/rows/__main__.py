@@ -1,22 +1,30 @@
 """Row tables beside other ways to train large embeddings: `python -m benchmarks.rows [--json]`.
 
-`step_ms`: milliseconds of a step (benchmarks/rows/step.py); `auc`: AUC on a computed click log
-(benchmarks/rows/auc.py). With `--quick` the cases are small.
+`pull_push_ms`: milliseconds of pull and push of a step's rows at a shard with its journal on, by
+data plane, and `bytes_of_formula` (benchmarks/rows/shard.py); `step_ms`: milliseconds of a step
+(benchmarks/rows/step.py); `auc`: AUC on a computed click log (benchmarks/rows/auc.py). With
+`--quick` the cases are small.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kit
-from benchmarks.rows import auc, step
+from benchmarks.rows import auc, shard, step
 
-MEASURES = {"step_ms": step.measure, "auc": auc.measure}
+MEASURES: dict[str, Callable[[bool], Any]] = {
+    "pull_push_ms": shard.measure,
+    "step_ms": step.measure,
+    "auc": auc.measure,
+}
 
 
 def main() -> None:
@@ -27,13 +35,14 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(highlight=False)
     console.print(kit.machine(), markup=False)
-    found = {}
+    found: dict[str, Any] = {}
     for name, measure in MEASURES.items():
         found[name] = measure(args.quick)
         grid = Table(name, "", box=box.SIMPLE_HEAD)
         for key, value in found[name].items():
             grid.add_row(key, "-" if value is None else f"{value:.4g}")
         console.print(grid)
+    found["bytes_of_formula"] = found["pull_push_ms"].pop("bytes_of_formula")
     if args.json:
         print(json.dumps(found))
 
