@@ -143,7 +143,10 @@ def silent(addresses: Sequence[str]) -> None:
     psworker.init(list(addresses), job="silent", rank=0, num_workers=1)
     weights = torch.nn.Parameter(torch.zeros(1 << 12))
     optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD([weights], lr=1.0), [("w", weights)], compression="2bit"
+        torch.optim.SGD([weights], lr=1.0),
+        [("w", weights)],
+        compression="2bit",
+        compress_min_nbytes=1024,  # Else it would have no residual to be asked for.
     )
     weights.grad = torch.ones(1 << 12)
     optimizer.step()
