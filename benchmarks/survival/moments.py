@@ -24,14 +24,14 @@ from pscore.net.channel import FrameChannel
 from pscore.net.credentials import ANYONE
 from psserver.exits import CommandError
 from psserver.remote import checkpoint
-from psworker.connection.membership import session
+from psworker.connection.membership.session import Session
 
 HOLD_S_MAX = 60.0  # Longest time for which a process stays in a moment.
 POLL_S = 0.005
 # The function that a process is about to call in each moment, and whether these arguments count.
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "resend": (FrameChannel, "_resume", lambda channel, stream: bool(channel._open)),
-    "join": (session, "declare", lambda *given, **options: True),
+    "join": (Session, "_declare", lambda *given, **options: True),
     "checkpoint": (checkpoint, "_read", lambda *given: True),
 }
 COUNTS = {  # Figures of the kills, and the words for the moments.

@@ -93,3 +93,9 @@ def test_a_worker_that_makes_no_progress_counts_as_stuck_once_until_it_moves(
             now_s[0] += 1.0
             watched.tend()
             assert watched.num_stuck == step + 1
+
+
+@pytest.mark.parametrize("moment", sorted(moments.MOMENTS))
+def test_each_moment_is_a_function_of_the_product(moment: str) -> None:
+    where, name, _ = moments.MOMENTS[moment]
+    assert callable(getattr(where, name))
