@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from psserver.slices.arena import LINE, Arena
@@ -102,3 +104,20 @@ class RowJournal(SliceJournal):
     def give_up(self, problem: OSError) -> None:
         """Continues without a journal, because there is no room for it."""
         self._give_up(problem)
+
+    def move_all(self, key: int, cells: Sequence[Cell]) -> None:
+        """Records that the payloads of an open step, in their order, are elsewhere now."""
+        for open_step in self.record.open_steps:
+            if open_step.key == key:
+                for entry, cell in zip(open_step.added, cells, strict=True):
+                    entry.place = cell.place
+                open_step.place = cells[-1].place
+
+    def _take_like(self, cell: Cell) -> Cell:
+        """Returns memory for as many bytes as a cell has."""
+        return self.take_for(cell.data.nbytes)
+
+    def _places(self) -> list[int]:
+        """Returns the places of all arrays; each payload of an open step is one."""
+        added = (entry.place for step in self.record.open_steps for entry in step.added)
+        return [*super()._places(), *added]

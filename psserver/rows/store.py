@@ -196,7 +196,18 @@ class RowStore:
         """Does nothing: rows are too many to be hashed in a pause of the training."""
 
     def journal_again(self) -> None:
-        """Does nothing: a journal that had ended has not seen the steps since."""
+        """Journals the slice again if its journal had ended on a full disk and there is room.
+
+        The slabs are of the record's version at any time, so the next record that counts names a
+        whole slice; only payloads that were kept on the heap meanwhile have to move.
+        """
+        journal = self._journal
+        if journal is None or journal.is_on or not self._look_for_room(journal):
+            return
+        for key, grads in self._open.items():
+            self._open[key] = moved = [(add, _moved(payload, journal)) for add, payload in grads]
+            journal.move_all(key, [payload.cell for _, payload in moved if payload.cell])
+        journal.commit()
 
     def change(self, rule: Rule, epoch: int, clocks: Mapping[int, int]) -> None:
         """Continues under another rule."""
@@ -403,6 +414,15 @@ class RowStore:
             self._buffers.append(buffer)
         return np.empty(nbytes, np.uint8)
 
+    def _look_for_room(self, journal: RowJournal) -> bool:
+        """Returns whether there is room again to keep rows and payloads before a step."""
+        try:
+            if self._undo is not None:
+                self._undo.reserve()
+        except OSError:
+            return False
+        return journal.look_for_room()
+
     def _recover(self, journal: RowJournal) -> None:
         """Restores the slice from the journal of a killed process."""
         if self._undo is not None:
@@ -424,3 +444,10 @@ class RowStore:
                 )
                 payload = Payload(data=cell.data[: entry.nbytes], compressor=RAW, cell=cell)
                 self._open.setdefault(step.key, []).append((add, payload))
+
+
+def _moved(payload: Payload, journal: RowJournal) -> Payload:
+    """Returns a kept payload in the arena, if it lies on the heap and there is room."""
+    assert payload.cell is not None
+    cell = journal.moved(payload.cell)
+    return replace(payload, data=cell.data[: payload.data.nbytes], cell=cell)

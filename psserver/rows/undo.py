@@ -30,6 +30,15 @@ class Undo:
     def __init__(self, memory: Mapped) -> None:
         """Keeps the rows in `memory`."""
         self._memory = memory
+        self._nbytes = 0  # Of the last step.
+
+    def reserve(self) -> None:
+        """Makes sure that there is room for a step like the last one.
+
+        Raises:
+            OSError: There is none.
+        """
+        self._memory.reserve(self._nbytes)
 
     def save(self, plans: Sequence[tuple[Slab, Places]], number: int) -> None:
         """Keeps the rows that a step changes, before it begins.
@@ -43,11 +52,11 @@ class Undo:
         """
         words = self._memory.words
         words[UNDER] = 0
-        nbytes = sum(
+        self._nbytes = sum(
             LONG * (2 + len(plan.places) + len(plan.removed)) + 4 * slab.stride * len(plan.before)
             for slab, plan in plans
         )
-        self._memory.reserve(nbytes)
+        self.reserve()
         offset = 0
         for slab, plan in plans:
             new, before = plan.places[plan.is_new], plan.before

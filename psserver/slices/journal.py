@@ -130,10 +130,10 @@ class SliceJournal:
         """Returns an array in the arena in the place of one on the heap; the same without room."""
         if cell.place:
             return cell
-        target = self.take()
+        target = self._take_like(cell)
         former = cell if target.place else target
         if target.place:
-            np.copyto(target.data, cell.data)
+            np.copyto(target.data[: cell.data.nbytes], cell.data)
         self.give(former)
         return target if target.place else cell
 
@@ -275,6 +275,10 @@ class SliceJournal:
         return self.pool.at(place).array
 
     # ----- inside
+
+    def _take_like(self, cell: Cell) -> Cell:
+        """Returns memory for what a cell holds."""
+        return self.take()
 
     def _places(self) -> list[int]:
         """Returns the places of all arrays that the record names; each 0 on the heap."""

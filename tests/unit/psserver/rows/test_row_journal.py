@@ -14,15 +14,17 @@ from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
 from psserver.rows.mapped import PAGE
 from psserver.rows.slab import Slab
+from psserver.rows.undo import Undo
+from psserver.slices.arena import Arena
 from psserver.slices.journal import SliceJournal
-from tests.row_driver import RowShards, row_spec
+from tests.row_driver import JOB, RowShards, row_spec
 
 HYPER = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
 TABLES = (
     ("a", 0, 2, RowTable(seed=1, init="uniform(1)")),
     ("b", 40, 3, RowTable(seed=2, init="normal(1)")),
 )
-WORKERS, STEPS = 2, 3
+WORKERS, STEPS = 2, 2
 ALL = [np.arange(60), np.arange(40)]
 
 
@@ -124,3 +126,48 @@ def test_pushes_of_an_open_step_outlive_the_process(tmp_path: Path) -> None:
     assert shards.version == 1
     for found, rows in zip(shards.pull(ALL), calm.pull(ALL), strict=True):
         np.testing.assert_array_equal(found, rows)
+
+
+def full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("part", "rule"), [("held", SSGD()), ("open", SSGD()), ("undo", SSGD()), ("undo", ASGD())]
+)
+def test_a_slice_is_journalled_again_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule, part: str
+) -> None:
+    """The disk is full from the first push on, and free again some pushes later."""
+    sent = pushes() if part == "held" else sorted(pushes())  # Rank 0 is never held.
+    calm = trained(rule, None)
+    for step, worker in sent:
+        push(calm, step, worker)
+    wanted, returns = calm.pull(ALL, with_state=True), []
+    for free_from in range(1, len(sent)):
+        shards = trained(rule, tmp_path / str(free_from))
+        table = shards.engines[0].jobs[JOB].tables[0]
+        with monkeypatch.context() as patch:
+            if part != "undo":
+                patch.setattr(Arena, "allocate", full)
+                patch.setattr(Arena, "reserve", full)
+            else:
+                patch.setattr(Undo, "reserve", full)
+            for step, worker in sent[:free_from]:
+                push(shards, step, worker)
+                table.journal_again()
+            was_off = table.num_exposed == 1
+        table.journal_again()
+        if was_off and table.num_exposed:
+            journal = shards.stores()[0].journal
+            assert journal is not None
+            assert journal.record.held, "only a payload that is held may stay on the heap"
+            continue
+        returns.append(was_off)
+        for each in sent[free_from:-1]:
+            push(shards, *each)
+        shards.kill(0)
+        push(shards, *sent[-1])
+        for found, rows in zip(shards.pull(ALL, with_state=True), wanted, strict=True):
+            np.testing.assert_array_equal(found, rows)
+    assert any(returns)
