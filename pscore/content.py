@@ -64,10 +64,6 @@ class Content(ABC):
             ConfigError: There is none.
         """
 
-    @abstractmethod
-    def warm_up(self, optimizer: Stepping) -> None:
-        """Makes a small step, so that a shard has compiled its loops before the first push."""
-
     def require_rule(self, rule: Rule) -> None:  # noqa: B027
         """Refuses a mode that such a table cannot have.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from pscore.compressors.base import Compressor
 from pscore.content import Content, Stepping
 from pscore.errors import ConfigError, DecodeError
-from pscore.optimizers import OPTIMIZERS, Optimizer, warm_up
+from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
 from pscore.types import ByteArray, SliceSpec, TensorSpec
 
@@ -44,11 +44,6 @@ class Flat(Content):
     def optimizer(self, name: str) -> Stepping:
         """Returns an optimizer on flat slices (pscore/optimizers)."""
         return OPTIMIZERS.require(name)()
-
-    def warm_up(self, optimizer: Stepping) -> None:
-        """Makes one step of one element."""
-        assert isinstance(optimizer, Optimizer)
-        warm_up(optimizer)
 
     @property
     def request_nbytes_max(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core.base import BaseContext
@@ -16,6 +17,7 @@ from numba.np.numpy_support import carray
 from pscore.types import FloatArray, IntArray
 
 F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A", bound=npt.NDArray[Any])
 
 
 def _make_floats_at(typing_context: Any, address: Any) -> Any:
@@ -148,7 +150,7 @@ def move_idle(source: FloatArray, target: FloatArray, bounds: IntArray, active: 
     move(source[written:], target[written:])
 
 
-def read_only(array: FloatArray) -> FloatArray:
+def read_only(array: A) -> A:
     """Returns a read-only view, so that a kernel is compiled for one kind of array only."""
     view = array.view()
     view.setflags(write=False)

@@ -84,7 +84,7 @@ def make_init(init: str, seed: int, max_norm: float = 0.0) -> Init:
         ConfigError: `init` is wrong.
     """
     kind, scale = parse_init(init)
-    return Init(kind, np.float32(scale), mask_of(seed), max_norm, QUANTILES)
+    return Init(kind, np.float32(scale), mask_of(seed), float(max_norm), QUANTILES)
 
 
 @numba.njit(nogil=True, error_model="numpy")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pscore.errors import DecodeError
-from pscore.memory.kernels import all_finite, kernel
+from pscore.memory.kernels import all_finite, kernel, read_only
 from pscore.rows.hashing import IdArray, mask_of, mix
 from pscore.rows.partition import BUCKET_BITS
 from pscore.types import ByteArray, FloatArray, IntArray
@@ -249,7 +249,7 @@ def require_owned(ids: IdArray, table: Owned) -> None:
         DecodeError: One of them is not.
     """
     wrong = _first_wrong(
-        ids,
+        read_only(ids),
         np.uint64(table.num_rows),
         mask_of(table.seed),
         np.uint64(table.start),

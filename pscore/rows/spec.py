@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from pscore.compressors.base import Compressor
 from pscore.content import Content, Stepping
 from pscore.errors import ConfigError
 from pscore.net.wire import PAYLOAD_NBYTES_MAX
 from pscore.partition import Layout, fingerprint
-from pscore.rows.init import make_init, parse_init
-from pscore.rows.optimizers import ROW_OPTIMIZERS, RowOptimizer, RowStep
+from pscore.rows.init import parse_init
+from pscore.rows.optimizers import ROW_OPTIMIZERS, RowOptimizer
 from pscore.rows.partition import BUCKETS, bucket_range
 from pscore.rows.payload import Owned, RowRequest, decode_pull
 from pscore.rules.base import Rule
@@ -134,28 +132,6 @@ class Rows(Content):
             listed = ", ".join(sorted(ROW_OPTIMIZERS))
             raise ConfigError(f"no optimizer {name!r} of rows on the shards; there are {listed}")
         return ROW_OPTIMIZERS[name]()
-
-    def warm_up(self, optimizer: Stepping) -> None:
-        """Makes a step of one row."""
-        assert isinstance(optimizer, RowOptimizer)
-        width = optimizer.width(1)
-        floats = np.zeros(stride_of(optimizer, 1) // FLOAT_NBYTES, np.float32)
-        step = RowStep(
-            floats=floats,
-            words=floats.view(np.uint32),
-            stride=len(floats),
-            dim=1,
-            width=width,
-            places=np.zeros(1, np.int64),
-            begins=np.ones(1, np.uint8),
-            ids=np.zeros(1, np.uint64),
-            grads=np.zeros(1, np.float32),
-            scale=np.float32(1.0),
-            version=np.uint32(1),
-            init=make_init("zeros", 0),
-            first_state=np.float32(0.0),
-        )
-        optimizer.step(step, 1, np.full(len(optimizer.hyper_names), 0.5))
 
     def require_rule(self, rule: Rule) -> None:
         """Refuses the modes that need whole gradients or models.

@@ -34,6 +34,7 @@ from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
 from psserver.engine.views import DefinedTable, Saves
+from psserver.stores import kind_of
 
 log = structlog.get_logger()
 
@@ -223,7 +224,7 @@ class Engine:
         if not is_new:
             return view
         if self._executor is not None:  # The weights are on their way meanwhile.
-            self._executor.submit(spec.content.warm_up, table.optimizer)
+            self._executor.submit(kind_of(spec.content.name).warm_up, table.optimizer)
         log.info(
             "table defined",
             job=job.name,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pscore.memory.kernels import read_only
 from pscore.rows.hashing import IdArray
 from pscore.rows.init import make_init
 from pscore.rows.optimizers import FRESH, KNOWN, NEW, USED, RowOptimizer, RowStep
@@ -99,7 +100,7 @@ class Slab:
         """Returns the place of each id, `(n,) int64`, or -1; may be called from any thread."""
         out = np.empty(len(ids), np.int64)
         keys, places = self._keys, self._places
-        kernels.find(keys, places, self.init.mask, ids, out)
+        kernels.find(keys, places, self.init.mask, read_only(ids), out)
         return out
 
     def plan(self, ids: IdArray, removed: IntArray = NO_PLACES) -> Places:
@@ -166,8 +167,8 @@ class Slab:
             width=self.width,
             places=plan.places,
             begins=begins,
-            ids=plan.ids,
-            grads=grads,
+            ids=read_only(plan.ids),
+            grads=read_only(grads),
             scale=np.float32(scale),
             version=np.uint32(version),
             init=self.init,
@@ -190,15 +191,17 @@ class Slab:
             self.words,
             self.stride,
             plan.places,
-            values,
+            read_only(values),
             width,
-            versions,
+            read_only(versions),
             np.uint32(flags),
         )
 
     def read(self, ids: IdArray, places: IntArray, width: int, out: FloatArray) -> None:
         """Writes rows, `(n * width,) float32`; those without a place are as they begin."""
-        kernels.gather(self.floats, self.stride, self.dim, width, places, ids, self.init, out)
+        kernels.gather(
+            self.floats, self.stride, self.dim, width, places, read_only(ids), self.init, out
+        )
 
     def versions(self, places: IntArray) -> IntArray:
         """Returns the version of each place, -1 where there is none."""
@@ -235,6 +238,8 @@ class Slab:
         """Returns the ids of all rows and their places, in the order of the places."""
         high = int(self.memory.words[HIGH])
         ids, places = np.empty(high, np.uint64), np.empty(high, np.int64)
+        if not high:  # A new table, which is made under the lock of all jobs: compiles nothing.
+            return ids, places
         found = kernels.scan(self._longs, self.words, self.stride, high, ids, places)
         return ids[:found], places[:found]
 
@@ -247,7 +252,8 @@ class Slab:
         while size < 2 * count:
             size *= 2
         keys, taken = np.zeros(size, np.uint64), np.zeros(size, np.int32)
-        kernels.put(keys, taken, self.init.mask, ids, places)
+        if len(ids):
+            kernels.put(keys, taken, self.init.mask, ids, places)
         self._keys, self._places = keys, taken
 
 

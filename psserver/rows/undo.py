@@ -30,7 +30,7 @@ class Undo:
     def __init__(self, memory: Mapped) -> None:
         """Keeps the rows in `memory`."""
         self._memory = memory
-        self._nbytes = 0  # Of the last step.
+        self._nbytes = 0  # Bytes of the last step.
 
     def reserve(self) -> None:
         """Makes sure that there is room for a step like the last one.

@@ -277,7 +277,7 @@ class SliceJournal:
     # ----- inside
 
     def _take_like(self, cell: Cell) -> Cell:
-        """Returns memory for what a cell holds."""
+        """Returns memory for the contents of a cell."""
         return self.take()
 
     def _places(self) -> list[int]:

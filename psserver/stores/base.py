@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pscore.content import Stepping
 from pscore.types import FloatArray, IntArray, SliceSpec
 from psserver.decisions.table import Table
 from psserver.slices.arena import Arena
@@ -71,3 +72,7 @@ class StoreKind(ABC):
             memory: Its memory.
             observer: Sees additions, steps and publications.
         """
+
+    @abstractmethod
+    def warm_up(self, optimizer: Stepping) -> None:
+        """Makes a small step, so that the loops are compiled before the first push; any thread."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pscore.optimizers.base import Optimizer
+from pscore.content import Stepping
+from pscore.optimizers import Optimizer, warm_up
 from pscore.timing.memory import num_changing
 from pscore.types import SliceSpec
 from psserver.decisions.table import Table
@@ -44,3 +45,8 @@ class FlatKind(StoreKind):
             memory.stamps,
             observer,
         )
+
+    def warm_up(self, optimizer: Stepping) -> None:
+        """Makes one step of one element."""
+        assert isinstance(optimizer, Optimizer)
+        warm_up(optimizer)

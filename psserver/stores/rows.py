@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from pscore.content import Stepping
 from pscore.rows.optimizers import RowOptimizer
 from pscore.rows.spec import Rows, stride_of
 from pscore.types import SliceSpec
@@ -14,6 +15,7 @@ from psserver.rows.mapped import Mapped
 from psserver.rows.slab import Slab
 from psserver.rows.store import RowStore
 from psserver.rows.undo import LONG, Undo
+from psserver.rows.warm import warm_up
 from psserver.slices.arena import Arena
 from psserver.slices.base import Observer, Store
 from psserver.slices.journal import SliceJournal
@@ -62,6 +64,11 @@ class RowKind(StoreKind):
             [words for words in (memory.versions, memory.stamps) if words is not None],
             observer,
         )
+
+    def warm_up(self, optimizer: Stepping) -> None:
+        """Walks one row through all loops."""
+        assert isinstance(optimizer, RowOptimizer)
+        warm_up(optimizer)
 
 
 def _mapped(
