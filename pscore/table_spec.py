@@ -29,6 +29,7 @@ from pscore.types import Origin, TensorSpec
 RAW = NoCompression()
 START = Origin()
 GROWN = "+"  # In the name of a table that follows another: `model+1` after `model`.
+BESIDE = "/"  # In the name of a table with the steps of another: `model/rows` of `model`.
 COUNT_MAX = 1 << 48  # Largest number of steps or pushes that a record may name.
 SHOWN_MAX = 40  # Characters of a wrong value in a message.
 

@@ -118,6 +118,7 @@ class TableView:
     rounds: tuple[int, ...] = ()  # One a fragment, if there are several; -1: none of it is here.
     minibatches: int = 0  # All before this one are counted, in each slice.
     num_exposed: int = 0  # Slices that the shard should journal, and has no space for.
+    lead: int = 0  # Its version at step 0 of training, had it always had this mode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,4 +281,5 @@ def _table(table: Table, waits: Waits, num_exposed: int) -> TableView:
         rounds=table.rounds,
         minibatches=table.minibatches,
         num_exposed=num_exposed,
+        lead=table.spec.origin.clock - table.spec.origin.step,
     )

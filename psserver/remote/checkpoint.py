@@ -1,10 +1,10 @@
 """Checkpoints of a job: all its numbers out of the shards at one step, and back into shards.
 
 A slice is copied right behind the update that makes the wanted version, in a mode that counts by
-steps; training continues meanwhile. In an asynchronous mode slices have no step in common: they are
-copied at one moment, each with the steps of each worker that are in it. Residuals belong to each
-worker; the shards request them as of its last push in that step (residuals.py). checkpoint_files.py
-describes the files.
+steps; training continues meanwhile. Tables that make their steps together are copied at one step.
+In an asynchronous mode slices have no step in common: they are copied at one moment, each with the
+steps of each worker that are in it. Residuals belong to each worker; the shards request them as of
+its last push in that step (residuals.py). checkpoint_files.py describes the files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from pscore.net.rpc import ChannelOptions, error_of
 from pscore.optimizers import OPTIMIZERS
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
-from pscore.table_spec import TableSpec
+from pscore.table_spec import BESIDE, GROWN, TableSpec
 from psserver.archives import archive_of
 from psserver.decisions.job import State
 from psserver.exits import CommandError, Exit
@@ -118,18 +118,22 @@ def capture(
             min_workers=found.min_workers,
             is_finished=is_finished(found),
         )
-        for table in found.tables:
-            versions = [
-                (entry.version_min, entry.version_max)
-                for status in statuses
-                for other in status.jobs
-                if other.job == found.job
-                for entry in other.tables
-                if entry.name == table.name and entry.num_slices
-            ]
-            newest = max((version for _, version in versions), default=-1)
-            state = _capture_table(shards, found.job, table.name, newest, weights_only)
-            checkpoint.tables.append(state)
+        entries = [
+            entry
+            for status in statuses
+            for other in status.jobs
+            if other.job == found.job
+            for entry in other.tables
+            if entry.num_slices
+        ]
+        states: dict[str, TableState] = {}
+        for leads in _together(found.tables):
+            newest = max(
+                (entry.version_max - entry.lead for entry in entries if entry.name in leads),
+                default=-1,
+            )
+            states |= _capture_tables(shards, found.job, leads, newest, weights_only)
+        checkpoint.tables += [states[table.name] for table in found.tables]
         return checkpoint
     finally:
         shards.close()
@@ -159,40 +163,82 @@ def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.Jo
     raise CommandError(Exit.USAGE, f"this needs {wanted}, and there are {listed}{hint}")
 
 
-def _capture_table(
-    shards: JobShards, job: str, table: str, newest: int, weights_only: bool
-) -> TableState:
-    """Copies a table at the newest version, or at one soon to come if that is gone already."""
-    version, margin = newest, 1
-    gone = -1  # The newest version that is no longer available.
+def _together(tables: Sequence[control_pb2.TableStatus]) -> list[dict[str, int]]:
+    """Returns the tables in sets that make their steps together, each with its lead.
+
+    Tables beside a model have the steps of its newest table. In another mode than that one they
+    count their updates otherwise, and no version of theirs is of the same step.
+    """
+    newest = {table.name.partition(GROWN)[0]: table.name for table in tables}
+    sets: dict[tuple[str, str], dict[str, int]] = {}
+    for table in tables:
+        stem, beside, _ = table.name.partition(BESIDE)
+        leader = newest.get(stem, table.name) if beside else table.name
+        sets.setdefault((leader, table.mode), {})[table.name] = table.lead
+    return list(sets.values())
+
+
+def _capture_tables(
+    shards: JobShards, job: str, leads: Mapping[str, int], newest: int, weights_only: bool
+) -> dict[str, TableState]:
+    """Copies tables at the newest step, or at one soon to come if that is gone already.
+
+    Args:
+        shards: The shards.
+        job: Name of the job.
+        leads: By name of a table: its version, less its step.
+        newest: The newest step of any of them.
+        weights_only: Whether residuals are left out.
+    """
+    step: int | None = newest  # None: each slice as it is.
+    margin, gone = 1, newest - 1  # Steps up to `gone` are no longer available.
     for _ in range(ATTEMPTS):
-        name = secrets.token_hex(8)
-        try:
-            request = pb.CaptureRequest(
-                job=job, table=table, id=name, version=version, weights_only=weights_only
+        requests = [
+            pb.CaptureRequest(
+                job=job,
+                table=table,
+                id=secrets.token_hex(8),
+                version=-1 if step is None else step + lead,
+                weights_only=weights_only,
             )
-            replies = _capture_at(shards, request, gone)
-            if all(reply.state == pb.CAPTURE_DONE for reply in replies):
-                state = _read(shards, name, replies, weights_only)
-                _require_weights(state, job)
-                return state
+            for table, lead in leads.items()
+        ]
+        try:
+            replies = _capture_at(shards, requests, [gone + lead for lead in leads.values()])
+            everything = [reply for of_table in replies for reply in of_table]
+            if all(reply.state == pb.CAPTURE_DONE for reply in everything):
+                states = {}
+                for request, of_table in zip(requests, replies, strict=True):
+                    state = _read(shards, request.id, of_table, weights_only)
+                    _require_weights(state, job)
+                    states[request.table] = state
+                return states
         finally:
-            for shard in range(len(shards.stubs)):
-                shards.call(shard, lambda stub: stub.Release, pb.ReleaseRequest(id=name))
-        if not all(reply.by_step for reply in replies):
-            version = -1
-        elif any(reply.state == pb.CAPTURE_PASSED for reply in replies):
-            gone = max(gone, version)
-            version = max(reply.version_max for reply in replies) + margin
+            for request in requests:
+                for shard in range(len(shards.stubs)):
+                    release = pb.ReleaseRequest(id=request.id)
+                    shards.call(shard, lambda stub: stub.Release, release)
+        by_table = zip(leads.values(), replies, strict=True)
+        found = max(reply.version_max - lead for lead, of in by_table for reply in of)
+        if step is None or not all(reply.by_step for reply in everything):
+            step = None
+        elif any(reply.state == pb.CAPTURE_PASSED for reply in everything):
+            gone = max(gone, step)
+            step = found + margin
             margin *= 2
         else:  # Nobody pushes: the version that all have is the newest.
-            version = max(reply.version_max for reply in replies)
+            step = found
     raise CommandError(
         Exit.NO_ANSWER,
-        f"table {table!r} of job {job!r} could not be copied at one version in {ATTEMPTS} "
+        f"{_named(leads)} of job {job!r} could not be copied at one version in {ATTEMPTS} "
         "attempts: a worker has stopped in the middle of a step (see psserver status), or "
         "steps are too fast",
     )
+
+
+def _named(tables: Iterable[str]) -> str:
+    names = [repr(table) for table in tables]
+    return f"table{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def _require_weights(state: TableState, job: str) -> None:
@@ -205,45 +251,58 @@ def _require_weights(state: TableState, job: str) -> None:
         )
 
 
-def _capture_at(shards: JobShards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
-    """Requests a copy at one version from all shards; returns when they have it, or one cannot.
+def _capture_at(
+    shards: JobShards, requests: Sequence[pb.CaptureRequest], gone: Sequence[int]
+) -> list[list[pb.CaptureReply]]:
+    """Requests copies from all shards; returns when they have them, or one cannot.
 
-    Also returns if no worker pushes, unless the version that all have is `gone`: one worker has
+    Also returns if no worker pushes, unless the version that all have is gone: one worker has
     stopped, and others have pushed the step that it has not, so their earlier residuals are gone.
+
+    Args:
+        shards: The shards.
+        requests: One for each table.
+        gone: By table: the newest version that is no longer available.
+
+    Returns:
+        By table: the reply of each shard.
 
     Raises:
         CommandError: Workers do not send their residuals, or do not continue.
     """
     everybody = range(len(shards.stubs))
+    calls = [(shard, request) for request in requests for shard in everybody]
+
+    def capture(call: tuple[int, pb.CaptureRequest]) -> pb.CaptureReply:
+        return shards.call(call[0], lambda stub: stub.Capture, call[1])
+
     deadline_s = time.monotonic() + RESIDUALS_WAIT_S
-    replies = [
-        shards.call(shard, lambda stub: stub.Capture, request) for shard in everybody
-    ]  # All are armed.
-    if not all(reply.by_step for reply in replies) and request.version >= 0:
-        for reply in replies:
-            reply.state = pb.CAPTURE_PASSED
-    request.wait_ms = WAIT_MS
+    replies = [capture(call) for call in calls]  # All are armed.
+    if not all(reply.by_step for reply in replies):
+        for (_, request), reply in zip(calls, replies, strict=True):
+            if request.version >= 0:
+                reply.state = pb.CAPTURE_PASSED
+    for request in requests:
+        request.wait_ms = WAIT_MS
     while not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
-        with ThreadPoolExecutor(len(everybody)) as pool:  # All wait at once.
-            replies = list(
-                pool.map(
-                    lambda shard: shards.call(shard, lambda stub: stub.Capture, request), everybody
-                )
-            )
+        with ThreadPoolExecutor(len(calls)) as pool:  # All wait at once.
+            replies = list(pool.map(capture, calls))
         states = {reply.state for reply in replies}
-        is_idle = pb.CAPTURE_WAITING in states and max(r.version_max for r in replies) > gone
-        if is_idle or states == {pb.CAPTURE_DONE}:
+        before = [version for version in gone for _ in everybody]
+        is_new = any(r.version_max > old for r, old in zip(replies, before, strict=True))
+        if (pb.CAPTURE_WAITING in states and is_new) or states == {pb.CAPTURE_DONE}:
             break
         if time.monotonic() > deadline_s:
             ranks = sorted({rank for reply in replies for rank in reply.missing})
             awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
             raise CommandError(
                 Exit.NO_ANSWER,
-                f"table {request.table!r} of job {request.job!r} could not be copied within "
-                f"{RESIDUALS_WAIT_S:g} s: a worker has stopped in the middle of a step, or has not "
-                f"sent its residuals: {ranks or 'nobody'}; the job waits for {awaited}",
+                f"{_named(request.table for request in requests)} of job {requests[0].job!r} "
+                f"could not be copied within {RESIDUALS_WAIT_S:g} s: a worker has stopped in the "
+                f"middle of a step, or has not sent its residuals: {ranks or 'nobody'}; the job "
+                f"waits for {awaited}",
             )
-    return replies
+    return [replies[i : i + len(everybody)] for i in range(0, len(calls), len(everybody))]
 
 
 def _read(

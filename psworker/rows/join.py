@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule
+from pscore.table_spec import BESIDE
 from psworker.connection.membership.session import Session
 from psworker.rows.hyper import counterpart
 from psworker.rows.modules import EmbeddingTable, tables_of
@@ -23,7 +24,7 @@ def join_rows(
     named: Sequence[tuple[str, torch.nn.Parameter]],
     rule: Rule,
     session: Session,
-    give_name: Callable[[str], str],
+    beside: str,
     run: Run,
 ) -> list[RowTables]:
     """Declares the row tables of a model at every shard, those of each optimizer together.
@@ -33,7 +34,7 @@ def join_rows(
         named: The named parameters of the model.
         rule: The mode of the row tables.
         session: This worker's part in the job.
-        give_name: Returns the name of a table of the job, from a name that may be in use.
+        beside: Name of the table of the dense part, as it was when training began.
         run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 
     Raises:
@@ -60,8 +61,10 @@ def join_rows(
                 f"row table {table.name!r} has no optimizer: pass one of [table.weight, ...] as "
                 f"rows=, {FORM}, or freeze it with table.weight.requires_grad_(False)"
             )
+    names = [f".{number}" if number else "" for number in range(len(optimizers))]
     return [
-        _join(optimizer, found, rule, session, give_name(TABLE), run) for optimizer in optimizers
+        _join(optimizer, found, rule, session, f"{beside}{BESIDE}{TABLE}{name}", run)
+        for optimizer, name in zip(optimizers, names, strict=True)
     ]
 
 

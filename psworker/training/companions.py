@@ -139,6 +139,7 @@ def join_companions(
     named: Sequence[tuple[str, torch.nn.Parameter]],
     rule: Rule,
     context: Context,
+    beside: str,
     run: Callable[[Callable[[], Any]], Any],
 ) -> Companions:
     """Declares the row tables of a model at every shard.
@@ -148,13 +149,14 @@ def join_companions(
         named: The named parameters of the model.
         rule: Their mode.
         context: This process's place in its job.
+        beside: Name of the table of the dense part, as it was when training began.
         run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 
     Raises:
         ConfigError: A table has no optimizer, or an optimizer has other parameters.
         JobMismatchError: The job has other row tables; names the difference.
     """
-    found = join_rows(rows, named, rule, context.session, context.table_name, run)
+    found = join_rows(rows, named, rule, context.session, beside, run)
     companions = Companions(found)
     context.at_close(companions.end)
     return companions

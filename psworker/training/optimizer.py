@@ -148,7 +148,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         )
         session = self._context.session
         _replace_others(parameters)
-        name = growth.newest(self._context.table_name(TABLE), session.known_tables)
+        first = self._context.table_name(TABLE)
+        name = growth.newest(first, session.known_tables)
         spec = self._declaration.spec(name, self, rule, plugin, len(session.links))
         with growth.explain_growth(name):
             table = TrainingTable(
@@ -161,7 +162,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._warn_of_buffers(rule)
         mode_of_rows = rule if rows_mode is None else parse_mode(rows_mode)
         named, run = self._declaration.named, self._run_between_steps
-        self._companions = join_companions(rows, named, mode_of_rows, self._context, run)
+        self._companions = join_companions(rows, named, mode_of_rows, self._context, first, run)
         self._drive(table, early)
         self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)
