@@ -247,4 +247,4 @@ def test_every_setting_is_shown_with_its_origin() -> None:
     rows = resolve({"server.port": 8000}).rows()
     assert ("server.port", "8000", "flag --port") in rows
     assert ("metrics.port", "auto", "default") in rows
-    assert len({name for name, _, _ in rows}) == len(rows) == 30
+    assert len({name for name, _, _ in rows}) == len(rows)
