@@ -20,7 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import choosing, pipeline_kills, pipeline_learning, round_tables
+from benchmarks import choosing, newest_tables, pipeline_kills, pipeline_learning, round_tables
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import machine, table
@@ -444,6 +444,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **exchange_tables.BLOCKS,
     **survival_tables.BLOCKS,
     **round_tables.BLOCKS,
+    **newest_tables.BLOCKS,
 }
 PAGES = (
     "README.md",
@@ -456,8 +457,10 @@ PAGES = (
     "docs/gpu.md",
     "docs/links.md",
     "docs/pipelines.md",
+    "docs/publish.md",
     "docs/recovery.md",
     "docs/reference.md",
+    "docs/rows.md",
     "docs/rules/decentralised.md",
     "docs/rules/overlap.md",
     "docs/rules/quorum.md",

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -32,10 +34,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small cases, for a few minutes")
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
+    parser.add_argument("--out", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     console = Console(highlight=False)
     console.print(kit.machine(), markup=False)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": kit.commit(),
+        "machine": kit.machine(),
+    }
     for name, measure in MEASURES.items():
         found[name] = measure(args.quick)
         grid = Table(name, "", box=box.SIMPLE_HEAD)
@@ -43,6 +50,8 @@ def main() -> None:
             grid.add_row(key, "-" if value is None else f"{value:.4g}")
         console.print(grid)
     found["bytes_of_formula"] = found["pull_push_ms"].pop("bytes_of_formula")
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.json:
         print(json.dumps(found))
 

@@ -1,0 +1,88 @@
+"""Blocks of docs/publish.md and docs/rows.md, from docs/results/publish.json and rows.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import kit
+from benchmarks.markdown import machine, table
+
+FOLDER = kit.ROOT / "docs" / "results"
+
+
+def _newest(name: str, command: str) -> tuple[dict[str, Any], str]:
+    """Returns a result, and the sentence that says where it comes from."""
+    found: dict[str, Any] = json.loads((FOLDER / name).read_text(encoding="utf-8"))
+    about = f"`{command}`, {found['date']}, commit {found['commit']}, {machine(found['machine'])}."
+    return found, about
+
+
+def published() -> str:
+    """Returns the figures of published weights."""
+    found, about = _newest(
+        "publish.json", "python -m benchmarks.publish --quick --out docs/results/publish.json"
+    )
+    smaller, cost, beside = found["smaller_than_bf16"], found["training_cost"], found["beside"]
+    rows = [
+        [
+            "versions read while shards are killed, of them mixed",
+            f"{found['commits']}, {found['torn']}",
+        ],
+        *(
+            [f"bytes of all bfloat16 weights over a step's, AdamW at {rate}", f"{times:.1f}"]
+            for rate, times in smaller.items()
+        ),
+        *(
+            [f"step time that 8 readers add, every={every[1:]}", f"{100 * share:.1f} %"]
+            for every, share in cost.items()
+        ),
+        ["publication to a reader's commit, 1 % changed", f"{found['refresh_ms']['delta']:.1f} ms"],
+        [
+            "the same of all weights, for a reader that begins",
+            f"{found['refresh_ms']['whole']:.1f} ms",
+        ],
+        ["`commit` into a module", f"{found['pause_ms']:.2f} ms"],
+        *(
+            [f"beside it, all weights: {label}", f"{beside[key]:.1f} ms"]
+            for key, label in (
+                ("safetensors", "a file of safetensors"),
+                ("http", "`torch.save` over HTTP"),
+                ("gloo", "a broadcast of Gloo"),
+            )
+        ),
+    ]
+    head = [f"{found['numel'] / 1e6:.0f} million elements, processes of one machine", ""]
+    return f"{about}\n\n" + table(head, rows, "lr")
+
+
+def rows_by_id() -> str:
+    """Returns the figures of row tables."""
+    found, about = _newest(
+        "rows.json", "python -m benchmarks.rows --quick --out docs/results/rows.json"
+    )
+    moved, step, auc = found["pull_push_ms"], found["step_ms"], found["auc"]
+    labels = {
+        "rows": "step, two workers and two shards: row tables",
+        "gloo_sparse": "the same with sparse gradients over Gloo",
+        "torchrec_cpu": "the same with TorchRec on the CPU",
+        "ddp_dense": "the same with dense DDP",
+    }
+    rows = [
+        *(
+            [f"pull and push of 100,000 rows of 32 floats, {plane}", f"{took_ms:.0f} ms"]
+            for plane, took_ms in moved.items()
+        ),
+        ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
+        *([label, _time(step[key])] for key, label in labels.items()),
+        *([f"AUC on a click log that is computed: {key}", f"{auc[key]:.4f}"] for key in auc),
+    ]
+    return f"{about}\n\n" + table(["", ""], rows, "lr")
+
+
+def _time(took_ms: float | None) -> str:
+    return "not installed" if took_ms is None else f"{took_ms:.0f} ms"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"published": published, "rows by id": rows_by_id}
