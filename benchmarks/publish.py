@@ -370,6 +370,7 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
         **refresh(numel, rounds),
         "beside": beside(numel, rounds),
         "numel": numel,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": kit.machine(),
         "commit": kit.commit(),
     }
