@@ -15,6 +15,8 @@ REQUIREMENTS = {
     "ray": ("ray==2.60.0", "numpy"),
     "tensorflow": ("tensorflow-cpu==2.21.0",),
 }
+# benchmarks.rows measures them where the environment that runs it has them.
+IF_INSTALLED = ("torchrec", "fbgemm-gpu-cpu")
 
 
 class LeftOutError(Exception):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.environments import REQUIREMENTS
+from benchmarks.peers.environments import IF_INSTALLED, REQUIREMENTS
 from tests.house.source import GENERATED, PACKAGES, ROOT, file_imports, modules_or_skip, name
 
 DEVELOPMENT = ("tests", "benchmarks", "examples", "scripts")
@@ -20,6 +20,7 @@ OURS = {*PACKAGES, *DEVELOPMENT}
 # Where the name to import does not lead to one installed distribution.
 KNOWN = {
     "cupy": "cupy-cuda12x",
+    "fbgemm_gpu": "fbgemm-gpu-cpu",
     "google.protobuf": "protobuf",
     "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
     "opentelemetry.instrumentation": "opentelemetry-instrumentation-grpc",
@@ -84,7 +85,7 @@ def test_the_packages_import_only_what_is_declared() -> None:
 def test_everything_else_imports_only_what_is_declared() -> None:
     peers = {canonical(entry) for entries in REQUIREMENTS.values() for entry in entries}
     allowed = (
-        declared("cuda12", "cuda13", "dev", "fuzz", "transformers") | peers
+        declared("cuda12", "cuda13", "dev", "fuzz", "transformers") | peers | {*IF_INSTALLED}
     )  # Each in its environment.
     beside = {path.stem for path in modules_or_skip("examples")}  # An example may use another.
     assert not undeclared(modules_or_skip(*DEVELOPMENT), allowed | beside)
