@@ -52,10 +52,11 @@ class RowRoom(Room):
                 for kind, dtype in KINDS.items()
             )
             order = np.argsort(ids)
-            whole = rows.reshape(len(ids), -1)[order]
+            columns = _columns(optimizer, tensor.shape[1])
+            whole = rows.reshape(len(ids), columns[-1][2])[order]
             result.setdefault(IDS, {})[tensor.name] = ids[order]
             result.setdefault(VERSIONS, {})[tensor.name] = versions[order]
-            for name, start, stop in _columns(optimizer, tensor.shape[1]):
+            for name, start, stop in columns:
                 result.setdefault(name, {})[tensor.name] = np.ascontiguousarray(
                     whole[:, start:stop]
                 )

@@ -220,6 +220,7 @@ def count_pushes(me: Station, mode: str, rows_mode: str | None, ahead: bool) -> 
         assert rows[1, 0].item() == -step  # All of its own pushes, in every mode.
         torch.autograd.backward(rows.sum() + 0.0 * model["top"](rows).sum())
         optimizer.step()
+    optimizer.close()  # `step` may return before its rows are counted.
     psworker.barrier("trained")
     with torch.no_grad():
         values: list[float] = table(torch.tensor([7, 100, 101, 102]))[:, 0].tolist()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import psworker
-from psworker.connection.membership import session as sessions
 from psworker.connection.membership.session import Session
 from psworker.training.table import TrainingTable
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
@@ -19,7 +18,7 @@ from tests.integration.cluster import Shards, Station, Worker, new_job, results_
 LEASE_S = 4.0
 STEPS = 6
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "declares": (sessions, "declare"),
+    "declares": (Session, "_declare"),
     "starts": (TrainingTable, "start"),
     "begins": (TrainingTable, "begin"),
     "waits": (Session, "barrier"),

@@ -93,6 +93,13 @@ def test_rows_come_back_on_another_number_of_shards(num_shards: int, tmp_path: P
         np.testing.assert_array_equal(rows, wanted)
 
 
+def test_tables_without_an_updated_row_are_saved_and_come_back() -> None:
+    arrays = captured(trained(2, 0))
+    assert arrays["weights"]["users"].shape == (0, 4)
+    again = captured(restored(3, arrays, [0, 0], 0))
+    assert again["weights"]["items"].shape == (0, 3)
+
+
 def test_files_hold_the_rows_of_each_table_by_id() -> None:
     shards = trained(2, 3)
     arrays = captured(shards)
