@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant("glu", "global gradient", LOCAL + "glu.py", " + beta * sync + decay", " + decay"),
     Mutant("glu", "own gradient", LOCAL + "glu.py", "alpha * g[i] + ", ""),
     Mutant("glu", "weights before each step", LOCAL + "glu.py", "        p[i] = now\n", ""),
-    Mutant("glu", "divisor", LOCAL + "glu.py", "self.steps * rates", "rates"),
+    Mutant("glu", "divisor", LOCAL + "glu.py", "self.steps * rates", "1.0 * rates"),
     Mutant("secant", "global gradient", LOCAL + "secant.py", " + beta * s[i]", ""),
     Mutant("secant", "own gradient", LOCAL + "secant.py", "alpha * g[i] + ", ""),
     Mutant("secant", "rates of the updates", LOCAL + "secant.py", "part.past[-num_updates:]", "[]"),

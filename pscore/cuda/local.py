@@ -7,7 +7,7 @@ of all segments travel to the device as one small table, again only when they ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,129 +38,31 @@ class DeviceKernels:
         self._launch = launch
         self._tables: dict[tuple[str, int], tuple[bytes, torch.Tensor]] = {}  # The last ones.
 
-    def sgd(
+    def change(
         self,
+        kernel: str,
         part: Any,
-        grad: Any,
-        lr_scale: float,
-        decay_column: int,
-        sign_column: int,
-    ) -> None:
-        """Makes the plain local step of `pscore/local/sgd.py`."""
-        rows = (
-            (
-                *(start, numel, _sign(row, sign_column), _decay(row, decay_column)),
-                np.float32(lr_scale * row[0]),
-            )
-            for _, start, numel, row in _segments(part.segments, part.active, part.hyper)
-        )
-        self._start("local_sgd", rows, part.weights, grad)
-
-    def glu(
-        self,
-        part: Any,
-        grad: Any,
-        before: Any,
-        factors: tuple[float, float, float],
-        inverse: FloatArray,
-        columns: tuple[int, int],
-    ) -> None:
-        """Makes the local step of `pscore/local/glu.py`.
-
-        Args:
-            part: The slice.
-            grad: `(numel,) float32`.
-            before: The weights before the last local step.
-            factors: alpha, beta and lr_scale.
-            inverse: `(num_groups,)`, 1 / D.
-            columns: Columns of weight decay and of maximize; -1 for none.
-        """
-        alpha, beta, lr_scale = factors
-
-        def rows() -> Iterator[tuple[Any, ...]]:
-            for index, start, numel, row in _segments(part.segments, part.active, part.hyper):
-                own, decay = np.float32(alpha) * _sign(row, columns[1]), _decay(row, columns[0])
-                lr = np.float32(lr_scale * row[0])
-                shrink = np.float32(1.0) - lr * decay
-                group = part.segments.groups[index]
-                yield start, numel, own, np.float32(beta), decay, lr, shrink, inverse[group]
-
-        self._start("local_glu", rows(), part.weights, grad, before)
-
-    def secant(
-        self,
-        part: Any,
-        grad: Any,
-        sync: Any,
-        factors: tuple[float, float, float],
-        columns: tuple[int, int],
-    ) -> None:
-        """Makes the local step of `pscore/local/secant.py`; factors: alpha, beta and lr_scale."""
-        alpha, beta, lr_scale = factors
-        rows = (
-            (
-                *(start, numel, np.float32(alpha) * _sign(row, columns[1]), np.float32(beta)),
-                *(_decay(row, columns[0]), np.float32(lr_scale * row[0])),
-            )
-            for _, start, numel, row in _segments(part.segments, part.active, part.hyper)
-        )
-        self._start("local_secant", rows, part.weights, grad, sync)
-
-    def secant_rebase(
-        self,
-        part: Any,
-        pulled: Any,
-        old: Any,
-        sync: Any,
-        shrinks: FloatArray,
-        rates: FloatArray,
-    ) -> None:
-        """Computes the global update from two pulls, as `pscore/local/secant.py` does."""
-        every = np.ones(len(part.segments), dtype=np.int64)
-        groups = part.segments.groups
-        rows = (
-            (start, numel, shrinks[groups[index]], rates[groups[index]])
-            for index, start, numel, _ in _segments(part.segments, every, part.hyper)
-        )
-        self._start("secant_rebase", rows, part.weights, pulled, old, sync)
-
-    def dc(
-        self,
-        part: Any,
-        grad: Any,
-        arrays: tuple[Any, Any],
-        factors: tuple[float, float, float],
-        columns: tuple[int, int],
+        arrays: Sequence[Any],
+        factors: FloatArray,
         *,
-        is_adaptive: bool,
+        whole: bool = False,
     ) -> None:
-        """Makes the local step of `pscore/local/dc.py`.
+        """Makes a local step of `pscore/local`, or the part of it that a kernel is.
 
         Args:
+            kernel: Its name.
             part: The slice.
-            grad: `(numel,) float32`.
-            arrays: `w_old` and the mean square.
-            factors: Control, decay of the mean square, and lr_scale.
-            columns: Columns of weight decay and of maximize; -1 for none.
-            is_adaptive: The form.
+            arrays: `(numel,) float32` tensors behind the weights, in the kernel's order.
+            factors: `(num_groups, n) float32`.
+            whole: Whether segments without a gradient are changed too.
         """
-        old, square = arrays
-        control, keep, lr_scale = factors
-        for (start, stop), active in zip(part.segments.bounds.tolist(), part.active, strict=True):
-            if not active:
-                old[start:stop].copy_(part.weights[start:stop])
-        mean = (np.float32(keep), np.float32(1.0 - keep)) if is_adaptive else ()
+        groups = part.segments.groups
+        active = np.ones(len(part.segments), np.int64) if whole else part.active
         rows = (
-            (
-                *(start, numel, np.float32(control), _sign(row, columns[1])),
-                *(_decay(row, columns[0]), np.float32(lr_scale * row[0]), *mean),
-            )
-            for _, start, numel, row in _segments(part.segments, part.active, part.hyper)
+            (start, numel, *factors[groups[index]])
+            for index, start, numel, _ in _segments(part.segments, active, part.hyper)
         )
-        if is_adaptive:
-            self._start("local_dc_adaptive", rows, part.weights, grad, old, square)
-        else:
-            self._start("local_dc", rows, part.weights, grad, old)
+        self._start(kernel, rows, part.weights, *arrays)
 
     def sgd_step(self, step: DeviceStep) -> None:
         """Makes the shard's SGD step in place, as `pscore/optimizers/sgd.py` does."""
@@ -245,11 +147,3 @@ def _segments(
     for index in np.flatnonzero(active).tolist():
         start, stop = segments.bounds[index].tolist()
         yield index, start, stop - start, hyper[segments.groups[index]].tolist()
-
-
-def _sign(row: list[float], column: int) -> np.float32:
-    return np.float32(-1.0 if column >= 0 and row[column] != 0.0 else 1.0)
-
-
-def _decay(row: list[float], column: int) -> np.float32:
-    return np.float32(row[column] if column >= 0 else 0.0)

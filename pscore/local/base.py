@@ -9,72 +9,40 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from pscore.memory.kernels import inlined
 from pscore.optimizers.base import Optimizer, StepKernels
+from pscore.optimizers.driver import cut_each
 from pscore.placement import WORKER
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 
 class LocalKernels(StepKernels, Protocol):
-    """The local updates of this folder as kernels of one device, started without waiting.
+    """The local updates of this folder as kernels of one device, started without waiting."""
 
-    Every method makes the step of the file of its name, in place and with the same bits as the CPU.
-    `columns` are those of weight decay and of maximize in the hyper-parameters; -1 for none.
-    """
-
-    def sgd(
-        self, part: LocalSlice, grad: Any, lr_scale: float, decay_column: int, sign_column: int
-    ) -> None:
-        """Makes the plain local step."""
-
-    def glu(
+    def change(
         self,
+        kernel: str,
         part: LocalSlice,
-        grad: Any,
-        before: Any,
-        factors: tuple[float, float, float],
-        inverse: FloatArray,
-        columns: tuple[int, int],
-    ) -> None:
-        """Makes the local step of GLU."""
-
-    def secant(
-        self,
-        part: LocalSlice,
-        grad: Any,
-        sync: Any,
-        factors: tuple[float, float, float],
-        columns: tuple[int, int],
-    ) -> None:
-        """Makes the local step of secant."""
-
-    def secant_rebase(
-        self,
-        part: LocalSlice,
-        pulled: Any,
-        old: Any,
-        sync: Any,
-        shrinks: FloatArray,
-        rates: FloatArray,
-    ) -> None:
-        """Computes the global update from two pulls, for secant."""
-
-    def dc(
-        self,
-        part: LocalSlice,
-        grad: Any,
-        arrays: tuple[Any, Any],
-        factors: tuple[float, float, float],
-        columns: tuple[int, int],
+        arrays: Sequence[Any],
+        factors: FloatArray,
         *,
-        is_adaptive: bool,
+        whole: bool = False,
     ) -> None:
-        """Makes the delay-compensated local step."""
+        """Changes each active segment by one kernel, in place and with the same bits as the CPU.
+
+        Args:
+            kernel: Its name, `ElementwiseUpdate.device_kernel`.
+            part: The slice.
+            arrays: `(numel,) float32` tensors behind the weights, in the kernel's order.
+            factors: `(num_groups, n) float32`.
+            whole: Whether segments without a gradient are changed too.
+        """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,3 +167,118 @@ class LocalUpdate(ABC):
             version: Their version, in updates.
         """
         part.weights.copy_(weights)
+
+
+class SegmentsStep(NamedTuple):
+    """One local step on a slice as kernels of the CPU take it; `arrays` has one or two."""
+
+    weights: FloatArray
+    grad: FloatArray
+    arrays: tuple[FloatArray, ...]
+    bounds: IntArray
+    groups: IntArray
+    active: IntArray
+    factors: FloatArray
+
+
+@inlined
+def change_segments(step: SegmentsStep, change: Callable[..., None]) -> None:
+    """Changes every active segment by a kernel of weights, gradient, arrays and its factors."""
+    for index in range(step.groups.size):
+        if step.active[index] != 0:
+            start, stop = step.bounds[index, 0], step.bounds[index, 1]
+            change(
+                step.weights[start:stop],
+                step.grad[start:stop],
+                cut_each(step.arrays, start, stop),
+                step.factors[step.groups[index]],
+            )
+
+
+class ElementwiseUpdate(LocalUpdate):
+    """A local update that is one formula for each element, with factors for each group.
+
+    The pass over the segments of a slice is here, for every device; a file has the factors, the
+    formula as a kernel of the CPU, and the formula in torch's operations.
+
+    Attributes:
+        device_kernel: Name of the formula in `pscore/cuda/local.cu`.
+    """
+
+    device_kernel: ClassVar[str]
+
+    def arrays(self, part: LocalSlice) -> list[Any]:
+        """Returns the one or two arrays of the formula, `(numel,) float32`; here the weights."""
+        return [part.weights]
+
+    @abstractmethod
+    def factors(
+        self, part: LocalSlice, group: int, sign: float, decay: float, lr: float
+    ) -> Sequence[float]:
+        """Returns the factors of this step in the kernels' order, which round them to float32.
+
+        Args:
+            part: The slice.
+            group: Index of the group of parameters.
+            sign: Factor of its gradients; -1 for maximize.
+            decay: Its weight decay.
+            lr: Its learning rate, the optimizer's.
+        """
+
+    @abstractmethod
+    def change_on_cpu(self, step: SegmentsStep) -> None:
+        """Runs the formula on the segments of a slice: `change_segments` in the file's kernel."""
+
+    @abstractmethod
+    def change(self, w: Any, g: Any, arrays: Sequence[Any], factors: Sequence[float]) -> None:
+        """Runs the formula on one segment by torch's operations, in place."""
+
+    def update(self, part: LocalSlice, grad: Any) -> None:
+        """Makes the local step."""
+        arrays, factors = self.arrays(part), self._read_factors(part)
+        if part.kernels is not None:
+            part.kernels.change(self.device_kernel, part, [grad, *arrays], factors)
+            return
+        segments = part.segments
+        if part.weights.device.type == "cpu":
+            self.change_on_cpu(
+                SegmentsStep(
+                    part.weights.numpy(),
+                    grad.numpy(),
+                    tuple(array.numpy() for array in arrays),
+                    segments.bounds,
+                    segments.groups,
+                    part.active,
+                    factors,
+                )
+            )
+            return
+        for index in np.flatnonzero(part.active):
+            start, stop = segments.bounds[index].tolist()
+            own = [array[start:stop] for array in arrays]
+            row = factors[segments.groups[index]].tolist()
+            self.change(part.weights[start:stop], grad[start:stop], own, row)
+
+    def _read_factors(self, part: LocalSlice) -> FloatArray:
+        """Returns the factors of each group, `(num_groups, n) float32`."""
+        decay_column, sign_column = hyper_columns(part)
+        rows = []
+        for group, row in enumerate(part.hyper.tolist()):
+            sign = -1.0 if sign_column >= 0 and row[sign_column] else 1.0
+            decay = row[decay_column] if decay_column >= 0 else 0.0
+            rows.append(self.factors(part, group, sign, decay, row[0]))
+        return np.array(rows, dtype=np.float32)
+
+
+def hyper_columns(part: LocalSlice) -> tuple[int, int]:
+    """Returns the columns of weight decay and of maximize; -1 if the optimizer has none."""
+    names = part.optimizer.hyper_names
+    return (
+        names.index("weight_decay") if "weight_decay" in names else -1,
+        names.index("maximize") if "maximize" in names else -1,
+    )
+
+
+def warm_up(lr_scale: float, local_warmup: int, part: LocalSlice) -> float:
+    """Returns the scale of the rate in the next local step, if it rises over `local_warmup`."""
+    return lr_scale * min(1.0, (part.num_made + 1) / local_warmup) if local_warmup else lr_scale

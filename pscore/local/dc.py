@@ -24,18 +24,24 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 
-from pscore.local.base import LocalSlice, LocalUpdate, state_array
-from pscore.local.sgd import hyper_columns
+from pscore.local.base import (
+    ElementwiseUpdate,
+    LocalSlice,
+    SegmentsStep,
+    change_segments,
+    state_array,
+)
+from pscore.memory.kernels import kernel
+from pscore.optimizers.driver import Arrays
 from pscore.plugins import require_range
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.types import FloatArray
 
 FACTOR_MAX = 1e6
 EPSILON = 1e-7
 
 
-class DC(LocalUpdate):
+class DC(ElementwiseUpdate):
     """The constant form.
 
     Args:
@@ -44,63 +50,38 @@ class DC(LocalUpdate):
     """
 
     name: ClassVar[str] = "dc"
-    is_adaptive: ClassVar[bool] = False
+    device_kernel: ClassVar[str] = "local_dc"
 
     def __init__(self, lr_scale: float = 1.0, variance_control: float = 0.04) -> None:
         require_range("dc.lr_scale", lr_scale, 0.0, FACTOR_MAX)
         require_range("dc.variance_control", variance_control, 0.0, FACTOR_MAX)
         self.lr_scale = float(lr_scale)
         self.control = float(variance_control)
-        self.decay = 0.0
 
     def update(self, part: LocalSlice, grad: Any) -> None:
-        """Makes the local step."""
-        decay_column, sign_column = hyper_columns(part)
-        old = state_array(part, "weights_before", like=part.weights)
-        square = state_array(part, "mean_square") if self.is_adaptive else old
-        if part.kernels is not None:
-            factors, columns = (
-                (self.control, self.decay, self.lr_scale),
-                (decay_column, sign_column),
-            )
-            arrays, adapts = (old, square), self.is_adaptive
-            part.kernels.dc(part, grad, arrays, factors, columns, is_adaptive=adapts)
-            return
-        if part.weights.device.type == "cpu":
-            _update(
-                part.weights.numpy(),
-                grad.numpy(),
-                old.numpy(),
-                square.numpy(),
-                self.control,
-                self.decay,
-                self.is_adaptive,
-                self.lr_scale,
-                part.segments.bounds,
-                part.segments.groups,
-                part.active,
-                part.hyper,
-                decay_column,
-                sign_column,
-            )
-            return
-        for index, (start, stop) in enumerate(part.segments.bounds.tolist()):
-            row = part.hyper[part.segments.groups[index]].tolist()
-            weights, own = part.weights[start:stop], grad[start:stop]
-            if not part.active[index]:
-                old[start:stop].copy_(weights)
-                continue
-            term = own.square()
-            if self.is_adaptive:
-                mean = square[start:stop]
-                mean.mul_(self.decay).add_(term, alpha=1.0 - self.decay).add_(EPSILON)
-                term.div_(mean.sqrt())
-            term.mul_(weights - old[start:stop]).mul_(self.control)
-            old[start:stop].copy_(weights)
-            term.add_(own, alpha=-1.0 if sign_column >= 0 and row[sign_column] else 1.0)
-            if decay_column >= 0 and row[decay_column]:
-                term.add_(weights, alpha=row[decay_column])
-            weights.add_(term, alpha=-self.lr_scale * row[0])
+        """Makes the local step; a segment without a gradient has just its weights kept."""
+        (old, *_), bounds = self.arrays(part), part.segments.bounds
+        for start, stop in bounds[part.active == 0].tolist():
+            old[start:stop].copy_(part.weights[start:stop])
+        super().update(part, grad)
+
+    def arrays(self, part: LocalSlice) -> list[Any]:
+        """Returns w_old."""
+        return [state_array(part, "weights_before", like=part.weights)]
+
+    def factors(
+        self, part: LocalSlice, group: int, sign: float, decay: float, lr: float
+    ) -> Sequence[float]:
+        """Returns lambda, sign, weight decay and rate."""
+        return self.control, sign, decay, self.lr_scale * lr
+
+    def change_on_cpu(self, step: SegmentsStep) -> None:
+        """Makes the step on the CPU."""
+        _step(step)
+
+    def change(self, w: Any, g: Any, arrays: Sequence[Any], factors: Sequence[float]) -> None:
+        """Makes the step of one segment by torch's operations."""
+        _correct(w, g, arrays[0], g.square().mul_(factors[0]), factors)
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Stores the pull; without a local step before it, as in a warm-up, sets `w_old` too."""
@@ -121,7 +102,7 @@ class AdaptiveDC(DC):
     """
 
     name: ClassVar[str] = "dc_adaptive"
-    is_adaptive: ClassVar[bool] = True
+    device_kernel: ClassVar[str] = "local_dc_adaptive"
 
     def __init__(
         self, lr_scale: float = 1.0, adaptive_control: float = 2.0, decay: float = 0.0
@@ -132,62 +113,50 @@ class AdaptiveDC(DC):
         self.control = float(adaptive_control)
         self.decay = float(decay)
 
+    def arrays(self, part: LocalSlice) -> list[Any]:
+        """Returns w_old and MS."""
+        return [*super().arrays(part), state_array(part, "mean_square")]
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _update(
-    weights: FloatArray,
-    grad: FloatArray,
-    old: FloatArray,
-    square: FloatArray,
-    control: float,
-    keep: float,
-    is_adaptive: bool,
-    lr_scale: float,
-    bounds: IntArray,
-    groups: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-    decay_column: int,
-    sign_column: int,
-) -> None:
-    for index in range(groups.size):
-        start, stop = bounds[index, 0], bounds[index, 1]
-        w, g, o = weights[start:stop], grad[start:stop], old[start:stop]
-        if active[index] == 0:
-            o[:] = w
-            continue
-        row = hyper[groups[index]]
-        sign = np.float32(-1.0 if sign_column >= 0 and row[sign_column] != 0.0 else 1.0)
-        decay = np.float32(row[decay_column] if decay_column >= 0 else 0.0)
-        lr = np.float32(lr_scale * row[0])
-        if is_adaptive:
-            s = square[start:stop]
-            _adaptive(
-                w,
-                g,
-                o,
-                s,
-                np.float32(control),
-                np.float32(keep),
-                np.float32(1.0 - keep),
-                sign,
-                decay,
-                lr,
-            )
-        else:
-            _constant(w, g, o, np.float32(control), sign, decay, lr)
+    def factors(
+        self, part: LocalSlice, group: int, sign: float, decay: float, lr: float
+    ) -> Sequence[float]:
+        """Returns lambda_0, sign, weight decay, rate, and the two factors of the mean."""
+        hyper = super().factors(part, group, sign, decay, lr)
+        return *hyper, self.decay, 1.0 - self.decay
+
+    def change_on_cpu(self, step: SegmentsStep) -> None:
+        """Makes the step on the CPU."""
+        _step_adaptive(step)
+
+    def change(self, w: Any, g: Any, arrays: Sequence[Any], factors: Sequence[float]) -> None:
+        """Makes the step of one segment by torch's operations."""
+        (old, mean), square = arrays, g.square()
+        mean.mul_(factors[4]).add_(square, alpha=factors[5]).add_(EPSILON)
+        _correct(w, g, old, square.div_(mean.sqrt()).mul_(factors[0]), factors)
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _constant(
-    w: FloatArray,
-    g: FloatArray,
-    o: FloatArray,
-    control: np.float32,
-    sign: np.float32,
-    decay: np.float32,
-    lr: np.float32,
-) -> None:
+def _correct(w: Any, g: Any, old: Any, term: Any, factors: Sequence[float]) -> None:
+    """Makes the step with `L * g * g` in `term`, which is changed."""
+    _, sign, decay, lr = factors[:4]
+    term.mul_(w - old)
+    old.copy_(w)
+    w.sub_(term.add_(g, alpha=sign).add_(w, alpha=decay), alpha=lr)
+
+
+@kernel
+def _step(step: SegmentsStep) -> None:
+    change_segments(step, _change)
+
+
+@kernel
+def _step_adaptive(step: SegmentsStep) -> None:
+    change_segments(step, _change_adaptive)
+
+
+@kernel
+def _change(w: FloatArray, g: FloatArray, arrays: Arrays, factors: FloatArray) -> None:
+    o = arrays[0]
+    control, sign, decay, lr = factors[0], factors[1], factors[2], factors[3]
     for i in range(w.size):
         before = w[i]
         term = control * (g[i] * g[i]) * (before - o[i])
@@ -195,19 +164,11 @@ def _constant(
         w[i] = before - lr * (g[i] * sign + decay * before + term)
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def _adaptive(
-    w: FloatArray,
-    g: FloatArray,
-    o: FloatArray,
-    s: FloatArray,
-    control: np.float32,
-    keep: np.float32,
-    take: np.float32,
-    sign: np.float32,
-    decay: np.float32,
-    lr: np.float32,
-) -> None:
+@kernel
+def _change_adaptive(w: FloatArray, g: FloatArray, arrays: Arrays, factors: FloatArray) -> None:
+    o, s = arrays[0], arrays[1]
+    control, sign, decay, lr = factors[0], factors[1], factors[2], factors[3]
+    keep, take = factors[4], factors[5]
     for i in range(w.size):
         before, square = w[i], g[i] * g[i]
         mean = keep * s[i] + take * square + np.float32(EPSILON)

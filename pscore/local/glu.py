@@ -29,20 +29,28 @@ starts over with p, and with the largest rate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 
-from pscore.local.base import LocalSlice, LocalUpdate, state_array
-from pscore.local.sgd import hyper_columns
+from pscore.local.base import (
+    ElementwiseUpdate,
+    LocalSlice,
+    SegmentsStep,
+    change_segments,
+    state_array,
+    warm_up,
+)
+from pscore.memory.kernels import kernel
+from pscore.optimizers.driver import Arrays
 from pscore.plugins import require_range
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.types import FloatArray
 
 FACTOR_MAX = 1e6
 
 
-class GLU(LocalUpdate):
+class GLU(ElementwiseUpdate):
     """Global gradient for the local update.
 
     Args:
@@ -55,6 +63,7 @@ class GLU(LocalUpdate):
     """
 
     name: ClassVar[str] = "glu"
+    device_kernel: ClassVar[str] = "local_glu"
 
     def __init__(
         self,
@@ -75,101 +84,50 @@ class GLU(LocalUpdate):
         self.divisor = float(divisor)
         self.steps = steps
 
-    def update(self, part: LocalSlice, grad: Any) -> None:
-        """Makes the local step."""
-        decay_column, sign_column = hyper_columns(part)
-        before = state_array(part, "weights_before", like=part.weights)
-        scale = self.lr_scale
-        if part.num_made < self.local_warmup:
-            scale *= (part.num_made + 1) / self.local_warmup
-        inverse = self.inverse(part)
-        if part.kernels is not None:
-            factors = (self.alpha, self.beta, scale)
-            part.kernels.glu(part, grad, before, factors, inverse, (decay_column, sign_column))
-            return
-        if part.weights.device.type == "cpu":
-            _update(
-                part.weights.numpy(),
-                grad.numpy(),
-                before.numpy(),
-                self.alpha,
-                self.beta,
-                scale,
-                inverse,
-                part.segments.bounds,
-                part.segments.groups,
-                part.active,
-                part.hyper,
-                decay_column,
-                sign_column,
-            )
-            return
-        for index in np.flatnonzero(part.active):
-            group = part.segments.groups[index]
-            row = part.hyper[group].tolist()
-            start, stop = part.segments.bounds[index].tolist()
-            lr, decay = scale * row[0], row[decay_column] if decay_column >= 0 else 0.0
-            sign = -1.0 if sign_column >= 0 and row[sign_column] else 1.0
-            weights, last = part.weights[start:stop], before[start:stop]
-            direction = last.mul(1.0 - lr * decay).sub_(weights)
-            direction.mul_(self.beta * inverse[group].item())
-            direction.add_(grad[start:stop], alpha=self.alpha * sign)
-            direction.add_(weights, alpha=decay)
-            last.copy_(weights)
-            weights.add_(direction, alpha=-lr)
+    def arrays(self, part: LocalSlice) -> list[Any]:
+        """Returns p."""
+        return [state_array(part, "weights_before", like=part.weights)]
 
-    def inverse(self, part: LocalSlice) -> FloatArray:
-        """Returns 1 / D of each group; 0 while the rate has been 0."""
-        divisors = np.full(len(part.hyper), self.divisor)
-        if not self.divisor:
+    def factors(
+        self, part: LocalSlice, group: int, sign: float, decay: float, lr: float
+    ) -> Sequence[float]:
+        """Returns alpha with the sign, beta, weight decay, lr', 1 - lr' * wd and 1 / D."""
+        lr *= warm_up(self.lr_scale, self.local_warmup, part)
+        shrink = float(np.float32(1.0) - np.float32(lr) * np.float32(decay))
+        return self.alpha * sign, self.beta, decay, lr, shrink, self.inverse(part, group)
+
+    def change_on_cpu(self, step: SegmentsStep) -> None:
+        """Makes the step on the CPU."""
+        _step(step)
+
+    def change(self, w: Any, g: Any, arrays: Sequence[Any], factors: Sequence[float]) -> None:
+        """Makes the step of one segment by torch's operations."""
+        (last,), (alpha, beta, decay, lr, shrink, inverse) = arrays, factors
+        direction = last.mul(shrink).sub_(w).mul_(beta * inverse)
+        direction.add_(g, alpha=alpha).add_(w, alpha=decay)
+        last.copy_(w)
+        w.sub_(direction, alpha=lr)
+
+    def inverse(self, part: LocalSlice, group: int) -> float:
+        """Returns 1 / D of a group; 0 while the rate has been 0."""
+        divisor = self.divisor
+        if not divisor:
             rates = part.largest_rates
-            np.maximum(rates, self.lr_scale * part.hyper[:, 0], out=rates)
-            divisors = self.steps * rates
-        inverse = np.divide(1.0, divisors, out=np.zeros_like(divisors), where=divisors > 0.0)
-        return np.asarray(inverse, dtype=np.float32)
+            rates[group] = max(rates[group], self.lr_scale * part.hyper[group, 0])
+            divisor = self.steps * rates[group]
+        return 1.0 / divisor if divisor > 0.0 else 0.0
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _update(
-    weights: FloatArray,
-    grad: FloatArray,
-    before: FloatArray,
-    alpha: float,
-    beta: float,
-    lr_scale: float,
-    inverse: FloatArray,
-    bounds: IntArray,
-    groups: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-    decay_column: int,
-    sign_column: int,
-) -> None:
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        row = hyper[groups[index]]
-        own = np.float32(-alpha if sign_column >= 0 and row[sign_column] != 0.0 else alpha)
-        decay = np.float32(row[decay_column] if decay_column >= 0 else 0.0)
-        lr = np.float32(lr_scale * row[0])
-        shrink = np.float32(1.0) - lr * decay
-        start, stop = bounds[index, 0], bounds[index, 1]
-        w, g, p = weights[start:stop], grad[start:stop], before[start:stop]
-        _local_step(w, g, p, own, np.float32(beta), decay, lr, shrink, inverse[groups[index]])
+@kernel
+def _step(step: SegmentsStep) -> None:
+    change_segments(step, _change)
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _local_step(
-    w: FloatArray,
-    g: FloatArray,
-    p: FloatArray,
-    alpha: np.float32,
-    beta: np.float32,
-    decay: np.float32,
-    lr: np.float32,
-    shrink: np.float32,
-    inverse: np.float32,
-) -> None:
+@kernel
+def _change(w: FloatArray, g: FloatArray, arrays: Arrays, factors: FloatArray) -> None:
+    p = arrays[0]
+    alpha, beta, decay, lr = factors[0], factors[1], factors[2], factors[3]
+    shrink, inverse = factors[4], factors[5]
     for i in range(w.size):
         now = w[i]
         sync = (shrink * p[i] - now) * inverse

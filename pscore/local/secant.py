@@ -28,17 +28,25 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 
-from pscore.local.base import LocalSlice, LocalUpdate, state_array
-from pscore.local.sgd import hyper_columns
+from pscore.local.base import (
+    ElementwiseUpdate,
+    LocalSlice,
+    SegmentsStep,
+    change_segments,
+    hyper_columns,
+    state_array,
+    warm_up,
+)
+from pscore.memory.kernels import kernel, move_idle
+from pscore.optimizers.driver import Arrays
 from pscore.plugins import require_range
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.types import FloatArray
 
 FACTOR_MAX = 1e6
 
 
-class Secant(LocalUpdate):
+class Secant(ElementwiseUpdate):
     """The direction between two pulls for the local update.
 
     Args:
@@ -49,6 +57,7 @@ class Secant(LocalUpdate):
     """
 
     name: ClassVar[str] = "secant"
+    device_kernel: ClassVar[str] = "local_secant"
 
     def __init__(
         self, alpha: float = 2.0, beta: float = 0.5, lr_scale: float = 1.0, local_warmup: int = 0
@@ -60,43 +69,25 @@ class Secant(LocalUpdate):
         self.lr_scale = float(lr_scale)
         self.local_warmup = local_warmup
 
-    def update(self, part: LocalSlice, grad: Any) -> None:
-        """Makes the local step."""
-        decay_column, sign_column = hyper_columns(part)
-        sync = state_array(part, "grad_sync")
-        scale = self.lr_scale
-        if part.num_made < self.local_warmup:
-            scale *= (part.num_made + 1) / self.local_warmup
-        if part.kernels is not None:
-            factors = (self.alpha, self.beta, scale)
-            part.kernels.secant(part, grad, sync, factors, (decay_column, sign_column))
-            return
-        if part.weights.device.type == "cpu":
-            _update(
-                part.weights.numpy(),
-                grad.numpy(),
-                sync.numpy(),
-                self.alpha,
-                self.beta,
-                scale,
-                part.segments.bounds,
-                part.segments.groups,
-                part.active,
-                part.hyper,
-                decay_column,
-                sign_column,
-            )
-            return
-        for index in np.flatnonzero(part.active):
-            row = part.hyper[part.segments.groups[index]].tolist()
-            start, stop = part.segments.bounds[index].tolist()
-            lr = scale * row[0]
-            sign = -1.0 if sign_column >= 0 and row[sign_column] else 1.0
-            weights = part.weights[start:stop]
-            if decay_column >= 0:
-                weights.mul_(1.0 - lr * row[decay_column])
-            weights.add_(grad[start:stop], alpha=-lr * self.alpha * sign)
-            weights.add_(sync[start:stop], alpha=-lr * self.beta)
+    def arrays(self, part: LocalSlice) -> list[Any]:
+        """Returns G_sync."""
+        return [state_array(part, "grad_sync")]
+
+    def factors(
+        self, part: LocalSlice, group: int, sign: float, decay: float, lr: float
+    ) -> Sequence[float]:
+        """Returns alpha with the sign, beta, weight decay and rate."""
+        scale = warm_up(self.lr_scale, self.local_warmup, part)
+        return self.alpha * sign, self.beta, decay, scale * lr
+
+    def change_on_cpu(self, step: SegmentsStep) -> None:
+        """Makes the step on the CPU."""
+        _step(step)
+
+    def change(self, w: Any, g: Any, arrays: Sequence[Any], factors: Sequence[float]) -> None:
+        """Makes the step of one segment by torch's operations."""
+        (sync,), (alpha, beta, decay, lr) = arrays, factors
+        w.mul_(1.0 - lr * decay).sub_(g, alpha=lr * alpha).sub_(sync, alpha=lr * beta)
 
     def room(self, part: LocalSlice) -> Any:
         """Returns G_sync: a newer pull makes it anew, from that pull and the one before."""
@@ -113,34 +104,33 @@ class Secant(LocalUpdate):
             if part.version != version:
                 sync.zero_()
             return
-        shrinks, rates = passed(part, num_updates)
+        factors, segments = np.stack(passed(part, num_updates), 1), part.segments
         if part.weights.device.type == "cpu" and part.kernels is None:
-            _rebase(
-                part.weights.numpy(),
-                weights.numpy(),
-                old.numpy(),
-                sync.numpy(),
-                weights.data_ptr() == sync.data_ptr(),
-                part.segments.bounds,
-                part.segments.groups,
-                shrinks,
-                rates,
+            if weights.data_ptr() != sync.data_ptr():
+                sync.copy_(weights)
+            _read_off(
+                SegmentsStep(
+                    part.weights.numpy(),
+                    sync.numpy(),
+                    (old.numpy(),),
+                    segments.bounds,
+                    segments.groups,
+                    np.ones(len(segments), np.int64),
+                    factors,
+                )
             )
             return
         part.weights.copy_(weights)
-        if part.kernels is not None:
-            pulled = part.weights  # On the device; `weights` may be on the host.
-            part.kernels.secant_rebase(part, pulled, old, sync, shrinks, rates)
+        if part.kernels is not None:  # `weights` may be on the host.
+            arrays = [part.weights, old, sync]
+            part.kernels.change("secant_rebase", part, arrays, factors, whole=True)
             return
         for (start, stop), group in zip(
-            part.segments.bounds.tolist(), part.segments.groups.tolist(), strict=True
+            segments.bounds.tolist(), segments.groups.tolist(), strict=True
         ):
+            shrink, rate = factors[group].tolist()
             direction = sync[start:stop]
-            if rates[group] == 0.0:
-                direction.zero_()
-                continue
-            direction.copy_(old[start:stop]).mul_(shrinks[group].item())
-            direction.sub_(part.weights[start:stop]).mul_(rates[group].item())
+            direction.copy_(old[start:stop]).mul_(shrink).sub_(part.weights[start:stop]).mul_(rate)
         old.copy_(part.weights)
 
 
@@ -166,102 +156,31 @@ def passed(part: LocalSlice, num_updates: int) -> tuple[FloatArray, FloatArray]:
     return shrink.astype(np.float32), inverse.astype(np.float32)
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _update(
-    weights: FloatArray,
-    grad: FloatArray,
-    sync: FloatArray,
-    alpha: float,
-    beta: float,
-    lr_scale: float,
-    bounds: IntArray,
-    groups: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-    decay_column: int,
-    sign_column: int,
-) -> None:
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        row = hyper[groups[index]]
-        own = np.float32(-alpha if sign_column >= 0 and row[sign_column] != 0.0 else alpha)
-        decay = np.float32(row[decay_column] if decay_column >= 0 else 0.0)
-        lr = np.float32(lr_scale * row[0])
-        start, stop = bounds[index, 0], bounds[index, 1]
-        w, g, s = weights[start:stop], grad[start:stop], sync[start:stop]
-        _local_step(w, g, s, own, np.float32(beta), decay, lr)
+@kernel
+def _step(step: SegmentsStep) -> None:
+    change_segments(step, _change)
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _local_step(
-    w: FloatArray,
-    g: FloatArray,
-    s: FloatArray,
-    alpha: np.float32,
-    beta: np.float32,
-    decay: np.float32,
-    lr: np.float32,
-) -> None:
+@kernel
+def _change(w: FloatArray, g: FloatArray, arrays: Arrays, factors: FloatArray) -> None:
+    s = arrays[0]
+    alpha, beta, decay, lr = factors[0], factors[1], factors[2], factors[3]
     for i in range(w.size):
         w[i] -= lr * (alpha * g[i] + beta * s[i] + decay * w[i])
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _rebase(
-    weights: FloatArray,
-    pulled: FloatArray,
-    old: FloatArray,
-    sync: FloatArray,
-    landed: bool,
-    bounds: IntArray,
-    groups: IntArray,
-    shrinks: FloatArray,
-    rates: FloatArray,
-) -> None:
-    written = 0
-    for index in range(groups.size):
-        start, stop = bounds[index, 0], bounds[index, 1]
-        shrink, rate = shrinks[groups[index]], rates[groups[index]]
-        _take(weights[written:start], pulled[written:start])
-        w, o, s = weights[start:stop], old[start:stop], sync[start:stop]
-        if landed:
-            _read_off_landed(w, o, s, shrink, rate)
-        else:
-            _read_off(w, pulled[start:stop], o, s, shrink, rate)
-        written = stop
-    _take(weights[written:], pulled[written:])
+@kernel
+def _read_off(step: SegmentsStep) -> None:
+    """Computes G_sync from the pull in `step.grad` and the one before, with G_sync in its place."""
+    change_segments(step, _read_off_segment)
+    move_idle(step.grad, step.weights, step.bounds, step.active)
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _read_off(
-    w: FloatArray,
-    pulled: FloatArray,
-    old: FloatArray,
-    sync: FloatArray,
-    shrink: np.float32,
-    rate: np.float32,
-) -> None:
-    for i in range(w.size):
-        new = pulled[i]
-        sync[i] = (shrink * old[i] - new) * rate
-        old[i] = new
-        w[i] = new
-
-
-@njit(nogil=True, cache=True, fastmath=False)
-def _read_off_landed(
-    w: FloatArray, old: FloatArray, sync: FloatArray, shrink: np.float32, rate: np.float32
-) -> None:
-    """Computes the same for a pull in `sync`: with two names for it there is no vector code."""
+@kernel
+def _read_off_segment(w: FloatArray, sync: FloatArray, arrays: Arrays, factors: FloatArray) -> None:
+    old, shrink, rate = arrays[0], factors[0], factors[1]
     for i in range(w.size):
         new = sync[i]
         sync[i] = (shrink * old[i] - new) * rate
         old[i] = new
         w[i] = new
-
-
-@njit(nogil=True, cache=True, fastmath=False)
-def _take(w: FloatArray, pulled: FloatArray) -> None:
-    for i in range(w.size):
-        w[i] = pulled[i]

@@ -12,19 +12,24 @@ optimizer's and follows its schedule; the authors set both by hand, for summed g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-from numba import njit
-
-from pscore.local.base import LocalSlice, LocalUpdate
+from pscore.local.base import (
+    ElementwiseUpdate,
+    LocalSlice,
+    SegmentsStep,
+    change_segments,
+)
+from pscore.memory.kernels import kernel
+from pscore.optimizers.driver import Arrays
 from pscore.plugins import require_range
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.types import FloatArray
 
 LR_SCALE_MAX = 1e6
 
 
-class PlainSGD(LocalUpdate):
+class PlainSGD(ElementwiseUpdate):
     """One step of plain SGD.
 
     Args:
@@ -32,76 +37,35 @@ class PlainSGD(LocalUpdate):
     """
 
     name: ClassVar[str] = "sgd"
+    device_kernel: ClassVar[str] = "local_sgd"
 
     def __init__(self, lr_scale: float = 1.0) -> None:
         require_range("sgd.lr_scale", lr_scale, 0.0, LR_SCALE_MAX)
         self.lr_scale = lr_scale
 
-    def update(self, part: LocalSlice, grad: Any) -> None:
-        """Makes the step."""
-        decay_column, sign_column = hyper_columns(part)
-        if part.kernels is not None:
-            part.kernels.sgd(part, grad, self.lr_scale, decay_column, sign_column)
-            return
-        if part.weights.device.type == "cpu":
-            _update(
-                part.weights.numpy(),
-                grad.numpy(),
-                self.lr_scale,
-                part.segments.bounds,
-                part.segments.groups,
-                part.active,
-                part.hyper,
-                decay_column,
-                sign_column,
-            )
-            return
-        for index in np.flatnonzero(part.active):
-            row = part.hyper[part.segments.groups[index]].tolist()
-            start, stop = part.segments.bounds[index].tolist()
-            weights, direction = part.weights[start:stop], grad[start:stop]
-            if sign_column >= 0 and row[sign_column]:
-                direction = direction.neg()
-            if decay_column >= 0 and row[decay_column]:
-                direction = direction.add(weights, alpha=row[decay_column])
-            weights.add_(direction, alpha=-self.lr_scale * row[0])
+    def factors(
+        self, part: LocalSlice, group: int, sign: float, decay: float, lr: float
+    ) -> Sequence[float]:
+        """Returns sign, weight decay and rate."""
+        return sign, decay, self.lr_scale * lr
+
+    def change_on_cpu(self, step: SegmentsStep) -> None:
+        """Makes the step on the CPU."""
+        _step(step)
+
+    def change(self, w: Any, g: Any, arrays: Sequence[Any], factors: Sequence[float]) -> None:
+        """Makes the step of one segment by torch's operations."""
+        sign, decay, lr = factors
+        w.sub_((g * sign).add_(w, alpha=decay), alpha=lr)
 
 
-def hyper_columns(part: LocalSlice) -> tuple[int, int]:
-    """Returns the columns of weight decay and of maximize; -1 if the optimizer has none."""
-    names = part.optimizer.hyper_names
-    return (
-        names.index("weight_decay") if "weight_decay" in names else -1,
-        names.index("maximize") if "maximize" in names else -1,
-    )
+@kernel
+def _step(step: SegmentsStep) -> None:
+    change_segments(step, _change)
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _update(
-    weights: FloatArray,
-    grad: FloatArray,
-    lr_scale: float,
-    bounds: IntArray,
-    groups: IntArray,
-    active: IntArray,
-    hyper: HyperArray,
-    decay_column: int,
-    sign_column: int,
-) -> None:
-    for index in range(groups.size):
-        if active[index] == 0:
-            continue
-        row = hyper[groups[index]]
-        sign = np.float32(-1.0 if sign_column >= 0 and row[sign_column] != 0.0 else 1.0)
-        decay = np.float32(row[decay_column] if decay_column >= 0 else 0.0)
-        start, stop = bounds[index, 0], bounds[index, 1]
-        lr = np.float32(lr_scale * row[0])
-        _plain(weights[start:stop], grad[start:stop], sign, decay, lr)
-
-
-@njit(nogil=True, cache=True, fastmath=False)
-def _plain(
-    w: FloatArray, g: FloatArray, sign: np.float32, decay: np.float32, lr: np.float32
-) -> None:
+@kernel
+def _change(w: FloatArray, g: FloatArray, arrays: Arrays, factors: FloatArray) -> None:
+    sign, decay, lr = factors[0], factors[1], factors[2]
     for i in range(w.size):
         w[i] -= lr * (g[i] * sign + decay * w[i])

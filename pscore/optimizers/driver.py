@@ -71,9 +71,9 @@ def change_blocks(
         start, stop = step.bounds[index, 0], step.bounds[index, 1]
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            w, state = _cut(out, low, high), _cut_each(after, low, high)
+            w, state = _cut(out, low, high), cut_each(after, low, high)
             move(_cut(weights, low, high), w)
-            _move_each(_cut_each(before, low, high), state)
+            _move_each(cut_each(before, low, high), state)
             change(w, _cut(grad, low, high), state, factors)
 
 
@@ -84,7 +84,8 @@ def _cut(array: FloatArray, low: int, high: int) -> FloatArray:
 
 
 @kernel
-def _cut_each(arrays: Arrays, low: int, high: int) -> Arrays:
+def cut_each(arrays: Arrays, low: int, high: int) -> Arrays:
+    """Returns a block of each of one to three arrays; for other kernels."""
     if len(arrays) == 1:
         return (_cut(arrays[0], low, high),)
     if len(arrays) == 2:  # noqa: PLR2004

@@ -10,11 +10,12 @@ import torch
 from pscore.cuda.encoders import Launch
 from pscore.cuda.local import DeviceKernels
 from pscore.local import LocalSlice
+from pscore.local.base import ElementwiseUpdate
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
-from pscore.local.secant import Secant, passed
-from pscore.local.sgd import PlainSGD, hyper_columns
+from pscore.local.secant import Secant
+from pscore.local.sgd import PlainSGD
 from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import DeviceStep, SliceStep
 from pscore.types import SegmentTable
@@ -81,65 +82,39 @@ def assert_same(first: Any, second: Any) -> None:
     assert np.array_equal(first.numpy().view(np.uint32), second.numpy().view(np.uint32))
 
 
-@pytest.mark.slow
-def test_plain_steps_are_the_cpus(kernels: DeviceKernels) -> None:
+def assert_same_slices(first: LocalSlice, second: LocalSlice) -> None:
+    """Asserts equal bits of the weights, and of the arrays of the local update in each segment."""
+    assert_same(first.weights, second.weights)
+    for name, array in first.state.items():
+        for start, stop in first.segments.bounds.tolist():
+            assert_same(array[start:stop], second.state[name][start:stop])
+
+
+UPDATES = {
+    "sgd": PlainSGD(lr_scale=0.7),
+    "glu": GLU(alpha=2.0, beta=0.5, lr_scale=0.9, steps=3),
+    "glu with a divisor": GLU(lr_scale=0.9, local_warmup=2, divisor=0.3),
+    "secant": Secant(alpha=2.0, beta=0.5, lr_scale=0.9),
+    "dc": DC(0.9),
+    "dc_adaptive": AdaptiveDC(0.9, decay=0.5),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES.keys())
+def test_steps_and_pulls_are_the_cpus(
+    kernels: DeviceKernels, started: list[str], update: ElementwiseUpdate
+) -> None:
     host, other = parts()
-    for step in range(3):
-        PlainSGD(lr_scale=0.7).update(host, normal(step + 1))
-        kernels.sgd(other, normal(step + 1), 0.7, *hyper_columns(other))
-        assert_same(host.weights, other.weights)
-
-
-@pytest.mark.parametrize("divisor", [0.0, 0.3])
-def test_glu_steps_are_the_cpus(kernels: DeviceKernels, divisor: float) -> None:
-    host, other = parts()
-    update = GLU(alpha=2.0, beta=0.5, lr_scale=0.9, steps=3, divisor=divisor)
-    before = normal(0)
-    for step in range(3):
-        if step == 2:
-            update.rebase(host, normal(5), [], 3)
-            other.weights.copy_(normal(5))
-        update.update(host, normal(step + 1))
-        factors = (2.0, 0.5, 0.9), update.inverse(other), hyper_columns(other)
-        kernels.glu(other, normal(step + 1), before, *factors)
-        assert_same(host.weights, other.weights)
-        assert_same(host.state["weights_before"], before)
-
-
-def test_secant_steps_and_pulls_are_the_cpus(kernels: DeviceKernels) -> None:
-    host, other = parts()
-    update = Secant(alpha=2.0, beta=0.5, lr_scale=0.9)
-    update.rebase(host, normal(5), [], 0)
-    host.version = 0
-    other.weights.copy_(normal(5))
-    old, sync = normal(5), torch.zeros(NUMEL)
-    for step in range(3):
-        update.rebase(host, normal(6 + step), [], 4 * (step + 1))
-        host.version = 4 * (step + 1)
-        columns = hyper_columns(other)
-        other.weights.copy_(normal(6 + step))  # The kernel leaves what lies between segments.
-        kernels.secant_rebase(other, normal(6 + step), old, sync, *passed(other, 4))
-        update.update(host, normal(step + 1))
-        kernels.secant(other, normal(step + 1), sync, (2.0, 0.5, 0.9), columns)
-        assert_same(host.weights, other.weights)
-        assert_same(host.state["grad_sync"], sync)
-
-
-@pytest.mark.parametrize("update", [DC(0.9), AdaptiveDC(0.9, decay=0.5)], ids=["dc", "adaptive"])
-def test_delay_compensated_steps_are_the_cpus(kernels: DeviceKernels, update: DC) -> None:
-    host, other = parts()
-    old, square = normal(9), torch.zeros(NUMEL)
-    host.state = {"weights_before": normal(9), "mean_square": torch.zeros(NUMEL)}
-    for step in range(3):
-        update.update(host, normal(step + 1))
-        factors = (update.control, update.decay, 0.9)
-        arrays, columns = (old, square), hyper_columns(other)
-        is_adaptive = update.is_adaptive
-        grad = normal(step + 1)
-        kernels.dc(other, grad, arrays, factors, columns, is_adaptive=is_adaptive)
-        assert_same(host.weights, other.weights)
-        assert_same(host.state["weights_before"], old)
-        assert_same(host.state["mean_square"], square)
+    other.kernels = kernels
+    for step in range(4):
+        for part in (host, other):
+            if step != 1:
+                update.rebase(part, normal(5 + step), [], 4 * step)
+                part.version = 4 * step
+            update.update(part, normal(step + 1))
+            part.num_made += 1
+        assert_same_slices(host, other)
+    assert started.count(update.device_kernel) == 4
 
 
 @pytest.mark.parametrize(("nesterov", "momentum"), [(0.0, 0.9), (1.0, 0.9), (0.0, 0.0)])
