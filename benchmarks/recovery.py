@@ -69,6 +69,7 @@ def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: f
 
     import psworker
 
+    Path(folder, f"{rank}.imported").touch()
     torch.set_num_threads(1)
     moments.attach(Path(folder), rank)
     weights = torch.nn.Parameter(torch.zeros(numel))
@@ -118,9 +119,10 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
         for monitor in MONITORS:
             monitors.enter_context(monitor(injector))
         end_s = time.monotonic() + seconds - FINISH_S - (time.monotonic() - started_s)
-        calm_s = time.monotonic()
-        cluster.watch(min(max(CALM_S_MIN, CALM_SHARE * seconds), CALM_S_MAX))
-        rate = cluster.progress.rate(calm_s, time.monotonic())
+        calm_s, rate = time.monotonic(), 0.0
+        while not rate:  # No push was acknowledged yet: the machine is busy.
+            cluster.watch(min(max(CALM_S_MIN, CALM_SHARE * seconds), CALM_S_MAX))
+            rate = cluster.progress.rate(calm_s, time.monotonic())
         is_measured = seconds >= MEASURED_S_MIN and not set(KILLS).isdisjoint(injector.kinds)
         kept = _minutes(injector, MINUTES_SHARE * seconds) / rate if is_measured else 0.0
         loop_s, before = time.monotonic(), len(injector.faults)

@@ -38,7 +38,7 @@ RATE = "10gbit"
 NUM_HOSTS = 3  # The shards' one, and two more.
 PORT = 7070  # Of shard 0, in a namespace of its own.
 PATIENCE_S = 120.0  # From the end of the faults until the workers must have ended.
-STUCK_S = 60.0  # Twice the limit of a worker's waits, and the start of its interpreter.
+STUCK_S = 60.0  # Twice the limit of a worker's waits.
 POLL_S = 0.02
 SETTLE_S = 0.05  # Messages under way when a fault is made have arrived by then.
 
@@ -126,7 +126,7 @@ class Cluster:
         self.eras: list[proof.Era] = []  # Stretches of the books that ended with a power cut.
         self.num_stuck = 0  # Waits of workers that were longer than `STUCK_S`.
         self._restarts = [0] * setup.workers
-        self.moved_s = [math.inf] * setup.workers  # Time of each worker's last progress or start.
+        self.moved_s = [math.inf] * setup.workers  # Time of each worker's last progress or imports.
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Cluster:
@@ -211,6 +211,10 @@ class Cluster:
         """Returns the slices that a shard owns."""
         return [spec.index for spec in self.layout.of_shard(shard)]
 
+    def imported(self, rank: int) -> Path:
+        """Returns the file that a worker makes when its imports are done."""
+        return self.folder / f"{rank}.imported"
+
     # ----- time
 
     def watch(self, seconds: float) -> None:
@@ -226,6 +230,9 @@ class Cluster:
         for _, rank, _ in self.progress.take_new():
             self.moved_s[rank] = time.monotonic()
         for rank, role in enumerate(self.roles):
+            with contextlib.suppress(FileNotFoundError):  # Imports may take long on a busy machine.
+                self.imported(rank).unlink()
+                self.moved_s[rank] = time.monotonic()
             if time.monotonic() - self.moved_s[rank] > STUCK_S:
                 self.num_stuck += 1
                 self.moved_s[rank] = math.inf  # Counted once, until it moves again.
@@ -294,7 +301,8 @@ class Cluster:
             "mode": self.setup.mode,
             "think_s": self.setup.think_s,
         }
-        self.moved_s[rank] = time.monotonic()
+        self.imported(rank).unlink(missing_ok=True)
+        self.moved_s[rank] = math.inf
         prefix = () if self.lab is None else self.lab.inside(self.host_of(rank))
         return kit.Role("benchmarks.recovery", "worker", arguments, environment, prefix)
 

@@ -25,9 +25,10 @@ MODES = [
     *("slowmo(steps=4)", "diloco(steps=4)", "diloco(steps=4, overlap='eager')"),
     *("diloco(steps=4, fragments=2)", "delayed_nesterov(steps=4)"),
     *("allreduce(average_every=4)", "dpsgd(average_every=4)", "sgp(average_every=4)"),
-    "adpsgd(average_every=4)",
+    *("diloco(steps=4, quorum=1)", "local(steps=speed)", "adpsgd(average_every=4)"),
 ]
-RACES = ("asgd", "ssp", "staleness", "dcasgd", "adpsgd")  # The order of arrival decides.
+# The order of arrival decides, or the speed of each worker.
+RACES = ("asgd", "ssp", "staleness", "dcasgd", "adpsgd", "diloco(steps=4, quorum", "local(steps=sp")
 
 
 def begin(mode: str, job: str) -> tuple[torch.nn.Module, psworker.DistributedOptimizer]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,15 @@ def count(station: Station) -> tuple[int, int, int]:
     return clock, min(-int(part.detach().max()) for part in parts), optimizer.missed.num_steps
 
 
+def writer_of_checkpoints(daemon: int) -> int:
+    """Returns the process that takes the scheduled checkpoints of a daemon."""
+    for child in Path(f"/proc/{daemon}/task").glob("*/children"):
+        for pid in map(int, child.read_text().split()):
+            if b"schedule" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return pid
+    raise LookupError(f"process {daemon} has no process that writes checkpoints")
+
+
 def run_file(folder: Path) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(next(folder.glob("*/run.json")).read_text())
     return run
@@ -137,18 +147,20 @@ def test_one_killed_shard_on_a_full_disk_comes_back_and_nobody_else_ends(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
 def test_workers_report_exactly_the_steps_that_had_no_journal(tmp_path: Path) -> None:
-    """The others push before rank 0, and their pushes need room that the disk does not have."""
-    command = OnSmallDisk(tmp_path)
+    """A shard that may write no file is killed, 30 steps after its journals have ended.
+
+    On a full disk an ended journal gives its room to the next one, so which steps are without a
+    journal is a matter of luck. A limit of the process leaves no room at all.
+    """
+    command = Command(tmp_path)
     places = ("--port", 0, "--metrics-port", 0, "--state-dir", tmp_path)
     options = ("--shards", 2, "--lease-s", 100, "--checkpoint-s", 1, "--log-level", "warning")
     with ExitStack() as stack:
         process = stack.enter_context(command.spawn("start", *places, *options))
         assert process.stdout is not None
         assert process.stdout.readline().startswith("PACELINE_SERVERS=")
-        state = Path(f"/proc/{process.pid}/root{tmp_path}")
-        run = run_file(state)
+        run = run_file(tmp_path)
         pids = [shard["pid"] for shard in run["shards"]]
         names = {"WORLD_SIZE": "6", "PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}
         names["PACELINE_SERVERS"] = ",".join(run["addresses"])
@@ -161,24 +173,28 @@ def test_workers_report_exactly_the_steps_that_had_no_journal(tmp_path: Path) ->
                 while worker.hear(DEADLINE_S) < steps:
                     pass
 
-        def exposed() -> bool:
-            fill(state)  # A checkpoint that was being written gives its room back.
-            found = [one.jobs[0] for one in ask.statuses(run["addresses"])]
-            return all(t.num_exposed == t.num_slices for job in found for t in job.tables)
+        def step() -> int:
+            """Returns the step of the first shard if all its journals have ended; else 0."""
+            (table,) = ask.statuses(run["addresses"][:1])[0].jobs[0].tables
+            return table.version_max if table.num_exposed == table.num_slices else 0
 
         reach(0)
-        eventually(lambda: any((state / "checkpoints").glob("night-*")))
-        fill(state)
-        for worker in workers[1:]:
+        eventually(lambda: any((tmp_path / "checkpoints").glob("night-*")))
+        writer = writer_of_checkpoints(process.pid)
+        os.kill(writer, signal.SIGSTOP)  # The shard would continue from its next checkpoint.
+        resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (0, 0))
+        for worker in workers:
             worker.tell()
-        eventually(exposed)
-        workers[0].tell()
-        reach(30)
-        eventually(exposed)  # A checkpoint may have given its room to the journals meanwhile.
+        eventually(lambda: step() > 0)
+        reach(step() + 30)
+        assert step() > 30
         os.kill(pids[0], signal.SIGKILL)
         eventually(lambda: gone(pids[0]))
+        os.kill(writer, signal.SIGCONT)
         reach(workers[1].hear(DEADLINE_S) + 20)
         for worker in workers:
             worker.tell()
-        for clock, counted, missed in results_of(workers):
-            assert missed == clock - counted >= 0
+        for end, counted, missed in (results := results_of(workers)):
+            lost = end - counted
+            # The step under way may hold the others' gradients and not those of this worker.
+            assert 30 <= lost <= missed <= lost + 1, results
