@@ -62,6 +62,10 @@ ShardAddresses = Annotated[
         help="Addresses of all shards in order; checkpoints with --shard-index need them."
     ),
 ]
+CheckpointCopies = Annotated[
+    str | None,
+    typer.Option(help="Second place for checkpoints: a folder of another host, or a URL [none]."),
+]
 Publish = Annotated[
     str | None,
     typer.Option(help="Jobs whose weights are published: JOB:every=K, separated by commas."),
@@ -136,6 +140,7 @@ def start(
     checkpoint_s: Annotated[
         float | None, typer.Option(help="Seconds between checkpoints in --state-dir [300].")
     ] = None,
+    checkpoint_copies: CheckpointCopies = None,
     shard_addresses: ShardAddresses = None,
     snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[

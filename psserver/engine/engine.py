@@ -33,7 +33,7 @@ from psserver.engine.counters import Counters
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
-from psserver.engine.views import DefinedTable, Saves
+from psserver.engine.views import CopiesView, DefinedTable, Saves
 from psserver.stores import kind_of
 
 log = structlog.get_logger()
@@ -79,6 +79,7 @@ class Engine:
         self.now = now
         self.started_s = now()
         self.num_mended = 0  # Jobs that were set back because another shard had lost its part.
+        self.copies: CopiesView | None = None  # Of checkpoints at a second place.
         self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.placement = Placement() if placement is None else placement
@@ -361,6 +362,11 @@ class Engine:
         with self.lock:
             if name in self.jobs:
                 self.jobs[name].saves = Saves(has_any=True, since_s=self.now())
+
+    def note_copies(self, copies: CopiesView) -> None:
+        """Records how copies of checkpoints at a second place fare."""
+        with self.lock:
+            self.copies = copies
 
     def _report(self, problem: BaseException | None) -> None:
         if self._broke is not None and problem is not None:

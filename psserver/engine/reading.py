@@ -26,6 +26,7 @@ def _view(engine: Engine) -> ShardView:
         under_way_nbytes=engine.budget.nbytes - engine.budget.left,
         num_recoveries=engine.recovery.num_recoveries,
         num_mended=engine.num_mended,
+        copies=engine.copies,
     )
 
 

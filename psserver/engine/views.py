@@ -159,6 +159,15 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesView:
+    """Copies of checkpoints at a second place, as they were after the last attempt."""
+
+    place: str
+    problem: str  # Why the newest checkpoints are not there; empty: they are.
+    count: int  # Checkpoints there.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardView:
     """A shard and its jobs."""
 
@@ -167,6 +176,7 @@ class ShardView:
     under_way_nbytes: int  # Bytes of pushes and answers that wait.
     num_recoveries: int  # Processes of this shard that have continued jobs from journals.
     num_mended: int  # Jobs that were set back because a shard had lost its part.
+    copies: CopiesView | None  # None: nothing is copied from this shard's start.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

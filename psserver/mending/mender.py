@@ -31,6 +31,7 @@ class Mender:
         addresses: Sequence[str],
         folders: Sequence[Path],
         credentials: Callable[[], Credentials],
+        fetch: Callable[[], None] = lambda: None,
     ) -> None:
         """Asks nobody yet.
 
@@ -38,7 +39,10 @@ class Mender:
             addresses: Addresses of all shards, in order.
             folders: Folders of checkpoints; of equal ones that of the first folder is used.
             credentials: Returns the token for everything.
+            fetch: Called where the folders have no usable checkpoint of a job; brings what a second
+                place has into the first of them.
         """
+        self._fetch = fetch
         self._addresses, self._folders, self._credentials = addresses, folders, credentials
         self._losses = Losses()
         self._said = ""  # The last problem that was logged.
@@ -52,7 +56,7 @@ class Mender:
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
             for job, lost in self._losses.look(found).items():
                 self._mend(job, lost, credentials)
-        except (PacelineError, OSError, MemoryError) as error:
+        except (PacelineError, OSError, ValueError, LookupError, MemoryError) as error:
             problem = str(error) or type(error).__name__
         if problem and problem != self._said and self._losses.has_any:
             log.error("a job cannot be restored; it is tried again", reason=problem)
@@ -64,7 +68,11 @@ class Mender:
         Raises:
             CommandError: There is no checkpoint of it, or a shard does not answer or refuses.
         """
-        path, checkpoint = self._newest(job)
+        try:
+            path, checkpoint = self._newest(job)
+        except CommandError:
+            self._fetch()
+            path, checkpoint = self._newest(job)
         log.error(
             "shards came back without a job: all go back to its newest checkpoint",
             job=job,

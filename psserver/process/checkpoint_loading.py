@@ -113,15 +113,22 @@ def _no_room(path: Path, job: str, problem: Exception) -> CommandError:
 def bring(
     addresses: Sequence[str], credentials: Credentials, loaded: Mapping[str, Checkpoint]
 ) -> None:
-    """Sends the jobs that shard 0 has loaded to the shards that lack them, each its parts.
+    """Sends the jobs that shard 0 has loaded to the other shards, each its parts.
+
+    A shard that still has a job is set back too, so that all are at one step; live workers join
+    again.
 
     Raises:
         CommandError: A shard does not answer, or cannot hold its part.
     """
     statuses = ask.statuses(addresses, credentials)
-    known = [{job.job for job in status.jobs} for status in statuses]
     for job, checkpoint in loaded.items():
-        lacking = [index for index, jobs in enumerate(known) if job not in jobs]
+        others = range(1, len(addresses))
+        having = [i for i in others if job in {found.job for found in statuses[i].jobs}]
+        lacking = [i for i in others if i not in having]
         if lacking:
             shards.restore(addresses, credentials, checkpoint, job, lacking)
             log.warning("checkpoint sent to the other shards", job=job, shards=lacking)
+        if having:
+            shards.restore(addresses, credentials, checkpoint, job, having, replaces=True)
+            log.warning("shards set back to the checkpoint of shard 0", job=job, shards=having)

@@ -13,6 +13,7 @@ checkpoint of each job, the end of the input ends the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
@@ -29,15 +30,17 @@ import structlog
 
 from pscore.errors import PacelineError, ThreadError
 from pscore.net.credentials import Credentials, read_credentials
-from pscore.pb.ps.v1 import control_pb2
+from pscore.pb.ps.v1 import checkpoint_pb2, control_pb2
 from pscore.threads import OwnedThread
+from psserver.copies.copier import Copier, fetch
+from psserver.copies.places import place_of
 from psserver.decisions.shard import JOBS_MAX
 from psserver.exits import Exit
 from psserver.logs import setup
 from psserver.mending.mender import Mender
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
-from psserver.remote.checkpoint import capture, holds_weights, is_finished
+from psserver.remote.checkpoint import JobShards, capture, holds_weights, is_finished
 from psserver.remote.checkpoint_files import expire, write
 
 log = structlog.get_logger()
@@ -63,21 +66,52 @@ class CheckpointSchedule:
         self._pool = ThreadPoolExecutor(JOBS_MAX, thread_name_prefix="checkpoint")
         self._under_way: dict[str, Future[None]] = {}  # By job: its newest checkpoint.
         self._lock_fd: int | None = None
+        self._copier: Copier | None = None
+        if plan.copies is not None:
+            self._copier = Copier(self._folder, plan.copies, KEEP, self._report_copies)
 
     def run(self) -> None:
-        """Writes checkpoints until a last one is requested."""
+        """Writes checkpoints until a last one is requested, and copies until it is copied."""
         is_last = False
+        self._copy()
         while not is_last:
             is_last = self._last.wait(self._plan.every_s)
             self.take(is_last=is_last)
+        if self._copier is not None:
+            self._copier.finish()
+
+    def _copy(self, expired: Sequence[Path] = ()) -> None:
+        """Has new checkpoints copied to the second place, if there is one; returns at once."""
+        if self._copier is not None:
+            self._copier.begin(expired)
+
+    def _report_copies(self, problem: str, count: int) -> None:
+        """Tells shard 0 how the copies fare; it is told again after the next attempt."""
+        address, request = self._plan.addresses[0], checkpoint_pb2.NoteCopiesRequest()
+        request.place, request.problem, request.count = str(self._plan.copies), problem, count
+        with contextlib.suppress(PacelineError, OSError):
+            shards = JobShards([address], read_credentials(token_file=self._plan.token_file))
+            try:
+                shards.call(0, lambda stub: stub.NoteCopies, request)
+            finally:
+                shards.close()
 
     def mend(self) -> None:
         """Restores what a shard has lost, until the last checkpoints are wanted."""
         token_file = self._plan.token_file
         credentials = partial(read_credentials, token_file=token_file)
-        mender = Mender(self._plan.addresses, [self._folder], credentials)
+        mender = Mender(self._plan.addresses, [self._folder], credentials, self._fetch)
         while not self._last.wait(MEND_S):
             mender.look()
+
+    def _fetch(self) -> None:
+        """Brings checkpoints back from the second place, if there is one.
+
+        Raises:
+            OSError, ValueError, PacelineError: It cannot be used.
+        """
+        if self._plan.copies is not None:
+            fetch(self._folder, place_of(self._plan.copies))
 
     def listen(self) -> None:
         """Waits for words of the supervisor; ends the process when that is gone."""
@@ -119,7 +153,9 @@ class CheckpointSchedule:
         if is_last:
             wait(self._under_way.values())
         self._forget_done()
-        for path in expire(self._folder, self._plan.keep_checkpoints_s):
+        expired = expire(self._folder, self._plan.keep_checkpoints_s)
+        self._copy(expired)
+        for path in expired:
             log.info("checkpoint of an ended or forgotten job deleted", path=str(path))
 
     def _save(
@@ -141,6 +177,7 @@ class CheckpointSchedule:
             )
             return
         self._taken[job] = mark
+        self._copy()
         log.info("checkpoint written", job=job, at=taken.position, path=str(path))
 
     def _forget_done(self) -> None:

@@ -74,6 +74,10 @@ class ServerSettings(BaseSettings):
     """Seconds between checkpoints of each job in `state_dir`/checkpoints. If all machines crash,
     shards start from the newest. With a shorter time fewer steps are lost, and more is written. 0:
     no checkpoints."""
+    checkpoint_copies: str | None = None
+    """Second place for scheduled checkpoints: a folder of another host, or a URL such as
+    `s3://bucket/night` if fsspec is installed. A start without checkpoints fetches the newest ones
+    from there. By default none."""
     shard_addresses: str | None = None
     """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
     checkpoints where each shard is started by itself, with `shard_index`. Its own port may be
@@ -357,6 +361,10 @@ def _check_checkpoints(settings: Settings) -> None:
         raise ConfigError(
             f"server.checkpoint_s is {server.checkpoint_s:g} ({origin}), and {reason}"
         )
+    wants_copies = server.checkpoint_copies is not None and server.shard_index in (None, 0)
+    if wants_copies and not server.takes_checkpoints:
+        reason = server.why_no_checkpoints or "--checkpoint-s 0 takes none"
+        raise ConfigError(f"server.checkpoint_copies needs scheduled checkpoints, and {reason}")
     if server.shard_addresses is None:
         return
     if server.shard_index is None:

@@ -98,6 +98,7 @@ class SchedulePlan:
     log_level: str  # Least severe level that is logged.
     log_file: str | None = None  # The file of standard error, shared with the supervisor.
     log_max_mb: int = 0  # MiB after which the log file is rotated; 0: never.
+    copies: str | None = None  # Second place of the checkpoints; None: there is none.
     keep_checkpoints_s: float = KEEP_CHECKPOINTS_S  # Seconds that those of ended jobs are kept.
 
     def to_json(self) -> str:

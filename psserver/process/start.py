@@ -19,6 +19,8 @@ from pscore.errors import ConfigError
 from pscore.net import faults
 from pscore.observe.boot import began
 from pscore.text import is_loopback, join_address
+from psserver.copies.copier import UNREACHED, fetch
+from psserver.copies.places import place_of
 from psserver.durability.journal_dir import TemporaryJournalDir
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
@@ -29,6 +31,7 @@ from psserver.process.run_dir import FREE, RunDirectory, ShardRun, StartedRun
 from psserver.process.settings import Settings, metrics_ports
 from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan, with_own_port
 from psserver.process.supervisor import SupervisedShard, Supervisor
+from psserver.remote.checkpoint_files import newest
 
 log = structlog.get_logger()
 READ_RATE = 50e6  # Bytes of checkpoints that a shard reads in a second, at the least.
@@ -75,6 +78,7 @@ class ShardLaunch:
         if settings.server.durability == "journal" and state_dir is None:
             journals = TemporaryJournalDir(self._unique())
         self._say_without_checkpoints()
+        self._fetch_copies()
         supervisor = Supervisor(
             plans=self._plans(None if journals is None else journals.path),
             log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
@@ -90,6 +94,26 @@ class ShardLaunch:
             self.keeper.close()
             if journals is not None:
                 journals.remove()
+
+    def _fetch_copies(self) -> None:
+        """Brings checkpoints that are lost here back from their second place.
+
+        Raises:
+            CommandError: It cannot be read, and there is no checkpoint here.
+        """
+        folder, place = self._checkpoint_dir(), self.settings.server.checkpoint_copies
+        if folder is None or place is None:
+            return
+        try:
+            fetch(Path(folder), place_of(place))
+        except UNREACHED as problem:
+            if not newest(Path(folder)):
+                raise CommandError(
+                    Exit.STATE_DIR,
+                    f"there is no checkpoint in {folder}, and {place} cannot be read: {problem}; "
+                    "repair that, or leave --checkpoint-copies out: then jobs start over",
+                ) from problem
+            log.error("the second place of checkpoints cannot be read", reason=str(problem))
 
     def _unique(self) -> str:
         """Returns a name that no other start on this machine has: parts may share a cluster."""
@@ -162,6 +186,7 @@ class ShardLaunch:
             addresses=others or addresses,
             folder=folder,
             every_s=server.checkpoint_s,
+            copies=server.checkpoint_copies,
             keep_checkpoints_s=server.keep_checkpoints_s,
             token_file=server.trust.token_file,
             log_format=self.settings.log.format,

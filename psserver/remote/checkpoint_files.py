@@ -159,6 +159,38 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     return target
 
 
+def adopt(folder: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """Takes a checkpoint of another folder into this one, where it appears at once, complete.
+
+    Args:
+        folder: Folder of the checkpoints; made if it is not there.
+        name: Name of the checkpoint's folder; nothing has this name yet.
+        fill: Called with a folder to make, and to copy all files of the checkpoint into.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, SafetensorError, ConfigError: It cannot be
+            copied, or is not whole.
+    """
+    _make(folder)
+    with _writing(folder):
+        draft = folder / f"{DRAFT}{secrets.token_hex(8)}"
+        draft.mkdir()
+        try:
+            fill(draft / name)
+            verified(_look(draft / name))
+            for path in (draft / name).iterdir():
+                records.sync(path)
+            records.sync(draft / name)
+            (draft / name).rename(folder / name)
+            records.sync(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder / name
+
+
 def set_aside(folder: Path, job: str) -> Path | None:
     """Moves the checkpoints of a job to where no start looks for them, and deletes none.
 
@@ -278,7 +310,7 @@ def _prune(folder: Path, job: str, sequence: int, keep: int) -> None:
     """Deletes checkpoints of a job that are older than `sequence`, but for `keep` - 1 of them."""
     older = [found for found in scan(folder) if found.job == job and found.sequence < sequence]
     for found in older[keep - 1 :]:
-        _delete(folder, found.path)
+        delete(folder, found.path)
 
 
 def expire(folder: Path, keep_s: float) -> list[Path]:
@@ -297,7 +329,7 @@ def expire(folder: Path, keep_s: float) -> list[Path]:
         if found[0].manifest.get("finished") and _is_before(found[0].path, before_s):
             old += [one.path for one in found]
     for path in old:
-        _delete(folder, path)
+        delete(folder, path)
     return old
 
 
@@ -309,7 +341,8 @@ def _is_before(path: Path, before_s: float) -> bool:
         return False
 
 
-def _delete(folder: Path, path: Path) -> None:
+def delete(folder: Path, path: Path) -> None:
+    """Deletes a checkpoint in a folder; does nothing if another writer does."""
     gone = folder / f"{DRAFT}{secrets.token_hex(8)}"
     with contextlib.suppress(OSError):  # Another writer deletes it.
         path.rename(gone)  # One that is half deleted must not look like a checkpoint.

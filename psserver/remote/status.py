@@ -62,6 +62,7 @@ def combine(
                 "under_way_nbytes": reply.under_way_nbytes,
                 "num_recoveries": reply.num_recoveries,
                 "num_mended": reply.num_mended,
+                "copies": _fields(reply.copies) if reply.HasField("copies") else None,
             }
             for address, reply in answered.items()
         ],
@@ -226,6 +227,7 @@ def show(status: dict[str, Any]) -> None:
     )
     for shard in status["silent"]:
         console.print(f"shard {shard['index']} at {shard['address']} does not answer", markup=False)
+    _show_safety(console, status["shards"])
     jobs = status["jobs"]
     ended = [job["name"] for job in jobs if job["state"] == State.ENDED.value and len(jobs) > 1]
     for job in jobs:
@@ -237,6 +239,19 @@ def show(status: dict[str, Any]) -> None:
         console.print(f"{what} (--job NAME or --json shows more)", markup=False)
     if not status["jobs"]:
         console.print("no jobs yet")
+
+
+def _show_safety(console: Any, shards: Sequence[dict[str, Any]]) -> None:
+    """Prints how often jobs were set back, and how copies at a second place fare."""
+    if num_mended := max(shard["num_mended"] for shard in shards):
+        console.print(
+            f"jobs were set back to a checkpoint {num_mended} times: a shard had lost its part"
+        )
+    for copies in (shard["copies"] for shard in shards if shard["copies"]):
+        fares = f"not up to date: {copies['problem']}" if copies["problem"] else copies["count"]
+        console.print(
+            printable(f"copies of checkpoints at {copies['place']}: {fares}"), markup=False
+        )
 
 
 def only(status: dict[str, Any], name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from psserver.decisions.shard import JOBS_MAX
 from psserver.engine.capture import PENDING, CaptureState, TableCapture, capture
 from psserver.engine.engine import Engine
+from psserver.engine.views import CopiesView
 from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import UPLOADS_MAX, CheckpointUpload
 
@@ -99,6 +100,15 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         """Frees a copy."""
         self._close(request.id)
         return pb.ReleaseReply()
+
+    async def NoteCopies(
+        self, request: pb.NoteCopiesRequest, context: Context
+    ) -> pb.NoteCopiesReply:
+        """Records how copies at a second place fare."""
+        self._engine.note_copies(
+            CopiesView(place=request.place, problem=request.problem, count=request.count)
+        )
+        return pb.NoteCopiesReply()
 
     def _begin(self, request: pb.CaptureRequest) -> ReadCapture:
         if len(self.captures) >= CAPTURES_MAX:

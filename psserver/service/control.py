@@ -364,6 +364,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             under_way_nbytes=view.under_way_nbytes,
             num_recoveries=view.num_recoveries,
             num_mended=view.num_mended,
+            copies=None if view.copies is None else to_proto(pb.CopiesStatus, view.copies),
             lost=[pb.LostJob(job=name, reason=reason) for name, reason in view.lost],
         )
 

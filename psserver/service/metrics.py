@@ -151,6 +151,11 @@ class ShardCollector:
                 "Bytes of the journals on disk or in memory.",
                 self._journal_nbytes,
             ),
+            (
+                "paceline_copies_broken",
+                "1 while the newest checkpoints are not at the second place, else 0.",
+                int(view.copies is not None and bool(view.copies.problem)),
+            ),
             ("paceline_time_seconds", "The shard's clock, in seconds since 1970.", time.time()),
         ):
             yield GaugeMetricFamily(name, text, value=value)

@@ -15,6 +15,7 @@ FLOORS = {
             "dashboard",
             "process",
             "mending",
+            "copies",
             "service",
             "remote",
             "publish",

@@ -43,13 +43,17 @@ def count(station: Station) -> tuple[int, set[float]]:
 class Machine:
     """A machine with one of two shards."""
 
-    def __init__(self, folder: Path, index: int, addresses: list[str]) -> None:
+    def __init__(
+        self, folder: Path, index: int, addresses: list[str], second: Path | None = None
+    ) -> None:
         self.state = folder / f"machine-{index}"
         self._command = Command(folder)
         options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 60]
         ports = ["--port", addresses[index].rpartition(":")[2], "--metrics-port", 0]
         places = ["--state-dir", self.state, "--shard-addresses", ",".join(addresses)]
         self._line = [*options, *ports, *places, "--checkpoint-s", 1, "--log-level", "warning"]
+        if second is not None:
+            self._line += ["--checkpoint-copies", second]
 
     @contextmanager
     def running(self) -> Iterator[Popen[str]]:
@@ -82,20 +86,29 @@ def mended(addresses: list[str]) -> list[StatusReply]:
     return found if len(found) == len(addresses) and found[-1].num_mended else []
 
 
-@pytest.mark.slow
-def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_path: Path) -> None:
+def addresses_of_two() -> list[str]:
     with ExitStack() as taken:
         ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(2)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    first, second = (Machine(tmp_path, index, addresses) for index in range(2))
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+def start_workers(addresses: list[str], stack: ExitStack) -> list[Worker]:
     names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "120"}
     names["PACELINE_SERVERS"] = ",".join(addresses)
+    workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(2)]
+    for worker in workers:
+        stack.callback(worker.close)
+    return workers
+
+
+@pytest.mark.slow
+def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_path: Path) -> None:
+    addresses = addresses_of_two()
+    first, second = (Machine(tmp_path, index, addresses) for index in range(2))
     with ExitStack() as stack:
         stack.enter_context(first.running())
         lost = stack.enter_context(second.running())
-        workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(2)]
-        for worker in workers:
-            stack.callback(worker.close)
+        workers = start_workers(addresses, stack)
         reach(workers, 20)
         eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
         second.lose(lost)
@@ -108,3 +121,35 @@ def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_pat
             worker.tell()
         for clock, values in results_of(workers):
             assert values == {-clock}  # No shard is ahead of the other, or of the workers.
+
+
+@pytest.mark.slow
+def test_the_machine_with_all_checkpoints_is_lost_and_a_second_place_has_them(
+    tmp_path: Path,
+) -> None:
+    addresses, copies = addresses_of_two(), tmp_path / "elsewhere"
+    first, second = (Machine(tmp_path, index, addresses, copies) for index in range(2))
+    with ExitStack() as stack:
+        lost = stack.enter_context(first.running())
+        stack.enter_context(second.running())
+        workers = start_workers(addresses, stack)
+        reach(workers, 20)
+        eventually(lambda: any(copies.glob("night-*")))
+        eventually(lambda: copies_of(addresses[0]) == (str(copies), ""))
+        first.lose(lost)
+        assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
+        stack.enter_context(first.running())
+        statuses = eventually(lambda: mended(addresses))
+        assert statuses[-1].num_mended == 1
+        reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
+        for worker in workers:
+            worker.tell()
+        for clock, values in results_of(workers):
+            assert values == {-clock}  # No shard is ahead of the other, or of the workers.
+
+
+def copies_of(address: str) -> tuple[str, str]:
+    """Returns the second place that a shard reports, and its problem."""
+    (status,) = ask.answers([address])
+    assert isinstance(status, StatusReply)
+    return status.copies.place, status.copies.problem

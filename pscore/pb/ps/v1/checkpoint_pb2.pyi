@@ -131,3 +131,17 @@ class FinishRequest(_message.Message):
 class FinishReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class NoteCopiesRequest(_message.Message):
+    __slots__ = ("place", "problem", "count")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    problem: str
+    count: int
+    def __init__(self, place: _Optional[str] = ..., problem: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class NoteCopiesReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -64,6 +64,11 @@ class CheckpointsStub(object):
                 request_serializer=ps_dot_v1_dot_checkpoint__pb2.FinishRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_checkpoint__pb2.FinishReply.FromString,
                 _registered_method=True)
+        self.NoteCopies = channel.unary_unary(
+                '/ps.v1.Checkpoints/NoteCopies',
+                request_serializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesReply.FromString,
+                _registered_method=True)
 
 
 class CheckpointsServicer(object):
@@ -107,6 +112,13 @@ class CheckpointsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NoteCopies(self, request, context):
+        """Tells shard 0 how copies at a second place fare, for its status and metrics.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CheckpointsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +151,11 @@ def add_CheckpointsServicer_to_server(servicer, server):
                     servicer.Finish,
                     request_deserializer=ps_dot_v1_dot_checkpoint__pb2.FinishRequest.FromString,
                     response_serializer=ps_dot_v1_dot_checkpoint__pb2.FinishReply.SerializeToString,
+            ),
+            'NoteCopies': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteCopies,
+                    request_deserializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -303,6 +320,33 @@ class Checkpoints(object):
             '/ps.v1.Checkpoints/Finish',
             ps_dot_v1_dot_checkpoint__pb2.FinishRequest.SerializeToString,
             ps_dot_v1_dot_checkpoint__pb2.FinishReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteCopies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Checkpoints/NoteCopies',
+            ps_dot_v1_dot_checkpoint__pb2.NoteCopiesRequest.SerializeToString,
+            ps_dot_v1_dot_checkpoint__pb2.NoteCopiesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class CheckpointsStub:
     """Takes numbers for a job that has not begun."""
     Write: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.WriteRequest, _checkpoint_pb2.WriteReply]
     Finish: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.FinishRequest, _checkpoint_pb2.FinishReply]
+    NoteCopies: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteCopiesRequest, _checkpoint_pb2.NoteCopiesReply]
+    """Tells shard 0 how copies at a second place fare, for its status and metrics."""
 
 @_typing.type_check_only
 class CheckpointsAsyncStub(CheckpointsStub):
@@ -53,6 +55,8 @@ class CheckpointsAsyncStub(CheckpointsStub):
     """Takes numbers for a job that has not begun."""
     Write: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.WriteRequest, _checkpoint_pb2.WriteReply]  # type: ignore[assignment]
     Finish: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.FinishRequest, _checkpoint_pb2.FinishReply]  # type: ignore[assignment]
+    NoteCopies: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteCopiesRequest, _checkpoint_pb2.NoteCopiesReply]  # type: ignore[assignment]
+    """Tells shard 0 how copies at a second place fare, for its status and metrics."""
 
 class CheckpointsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -98,5 +102,13 @@ class CheckpointsServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_pb2.FinishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_pb2.FinishReply, _abc.Awaitable[_checkpoint_pb2.FinishReply]]: ...
+
+    @_abc_1.abstractmethod
+    def NoteCopies(
+        self,
+        request: _checkpoint_pb2.NoteCopiesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoint_pb2.NoteCopiesReply, _abc.Awaitable[_checkpoint_pb2.NoteCopiesReply]]:
+        """Tells shard 0 how copies at a second place fare, for its status and metrics."""
 
 def add_CheckpointsServicer_to_server(servicer: CheckpointsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -625,8 +625,18 @@ class LostJob(_message.Message):
     reason: str
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class CopiesStatus(_message.Message):
+    __slots__ = ("place", "problem", "count")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    problem: str
+    count: int
+    def __init__(self, place: _Optional[str] = ..., problem: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended")
+    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended", "copies")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -636,6 +646,7 @@ class StatusReply(_message.Message):
     UNDER_WAY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_MENDED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     shard: DescribeReply
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_s: float
@@ -645,7 +656,8 @@ class StatusReply(_message.Message):
     under_way_nbytes: int
     num_recoveries: int
     num_mended: int
-    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ...) -> None: ...
+    copies: CopiesStatus
+    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ..., copies: _Optional[_Union[CopiesStatus, _Mapping]] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("job", "force")
