@@ -21,11 +21,11 @@ from pathlib import Path
 import structlog
 
 from pscore.errors import PacelineError
-from psserver.copies.places import Place, place_of
+from psserver.copies.places import SecondPlace, place_of
 from psserver.remote.checkpoint_files import ASIDE, MANIFEST, PROBLEMS, Found, adopt, newest
 
 log = structlog.get_logger()
-HELD = ".copying-"  # In the folder: what is being copied, so that no one deletes it meanwhile.
+HELD = ".copying-"  # A checkpoint that is being copied, so that no one deletes it meanwhile.
 UNREACHED = (*PROBLEMS, PacelineError)
 
 Report = Callable[[str, int], None]
@@ -62,7 +62,7 @@ class Copier:
         self._said = ""
 
     def begin(self, expired: Sequence[Path] = ()) -> None:
-        """Has all that is new copied soon; `expired` checkpoints are deleted at the place too."""
+        """Starts to copy all that is new; `expired` checkpoints are deleted at the place too."""
         with self._lock:
             self._expired += [path.name for path in expired]
             self._attempts = [one for one in self._attempts if not one.done()]
@@ -103,7 +103,7 @@ class Copier:
             self._report(self._said, 0)
 
 
-def copy(folder: Path, place: Place, keep: int, expired: Sequence[str] = ()) -> int:
+def copy(folder: Path, place: SecondPlace, keep: int, expired: Sequence[str] = ()) -> int:
     """Copies the newest checkpoint of each job to a place, and deletes those beyond `keep` there.
 
     Returns:
@@ -140,7 +140,7 @@ def copy(folder: Path, place: Place, keep: int, expired: Sequence[str] = ()) -> 
     return len(there)
 
 
-def fetch(folder: Path, place: Place) -> list[Path]:
+def fetch(folder: Path, place: SecondPlace) -> list[Path]:
     """Brings the newest whole checkpoint of each job back, if the folder has none or older ones.
 
     Args:
@@ -172,7 +172,7 @@ def fetch(folder: Path, place: Place) -> list[Path]:
     return brought
 
 
-def _copies(place: Place) -> list[Copy]:
+def _copies(place: SecondPlace) -> list[Copy]:
     return [_copy_of(name, place.manifest(name)) for name in place.names()]
 
 

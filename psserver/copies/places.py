@@ -1,7 +1,7 @@
 """Second places of checkpoints: a folder, or a store of files that fsspec can reach.
 
 A copy is a checkpoint like the first one, under the same name. In a folder it appears at once,
-complete; in a store its manifest is written last, and what has none is no checkpoint.
+complete; in a store its manifest is written last, and a folder without one is no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pscore.errors import ConfigError
 from psserver.remote.checkpoint_files import MANIFEST, adopt, delete
 
 
-class Place(Protocol):
+class SecondPlace(Protocol):
     """A place with checkpoints, each under its name."""
 
     def names(self) -> list[str]:
@@ -137,7 +137,7 @@ class StorePlace:
             self._store.get_file(self._path(name, file), str(target / file))
 
     def delete(self, name: str) -> None:
-        """Deletes a checkpoint, its manifest first: what is half deleted must not look whole.
+        """Deletes a checkpoint, its manifest first, so that a half deleted one does not look whole.
 
         Raises:
             OSError: The store does not answer, or refuses.
@@ -149,7 +149,7 @@ class StorePlace:
         return "/".join((self._root.rstrip("/"), *names))
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> SecondPlace:
     """Returns the place that a setting names: a URL, or else a folder.
 
     Raises:

@@ -81,12 +81,12 @@ class CheckpointSchedule:
             self._copier.finish()
 
     def _copy(self, expired: Sequence[Path] = ()) -> None:
-        """Has new checkpoints copied to the second place, if there is one; returns at once."""
+        """Starts to copy new checkpoints to the second place, if there is one."""
         if self._copier is not None:
             self._copier.begin(expired)
 
     def _report_copies(self, problem: str, count: int) -> None:
-        """Tells shard 0 how the copies fare; it is told again after the next attempt."""
+        """Reports to shard 0 how the copies fare; the next attempt repeats it."""
         address, request = self._plan.addresses[0], checkpoint_pb2.NoteCopiesRequest()
         request.place, request.problem, request.count = str(self._plan.copies), problem, count
         with contextlib.suppress(PacelineError, OSError):

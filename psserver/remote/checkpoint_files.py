@@ -160,7 +160,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def adopt(folder: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Takes a checkpoint of another folder into this one, where it appears at once, complete.
+    """Adds a checkpoint of another folder to this one, where it appears at once, complete.
 
     Args:
         folder: Folder of the checkpoints; made if it is not there.

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import pytest
 
 from psserver.copies.copier import Copier, copy, fetch
-from psserver.copies.places import FolderPlace, Place, place_of
+from psserver.copies.places import FolderPlace, SecondPlace, place_of
 from psserver.remote.checkpoint_files import newest, read, set_aside, verified, write
 from tests.unit.psserver.remote.test_checkpoint_files import make
 
@@ -16,7 +16,7 @@ KEEP = 2
 
 
 @pytest.fixture(params=["folder", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> SecondPlace:
     if request.param == "folder":
         return place_of(str(tmp_path / "second"))
     pytest.importorskip("fsspec")
@@ -29,7 +29,7 @@ def value_in(folder: Path, job: str = "a") -> float:
 
 
 def test_the_newest_are_copied_and_come_back_when_the_folder_is_lost(
-    place: Place, tmp_path: Path
+    place: SecondPlace, tmp_path: Path
 ) -> None:
     first = tmp_path / "first"
     for value in range(4):
@@ -46,7 +46,7 @@ def test_the_newest_are_copied_and_come_back_when_the_folder_is_lost(
     assert newest(first)["a"][0].sequence == 5
 
 
-def test_a_damaged_copy_is_passed_over(place: Place, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_passed_over(place: SecondPlace, tmp_path: Path) -> None:
     first = tmp_path / "first"
     for value in (1.0, 2.0):
         write(first, make(value, "a"), keep=3)
@@ -67,7 +67,7 @@ def test_a_damaged_copy_is_passed_over(place: Place, tmp_path: Path) -> None:
     assert [path.name for path in fetch(first, place)] == ["a-00000001"]
 
 
-def test_a_copy_without_a_manifest_is_none(place: Place, tmp_path: Path) -> None:
+def test_a_copy_without_a_manifest_is_none(place: SecondPlace, tmp_path: Path) -> None:
     half = tmp_path / "a-00000001"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
@@ -79,7 +79,7 @@ def test_a_copy_without_a_manifest_is_none(place: Place, tmp_path: Path) -> None
 
 
 def test_forgotten_and_expired_ones_are_deleted_and_do_not_come_back(
-    place: Place, tmp_path: Path
+    place: SecondPlace, tmp_path: Path
 ) -> None:
     first = tmp_path / "first"
     write(first, make(1.0, "a"), keep=3)
@@ -93,7 +93,7 @@ def test_forgotten_and_expired_ones_are_deleted_and_do_not_come_back(
     assert copy(first, place, KEEP, ["b-00000001"]) == 0
 
 
-def test_newer_ones_of_another_start_are_not_covered(place: Place, tmp_path: Path) -> None:
+def test_newer_ones_of_another_start_are_not_covered(place: SecondPlace, tmp_path: Path) -> None:
     first = tmp_path / "first"
     for value in (1.0, 2.0):
         write(first, make(value, "a"), keep=3)
