@@ -11,6 +11,7 @@ MAKERS = ("Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "Threadin
 # Files with makers of their own, and the way in which a failure there reaches those who wait.
 OWN = {
     "pscore/threads.py": "the one place",
+    "psserver/copies/copier.py": "the outcome of each attempt is read",
     "psserver/process/daemon.py": "`SliceQueue.run` reports the failure of an action itself",
     "psserver/process/checkpoint_schedule.py": "the outcome of each checkpoint is read",
     "psserver/remote/checkpoint.py": "the result of each call is read",
