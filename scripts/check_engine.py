@@ -37,10 +37,12 @@ from scripts.engine import (
     GpuHost,
     Project,
     SecondHost,
+    Shell,
     run,
     tail,
     wait,
 )
+from scripts.printed import commands
 
 PAGE = ROOT / "docs" / "deploy.md"
 BEGIN, END = "<!-- log of deploy/check -->\n", "<!-- end of the log -->"
@@ -226,6 +228,101 @@ def has_workers(project: Project, job: str, count: int) -> bool:
     return len(live) == count and all(worker["step"] for worker in live)
 
 
+def page(log: Log) -> None:
+    """Runs the commands of docs/deploy.md as they are printed, in a clone of this repository.
+
+    Those for GPUs, several hosts and a Swarm have sections of their own.
+    """
+    ports = {"PROMETHEUS_PORT": "19490", "DASHBOARD_PORT": "18490"}
+    variables = {"PROMETHEUS_IMAGE": prometheus_image(log), **ports}
+    up, logs, status, down = commands("deploy.md")[0].splitlines()
+    tasks = re.findall(r"^\| .* \| `(docker compose .*)` \|$", PAGE.read_text(), re.MULTILINE)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Project("pacepage", BASE, SERVERS) as project,
+    ):
+        shell = Shell(Path(folder), "pacepage", **variables)
+        for line in commands("deploy.md", "The images")[0].splitlines():
+            shell(line)
+        shell(up)
+        said = shell(logs)
+        found = [float(value) for value in re.findall(r"test: accuracy ([\d.]+)", said)]
+        if len(found) != 2 * PAIR or max(found) < ACCURACY:
+            raise CheckError(f"{logs!r} shows the accuracies {found}")
+        if "mnist" not in (said := shell(status)):
+            raise CheckError(f"{status!r} shows no job: {tail(said)}")
+        log.say(f"      {up!r}, {logs!r}, {status!r}: accuracy {max(found)}")
+        for command in commands("deploy.md", "Workers that come and go")[0].splitlines():
+            scale(log, project, shell, command)
+        (elastic,) = [task for task in tasks if "--scale" in task]
+        scale(log, project, shell, elastic)
+        (monitoring,) = [task for task in tasks if "monitoring" in task]
+        shell(monitoring)
+        wait("Prometheus", lambda: len(asked(project, 'up{job="paceline"} == 1')) == PAIR)
+        wait("the dashboard", lambda: shards_on_page(project) == PAIR)
+        log.say(f"      {monitoring!r}: both shards are on the dashboard and in Prometheus")
+        shell(down)
+        if left := project.names(""):
+            raise CheckError(f"{down!r} leaves {left}")
+        (memory,) = [task for task in tasks if "local.yml" in task]
+        shell(memory)
+        local = Project("pacepage", [*BASE, "deploy/compose/local.yml"], "shard0:7070,shard1:7071")
+        check_plane(log, local, "local")
+        log.say(f"      {memory!r}: shared memory")
+    one_shard_per_container(log)
+
+
+def scale(log: Log, project: Project, shell: Shell, command: str) -> None:
+    """Runs a command that scales the workers of the elastic job, and waits for them."""
+    count = int(command.partition("worker=")[2].split()[0])
+    shell(command)
+    wait(f"{count} workers", lambda: len(project.live("shard0", "mnist-elastic")) == count)
+    log.say(f"      {command!r}: {count} workers are live")
+
+
+def one_shard_per_container(log: Log) -> None:
+    """Starts two shards in a container each, with the commands of the page."""
+    printed = commands("deploy.md", "One shard per container")[0].splitlines()
+    network = "pacepage-shards"
+    run("docker", "network", "create", network)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            make_certs(folder, "shard0", "shard1")
+            for path in (Path(folder), *Path(folder).iterdir()):
+                path.chmod(0o755)
+            files = {
+                "CERT": "server.pem",
+                "KEY": "server.key",
+                "CLIENT_CA": "ca.pem",
+                "CA": "ca.pem",
+            }
+            words = [
+                "docker",
+                "run",
+                "--detach",
+                "--network",
+                network,
+                "--volume",
+                f"{folder}:/certs",
+            ]
+            words += ["--env", "PACELINE_TOKEN_FILE=/certs/token"]
+            for name, file in files.items():
+                words += ["--env", f"PACELINE_TLS_{name}=/certs/{file}"]
+            for index, command in enumerate(printed):
+                name = f"shard{index}"
+                run(*words, "--name", f"{network}-{name}", "--network-alias", name, SHARD_IMAGE,
+                    *command.split())  # fmt: skip
+            health = ("docker", "exec", f"{network}-shard1", "psserver", "health", "--servers")
+            said = wait("both shards", lambda: run(*health, SERVERS))
+            log.say(
+                f"      one shard per container, as printed: {', '.join(said.split(chr(10))[:2])}"
+            )
+    finally:
+        for index in range(PAIR):
+            run("docker", "rm", "--force", f"{network}-shard{index}", check=False)
+        run("docker", "network", "rm", network, check=False)
+
+
 def loader(log: Log) -> None:
     """Passes batches of 96 MB from two processes of a DataLoader, in a worker's container."""
     script = (
@@ -366,31 +463,29 @@ def two_hosts(log: Log) -> None:
     if os.getuid() != 0:
         log.say("      not run: only root makes a second host")
         return
+    certs, up = commands("deploy.md", "Several hosts")[0].splitlines()
     with tempfile.TemporaryDirectory() as folder, SecondHost() as other:
-        secrets = Path(folder)
-        make_certs(folder, other.here, other.there)
+        certs = certs.replace("10.0.0.1", other.here).replace("10.0.0.2", other.there)
         servers = f"{other.here}:{PORTS['PORT']},{other.there}:{PORTS['PORT']}"
-        common = {
+        file = ["deploy/compose/host.yml"]
+        first = Shell(Path(folder), "pacehosta")
+        second = Shell(Path(folder), "pacehostb", DOCKER_HOST=other.engine)
+        first(certs)
+        shutil.copytree(first.root / "secrets", second.root / "secrets")
+        first.write_env({**PORTS, "SERVERS": servers})
+        second.write_env({
             **PORTS,
-            "SHARDS": "2",
             "SERVERS": servers,
-            "SECRETS": str(secrets),
-            "CLUSTER": "two",
-        }
-        files = ["deploy/compose/host.yml"]
-        first = {**common, "SHARD_INDEX": "0", "COMPOSE_PROFILES": "shard"}
-        second = {
-            **common,
             "SHARD_INDEX": "1",
             "COMPOSE_PROFILES": "shard,worker",
             "MIN_WORKERS": "2",
-        }
+        })  # fmt: skip
         with (
-            Project("pacehosta", files, servers, **first) as a,
-            Project("pacehostb", files, servers, other.engine, **second) as b,
+            Project("pacehosta", file, servers, root=first.root) as a,
+            Project("pacehostb", file, servers, other.engine, root=second.root) as b,
         ):
-            a.compose("up", "--detach")
-            b.compose("up", "--detach", "--scale", "worker=2")
+            first(up)
+            second(f"{up} --scale worker=2")
             planes = wait("a step", lambda: worker_planes(a, "shard", "mnist"))
             log.say(
                 f"      two engines, {other.here} and {other.there}, TLS: "
@@ -447,6 +542,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "cuda": cuda,
     "training": train,
     "loader": loader,
+    "page": page,
     "gpus": gpus,
     "faults": faults,
     "memory": shared_memory,

@@ -63,11 +63,80 @@ def composer() -> list[str]:
     return ["docker", "compose"] if found.returncode == 0 else ["docker-compose"]
 
 
+class Shell:
+    """Runs commands as a page prints them, in a clone of this repository.
+
+    Where this machine has compose as a program of its own, `docker compose` calls that. Images are
+    built with the host's network, which also works with an engine without bridges.
+
+    Attributes:
+        root: The clone. Its name is that of the compose project.
+    """
+
+    def __init__(self, folder: Path, name: str, **variables: str) -> None:
+        """Clones the repository.
+
+        Args:
+            folder: Holds the clone, and the program `docker` that the commands call.
+            name: Name of the clone.
+            variables: Variables of the commands.
+        """
+        self.root = folder / name
+        run("git", "clone", "--quiet", str(ROOT), str(self.root))
+        programs = folder / f"{name}-bin"
+        programs.mkdir()
+        docker = shutil.which("docker")
+        program = programs / "docker"
+        program.write_text(
+            "#!/bin/sh\ncase $1 in\n"
+            f'compose) shift; exec {" ".join(composer())} "$@";;\n'
+            f'build) shift; exec {docker} build --network host "$@";;\n'
+            f'esac\nexec {docker} "$@"\n'
+        )
+        program.chmod(0o755)
+        path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._env = {**os.environ, **variables, "PATH": path}
+
+    def __call__(self, command: str) -> str:
+        """Returns what a command prints on a terminal.
+
+        Raises:
+            CheckError: It ended with another status than 0.
+        """
+        words = ("script", "--quiet", "--return", "--command", command, "/dev/null")
+        done = subprocess.run(
+            words,
+            cwd=self.root,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode:
+            raise CheckError(f"{command!r} ended with {done.returncode}: {tail(done.stdout)}")
+        return done.stdout
+
+    def write_env(self, variables: Mapping[str, str]) -> None:
+        """Writes `.env`: the example of a host with other values of some variables."""
+        lines = (self.root / "deploy/compose/host.env").read_text().splitlines()
+        kept = [line for line in lines if line.partition("=")[0] not in variables]
+        added = [f"{name}={value}" for name, value in variables.items()]
+        (self.root / ".env").write_text("\n".join([*kept, *added]) + "\n")
+
+
 class Project:
     """The containers of some compose files; all are removed at the end."""
 
     def __init__(
-        self, name: str, files: Sequence[str], servers: str, host: str = "", **variables: str
+        self,
+        name: str,
+        files: Sequence[str],
+        servers: str,
+        host: str = "",
+        root: Path = ROOT,
+        **variables: str,
     ) -> None:
         """Starts nothing.
 
@@ -76,15 +145,15 @@ class Project:
             files: Compose files, below the root of the repository.
             servers: Addresses of the shards.
             host: The engine; empty: that of DOCKER_HOST.
+            root: The project's folder, the root of the repository.
             variables: Variables of the files.
         """
         self.name = name
         self.servers = servers
         self._env = {**variables, **({"DOCKER_HOST": host} if host else {})}
-        # From an empty folder: a .env of the user must not reach the check.
-        self._words = [*composer(), "--project-name", name, "--project-directory", str(ROOT)]
+        self._words = [*composer(), "--project-name", name, "--project-directory", str(root)]
         for file in files:
-            self._words += ["--file", str(ROOT / file)]
+            self._words += ["--file", str(root / file)]
 
     def __enter__(self) -> Self:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")

@@ -13,6 +13,7 @@ import pytest
 ENGINES = {
     "test_alerts": "Prometheus",
     "test_booted": "systemd",
+    "test_docker": "Docker",
     "test_kubernetes_page": "Kubernetes",
     "test_pods": "Kubernetes",
     "test_prometheus": "Prometheus",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.printed import commands
 from tests.deploy import standin
-from tests.deploy.pages import commands
 from tests.house.source import ROOT
 
 TOOLS = ROOT / ".venv-deploy" / "bin"

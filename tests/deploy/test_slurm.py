@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.deploy.pages import commands
+from scripts.printed import commands
 from tests.deploy.slurm import DAEMONS, Slurm
 from tests.house.source import ROOT
 

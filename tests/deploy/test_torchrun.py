@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.deploy.pages import commands
+from scripts.printed import commands
 from tests.deploy.shells import FIRST, SECOND, two_hosts
 from tests.integration.cluster import Shards, clean_environment
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.house.source import ROOT
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def commands(page: str, heading: str = "") -> list[str]:
@@ -16,7 +17,7 @@ def commands(page: str, heading: str = "") -> list[str]:
     """
     found: dict[str, list[str]] = {}
     title, fence = "", None
-    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines(keepends=True):
         if line.startswith("```"):
             fence = line.strip("`\n") if fence is None else None
             if fence == "bash":

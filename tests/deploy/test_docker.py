@@ -1,0 +1,28 @@
+"""docker-compose.yml, deploy/compose, deploy/stack.yml and docs/deploy.md on a Docker engine."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from scripts.check_engine import SECTIONS, Log
+
+
+def answers() -> bool:
+    docker = shutil.which("docker")
+    return (
+        docker is not None and subprocess.run([docker, "info"], capture_output=True).returncode == 0
+    )
+
+
+pytestmark = [
+    pytest.mark.skipif(
+        not answers(), reason="no Docker engine answers: start one, or set DOCKER_HOST"
+    ),
+    pytest.mark.timeout(3600),
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS)  # In this order: the first one builds the images.
+def test_a_section_of_deploy_check_passes(section: str) -> None:
+    SECTIONS[section](Log())
