@@ -306,6 +306,55 @@ def readers(
 
 
 @app.command()
+def publish(
+    *,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder of the versions.")],
+    job: Annotated[str, typer.Option(help="Name of the job.", envvar="PACELINE_JOB")],
+    table: Annotated[str, typer.Option(help="Name of the table.")] = "model",
+    keep: Annotated[int, typer.Option(help="Number of versions that stay.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="bf16, float16 or float32.")] = "bf16",
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder with config.json, tokenizer, ...: copied too."),
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="MODULE:FUNCTION",
+            help="f(name, array) returns pairs of a name and an array in its place.",
+        ),
+    ] = None,
+    file_gb: Annotated[float, typer.Option(help="Most GB in one file.", min=0.001)] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Write one version, and end.")] = False,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Write each published version into a folder in the layout of Hugging Face."""
+    from psserver.commands.find import find
+    from psserver.commands.publishing import publish_versions
+    from psserver.publish.folder import VersionsFolder
+
+    found = find(servers, port, state_dir)
+    try:
+        folder = VersionsFolder(to, keep=keep, nbytes_max=int(file_gb * 1e9), model=model)
+    except OSError as problem:
+        raise CommandError(Exit.STATE_DIR, f"--to {to}: {problem}") from problem
+    token_file = None if found.run is None else found.run.token_file
+    publish_versions(
+        folder,
+        found.addresses,
+        job=job,
+        table=table,
+        dtype=dtype,
+        names=names,
+        token_file=token_file,
+        is_once=once,
+    )
+
+
+@app.command()
 def forget(
     *,
     job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job, as `jobs` shows it.")],

@@ -7,7 +7,7 @@ import torch
 
 from pscore.errors import BrokenModuleError, ConfigError
 from pscore.publish.codec import BitArray
-from psworker.subscription.weights import PublishedWeights, tensors_of
+from pscore.subscription.weights import PublishedWeights, tensors_of
 
 FEW = 8  # Up to one element of so many is written by its index; else the whole tensor.
 

@@ -24,14 +24,14 @@ from pscore.errors import ConfigError
 from pscore.optimizers.assign_sum import AssignSum
 from pscore.pb.ps.v1 import publish_pb2
 from pscore.rules.ssgd import SSGD
+from pscore.subscription.reader import TABLE
+from pscore.subscription.weights import STEP, STEP_DIGITS, step_digits
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role, TensorSpec
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.membership.session import Session
 from psworker.job import context
 from psworker.replica.ports import PullBuffer
-from psworker.subscription.subscriber import TABLE
-from psworker.subscription.weights import STEP, STEP_DIGITS, step_digits
 
 
 class Publisher:

@@ -43,7 +43,16 @@ FLOORS = {
         *("transports", "compression", "replica", "gossip", "model", "group"),
     ),
     "pscore": (
-        *("timing", "table_spec", "estimate", "publish", "contents", "rows", "content"),
+        *(
+            "subscription",
+            "timing",
+            "table_spec",
+            "estimate",
+            "publish",
+            "contents",
+            "rows",
+            "content",
+        ),
         *("rules", "graphs", "cuda", "overlaps", "local", "optimizers"),
         *("compressors", "observe", "net", "memory", "."),
     ),

@@ -40,7 +40,7 @@ CORE = (
     "psserver/decisions",
     "psworker/replica",
     "psworker/gossip",
-    "psworker/subscription/assembly.py",
+    "pscore/subscription/assembly.py",
     "psworker/pipeline/plan/verdict.py",
     "psworker/pipeline/run/stage.py",
 )

@@ -15,7 +15,7 @@ OWN = {
     "psserver/process/daemon.py": "`SliceQueue.run` reports the failure of an action itself",
     "psserver/process/checkpoint_schedule.py": "the outcome of each checkpoint is read",
     "psserver/remote/checkpoint.py": "the result of each call is read",
-    "psworker/subscription/subscriber.py": "the result of each call is read",
+    "pscore/subscription/reader.py": "the result of each call is read",
     "pssim/continued.py": "the result of each turn is read",
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import safetensors.torch
 import torch
 
 import psworker
@@ -117,6 +118,47 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
                 assert (module.w == step).all()
                 assert (module.b == -step).all()
         worker.tell(None)
+        worker.result()
+
+
+def upper(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Returns an array under another name, for `--map`."""
+    return [(name.upper(), array)]
+
+
+@pytest.mark.slow
+def test_versions_are_written_into_a_folder_also_after_a_kill(
+    publishing: Shards, tmp_path: Path
+) -> None:
+    job = new_job()
+    to, command = tmp_path / "to", Command(tmp_path)
+    words = ("publish", "--to", to, "--job", job, "--servers", ",".join(publishing.addresses))
+    hook = ("--map", "tests.integration.test_publish:upper")
+    with publishing.workers(trains, "ssgd", 3, num_workers=1, job=job) as (worker,):
+        with command.spawn(*words, *hook) as process:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert first.startswith(f"{to}/v")
+            assert first.endswith(" step 0\n")
+            worker.tell()
+            worker.hear()
+            assert process.stdout.readline().endswith(" step 1\n")
+            process.kill()
+        worker.tell()
+        worker.hear()
+        done = command.run(*words, *hook, "--once")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith(" step 2\n")
+        expected = exported(publishing, job)
+        found = safetensors.torch.load_file(to / "latest" / "model.safetensors")
+        assert found.keys() == {name.upper() for name in expected}
+        for name, array in expected.items():
+            bits = found[name.upper()].view(torch.uint16).numpy()
+            np.testing.assert_array_equal(bits, array)
+        for _ in range(1):
+            worker.tell()
+            worker.hear()
+        worker.tell()
         worker.result()
 
 

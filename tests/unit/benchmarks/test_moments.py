@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from pathlib import Path
@@ -77,14 +76,16 @@ def test_a_worker_that_makes_no_progress_counts_as_stuck_once_until_it_moves(
     watched = cluster.Cluster(cluster.Setup(workers=2))
     watched.progress = cluster.Progress([tmp_path / "0.book", tmp_path / "1.book"])
     watched.roles = [Running(), Running()]  # type: ignore[list-item]
-    watched.moved_s = [now_s[0], math.inf]  # The second one has not started.
+    watched.folder = tmp_path
+    watched.imported(0).touch()  # The second one imports for ever.
 
     def acknowledge(step: int) -> None:
         with (tmp_path / "0.book").open("ab") as book:
             book.write(proof.RECORD.pack(proof.ACKNOWLEDGED, 0, step, step, 0, now_s[0]))
 
     for step in range(3):
-        acknowledge(step)
+        if step:
+            acknowledge(step)
         watched.tend()
         now_s[0] += cluster.STUCK_S
         watched.tend()

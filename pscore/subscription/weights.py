@@ -13,8 +13,8 @@ import numpy.typing as npt
 from pscore.errors import ConfigError
 from pscore.partition import Layout
 from pscore.publish.codec import BitArray, widen
+from pscore.subscription.assembly import WeightsVersion
 from pscore.types import TensorSpec
-from psworker.subscription.assembly import WeightsVersion
 
 Array = npt.NDArray[Any]
 Map = Callable[[str, Array], Iterable[tuple[str, Array]]]

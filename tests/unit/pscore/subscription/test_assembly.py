@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pscore.publish import codec
+from pscore.subscription.assembly import EMPTY, Assembly, Fetch, WatchFor
 from psserver.publish.ring import FoundVersion, VersionRing
-from psworker.subscription.assembly import EMPTY, Assembly, Fetch, WatchFor
 
 NUMEL = 40
 SHARD_OF = {0: 0, 1: 0, 2: 1, 3: 2}

@@ -20,8 +20,8 @@ from pscore.net import endpoint, rpc, sockets, tls
 from pscore.net.credentials import Credentials
 from pscore.net.endpoint import Endpoint
 from pscore.pb.ps.v1 import control_pb2, control_pb2_grpc, data_pb2, publish_pb2, publish_pb2_grpc
+from pscore.subscription.assembly import Fetch, WatchFor
 from pscore.types import ByteArray
-from psworker.subscription.assembly import Fetch, WatchFor
 
 log = logging.getLogger("paceline")
 PAUSE_S = 0.1  # After a call that was not answered.

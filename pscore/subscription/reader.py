@@ -1,0 +1,359 @@
+"""Reads the weights of a job that trains: without a rank, and without torch.
+
+    subscriber = psworker.Subscriber("10.0.0.1:7070,10.0.0.1:7071", job="night")
+    weights = subscriber.wait()
+    while True:
+        serve(weights.arrays)
+        weights = subscriber.wait(newer_than=weights.version)
+
+The shards publish bfloat16 (`psserver start --publish night:every=4`). A reader holds one version
+of all shards; it fetches the deltas to the next one into memory of its own, compares the
+fingerprints of all slices, and only then shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+
+from pscore.errors import ConfigError, DecodeError
+from pscore.net.addresses import parse_addresses
+from pscore.net.credentials import read_credentials
+from pscore.partition import Layout, fingerprint
+from pscore.pb.ps.v1 import data_pb2, publish_pb2
+from pscore.publish import codec
+from pscore.publish.codec import BitArray, Delta, form_of
+from pscore.subscription.assembly import EMPTY, Ask, Assembly, Fetch, WatchFor, WeightsVersion
+from pscore.subscription.lines import ReaderLine, this_process
+from pscore.subscription.weights import Map, PublishedWeights, named, require_dtype, step_of
+from pscore.table_spec import TableSpec
+from pscore.types import ByteArray
+
+WAIT_S = 5.0  # One long poll.
+FIRST_WAIT_S = 0.3  # One before the table is known.
+TABLE = "model"
+
+
+class Target(Protocol):
+    """A holder of weights that a reader keeps at the version that is committed."""
+
+    def prepare(self, weights: PublishedWeights) -> None:
+        """Prepares a version that is about to be committed."""
+
+    def apply(self) -> None:
+        """Shows the version that was prepared.
+
+        Raises:
+            BrokenModuleError: It holds a part of it.
+        """
+
+
+class Reader:
+    """A reader of one table; used by one thread at a time."""
+
+    def __init__(
+        self,
+        servers: str | Iterable[str] | None = None,
+        *,
+        job: str | None = None,
+        table: str = TABLE,
+        dtype: str = "float32",
+        token_file: str | None = None,
+        map: Map | None = None,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            servers: Addresses of all shards in their order, or of a relay; PACELINE_SERVERS if it
+                is not given.
+            job: Name of the job; PACELINE_JOB if it is not given.
+            table: Name of the table; `model` is that of `DistributedOptimizer`.
+            dtype: Type of the arrays: `float32`, `float16`, or `bf16` for `uint16`, the bits that
+                travel.
+            token_file: File with a token that reads the job (`night:read TOKEN`).
+            map: Called with each name and array; returns the names and arrays that take its place,
+                for tensors that are fused or named otherwise.
+
+        Raises:
+            ConfigError: There is no address or no job, or an argument or file is wrong.
+        """
+        require_dtype(dtype)
+        addresses = parse_addresses(servers or os.environ.get("PACELINE_SERVERS"))
+        self.job = job or os.environ.get("PACELINE_JOB") or ""
+        if not addresses or not self.job:
+            missing = "servers= (PACELINE_SERVERS)" if self.job else "job= (PACELINE_JOB)"
+            raise ConfigError(f"a reader of weights needs {missing}")
+        credentials = read_credentials(job=self.job, token_file=token_file, reads=True)
+        self._reader = this_process(1 + secrets.randbits(62))
+        self._lines = [
+            ReaderLine(
+                address=address,
+                index=index,
+                num_shards=len(addresses),
+                credentials=credentials,
+                job=self.job,
+                table=table,
+            )
+            for index, address in enumerate(addresses)
+        ]
+        self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="subscriber")
+        self._dtype, self._map = dtype, map
+        self._known = ""  # Fingerprint of the declaration that `_layout` follows from.
+        self._layout: Layout | None = None
+        self._assembly: Assembly | None = None
+        self._work: BitArray = np.zeros(0, dtype=np.uint16)
+        self._is_shown = False  # Whether `_work` is the memory of `_weights`.
+        self._exact = True
+        self._weights: PublishedWeights | None = None
+        self._staged: PublishedWeights | None = None
+        self._targets: list[Target] = []
+
+    # ----- what a user calls
+
+    @property
+    def weights(self) -> PublishedWeights | None:
+        """The version that was committed last; None: none yet."""
+        return self._weights
+
+    @property
+    def resyncs(self) -> int:
+        """Slices that came whole though this reader had held them."""
+        return 0 if self._assembly is None else self._assembly.resyncs
+
+    def wait(
+        self, newer_than: WeightsVersion | None = None, timeout_s: float | None = None
+    ) -> PublishedWeights:
+        """Returns the newest version, which is newer than `newer_than`; waits until there is one.
+
+        Args:
+            newer_than: The identity of a version, `weights.version`; None: any version will do.
+            timeout_s: The longest wait, in seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: There was none in time; the message says what is missing.
+            PacelineError: A shard refuses this reader.
+        """
+        self.stage(newer_than, timeout_s)
+        return self.commit()
+
+    def stage(
+        self, newer_than: WeightsVersion | None = None, timeout_s: float | None = None
+    ) -> WeightsVersion:
+        """Fetches and checks the newest version, and prepares it for the targets.
+
+        Arguments, and errors raised, are those of `wait`. `commit` shows the version.
+        """
+        weights = self._fetch(newer_than, timeout_s)
+        if weights is not self._weights:
+            for target in self._targets:
+                target.prepare(weights)
+        self._staged = weights
+        return weights.version
+
+    def commit(self) -> PublishedWeights:
+        """Shows the version that was staged, in the targets too, and returns it.
+
+        Raises:
+            ConfigError: None is staged.
+            BrokenModuleError: A target could not be changed; it holds a part of the version.
+        """
+        if self._staged is None:
+            raise ConfigError("no version is staged: call stage() before commit()")
+        for target in self._targets:
+            target.apply()
+        self._weights, self._staged = self._staged, None
+        self._reader.lineage, self._reader.number = self._weights.version
+        self._reader.resyncs = self.resyncs
+        return self._weights
+
+    def keep(self, target: Target) -> None:
+        """Shows each version that is committed from now on in a target, and one committed before.
+
+        Raises:
+            BrokenModuleError: The target holds a part of it.
+        """
+        if self._weights is not None:
+            target.prepare(self._weights)
+            target.apply()
+        self._targets.append(target)
+
+    def close(self) -> None:
+        """Ends the reading; committed weights stay as they are."""
+        for line in self._lines:
+            line.close(self._reader)
+        self._pool.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ----- fetching
+
+    def _fetch(
+        self, newer_than: WeightsVersion | None, timeout_s: float | None
+    ) -> PublishedWeights:
+        """Returns the newest version, newer than `newer_than`.
+
+        Raises:
+            TimeoutError: There was none in time.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        looked = False  # Whether each shard has said in this call what it has.
+        while True:
+            held = self._staged or self._weights
+            found = self._take()
+            if found is not None:
+                held = found
+            asks = [self._ask(index) for index in range(len(self._lines))]
+            is_idle = not any(isinstance(ask, Fetch) for ask in asks)
+            if held is not None and (newer_than is None or held.version > newer_than):
+                if looked and (found is not None or is_idle):
+                    return held
+            elif end_s is not None and time.monotonic() >= end_s:
+                raise TimeoutError(self._reason(newer_than, timeout_s or 0.0))
+            if found is not None:
+                self._staged = found
+            wait_s = WAIT_S if looked else 0.0
+            if self._assembly is None:  # A shard may have no slice of the table.
+                wait_s = min(wait_s, FIRST_WAIT_S)
+            if end_s is not None:
+                wait_s = max(0.0, min(wait_s, end_s - time.monotonic()))
+            self._do(asks, wait_s)
+            looked = True
+
+    def _take(self) -> PublishedWeights | None:
+        assembly = self._assembly
+        if assembly is None or assembly.ready is None:
+            return None
+        assert self._layout is not None
+        step, version = assembly.step, assembly.take()
+        self._is_shown = True
+        return PublishedWeights(
+            version=version,
+            step=step_of(self._layout, self._work, step),
+            exact=self._exact,
+            arrays=named(self._layout, self._work, self._dtype, self._map),
+            bits=self._work,
+            layout=self._layout,
+        )
+
+    def _reason(self, newer_than: WeightsVersion | None, timeout_s: float) -> str:
+        than = "" if newer_than is None else f" newer than {tuple(newer_than)}"
+        troubles = "; ".join(dict.fromkeys(line.trouble for line in self._lines if line.trouble))
+        return f"no version of job {self.job!r}{than} within {timeout_s:g} s" + (
+            f": {troubles}" if troubles else ""
+        )
+
+    def _ask(self, index: int) -> Ask | None:
+        if self._assembly is None:
+            return WatchFor(lineage=0, after=EMPTY)
+        return self._assembly.next(index)
+
+    def _do(self, asks: list[Ask | None], wait_s: float) -> None:
+        """Asks the shards, at the same time, and notes what they answer."""
+        calls: list[Callable[[], Callable[[], None] | None]] = []
+        for index, ask in enumerate(asks):
+            if isinstance(ask, Fetch):
+                calls.append(partial(self._fetch_from, index, ask))
+            elif ask is not None:
+                # Those that have what others lack are asked again at once.
+                others = any(isinstance(other, Fetch) for other in asks)
+                calls.append(partial(self._watch, index, ask, 0.0 if others else wait_s))
+        for note in list(self._pool.map(lambda call: call(), calls)):
+            if note is not None:
+                note()
+
+    def _watch(self, index: int, ask: WatchFor, wait_s: float) -> Callable[[], None] | None:
+        reply = self._lines[index].watch(ask, wait_s, self._known, self._reader)
+        return None if reply is None else partial(self._note_news, index, reply)
+
+    def _note_news(self, index: int, reply: publish_pb2.WatchReply) -> None:
+        if reply.HasField("table"):
+            self._follow(TableSpec.from_proto(reply.table))
+        if self._assembly is not None:
+            self._exact = reply.exact
+            self._assembly.seen(index, reply.lineage, reply.newest)
+
+    def _follow(self, spec: TableSpec) -> None:
+        """Begins with a table, or with another than before: nothing of it is held."""
+        known = fingerprint(spec.tensors, spec.num_shards)
+        if known == self._known:
+            return
+        if spec.num_shards != len(self._lines):
+            raise ConfigError(
+                f"job {self.job!r} has {spec.num_shards} shards, and {len(self._lines)} servers "
+                "are given: give all of them, in order"
+            )
+        self._known, self._layout = known, spec.layout()
+        taken = None if self._assembly is None else self._assembly.taken
+        self._assembly = Assembly(
+            shard_of={part.index: part.shard for part in self._layout.slices},
+            num_shards=len(self._lines),
+            taken=taken,
+        )
+        self._work = np.zeros(self._layout.numel, dtype=np.uint16)
+        self._is_shown = False
+
+    def _fetch_from(self, index: int, ask: Fetch) -> Callable[[], None] | None:
+        found = self._lines[index].fetch(ask, self._reader.id)
+        return None if found is None else partial(self._note_slices, index, *found)
+
+    def _note_slices(self, index: int, reply: data_pb2.FetchReply, payload: ByteArray) -> None:
+        assert self._assembly is not None
+        assert self._layout is not None
+        if self._is_shown:  # Its memory belongs to the version that was taken.
+            self._work, self._is_shown = self._work.copy(), False
+        begin, landed = 0, 0
+        for entry in reply.slices:
+            if not 0 <= entry.slice < len(self._layout.slices):
+                raise DecodeError(f"shard {index} answers with slice {entry.slice}")
+            spec = self._layout.slices[entry.slice]
+            nbytes = 2 * spec.numel
+            if entry.base != EMPTY:
+                nbytes = sum(delta.nbytes for delta in entry.deltas)
+            part, begin = payload[begin : begin + nbytes], begin + nbytes
+            if self._assembly.expects(index, reply.lineage, entry.slice, entry.base, entry.number):
+                landed += 1
+                self._land(entry, self._work[spec.start : spec.stop], part)
+        if not landed:
+            self._assembly.missed(index)
+
+    def _land(self, entry: data_pb2.FetchedSlice, bits: BitArray, payload: ByteArray) -> None:
+        """Writes a slice into the memory of the next version, and checks its fingerprint."""
+        assert self._assembly is not None
+        try:
+            if entry.base == EMPTY:
+                codec.apply(Delta(form=codec.Form.DENSE, payload=payload), bits)
+            begin = 0
+            for delta in entry.deltas:
+                part = payload[begin : begin + delta.nbytes]
+                codec.apply(Delta(form=form_of(delta.form), payload=part), bits)
+                begin += delta.nbytes
+            is_true = codec.fingerprint(bits) == entry.fingerprint
+        except DecodeError:
+            is_true = False
+        if not is_true:
+            self._assembly.broke(entry.slice)
+            return
+        self._assembly.landed(
+            entry.slice,
+            entry.number,
+            entry.fingerprint,
+            entry.step,
+            whole=entry.base == EMPTY,
+        )

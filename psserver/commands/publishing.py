@@ -1,0 +1,85 @@
+"""`psserver publish --to DIR`: reads the published weights of a job, and writes each version."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+
+from pscore.errors import ConfigError
+from pscore.subscription.reader import Reader
+from pscore.subscription.weights import Map
+from psserver.exits import CommandError, Exit
+from psserver.publish.folder import VersionsFolder
+
+PAUSE_S = 5.0  # After a version that could not be written.
+
+
+def publish_versions(
+    folder: VersionsFolder,
+    servers: Sequence[str],
+    *,
+    job: str,
+    table: str,
+    dtype: str,
+    names: str | None,
+    token_file: str | None,
+    is_once: bool,
+) -> None:
+    """Writes versions that are newer than those of the folder, until it is interrupted.
+
+    A version that cannot be written, because the disk is full, is left out: the command says so,
+    and continues with the next one.
+
+    Args:
+        folder: Where they go.
+        servers: Addresses of all shards, in order.
+        job: Name of the job.
+        table: Name of the table.
+        dtype: Type of the tensors: `bf16`, `float16` or `float32`.
+        names: `MODULE:FUNCTION`, called with each name and array; None: all stay as they are.
+        token_file: File with a token that reads the job; None: that of the environment.
+        is_once: Whether one version is enough.
+
+    Raises:
+        CommandError: The one version could not be written.
+        ConfigError: An argument is wrong.
+        PacelineError: A shard refuses this reader.
+    """
+    mapping = None if names is None else _function(names)
+    with Reader(
+        servers, job=job, table=table, dtype=dtype, token_file=token_file, map=mapping
+    ) as reader:
+        newest = folder.newest()
+        while True:
+            weights = reader.wait(newer_than=newest)
+            newest = weights.version
+            try:
+                path = folder.write(weights, job)
+            except OSError as problem:
+                message = f"step {weights.step} of job {job!r} was not written: {problem}"
+                if is_once:
+                    raise CommandError(Exit.STATE_DIR, message) from problem
+                sys.stderr.write(f"psserver: {message}; the next version is tried\n")
+                time.sleep(PAUSE_S)
+                continue
+            sys.stdout.write(f"{path} step {weights.step}\n")
+            sys.stdout.flush()
+            if is_once:
+                return
+
+
+def _function(name: str) -> Map:
+    """Returns the function that `module:function` names, of the folder of the command or of Python.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found: Map = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise ConfigError(f"--map {name}: {problem}; give MODULE:FUNCTION") from problem
+    return found

@@ -1,0 +1,185 @@
+"""Published weights as folders: versions in the layout of Hugging Face, for other programs.
+
+    TO/v1-000000000120/model.safetensors    one version, complete from the moment it has this name
+                       publication.json     its identity, step, and the SHA-256 of each file
+                       config.json, ...     files of the model, as they were given
+    TO/latest                               a link to the newest one
+
+Engines that load a model from a folder (`from_pretrained`, vLLM, SGLang's
+`update_weights_from_disk`) take one of them, or `latest`. Large models are divided into several
+files with an index, as `save_pretrained` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pscore.errors import ConfigError
+from pscore.json_text import to_json
+from pscore.subscription.assembly import WeightsVersion
+from pscore.subscription.weights import PublishedWeights
+
+LATEST, ABOUT, INDEX = "latest", "publication.json", "model.safetensors.index.json"
+WRITING = ".writing-"
+NAME = re.compile(r"v(\d+)-(\d+)")
+# Types of safetensors, by those of numpy; `uint16` are the bits of bfloat16.
+TYPES = {"uint16": "BF16", "float16": "F16", "float32": "F32"}
+ALIGN_NBYTES = 8
+CHUNK_NBYTES = 1 << 20
+
+Array = npt.NDArray[Any]
+
+
+class VersionsFolder:
+    """A folder with the newest versions of a job's weights."""
+
+    def __init__(self, to: Path, *, keep: int, nbytes_max: int, model: Path | None = None) -> None:
+        """Makes the folder, and deletes what a process that was killed has left half-written.
+
+        Args:
+            to: The folder.
+            keep: Number of versions that stay.
+            nbytes_max: Bytes of tensors in one file.
+            model: Folder whose other files (configuration, tokenizer) each version gets too.
+
+        Raises:
+            ConfigError: `model` is not a folder.
+            OSError: The folder cannot be made.
+        """
+        if model is not None and not model.is_dir():
+            raise ConfigError(f"{model} is no folder: give the one with config.json of the model")
+        self._to, self._keep, self._nbytes_max, self._model = to, keep, nbytes_max, model
+        to.mkdir(parents=True, exist_ok=True)
+        for path in to.glob(f"{WRITING}*"):
+            shutil.rmtree(path)
+
+    def newest(self) -> WeightsVersion | None:
+        """Returns the newest version that is there; None: there is none."""
+        return max(self._versions(), default=None)
+
+    def write(self, weights: PublishedWeights, job: str) -> Path:
+        """Writes a version; it has its name when all of it is on the disk.
+
+        Args:
+            weights: The version.
+            job: Name of the job.
+
+        Returns:
+            The folder of the version.
+
+        Raises:
+            OSError: There is no room for it; former versions are as they were.
+        """
+        path = self._path(weights.version)
+        writing = self._to / f"{WRITING}{secrets.token_hex(4)}"
+        writing.mkdir()
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, writing, ignore_errors=True)  # Unless it has its name.
+            self._copy_model(writing)
+            files = _write_tensors(writing, weights.arrays, self._nbytes_max)
+            about = {
+                "job": job,
+                "lineage": weights.version.lineage,
+                "number": weights.version.number,
+                "step": weights.step,
+                "exact": weights.exact,
+                "sha256": {name: _sha256(writing / name) for name in files},
+            }
+            (writing / ABOUT).write_text(to_json(about, indent=1) + "\n", encoding="utf-8")
+            _sync_folder(writing)
+            writing.rename(path)
+        self._point_to(path)
+        for version in sorted(self._versions())[: -self._keep]:
+            shutil.rmtree(self._path(version))
+        return path
+
+    def _path(self, version: WeightsVersion) -> Path:
+        return self._to / f"v{version.lineage}-{version.number:012d}"
+
+    def _versions(self) -> Iterator[WeightsVersion]:
+        for path in self._to.iterdir():
+            if (found := NAME.fullmatch(path.name)) and (path / ABOUT).is_file():
+                yield WeightsVersion(lineage=int(found[1]), number=int(found[2]))
+
+    def _copy_model(self, to: Path) -> None:
+        """Copies the model's files, without its weights."""
+        if self._model is not None:
+            for path in self._model.iterdir():
+                if path.is_file() and ".safetensors" not in path.name and path.suffix != ".bin":
+                    shutil.copy2(path, to)
+
+    def _point_to(self, path: Path) -> None:
+        link = self._to / f"{WRITING}{secrets.token_hex(4)}"
+        link.symlink_to(path.name)
+        os.replace(link, self._to / LATEST)
+        _sync_folder(self._to)
+
+
+def _write_tensors(folder: Path, arrays: Mapping[str, Array], nbytes_max: int) -> list[str]:
+    """Writes tensors into as many files as are needed; returns the files' names."""
+    parts: list[dict[str, Array]] = [{}]
+    room = nbytes_max
+    for name, array in arrays.items():
+        if parts[-1] and array.nbytes > room:
+            parts.append({})
+            room = nbytes_max
+        parts[-1][name] = array
+        room -= array.nbytes
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    for name, part in zip(names, parts, strict=True):
+        _write_file(folder / name, part)
+    if len(parts) > 1:
+        files = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        total = sum(array.nbytes for array in arrays.values())
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        return [*names, INDEX]
+    return names
+
+
+def _write_file(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Writes tensors in the format of safetensors, whose writer for numpy has no bfloat16."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        dtype = TYPES[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGN_NBYTES)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_NBYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
