@@ -32,13 +32,6 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show the settings and their origins.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
-Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
-StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="Directory for run file and logs; if given, also for journals and checkpoints."
-    ),
-]
 RunPort = Annotated[
     int | None,
     typer.Option(help="Port of shard 0, for servers of this machine [the only ones, or 7070]."),
@@ -49,48 +42,8 @@ RunStateDir = Annotated[
         help="Directory that servers of this machine were started with [PACELINE_STATE_DIR]."
     ),
 ]
-Cluster = Annotated[
-    str | None, typer.Option(help="Name shared by the shards of one cluster [a new one].")
-]
-DataPort = Annotated[int | None, typer.Option(help="Port of shard 0's data sockets [a free one].")]
 Detach = Annotated[
     bool, typer.Option("--detach", help="Run in the background; return when all are ready.")
-]
-ShardAddresses = Annotated[
-    str | None,
-    typer.Option(
-        help="Addresses of all shards in order; checkpoints with --shard-index need them."
-    ),
-]
-CheckpointCopies = Annotated[
-    str | None,
-    typer.Option(help="Second place for checkpoints: a folder of another host, or a URL [none]."),
-]
-Publish = Annotated[
-    str | None,
-    typer.Option(help="Jobs whose weights are published: JOB:every=K, separated by commas."),
-]
-PublishMbit = Annotated[
-    int | None, typer.Option(help="Most Mbit/s from each shard to each reader [no limit].")
-]
-Threads = Annotated[
-    int | None, typer.Option(help="Threads of each shard for numeric work [cores/shards].")
-]
-LeaseS = Annotated[
-    float | None, typer.Option(help="Seconds of silence until a worker is declared lost [10].")
-]
-GraceS = Annotated[
-    float | None, typer.Option(help="Seconds that requests under way may take at the end [10].")
-]
-KeepEndedS = Annotated[float | None, typer.Option(help="Seconds that an ended job is kept [3600].")]
-KeepInterruptedS = Annotated[
-    float | None, typer.Option(help="Seconds that an interrupted job is kept [604800].")
-]
-KeepCheckpointsS = Annotated[
-    float | None, typer.Option(help="Seconds that checkpoints of ended jobs are kept [604800].")
-]
-MemoryMb = Annotated[
-    int | None, typer.Option(help="MiB for the tables of each shard [the host's memory].")
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
@@ -124,75 +77,37 @@ def _options(
     """Options of every command."""
 
 
-@app.command()
+class StartCommand(typer.core.TyperCommand):
+    """A command that also has a flag for each setting.
+
+    The settings are imported when they are needed: other commands start sooner without pydantic.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns the command's own options behind those of the settings."""
+        from psserver.commands.settings_flags import make_flags
+
+        return [*make_flags(), *super().get_params(ctx)]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command, with the flags of the settings in `ctx.obj`."""
+        own = {param.name for param in self.params}
+        ctx.obj = {name: ctx.params.pop(name) for name in set(ctx.params) - own}
+        return super().invoke(ctx)
+
+
+@app.command(cls=StartCommand)
 def start(
+    context: typer.Context,
     *,
-    shards: Annotated[int | None, typer.Option(help="Number of shards [1].")] = None,
-    shard_index: Annotated[
-        int | None, typer.Option(help="Start only the shard with this index; needs --cluster.")
-    ] = None,
-    cluster: Cluster = None,
-    port: Port = None,
-    data_port: DataPort = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Detach = False,
-    state_dir: StateDir = None,
-    checkpoint_s: Annotated[
-        float | None, typer.Option(help="Seconds between checkpoints in --state-dir [300].")
-    ] = None,
-    checkpoint_copies: CheckpointCopies = None,
-    shard_addresses: ShardAddresses = None,
-    snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
-    durability: Annotated[
-        str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
-    ] = None,
-    threads: Threads = None,
-    lease_s: LeaseS = None,
-    grace_s: GraceS = None,
-    memory_mb: MemoryMb = None,
-    keep_ended_s: KeepEndedS = None,
-    keep_interrupted_s: KeepInterruptedS = None,
-    keep_checkpoints_s: KeepCheckpointsS = None,
-    under_way_mb: Annotated[
-        int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
-    ] = None,
-    publish: Publish = None,
-    publish_mbit: PublishMbit = None,
-    timeline: Annotated[
-        Path | None, typer.Option(help="File for the Chrome trace that shards write at their end.")
-    ] = None,
-    restart: Annotated[
-        bool | None, typer.Option(help="Restart a shard that dies [--restart].")
-    ] = None,
-    alive_file: Annotated[
-        Path | None, typer.Option(help="File to touch every 10 s while the shards work.")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the shards.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of that certificate.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Require clients to have a certificate of this CA.")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with a token for everything, or lines: job token.")
-    ] = None,
-    insecure: Annotated[
-        bool | None,
-        typer.Option("--insecure", help="Listen beyond loopback without TLS and tokens."),
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
-    ] = None,
-    log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
-    log_max_mb: Annotated[
-        int | None, typer.Option(help="MiB of a log file before the next one [64]; 0: no limit.")
-    ] = None,
     config: Config = None,
+    snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start shards, one process each, on ports P..P+N-1."""
     from psserver.process.start import launch
 
-    flags = {k: v for k, v in locals().items() if k not in ("detach", "launch")}
+    flags = {**context.obj, "config": config, "snapshot_s": snapshot_s}
     sys.exit(launch(_settings(flags), detach=detach))
 
 

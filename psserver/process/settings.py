@@ -256,7 +256,7 @@ def resolve(flags: Mapping[str, object] | None = None, file: Path | None = None)
         for field in kind.model_fields:
             variable = f"{kind.model_config['env_prefix']}{field.upper()}"
             origins[f"{section}.{field}"] = (
-                f"flag --{_flag(section, field)}"
+                f"flag --{flag_of(section, field)}"
                 if field in from_flags
                 else f"environment {variable}"
                 if field in from_env
@@ -465,7 +465,8 @@ def _wanted(kind: type[BaseSettings], field: str, error: Mapping[str, Any]) -> s
     return message.removeprefix("Input should be ").partition(",")[0]
 
 
-def _flag(section: str, field: str) -> str:
+def flag_of(section: str, field: str) -> str:
+    """Returns the flag of a setting, without dashes before it."""
     name = field.replace("_", "-")
     return name if section == "server" else f"{section}-{name}"
 

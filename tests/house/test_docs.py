@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from typer.main import get_command
 
 from benchmarks import pages
@@ -58,7 +59,9 @@ def test_every_command_and_its_options_exist(program: str, app: object) -> None:
     for line in shown:
         subcommand, *words = re.split(r"[\s|]+", line.partition(" -- ")[0])
         assert subcommand in known, line
-        options = {option for item in known[subcommand].params for option in item.opts}
+        command = known[subcommand]
+        items = command.get_params(typer.Context(command))
+        options = {option for item in items for option in item.opts}
         given = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert given <= options | {"--"}, line
 

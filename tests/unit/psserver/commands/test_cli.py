@@ -1,18 +1,40 @@
 """The options of `psserver`'s commands."""
 
+from typing import Any
+
 import typer
 
 from psserver.commands.cli import app
+from psserver.process.settings import SECTIONS, flag_of
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
+def parameters(name: str) -> list[Any]:
+    command = COMMANDS[name]
+    return list(command.get_params(typer.Context(command)))
+
+
+def test_each_setting_has_a_flag_that_is_passed_on_only_if_it_is_given() -> None:
+    flags = {option.name: option for option in parameters("start")}
+    settings = {
+        flag_of(section, field).replace("-", "_")
+        for section, kind in SECTIONS.items()
+        for field in kind.model_fields
+    }
+    assert flags.keys() - settings == {"detach", "config", "snapshot_s", "help"}
+    assert settings <= flags.keys()
+    assert {flags[name].default for name in settings} == {None}
+    assert flags["restart"].secondary_opts == ["--no-restart"]
+    assert flags["insecure"].secondary_opts == []
+
+
 def test_commands_that_find_servers_describe_the_search_and_not_the_start() -> None:
-    start = {option.name: option.help for option in COMMANDS["start"].params}
+    start = {option.name: option.help for option in parameters("start")}
     found = [
         (command, option)
         for command in COMMANDS.values()
-        for option in command.params
+        for option in parameters(command.name)
         if command.name != "start" and option.name in ("port", "state_dir")
     ]
     assert {command.name for command, _ in found} >= {"status", "stop", "forget", "logs", "doctor"}
