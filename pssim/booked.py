@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Role, Verdict
 from psserver.slices.base import Payload
 from pssim.captures import ResidualBook
@@ -21,8 +23,7 @@ from pssim.events import Recorder, What
 from pssim.ledger import Ledger, SentPush
 from pssim.network import Loop, Message, Network
 from pssim.shard import SimulatedShard
-from pssim.transport import is_load
-from pssim.worker import Program, Worker
+from pssim.worker import Program, Worker, is_load
 from psworker.transports.base import PullCall
 
 GROUP = {
@@ -41,14 +42,38 @@ def start_weights(layout: Layout) -> FloatArray:
     return (np.arange(layout.numel) % 7).astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedJob:
+    """The parts of a simulated job that each worker has to know.
+
+    Attributes:
+        case: The simulated job.
+        spec: Its table.
+        layout: The table's slices.
+        optimizer: The shards' optimizer.
+        shards: The shards.
+        ledger: The books.
+        loop: Virtual time.
+        network: Between workers and shards.
+        recorder: Collects events.
+    """
+
+    case: Case
+    spec: TableSpec
+    layout: Layout
+    optimizer: Optimizer
+    shards: Sequence[SimulatedShard]
+    ledger: Ledger
+    loop: Loop
+    network: Network
+    recorder: Recorder
+
+
 class BookedWorker(Worker):
     """A worker that the ledger watches.
 
     Attributes:
-        case: The simulated job.
-        optimizer: The shards' optimizer.
-        ledger: The books.
-        recorder: Collects events.
+        case: The simulated job; likewise the other parts of `WatchedJob`.
         rng: Its randomness.
         grads: Gradient of each slice in the step under way.
         elements: Elements of each slice that its steps since the last push of it have touched.
@@ -57,29 +82,15 @@ class BookedWorker(Worker):
         residuals: Its residuals after each push, for checkpoints.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        case: Case,
-        layout: Layout,
-        optimizer: Optimizer,
-        shards: Sequence[SimulatedShard],
-        ledger: Ledger,
-        loop: Loop,
-        network: Network,
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, rank: int, job: WatchedJob) -> None:
         """Makes the worker, without a process."""
-        super().__init__(rank, shards, loop, network)
-        self.case = case
-        self.layout = layout
-        self.optimizer = optimizer
-        self.ledger = ledger
-        self.recorder = recorder
-        self.rng = random.Random(case.seed * 31 + rank)
-        self.grads = [torch.zeros(part.numel) for part in layout.slices]
-        self.elements: list[list[int]] = [[] for _ in layout.slices]
-        self.segment: FloatArray = np.zeros(layout.numel, np.float32)
+        super().__init__(rank, job.shards, job.loop, job.network)
+        self.case, self.spec, self.layout = job.case, job.spec, job.layout
+        self.optimizer, self.ledger, self.recorder = job.optimizer, job.ledger, job.recorder
+        self.rng = random.Random(job.case.seed * 31 + rank)
+        self.grads = [torch.zeros(part.numel) for part in job.layout.slices]
+        self.elements: list[list[int]] = [[] for _ in job.layout.slices]
+        self.segment: FloatArray = np.zeros(job.layout.numel, np.float32)
         self.step_now = 0
         self.residuals = ResidualBook()
         self._pushed: dict[int, int] = {}  # By slice: step of the newest push.

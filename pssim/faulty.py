@@ -7,34 +7,28 @@ is checked when it is made.
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from pscore.compressors.none import NoCompression
-from pscore.errors import ReplacedError
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
 from pscore.table_spec import TableSpec
-from pscore.types import FloatArray, Role, TensorSpec
+from pscore.types import FloatArray, TensorSpec
 from psserver.decisions.orders import Update
 from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
-from pssim.booked import start_weights
+from pssim.booked import WatchedJob, start_weights
 from pssim.captures import Captures
 from pssim.case import NUMEL, Case
 from pssim.cluster import Cluster, quiet, small_slices
-from pssim.connected import LEASE_S, ConnectedWorker
-from pssim.events import Event, Recorder, What
+from pssim.events import Event, Recorder
+from pssim.faulty_worker import LEASE_S, FaultyWorker
 from pssim.ledger import Ledger, SliceBook
-from pssim.network import FaultyNetwork, Loop, Network, StuckError
+from pssim.network import FaultyNetwork, Loop, StuckError
 from pssim.shard import Decision, SimulatedShard
-from pssim.worker import Program
-from psworker.replica.slice_ends import OF_ROUNDS
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Seconds of virtual time; a job takes a few seconds, and a dead worker a lease.
@@ -49,209 +43,6 @@ def poison_unreferenced(store: Store) -> None:
     assert store.journal is not None
     store.journal.pool.poison_free()
     store.copies.poison_others()
-
-
-class FaultyWorker(ConnectedWorker):
-    """A worker that may die, return, and be cut off.
-
-    Attributes:
-        is_dead: Whether its process has been killed.
-        num_returns: How often it has returned after the shards had declared it lost.
-        has_come: Whether any incarnation has had its first weights.
-        others: The other workers of the job.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        case: Case,
-        spec: TableSpec,
-        layout: Layout,
-        optimizer: Optimizer,
-        shards: Sequence[SimulatedShard],
-        ledger: Ledger,
-        loop: Loop,
-        network: Network,
-        recorder: Recorder,
-    ) -> None:
-        """Makes the worker and its first process; `start` starts it."""
-        super().__init__(
-            rank, case, spec, layout, optimizer, shards, ledger, loop, network, recorder
-        )
-        self.is_dead = False
-        self.num_returns = 0
-        self.has_come = False
-        self.others: Sequence[FaultyWorker] = ()
-        self._start_process()
-
-    def _start_process(self) -> None:
-        self.segment = np.zeros(self.layout.numel, np.float32)
-        self.start_process(
-            self._train(),
-            self._spec,
-            self.layout,
-            self.optimizer,
-            torch.zeros(self.layout.numel),
-            self.case.num_workers,
-        )
-        share = 1.0 / (1 + self.rank)
-        self.replica.speed = lambda: share
-
-    # ----- life and death
-
-    def start(self) -> None:
-        """Schedules the begin of the program."""
-        comes_s = self.case.comes_s[self.rank] if self.case.comes_s else 0.0
-        if comes_s:  # Its clocks begin where the others are.
-            self.ledger.came_back.add(self.rank)
-        self.loop.after(comes_s, self.resume)
-
-    def die(self) -> None:
-        """Kills the process; it may be started again later."""
-        if self.is_over:
-            return
-        self.network.note(f"{self.name} is killed")
-        self.is_dead = True
-        self._begin_incarnation()
-        back_s = self.case.back_s[self.rank]
-        if back_s is None:
-            self.is_over = True
-        else:
-            self.loop.after(back_s, self._revive)
-
-    def advance(self) -> None:
-        """Runs the program until it has to wait, while its process lives."""
-        if not self.is_dead:
-            super().advance()
-
-    def _revive(self) -> None:
-        self.network.note(f"{self.name} is started again")
-        self.is_dead = False
-        self._restart += 1
-        self._former.clear()
-        self.step_now += 1
-        self._start_process()
-        self.replica.step = self.step_now
-        self.resume()
-
-    def _begin_incarnation(self) -> None:
-        """Leaves all requests under way to the incarnation that ends."""
-        self._former.append(self.incarnation)
-        self.incarnation += 1000
-        self.ledger.came_back.add(self.rank)
-        self._problem = None
-        self.has_begun = False
-        self.clear(range(len(self.elements)))
-        self.pushes.clear()
-
-    # ----- the program
-
-    def _train(self) -> Program:
-        yield from self._join(returns=self._restart > 0)
-        yield from self._define()
-        if self.rank == 0 and not self._restart:
-            yield from self._upload()
-        self.set_hyper()
-        yield from self.wait_for_pulls(self.replica.begin(self.exchange))
-        self.has_begun = self.has_come = True
-        if self.loop.now_s < self.case.begins_s:
-            yield self.case.begins_s - self.loop.now_s
-        dies_s = self.case.dies_s[self.rank]
-        if dies_s is not None and not self._restart:
-            self.loop.after(dies_s, self.die)
-        while self.step_now < self.case.steps[self.rank]:
-            try:
-                yield from self._compute()
-                yield from self._step()
-            except ReplacedError as problem:
-                yield from self._come_back(problem)
-            self.step_now += 1
-        stays = self.case.min_workers and self.rank == 0
-        while stays and not all(other.has_come for other in self.others):
-            self.waits_for = "all to join"
-            yield 0.1
-        try:
-            yield from self._finish()
-        except ReplacedError as problem:
-            if self.case.min_workers:  # The others may wait for it.
-                yield from self._come_back(problem)
-                yield from self._finish()
-            else:
-                self.network.note(f"{self.name} was lost at its end: {problem}")
-                self.is_dead = True
-                self._begin_incarnation()
-
-    def _compute(self) -> Program:
-        note, step = self.recorder.note, self.step_now
-        note(self.name, What.COMPUTE_STARTED, worker=self.rank, step=step)
-        pace = 1.0 if self.case.is_steady else self.rng.uniform(0.5, 1.5)
-        yield self.case.compute_s[self.rank] * pace
-        note(self.name, What.COMPUTE_ENDED, worker=self.rank, step=step)
-
-    def _finish(self) -> Program:
-        yield from self.wait_for_pushes()
-        is_open = [index for index, touched in enumerate(self.elements) if touched]
-        self.replica.end_round(self.grads, self.exchange)
-        yield from self.wait_for_pushes()
-        if self.case.rule.outer_optimizer and is_open:
-            self._ended_step(is_open)
-        yield from self.wait_for_pulls(self.replica.settle())
-        self.recorder.leave_out(self.rank)
-        yield from self.wait_for_pulls(self.replica.fetch(None, self.exchange))
-        self.network.note(f"{self.name} leaves")
-        yield from self._leave()
-
-    def _come_back(self, problem: ReplacedError) -> Program:
-        """Joins again after having been declared lost, as `DistributedOptimizer` does."""
-        self.network.note(f"{self.name} returns: {problem}")
-        self.num_returns += 1
-        self._begin_incarnation()
-        yield from self._join(returns=True)
-        yield from self._define()
-        self.exchange.restart()
-        self.replica.restart()
-        yield from self.wait_for_pulls(self.replica.begin(self.exchange))
-        self.has_begun = True
-        if self.replica.clocks.num_fragments == 1:  # Else their rounds have set it.
-            self.replica.step += 1
-
-    def _step(self) -> Program:
-        """Makes one step, as `DistributedOptimizer.step` does."""
-        self.set_hyper()
-        plan, pushed = self.replica.plan(), self.replica.clocks.slices_pushed(self.replica.step)
-        self.make_grads(self.step_now)
-        weights = self.replica.weights[self.layout.slices[0].stop :].clone()
-        samples = self.case.samples[self.rank]
-        if plan.push is Role.GRADIENT:
-            for index in self.replica.front_first():
-                yield from self.wait_for_pulls(self.replica.land(index))
-                yield from self.wait_for_push(index)
-                present, grad, early = self.present(index), self.grads[index], index > 0
-                self.replica.push(index, grad, present, samples, self.exchange, in_backward=early)
-                yield 0.0
-        # The first slice leaves when backward is over; until then it reads those of the others.
-        assert torch.equal(self.replica.weights[self.layout.slices[0].stop :], weights)
-        if plan.push is Role.GRADIENT:
-            for index in self.replica.front_first()[::2]:  # `finish` ends the others.
-                self.replica.end_slice(index, self.grads[index], self.exchange)
-        if plan.inner:
-            for spec in self.layout.slices:
-                self.replica.weights[spec.start : spec.stop] -= self.grads[spec.index]
-        if plan.push in OF_ROUNDS:
-            yield from self.wait_for_pushes()
-        yield from self.wait_for_pulls(self.replica.finish(self.grads, self.exchange, samples))
-        if plan.push is not None:
-            self.clear(pushed)
-            self._ended_step(pushed)
-
-    def _ended_step(self, pushed: Iterable[int]) -> None:
-        self.ledger.stepped[self.rank, self.incarnation, self.step_now] = set(pushed)
-
-    def _upload(self) -> Program:
-        start = start_weights(self.layout)
-        for spec in self.layout.slices:
-            self.exchange.load(spec.index, Role.WEIGHTS, [start[spec.start : spec.stop]], [])
-        yield from self.wait_for_pushes()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -340,29 +131,23 @@ class FaultyCluster(Cluster):
             self.ledger.books[spec.index] = SliceBook(
                 case, spec, self.optimizer, start[spec.start : spec.stop].copy()
             )
+        job = WatchedJob(
+            case=case,
+            spec=self.spec,
+            layout=self.layout,
+            optimizer=self.optimizer,
+            shards=self.shards,
+            ledger=self.ledger,
+            loop=self.loop,
+            network=self.network,
+            recorder=self.recorder,
+        )
         with small_slices(NUMEL):
-            self.workers = self._make_workers(case)
+            self.workers = [FaultyWorker(rank, job) for rank in range(case.num_workers)]
         for worker in self.workers:
             worker.others = [other for other in self.workers if other is not worker]
             worker.check = self.check
             worker.residuals = self.captures.book
-
-    def _make_workers(self, case: Case) -> list[FaultyWorker]:
-        return [
-            FaultyWorker(
-                rank,
-                case,
-                self.spec,
-                self.layout,
-                self.optimizer,
-                self.shards,
-                self.ledger,
-                self.loop,
-                self.network,
-                self.recorder,
-            )
-            for rank in range(case.num_workers)
-        ]
 
     def run(self) -> Outcome:
         """Runs until nothing is left to happen, and checks the end."""
