@@ -345,6 +345,39 @@ def stop(
     sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
 
 
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+@app.command()
+def drain(
+    to: Annotated[str, typer.Argument(help="Address of an empty process of the same shard.")],
+    *,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
+    servers: Servers = None,
+    shard: Annotated[
+        int, typer.Option(help="Place of the shard among the addresses [0].", min=0)
+    ] = 0,
+    mbit: Annotated[int, typer.Option(help="Most Mbit/s before the pause [no limit].", min=0)] = 0,
+) -> None:
+    """Move a shard to another process while its job trains."""
+    from psserver.commands.find import find
+    from psserver.remote.drain import move
+
+    found = find(servers, port, state_dir)
+    if shard >= len(found.addresses):
+        raise ConfigError(f"--shard is {shard}, and there are {len(found.addresses)} addresses")
+    reply = move(
+        found.addresses[shard], to, mbit, found.credentials, lambda text: _say(f"{text}\n")
+    )
+    sys.stdout.write(
+        f"shard moved to {reply.to}: {reply.sent_nbytes / 1e6:.1f} MB sent, no answers for "
+        f"{reply.pause_s:.3f} s; stop the old process, and name the new address from now on\n"
+    )
+
+
 @app.command()
 def logs(
     *,

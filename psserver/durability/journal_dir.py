@@ -263,6 +263,15 @@ class JournalDir:
         self.num_recoveries += 1
         self._try_stamp()
 
+    def adopt(self, instance: int) -> None:
+        """Continues as the shard with this instance, whose journals have been moved here.
+
+        Raises:
+            OSError: That cannot be recorded.
+        """
+        self.instance = instance
+        self._write_stamp()
+
     def nbytes(self) -> int:
         """Returns the bytes of all files in the folder, without the holes in them."""
         total = 0

@@ -28,7 +28,7 @@ class Mender:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: list[str],
         folders: Sequence[Path],
         credentials: Callable[[], Credentials],
         fetch: Callable[[], None] = lambda: None,
@@ -36,7 +36,7 @@ class Mender:
         """Asks nobody yet.
 
         Args:
-            addresses: Addresses of all shards, in order.
+            addresses: Addresses of all shards, in order; those of shards that move are replaced.
             folders: Folders of checkpoints; of equal ones that of the first folder is used.
             credentials: Returns the token for everything.
             fetch: Called where the folders have no usable checkpoint of a job; brings what a second
@@ -53,6 +53,7 @@ class Mender:
         try:
             credentials = self._credentials()
             answers = ask.answers(self._addresses, credentials)
+            ask.follow(self._addresses, answers)
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
             for job, lost in self._losses.look(found).items():
                 self._mend(job, lost, credentials)

@@ -134,6 +134,7 @@ class CheckpointSchedule:
             self._claim()
             credentials = read_credentials(token_file=self._plan.token_file)
             statuses = ask.statuses(self._plan.addresses, credentials, is_patient=True)
+            ask.follow(self._plan.addresses, statuses)
         except (PacelineError, OSError) as problem:
             log.warning("no checkpoints written; the last ones are kept", reason=str(problem))
             return

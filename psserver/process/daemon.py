@@ -41,7 +41,12 @@ from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe import spans
 from pscore.observe.timeline import open_timeline
 from pscore.optimizers import OPTIMIZERS
-from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc, publish_pb2_grpc
+from pscore.pb.ps.v1 import (
+    checkpoint_pb2_grpc,
+    control_pb2_grpc,
+    publish_pb2_grpc,
+    standby_pb2_grpc,
+)
 from pscore.registry import Registry
 from pscore.rules import RULES
 from pscore.text import join_address
@@ -54,6 +59,7 @@ from psserver.engine.resume import recover
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
+from psserver.process.moves import ShardMoves
 from psserver.process.shard_plan import (
     Ready,
     Refused,
@@ -130,6 +136,8 @@ class Daemon:
         )
         self._authorizer = plan.trust.authorizer()
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
+        self._moves = ShardMoves(plan, self.engine, self._journals, self._took_over)
+        self._moves.stop_data, self._moves.start_data = self.close, self._start_data
         self._callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
         self._instance = secrets.randbits(63)
         self._data: Listener | None = None
@@ -149,6 +157,7 @@ class Daemon:
                 ("grpc.max_allowed_incoming_connections", self._connections_max),
             ),
             interceptors=[
+                self._moves.signpost,
                 *spans.interceptors("psserver"),
                 AuthInterceptor(self._authorizer, self.engine.heard),
                 ErrorInterceptor(self.broke, self._callers.note_answered),
@@ -164,6 +173,9 @@ class Daemon:
             partial(_set_aside, self.plan.checkpoint_dir),
         )
         self._servicer.mends = self.plan.mends
+        self._servicer.moving = lambda: self._moves.text
+        self._moves.control = self._servicer
+        standby_pb2_grpc.add_StandbyServicer_to_server(self._moves.servicer(), server)
         if self._to_bring:
             self._servicer.closed = "it first sends the newest checkpoints to the other shards"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
@@ -207,6 +219,7 @@ class Daemon:
         self._server = self._make_server()
         self._port = port = self._bind()
         self._addresses = with_own_port(self.plan.addresses, self.plan.index, port)
+        self._moves.address = join_address(socket.gethostname(), port)
         metrics_port = None
         if self.plan.metrics_port is not None:
             try:
@@ -219,6 +232,7 @@ class Daemon:
             await self._health.set(name, STATUS.SERVING)
         await self._server.start()
         self._data.start()
+        self._moves.mover.resume()
         log.info("shard ready", address=join_address(self.plan.host, port))
         return Ready(port=port, metrics_port=metrics_port)
 
@@ -296,19 +310,22 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.engine.tick()
-            self._publications.tick()
+            if not self._moves.is_frozen:
+                self.engine.tick()
+                self._publications.tick()
+                await self.check_readiness()
             if self.plan.beats:
                 beat()
             setup.tell_left_out()
-            await self.check_readiness()
+            if (move := self._moves.mover.task) is not None and move.done():
+                move.result()  # Raises what only a bug can cause.
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
 
     async def _tick_windows(self) -> None:
         while True:
-            has_windows = self.engine.tick_windows()
+            has_windows = not self._moves.is_frozen and self.engine.tick_windows()
             await asyncio.sleep(WINDOW_TICK_S if has_windows else NO_WINDOW_TICK_S)
 
     async def _keep_room(self) -> None:
@@ -341,9 +358,12 @@ class Daemon:
 
     def _restore(self) -> None:
         """Resumes the jobs in the journals of this shard's previous process."""
-        for name in recover(self.engine):
-            log.warning("job continues where it was", job=name)
-        self._publications.begin()
+        if not self._moves.take_over():
+            if self._moves.is_frozen:  # The shard is another process's.
+                return
+            for name in recover(self.engine):
+                log.warning("job continues where it was", job=name)
+            self._publications.begin()
         if self._journals is not None:
             self._instance = self._journals.instance
         if self.plan.checkpoint_dir is None:
@@ -352,6 +372,21 @@ class Daemon:
         loaded = load(self.engine, Path(self.plan.checkpoint_dir), journals)
         if self.plan.addresses:
             self._to_bring = loaded
+
+    def _took_over(self) -> None:
+        """Serves as the shard whose journals have been moved here."""
+        assert self._journals is not None
+        self._publications.begin()
+        self._instance = self._journals.instance
+        if self._moves.control is not None:
+            self._moves.control.serve_as(self._instance, self._data)
+
+    def _start_data(self) -> None:
+        """Opens the data sockets again, which a move had closed."""
+        self._data = self._make_listener()
+        assert self._moves.control is not None
+        self._moves.control.serve_as(self._instance, self._data)
+        self._data.start()
 
     async def _bring(self) -> None:
         """Sends the other shards their parts of loaded jobs, and then admits workers."""

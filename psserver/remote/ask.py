@@ -79,6 +79,13 @@ def answers(
     return found
 
 
+def follow(addresses: list[str], answers: Sequence[object]) -> None:
+    """Replaces the addresses of shards that have moved; `answers` are their status, or errors."""
+    for index, answer in enumerate(answers):
+        if isinstance(answer, pb.StatusReply) and answer.shard.moved_to:
+            addresses[index] = answer.shard.moved_to
+
+
 def _ask_status(channel: grpc.Channel) -> grpc.CallFuture[pb.StatusReply]:
     stub = control_pb2_grpc.ControlStub(channel)
     return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)

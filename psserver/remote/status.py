@@ -62,6 +62,8 @@ def combine(
                 "under_way_nbytes": reply.under_way_nbytes,
                 "num_recoveries": reply.num_recoveries,
                 "num_mended": reply.num_mended,
+                "moving": reply.moving,
+                "moved_to": reply.shard.moved_to,
                 "copies": _fields(reply.copies) if reply.HasField("copies") else None,
             }
             for address, reply in answered.items()
@@ -247,6 +249,11 @@ def _show_safety(console: Any, shards: Sequence[dict[str, Any]]) -> None:
         console.print(
             f"jobs were set back to a checkpoint {num_mended} times: a shard had lost its part"
         )
+    for shard in shards:
+        if shard["moved_to"]:
+            console.print(f"shard {shard['index']} is at {shard['moved_to']} now", markup=False)
+        if shard["moving"]:
+            console.print(f"shard {shard['index']}: {printable(shard['moving'])}", markup=False)
     for copies in (shard["copies"] for shard in shards if shard["copies"]):
         fares = f"not up to date: {copies['problem']}" if copies["problem"] else copies["count"]
         console.print(

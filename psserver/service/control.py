@@ -185,7 +185,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._process = psutil.Process()
         self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
+        self.told: set[tuple[str, int]] = set()  # Jobs and incarnations that know `_next`.
+        self._next = ""  # Where this shard will soon be.
+        self.moving: Callable[[], str] = lambda: ""  # How its move to another process is.
         self.mends = False  # Whether this start restores jobs that another shard has lost.
+
+    def serve_as(self, instance: int, data: Listener | None) -> None:
+        """Describes this shard with another instance, and another listener of data sockets."""
+        self._instance, self._data = instance, data
+
+    def announce(self, address: str) -> None:
+        """Names the address at which this shard will be in heartbeats; empty: it stays."""
+        self._next = address
+        self.told.clear()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Returns the shard's index and cluster."""
@@ -269,10 +281,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         stage = stage_of(request.stage) if request.HasField("stage") else None
         said = text, left_out, request.reported, peers, pace, plane, stage
         view = job.heartbeat(request.worker, *said)
+        self.told.add((request.job, request.incarnation))
         wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]
         live = view.live if request.wants_live else ()
         return to_proto(
-            pb.HeartbeatReply, view, instance=self._instance, residual_requests=wanted, live=live
+            pb.HeartbeatReply,
+            view,
+            instance=self._instance,
+            residual_requests=wanted,
+            live=live,
+            next_address=self._next,
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
@@ -364,6 +382,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             under_way_nbytes=view.under_way_nbytes,
             num_recoveries=view.num_recoveries,
             num_mended=view.num_mended,
+            moving=self.moving(),
             copies=None if view.copies is None else to_proto(pb.CopiesStatus, view.copies),
             lost=[pb.LostJob(job=name, reason=reason) for name, reason in view.lost],
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -15,11 +16,13 @@ from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2_grpc
+from psworker.connection.movable import MovableChannel
 from psworker.transports import Endpoint, Transport, choose
 from psworker.transports.retry import RetryPolicy
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
+ELSEWHERE_S = 1.0  # Timeout of a question to the next address of a shard that has gone.
 CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a hanging shard is reported within 10 s.
 
 
@@ -42,9 +45,11 @@ class Link:
         self.credentials = credentials
         self.patience = RetryPolicy(address, patience_s, lambda: tls.diagnose(address, credentials))
         self._tls = tls.client_context(credentials)
-        self._channel = spans.traced(credentials.channel(address), "psworker")
-        self.control = control_pb2_grpc.ControlStub(self._channel)
-        self.publications = publish_pb2_grpc.PublicationsStub(self._channel)
+        self._channel = MovableChannel(self._connect(address))
+        self.control = control_pb2_grpc.ControlStub(cast("grpc.Channel", self._channel))
+        self.publications = publish_pb2_grpc.PublicationsStub(cast("grpc.Channel", self._channel))
+        self._next = ""  # Where the shard will soon be, as last reported; empty: it stays.
+        self._moving = threading.Lock()  # Lock of the two above and of `address` in a move.
         self._transport: Transport | None = None
         self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.
@@ -61,7 +66,55 @@ class Link:
             PacelineError: The shard refused the call.
             ServerUnavailableError: The shard did not answer in time.
         """
-        return self.patience.call(lambda: method(request, timeout=timeout_s))
+
+        def attempt() -> T:
+            try:
+                return method(request, timeout=timeout_s)
+            except grpc.RpcError as failure:
+                self._look_elsewhere(failure)
+                raise
+
+        return self.patience.call(attempt)
+
+    def _connect(self, address: str) -> grpc.Channel:
+        return spans.traced(self.credentials.channel(address), "psworker")
+
+    def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> pb.DescribeReply:
+        """Returns the description of the shard, and follows it if it has moved.
+
+        Raises:
+            PacelineError: The shard did not answer in time, or another one does.
+        """
+        reply = self.call(self.control.Describe, pb.DescribeRequest(), timeout_s)
+        while reply.moved_to and reply.moved_to != self.address:
+            self._follow(reply.moved_to)
+            reply = self.call(self.control.Describe, pb.DescribeRequest(), timeout_s)
+        return reply
+
+    def _follow(self, address: str) -> None:
+        """Makes all further calls at another address."""
+        with self._moving:
+            if address != self.address:
+                log.warning("the shard at %s has moved to %s", self.address, address)
+                self._channel.move(self._connect(address))
+                self.address = self.patience.address = address
+            self._next = ""
+
+    def _look_elsewhere(self, failure: grpc.RpcError) -> None:
+        """Follows the shard to its next address, if the present one is gone and it is there."""
+        address = self._next
+        if not address or failure.code() is not grpc.StatusCode.UNAVAILABLE:
+            return
+        channel = self.credentials.channel(address)
+        try:
+            stub = control_pb2_grpc.ControlStub(channel)
+            reply = stub.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
+            if reply.instance == self.instance and not reply.moved_to:
+                self._follow(address)
+        except grpc.RpcError:
+            pass
+        finally:
+            channel.close()
 
     def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.ResidualRequest]:
         """Renews this worker's lease once; a network failure is left to the next heartbeat.
@@ -81,12 +134,14 @@ class Link:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
             self._check(reply.instance)
             self.epochs = dict(reply.epochs)
+            self._next = "" if reply.next_address == self.address else reply.next_address
             self.fastest_step_s = reply.fastest_step_s
             self.num_beats += 1
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
                 raise error from None
+            self._look_elsewhere(failure)
             return ()
         return reply.residual_requests
 
@@ -136,7 +191,7 @@ class Link:
 
     def endpoint(self) -> Endpoint:
         """Returns the place of the shard's data sockets, which it asks the shard for."""
-        reply = self.call(self.control.Describe, pb.DescribeRequest())
+        reply = self.describe()
         self._check(reply.instance)
         host = self.address.rpartition(":")[0].strip("[]")
         is_unix = self.address.startswith("unix:")

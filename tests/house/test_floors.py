@@ -21,6 +21,7 @@ FLOORS = {
             "publish",
             "archives",
             "engine",
+            "standby",
             "durability",
         ),
         *("stores", "rows", "slices", "access", "decisions", "logs", "."),

@@ -374,6 +374,9 @@ def check_shards(links: Sequence[Link]) -> None:
         )
         for link in links
     ]
+    for link, reply in zip(links, replies, strict=True):
+        if reply.moved_to:
+            link.describe()
     listed = ", ".join(
         f"{link.address} is shard {reply.shard} of {reply.num_shards}"
         for link, reply in zip(links, replies, strict=True)

@@ -1,0 +1,107 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class MoveRequest(_message.Message):
+    __slots__ = ("to", "mbit")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    MBIT_FIELD_NUMBER: _ClassVar[int]
+    to: str
+    mbit: int
+    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ...) -> None: ...
+
+class MoveReply(_message.Message):
+    __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    SENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    to: str
+    sent_nbytes: int
+    problem: str
+    pause_s: float
+    def __init__(self, phase: _Optional[str] = ..., to: _Optional[str] = ..., sent_nbytes: _Optional[int] = ..., problem: _Optional[str] = ..., pause_s: _Optional[float] = ...) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ("id", "shard", "num_shards", "cluster", "protocol", "journal_format", "instance", "table_nbytes", "tables", "source")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    shard: int
+    num_shards: int
+    cluster: str
+    protocol: int
+    journal_format: int
+    instance: int
+    table_nbytes: int
+    tables: _containers.RepeatedScalarFieldContainer[str]
+    source: str
+    def __init__(self, id: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., cluster: _Optional[str] = ..., protocol: _Optional[int] = ..., journal_format: _Optional[int] = ..., instance: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., tables: _Optional[_Iterable[str]] = ..., source: _Optional[str] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ("boot",)
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    boot: str
+    def __init__(self, boot: _Optional[str] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("id", "path", "offset", "data")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    path: str
+    offset: int
+    data: bytes
+    def __init__(self, id: _Optional[str] = ..., path: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MovedFile(_message.Message):
+    __slots__ = ("path", "nbytes", "digest")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    nbytes: int
+    digest: int
+    def __init__(self, path: _Optional[str] = ..., nbytes: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class PrepareMoveRequest(_message.Message):
+    __slots__ = ("id", "files")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    files: _containers.RepeatedCompositeFieldContainer[MovedFile]
+    def __init__(self, id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[MovedFile, _Mapping]]] = ...) -> None: ...
+
+class PrepareMoveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BeginMoveRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class BeginMoveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

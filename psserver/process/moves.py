@@ -1,0 +1,193 @@
+"""Moves of this process's shard: the parts that need its sockets, its engine and its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from pscore.errors import ConfigError, LimitError
+from pscore.net.credentials import read_credentials
+from pscore.observe.boot import boot_id
+from pscore.pb.ps.v1 import standby_pb2 as pb
+from psserver.engine.resume import recover
+from psserver.service.signpost import Signpost
+from psserver.service.standby_service import StandbyServicer
+from psserver.standby.handover import Giver
+from psserver.standby.mover import Mover, described
+from psserver.standby.pieces import ArrivingJournals
+
+if TYPE_CHECKING:
+    from psserver.decisions.membership import Member
+    from psserver.durability.journal_dir import JournalDir
+    from psserver.engine.engine import Engine
+    from psserver.process.shard_plan import ShardPlan
+    from psserver.service.control import ControlServicer
+
+log = structlog.get_logger()
+POLL_S = 0.02
+BEATS = 3  # Workers get so many intervals between heartbeats to learn the next address.
+BEATS_A_LEASE = 5
+
+
+class ShardMoves:
+    """The moves of one shard, as its process makes them.
+
+    Attributes:
+        signpost: Holds calls, or passes them on.
+        is_frozen: Whether nothing may change the shard, also not time.
+        address: Address of this process, for its successor's log.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        engine: Engine,
+        journals: JournalDir | None,
+        took_over: Callable[[], None],
+    ) -> None:
+        """Continues a move that a former process has decided.
+
+        Args:
+            plan: The settings of the process.
+            engine: The shard.
+            journals: Its journals; None: it has none.
+            took_over: Called when the jobs of a shard that has moved here are resumed.
+        """
+        self._plan, self._engine, self._journals = plan, engine, journals
+        self._took_over = took_over
+        self._credentials = partial(read_credentials, token_file=plan.trust.token_file)
+        folder = None if journals is None else journals.folder
+        self._incoming = None if folder is None else ArrivingJournals(folder)
+        self.mover = Mover(folder, self, self._credentials)
+        self.signpost = Signpost()
+        self.is_frozen = False
+        self.address = ""
+        self.stop_data: Callable[[], bool] = lambda: True
+        self.start_data: Callable[[], None] = lambda: None
+        self.control: ControlServicer | None = None
+        if not self.mover.giving.serves:
+            self.is_frozen = True
+            self.signpost.hold()
+
+    def servicer(self) -> StandbyServicer:
+        """Returns the service of these moves."""
+        return StandbyServicer(
+            self._engine, self.mover, self._incoming, self._described, self.take_over
+        )
+
+    def take_over(self) -> bool:
+        """Serves from the journals that have arrived; returns whether a move here had begun."""
+        mark = None if self._incoming is None else self._incoming.begin()
+        if mark is None:
+            return False
+        assert self._journals is not None
+        assert self._incoming is not None
+        self._journals.adopt(int(str(mark["instance"])))
+        self._incoming.remove()
+        self.mover.restart()
+        self.signpost.release()
+        self.is_frozen = False
+        for name in recover(self._engine):
+            log.warning("job continues here", job=name)
+        self._took_over()
+        return True
+
+    @property
+    def text(self) -> str:
+        """How the move under way is, or the last one was; empty without one."""
+        mover = self.mover
+        if mover.giving.phase is Giver.SERVING:
+            return f"not moved to {mover.to}: {mover.problem}" if mover.problem else ""
+        return f"{mover.giving.phase.value}, to {mover.to}"
+
+    # ----- what the mover needs (`Host`)
+
+    def offer(self) -> pb.OfferRequest:
+        """Returns a description of the shard.
+
+        Raises:
+            ConfigError: It cannot be moved.
+        """
+        engine = self._engine
+        if self._journals is None:
+            raise ConfigError("a shard without journals (--durability memory) cannot be moved")
+        with engine.lock:
+            exposed = sum(sum(job.exposed.values()) for job in engine.jobs.values())
+            nbytes = sum(job.memory_nbytes for job in engine.shard.jobs.values())
+            tables = [table for job in engine.shard.jobs.values() for table in job.tables.values()]
+        if exposed:
+            raise ConfigError(f"{exposed} slices are not journalled for lack of space: make room")
+        offer = self._described()
+        offer.instance, offer.table_nbytes = self._journals.instance, nbytes
+        offer.source = self.address
+        offer.tables[:] = dict.fromkeys(json.dumps(table.spec.to_json()) for table in tables)
+        return offer
+
+    def require_movable(self, boot: str) -> None:
+        """Refuses a move that a worker could not follow.
+
+        Raises:
+            ConfigError: A worker has no connection that can be made to another process.
+        """
+        for job, member in self._live():
+            plane = member.data_plane
+            if plane == "grpc" or (plane == "local" and boot != boot_id()):
+                raise ConfigError(
+                    f"worker {member.rank} of job {job!r} uses data plane {plane!r}, which does "
+                    "not reach another machine: end it first, or set PACELINE_DATA_PLANE=tcp"
+                )
+
+    async def announce(self, address: str) -> None:
+        """Names the next address in heartbeats, and waits until all live workers have had one."""
+        assert self.control is not None
+        self.control.announce(address)
+        beats_s = BEATS * self._engine.shard.lease_s / BEATS_A_LEASE
+        deadline_s = self._engine.now() + (beats_s if address else 0.0)
+        while self._engine.now() < deadline_s:
+            live = {(job, member.incarnation) for job, member in self._live()}
+            if live <= self.control.told:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def freeze(self) -> None:
+        """Ends the answers to workers; returns when nothing changes the journals any more.
+
+        Raises:
+            LimitError: A connection does not end.
+        """
+        self.signpost.hold()
+        self.is_frozen = True
+        if not await asyncio.to_thread(self.stop_data):
+            raise LimitError("a data connection did not end in time")
+        while self._engine.is_busy:
+            await asyncio.sleep(POLL_S / 10)
+
+    async def thaw(self) -> None:
+        """Resumes the answers to workers."""
+        self.start_data()
+        self.is_frozen = False
+        self.signpost.release()
+
+    def show_moved(self, address: str) -> None:
+        """Passes later calls on to `address`."""
+        self.signpost.show(address, self._credentials())
+
+    # ----- inside
+
+    def _described(self) -> pb.OfferRequest:
+        shard = self._engine.shard
+        return described(shard.index, shard.num_shards, self._plan.cluster)
+
+    def _live(self) -> Iterator[tuple[str, Member]]:
+        with self._engine.lock:
+            found = [
+                (job.name, job.membership.members[rank])
+                for job in self._engine.shard.jobs.values()
+                for rank in job.membership.live()
+            ]
+        yield from found

@@ -1,0 +1,56 @@
+"""`psserver drain`: moves a shard to another process while its job trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from pscore.net.credentials import Credentials
+from pscore.net.rpc import error_of
+from pscore.pb.ps.v1 import standby_pb2 as pb
+from pscore.pb.ps.v1 import standby_pb2_grpc
+from psserver.exits import CommandError, Exit
+
+ASK_S = 0.1
+ANSWER_S_MAX = 10.0
+OVER = ("serving", "moved")
+
+
+def move(
+    address: str, to: str, mbit: int, credentials: Credentials, tell: Callable[[str], None]
+) -> pb.MoveReply:
+    """Moves the shard at `address` to the process at `to`; returns when it is there.
+
+    Args:
+        address: The process that has the shard.
+        to: An empty process of the same shard.
+        mbit: The most Mbit/s before the pause; 0: no limit.
+        credentials: With the token for everything.
+        tell: Called with each phase.
+
+    Raises:
+        CommandError: A process refuses or does not answer, or the move was given up: then the shard
+            is where it was.
+    """
+    channel = credentials.channel(address)
+    stub = standby_pb2_grpc.StandbyStub(channel)
+    try:
+        reply = stub.Move(pb.MoveRequest(to=to, mbit=mbit), timeout=ANSWER_S_MAX)
+        said = ""
+        while reply.phase not in OVER:
+            if reply.phase != said:
+                said = reply.phase
+                tell(said)
+            time.sleep(ASK_S)
+            reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
+    except grpc.RpcError as failure:
+        raise CommandError(Exit.NO_ANSWER, str(error_of(failure, address))) from failure
+    finally:
+        channel.close()
+    if reply.phase != "moved":
+        raise CommandError(
+            Exit.UNHEALTHY, f"the shard stays at {address}: {reply.problem or 'it was restarted'}"
+        )
+    return reply

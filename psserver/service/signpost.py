@@ -1,0 +1,114 @@
+"""Calls that come while a shard moves, and after it has moved: they wait, then they are passed on.
+
+A worker is told by `Describe` where the shard is, and connects there. Everybody else (commands, the
+process that takes checkpoints) may go on to use the old address while this process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+
+from pscore.net.credentials import Credentials
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.access.authorizer import CONTROL, HEALTH
+
+HERE = ("/ps.v1.Standby/", HEALTH, CONTROL + "Drain")  # Always answered by this process.
+HOLD_S = 8.0  # A call waits so long at most; then it is to be repeated.
+KEPT_KEYS = ("user-agent", "grpc-")  # Keys of metadata that each connection sets itself.
+
+
+class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Answers calls here, holds them, or passes them on to another process.
+
+    Attributes:
+        address: Where calls are passed on to; empty: nowhere.
+    """
+
+    def __init__(self) -> None:
+        """Starts with calls that are answered here."""
+        self.address = ""
+        self._channel: grpc.Channel | None = None
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+
+    def hold(self) -> None:
+        """Holds calls from now on, until `release` or `show`."""
+        self._is_open.clear()
+
+    def release(self) -> None:
+        """Ends the hold: calls are answered here, and those that were held are to be repeated."""
+        self.close()
+        self._is_open.set()
+
+    def show(self, address: str, credentials: Credentials) -> None:
+        """Passes calls on to `address`, each with the token that it came with."""
+        self.close()
+        self.address = address
+        self._channel = replace(credentials, token="").channel(address)
+        self._is_open.set()
+
+    def close(self) -> None:
+        """Ends the connection to the other process."""
+        self.address = ""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Returns the method's handler, or one that holds the call and passes it on."""
+        method = str(handler_call_details.method)
+        if method.startswith(HERE) or (self._is_open.is_set() and not self.address):
+            return await continuation(handler_call_details)
+
+        async def late(raw: bytes, context: Any) -> bytes:
+            return await self._late(method, raw, context)
+
+        return grpc.unary_unary_rpc_method_handler(cast("Any", late))
+
+    async def _late(self, method: str, raw: bytes, context: Any) -> bytes:
+        try:
+            await asyncio.wait_for(self._is_open.wait(), HOLD_S)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the shard is being moved")
+        if self._channel is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the shard has not been moved")
+        assert self._channel is not None
+        metadata = tuple(
+            (key, value)
+            for key, value in context.invocation_metadata()
+            if not key.startswith(KEPT_KEYS)
+        )
+        call = self._channel.unary_unary(method, None, None).future(
+            raw, timeout=context.time_remaining(), metadata=metadata
+        )
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: object) -> None:
+            loop.call_soon_threadsafe(done.set)
+
+        call.add_done_callback(wake)
+        await done.wait()
+        if call.code() is not grpc.StatusCode.OK:
+            await context.abort(call.code(), call.details(), call.trailing_metadata() or ())
+        return self._named(method, call.result())
+
+    def _named(self, method: str, raw: bytes) -> bytes:
+        """Returns an answer; one that describes the shard names the address where it is now."""
+        if method == CONTROL + "Describe":
+            about = pb.DescribeReply.FromString(raw)
+            about.moved_to = about.moved_to or self.address
+            return about.SerializeToString()
+        if method == CONTROL + "Status":
+            status = pb.StatusReply.FromString(raw)
+            status.shard.moved_to = status.shard.moved_to or self.address
+            return status.SerializeToString()
+        return raw

@@ -1,0 +1,1 @@
+"""A shard moves to another process, which takes over its journals while workers train."""

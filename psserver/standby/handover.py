@@ -1,0 +1,166 @@
+"""State machines of a move: the process that gives a shard away, and the one that takes it.
+
+    giver   SERVING --start--> COPYING --freeze--> FROZEN --give--> GIVEN --begun--> MOVED
+               ^-------- give_up ---+------------------+
+    taker   EMPTY --offer--> TAKING --prepare--> PREPARED --begin--> SERVING
+                                ^----- offer ---------+
+
+The two states in bold hold beyond the death of a process, because files say so: PREPARED (the taker
+has all of it), and GIVEN (the giver never serves again). A taker is only told to begin by a giver
+that is GIVEN, and a giver becomes GIVEN only when the taker is PREPARED. So at every moment at most
+one of the two answers workers, whichever of them is killed; a giver that is GIVEN repeats `begin`
+until it is answered, also in its next process.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pscore.errors import RemoteProtocolError
+
+ROUNDS_MAX = 4  # Copies of changed pieces, while workers train.
+SMALL_NBYTES = 1 << 20  # So little is left for the pause at once.
+
+
+class Giver(enum.Enum):
+    """The phases of the process that has the shard."""
+
+    SERVING = "serving"
+    COPYING = "copying"
+    FROZEN = "frozen"
+    GIVEN = "given"
+    MOVED = "moved"
+
+
+class Taker(enum.Enum):
+    """The phases of the process that gets it."""
+
+    EMPTY = "empty"
+    TAKING = "taking"
+    PREPARED = "prepared"
+    SERVING = "serving"
+
+
+@dataclass(slots=True)
+class Giving:
+    """The decisions of the process that has the shard.
+
+    Attributes:
+        phase: Its phase.
+        rounds: Bytes of each copy that was made while workers trained.
+    """
+
+    phase: Giver
+    rounds: list[int]
+
+    @staticmethod
+    def resumed(*, is_given: bool) -> Giving:
+        """Returns the state of a new process, from the mark that the one before it has left."""
+        return Giving(Giver.GIVEN if is_given else Giver.SERVING, [])
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests of workers are answered here."""
+        return self.phase in (Giver.SERVING, Giver.COPYING)
+
+    @property
+    def wants_round(self) -> bool:
+        """Whether another copy is worth it before the pause: each is smaller than the last."""
+        if not self.rounds:
+            return True
+        newest = self.rounds[-1]
+        is_less = len(self.rounds) == 1 or newest < self.rounds[-2] // 2
+        return len(self.rounds) < ROUNDS_MAX and newest > SMALL_NBYTES and is_less
+
+    def start(self) -> None:
+        """Begins to copy.
+
+        Raises:
+            RemoteProtocolError: The shard is being moved, or has been.
+        """
+        if self.phase is not Giver.SERVING:
+            raise RemoteProtocolError(f"this shard cannot be moved now: it is {self.phase.value}")
+        self.phase, self.rounds = Giver.COPYING, []
+
+    def freeze(self) -> None:
+        """Ends the answers to workers, until the move succeeds or is given up."""
+        assert self.phase is Giver.COPYING
+        self.phase = Giver.FROZEN
+
+    def give_up(self) -> None:
+        """Returns to workers; only before the shard is given."""
+        assert self.phase in (Giver.COPYING, Giver.FROZEN)
+        self.phase = Giver.SERVING
+
+    def give(self) -> None:
+        """Gives the shard away for good: the taker is prepared, and the mark is written."""
+        assert self.phase is Giver.FROZEN
+        self.phase = Giver.GIVEN
+
+    def begun(self) -> None:
+        """Notes that the taker serves."""
+        assert self.phase is Giver.GIVEN
+        self.phase = Giver.MOVED
+
+
+@dataclass(slots=True)
+class Taking:
+    """The decisions of the process that gets the shard.
+
+    Attributes:
+        phase: Its phase.
+        id: The move that it takes part in; empty: none yet.
+    """
+
+    phase: Taker
+    id: str = ""
+
+    @staticmethod
+    def resumed(prepared: str, taken: str) -> Taking:
+        """Returns the state of a new process, from the marks that the one before it has left.
+
+        Args:
+            prepared: The move that is complete here and has not begun; empty: none.
+            taken: The last move that has begun here; empty: none.
+        """
+        if prepared:
+            return Taking(Taker.PREPARED, prepared)
+        return Taking(Taker.SERVING, taken) if taken else Taking(Taker.EMPTY)
+
+    def offer(self, move: str, *, has_jobs: bool) -> None:
+        """Begins to take a move; an earlier one that was not begun is dropped.
+
+        Raises:
+            RemoteProtocolError: This process has jobs of its own.
+        """
+        if has_jobs:
+            raise RemoteProtocolError("the process that is to take the shard has jobs of its own")
+        self.phase, self.id = Taker.TAKING, move
+
+    def require(self, move: str) -> None:
+        """Refuses pieces of another move.
+
+        Raises:
+            RemoteProtocolError: They are.
+        """
+        if self.phase is not Taker.TAKING or self.id != move:
+            raise RemoteProtocolError(f"no move {move!r} is taken here: it is {self.phase.value}")
+
+    def prepare(self, move: str) -> None:
+        """Notes that all of the move is here, and that the mark is written."""
+        self.require(move)
+        self.phase = Taker.PREPARED
+
+    def begin(self, move: str) -> bool:
+        """Decides to serve; returns False if it does so already.
+
+        Raises:
+            RemoteProtocolError: The move is not complete here.
+        """
+        if self.id != move or self.phase not in (Taker.PREPARED, Taker.SERVING):
+            raise RemoteProtocolError(
+                f"move {move!r} is not complete here: it is {self.phase.value}"
+            )
+        was_serving, self.phase = self.phase is Taker.SERVING, Taker.SERVING
+        return not was_serving

@@ -1,0 +1,192 @@
+"""Moves a shard to another process: copies its journals, pauses it, and gives it away.
+
+The decisions are in handover.py. The shard's process does the rest (`Host`): it stops and resumes
+the answers to workers, and passes later calls on once the shard has moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from pscore.errors import PacelineError
+from pscore.net import wire
+from pscore.net.credentials import Credentials
+from pscore.pb.ps.v1 import standby_pb2 as pb
+from psserver.durability.journal_dir import FORMAT
+from psserver.durability.sealed import read_json, write_json
+from psserver.standby.handover import Giver, Giving
+from psserver.standby.pieces import GIVEN, LeavingJournals
+from psserver.standby.target import MoveTarget
+
+log = structlog.get_logger()
+AGAIN_S = 0.2  # Before `begin` is repeated.
+
+
+class Host(Protocol):
+    """The process that has the shard."""
+
+    def offer(self) -> pb.OfferRequest:
+        """Returns a description of the shard; raises a `PacelineError` if it cannot be moved."""
+
+    def require_movable(self, boot: str) -> None:
+        """Raises a `PacelineError` if a worker could not follow to a machine with this boot."""
+
+    async def announce(self, address: str) -> None:
+        """Names the next address to all workers, and waits until they know it."""
+
+    async def freeze(self) -> None:
+        """Ends the answers to workers; returns when nothing changes the journals any more."""
+
+    async def thaw(self) -> None:
+        """Resumes them."""
+
+    def show_moved(self, address: str) -> None:
+        """Passes later calls on to `address`."""
+
+
+class Mover:
+    """The moves of one shard.
+
+    Attributes:
+        giving: The decisions.
+        to: Where the shard is moved, or was last.
+        sent_nbytes: Bytes that were sent.
+        problem: Why the last move was given up; empty if it was not.
+        pause_s: Length of its pause; 0 before its end.
+    """
+
+    def __init__(
+        self, folder: Path | None, host: Host, credentials: Callable[[], Credentials]
+    ) -> None:
+        """Continues the move that a former process has decided, if there is one.
+
+        Args:
+            folder: Folder of the journals; None: there are none, and the shard cannot be moved.
+            host: The process that has the shard.
+            credentials: Returns the token for everything.
+        """
+        self._folder, self._host, self._credentials = folder, host, credentials
+        given = given_in(folder)
+        self.giving = Giving.resumed(is_given=bool(given))
+        self.to, self._move = given.get("to", ""), given.get("id", "")
+        self.sent_nbytes, self.problem, self.pause_s = 0, "", 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, to: str, mbit: int) -> None:
+        """Begins to move the shard to `to`, with at most `mbit` Mbit/s before the pause.
+
+        Raises:
+            PacelineError: It is being moved, has been, or cannot be moved.
+        """
+        offer = self._host.offer()
+        self.giving.start()
+        self._move = offer.id = secrets.token_hex(8)
+        self.to, self.sent_nbytes, self.problem, self.pause_s = to, 0, "", 0.0
+        self._task = asyncio.get_running_loop().create_task(self._run(offer, mbit))
+
+    def restart(self) -> None:
+        """Forgets that the shard was given away: it has come back."""
+        self.giving, self.to, self._move = Giving.resumed(is_given=False), "", ""
+
+    def resume(self) -> None:
+        """Repeats `begin` where a former process had given the shard away."""
+        if self.giving.phase is Giver.GIVEN:
+            self._task = asyncio.get_running_loop().create_task(self._finish(time.monotonic()))
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The move under way, or the last one."""
+        return self._task
+
+    async def _run(self, offer: pb.OfferRequest, mbit: int) -> None:
+        assert self._folder is not None
+        began_s = 0.0
+        try:
+            target = MoveTarget(self.to, self._credentials())
+            try:
+                reply = await asyncio.to_thread(target.offer, offer)
+                self._host.require_movable(reply.boot)
+                outgoing = LeavingJournals(self._folder)
+                while self.giving.wants_round:
+                    self.giving.rounds.append(await self._put(target, outgoing, mbit))
+                await self._host.announce(self.to)
+                self.giving.freeze()
+                began_s = time.monotonic()
+                await self._host.freeze()
+                await self._put(target, outgoing, 0)
+                files = await asyncio.to_thread(outgoing.files)
+                await asyncio.to_thread(target.prepare, self._move, files)
+                # From here on the shard is the target's, also if a process dies.
+                write_json(self._folder / GIVEN, {"to": self.to, "id": self._move})
+            finally:
+                target.close()
+        except (PacelineError, OSError) as problem:
+            self.problem = str(problem) or type(problem).__name__
+            log.error("a move is given up; the shard stays", to=self.to, reason=self.problem)
+            await self._host.announce("")
+            if self.giving.phase is Giver.FROZEN:
+                await self._host.thaw()
+            self.giving.give_up()
+            return
+        self.giving.give()
+        await self._finish(began_s)
+
+    async def _put(self, target: MoveTarget, outgoing: LeavingJournals, mbit: int) -> int:
+        nbytes = await asyncio.to_thread(target.put, self._move, outgoing.changed(), mbit)
+        self.sent_nbytes += nbytes
+        return nbytes
+
+    async def _finish(self, began_s: float) -> None:
+        """Repeats `begin` until the target answers, and shows workers where the shard is."""
+        said = ""
+        while True:
+            try:
+                target = MoveTarget(self.to, self._credentials())
+                try:
+                    await asyncio.to_thread(target.begin, self._move)
+                    break
+                finally:
+                    target.close()
+            except (PacelineError, OSError) as problem:
+                if str(problem) != said:
+                    said = str(problem)
+                    log.error("the shard was given away, and waits there", to=self.to, reason=said)
+            await asyncio.sleep(AGAIN_S)
+        self.pause_s = time.monotonic() - began_s
+        self.giving.begun()
+        self._host.show_moved(self.to)
+        log.warning(
+            "shard moved; this process passes on what still comes, until it is stopped",
+            to=self.to,
+            pause_s=round(self.pause_s, 3),
+            sent_nbytes=self.sent_nbytes,
+        )
+
+
+def given_in(folder: Path | None) -> dict[str, str]:
+    """Returns the mark of a shard that was given away; empty if there is none.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    if folder is None or not (folder / GIVEN).exists():
+        return {}
+    return {name: str(value) for name, value in read_json(folder / GIVEN).items()}
+
+
+def described(shard: int, num_shards: int, cluster: str) -> pb.OfferRequest:
+    """Returns the part of an offer that both sides must agree on."""
+    return pb.OfferRequest(
+        shard=shard,
+        num_shards=num_shards,
+        cluster=cluster,
+        protocol=wire.PROTOCOL,
+        journal_format=FORMAT,
+    )

@@ -1,0 +1,210 @@
+"""A shard moves to another process while workers train, and processes are killed meanwhile."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+import pytest
+import torch
+
+import psworker
+from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1.control_pb2 import StatusReply
+from psserver.exits import CommandError
+from psserver.remote import ask
+from psserver.remote.drain import move
+from tests.integration.cluster import Station, Worker, results_of
+from tests.integration.command import Command, eventually, gone, taken_port
+
+DEADLINE_S = 200.0
+STEPS = 60
+
+
+def train(station: Station, last: int) -> tuple[int, list[float]]:
+    """Trains on drawn gradients in `ssgd` with momentum; says each step.
+
+    Returns:
+        Its clock, and the weights.
+    """
+    drawn = torch.Generator().manual_seed(int(psworker_rank()))
+    parts = [torch.nn.Parameter(torch.zeros(1 << 17)) for _ in range(4)]
+    named = [(str(number), part) for number, part in enumerate(parts)]
+    inner = torch.optim.SGD(parts, lr=0.1, momentum=0.9)
+    optimizer = psworker.DistributedOptimizer(inner, named)
+    while optimizer.clock < last:
+        for part in parts:
+            part.grad = torch.randn(part.shape, generator=drawn)
+        optimizer.step()
+        station.tell(optimizer.clock)
+    with optimizer.global_weights():
+        values = torch.cat([part.detach() for part in parts])
+    found = values[:: 1 << 10].tolist()
+    optimizer.close()
+    return optimizer.clock, found
+
+
+def psworker_rank() -> str:
+    """Returns the rank of this process, before it has joined."""
+    import os
+
+    return os.environ["RANK"]
+
+
+class Place:
+    """A machine with a process of one of two shards."""
+
+    def __init__(self, folder: Path, index: int, port: int, name: str, *more: object) -> None:
+        self._command = Command(folder / name)
+        (folder / name).mkdir()
+        self.address = f"127.0.0.1:{port}"
+        options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 5]
+        ports = ["--port", port, "--metrics-port", 0, "--log-level", "warning"]
+        self._line = [*options, *ports, "--state-dir", folder / name / "state", *more]
+
+    @contextmanager
+    def running(self) -> Iterator[Popen[str]]:
+        """Starts the process; yields its supervisor."""
+        with self._command.spawn("start", *self._line) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+            yield process
+
+
+def kill_child(supervisor: Popen[str]) -> None:
+    """Kills the shard's process; its supervisor starts another one."""
+    for child in psutil.Process(supervisor.pid).children():
+        child.send_signal(signal.SIGKILL)
+        eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
+
+
+class Scene:
+    """Two shards, an empty process for the second, and two workers."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        with ExitStack() as taken:
+            ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(3)]
+        self.first = Place(folder, 0, ports[0], "a")
+        self.second = Place(folder, 1, ports[1], "b")
+        self.empty = Place(folder, 1, ports[2], "c")
+        self.stack = stack
+        stack.enter_context(self.first.running())
+        self.source = stack.enter_context(self.second.running())
+        self.target = stack.enter_context(self.empty.running())
+        names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "60"}
+        names["PACELINE_SERVERS"] = f"{self.first.address},{self.second.address}"
+        self.workers = [
+            Worker(train, rank, (STEPS,), {**names, "RANK": str(rank)}) for rank in range(2)
+        ]
+        for worker in self.workers:
+            stack.callback(worker.close)
+
+    def reach(self, step: int) -> None:
+        for worker in self.workers:
+            while worker.hear(DEADLINE_S) < step:
+                pass
+
+    def drain(self, mbit: int = 0, tell: Callable[[str], None] = print) -> None:
+        reply = move(self.second.address, self.empty.address, mbit, ANYONE, tell)
+        assert reply.pause_s > 0
+
+    def results(self) -> list[tuple[int, list[float]]]:
+        return results_of(self.workers)
+
+
+def status_of(address: str) -> StatusReply:
+    (found,) = ask.answers([address])
+    assert isinstance(found, StatusReply)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, list[float]]]:
+    """The results of a run without a move."""
+    with ExitStack() as stack:
+        return Scene(tmp_path_factory.mktemp("undisturbed"), stack).results()
+
+
+@pytest.mark.slow
+def test_a_shard_moves_and_its_old_process_is_stopped_meanwhile_bits_stay(
+    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        scene.reach(10)
+        scene.drain()
+        assert status_of(scene.second.address).shard.moved_to == scene.empty.address
+        assert [job.job for job in status_of(scene.empty.address).jobs] == ["night"]
+        ask.drain([scene.second.address], 1.0)
+        assert scene.source.wait(60) == 0
+        assert scene.results() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["source", "target"])
+def test_a_process_is_killed_while_the_journals_are_copied_and_the_shard_stays(
+    victim: str, tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        scene.reach(10)
+        killed = scene.source if victim == "source" else scene.target
+
+        def kill(phase: str) -> None:
+            assert phase == "copying"
+            kill_child(killed)
+
+        with pytest.raises(CommandError):
+            scene.drain(1, kill)
+        eventually(lambda: is_well(scene.second.address) and is_well(scene.empty.address))
+        scene.drain()
+        assert scene.results() == undisturbed
+
+
+@pytest.mark.slow
+def test_both_processes_are_killed_after_a_move_and_each_knows_its_place(
+    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        scene.reach(10)
+        scene.drain()
+        kill_child(scene.target)
+        kill_child(scene.source)
+        old, new = scene.second.address, scene.empty.address
+        eventually(lambda: is_well(old) and status_of(old).shard.moved_to == new)
+        assert scene.results() == undisturbed
+
+
+def is_well(address: str) -> bool:
+    """Returns whether a process answers, also for one that has moved."""
+    try:
+        status_of(address)
+    except CommandError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_the_last_step_fails_and_the_shard_answers_its_workers_again(
+    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+) -> None:
+    incoming = tmp_path / "c" / "state" / "journal" / "incoming-shard-1-of-2"
+
+    def obstruct(phase: str) -> None:
+        if phase == "copying":
+            eventually(lambda: any(incoming.glob("*/arena")))
+            (incoming / "prepared.json").mkdir()  # So the mark cannot be written.
+
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        scene.reach(10)
+        with pytest.raises(CommandError, match="has shard 1, this process has 0"):
+            move(scene.second.address, scene.first.address, 0, ANYONE, print)
+        with pytest.raises(CommandError, match="no room for the journals"):
+            scene.drain(8, obstruct)
+        assert "no room" in status_of(scene.second.address).moving
+        scene.drain()
+        assert scene.results() == undisturbed
