@@ -114,8 +114,8 @@ def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -
 
 
 def _describe(spec: TensorSpec) -> str:
-    how = ", compressed" if spec.compress else ""
-    return f"{spec.name!r} {list(spec.shape)} {spec.dtype} in parameter group {spec.group}{how}"
+    suffix = ", compressed" if spec.compress else ""
+    return f"{spec.name!r} {list(spec.shape)} {spec.dtype} in parameter group {spec.group}{suffix}"
 
 
 def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:

@@ -262,6 +262,6 @@ def find_failure(seed: int) -> str:
     try:
         check(case)
     except (AssertionError, PeersStuckError) as problem:
-        told = str(problem).partition("\n")[0]
-        return f"python -m pssim peers {seed} {seed + 1}: {case.mode}: {told}"
+        reason = str(problem).partition("\n")[0]
+        return f"python -m pssim peers {seed} {seed + 1}: {case.mode}: {reason}"
     return ""

@@ -564,14 +564,14 @@ MUTANTS = (
             (
                 "the stage that is behind",
                 PIPELINE + "members.py",
-                "min(min(found, default=0) for found in counts)",
-                "max(min(found, default=0) for found in counts)",
+                "min(min(row, default=0) for row in counts)",
+                "max(min(row, default=0) for row in counts)",
             ),
             (
                 "the slice that is behind",
                 PIPELINE + "members.py",
-                "min(min(found, default=0) for found in counts)",
-                "min(max(found, default=0) for found in counts)",
+                "min(min(row, default=0) for row in counts)",
+                "min(max(row, default=0) for row in counts)",
             ),
             (
                 "steps that do not wait for who meets",

@@ -76,8 +76,8 @@ def run_page(
             ) from problem
         watch.start()
         scheme = "http" if context is None else "https"
-        how = " (any user name; the password is the token)" if token else ""
-        sys.stdout.write(f"dashboard at {scheme}://{join_address(host, bound)}/{how}\n")
+        login_hint = " (any user name; the password is the token)" if token else ""
+        sys.stdout.write(f"dashboard at {scheme}://{join_address(host, bound)}/{login_hint}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 

@@ -59,8 +59,8 @@ def _of_job(former: dict[str, Any], job: dict[str, Any]) -> Iterator[HistoryEven
             yield HistoryEvent(INFO if before is None else GOOD, f"{where} has joined")
         elif before["state"] != worker["state"]:
             is_lost = worker["state"] == "lost"
-            how = "was lost or ended with an error" if is_lost else "has left"
-            yield HistoryEvent(BAD if is_lost else INFO, f"{where} {how} at step {worker['step']}")
+            end = "was lost or ended with an error" if is_lost else "has left"
+            yield HistoryEvent(BAD if is_lost else INFO, f"{where} {end} at step {worker['step']}")
         elif before["pid"] != worker["pid"]:
             yield HistoryEvent(GOOD, f"{where} has come back (process {worker['pid']})")
     modes = {table["name"]: table["mode"] for table in former["tables"]}

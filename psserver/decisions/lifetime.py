@@ -76,10 +76,10 @@ class Lifetimes:
                 f"{name}` to start over"
             )
         former = self.jobs.get(name)
-        how = self._ends.get(name, "")
+        ending = self._ends.get(name, "")
         if former is not None and former.step > 0:
-            how = former.end_in_words()
-        return f"job {name!r} starts over at step 0: the former one {how}" if how else ""
+            ending = former.end_in_words()
+        return f"job {name!r} starts over at step 0: the former one {ending}" if ending else ""
 
     def meet(self, job: Job, member: Member, life: int) -> None:
         """Begins another life of a job if the worker that joins is the first of it.

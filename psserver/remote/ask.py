@@ -254,13 +254,13 @@ def _answer(address: str, call: grpc.CallFuture[Reply], credentials: Credentials
         is_shut = call.code() in RETRYABLE and not is_late
         if is_shut and (reason := diagnose(address, credentials)):
             raise CommandError(Exit.ACCESS, str(reason)) from problem
-        how = f"start servers with: psserver start --port {port}"
+        advice = f"start servers with: psserver start --port {port}"
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             what = f"{address} is another service, not a shard of psserver"
         elif call.code() in RETRYABLE:
             limit = f" within {ANSWER_S_MAX:g} s" if is_late else ""
             what = f"nothing answers at {address}{limit}"
-            how = explain_silence(address) or how
+            advice = explain_silence(address) or advice
         else:
             what = f"{address} answers {call.code().name}: {call.details()}"
-        raise CommandError(Exit.NO_ANSWER, f"{what}; {how}") from problem
+        raise CommandError(Exit.NO_ANSWER, f"{what}; {advice}") from problem

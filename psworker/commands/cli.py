@@ -417,9 +417,9 @@ def advise(
         situation = request.of_script(command)
     else:
         situation = request.read()
-    found = advice.advise(situation, risk)
-    lines = advice.lines_of(found)
-    sys.stdout.write((to_json(found.as_json(), indent=1) if as_json else "\n".join(lines)) + "\n")
+    advised = advice.advise(situation, risk)
+    lines = advice.lines_of(advised)
+    sys.stdout.write((to_json(advised.as_json(), indent=1) if as_json else "\n".join(lines)) + "\n")
 
 
 @app.command()
@@ -576,7 +576,7 @@ def version(*, as_json: AsJson = False) -> None:
     if as_json:
         sys.stdout.write(to_json(versions) + "\n")
     else:
-        sys.stdout.write("".join(f"{name} {found}\n" for name, found in versions.items()))
+        sys.stdout.write("".join(f"{name} {number}\n" for name, number in versions.items()))
 
 
 def main() -> None:
@@ -653,7 +653,7 @@ def _addresses(servers: str | None) -> tuple[str, ...]:
         from pscore.net.addresses import parse_addresses
         from psworker.job.environment import Environment
 
-    if found := parse_addresses(servers):
-        return found
+    if addresses := parse_addresses(servers):
+        return addresses
     wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
     return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

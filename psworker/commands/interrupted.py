@@ -65,6 +65,6 @@ class Interrupted:
 
 def _place(held: list[str]) -> str:
     """Returns the last line of the script that the tracebacks name, with a semicolon."""
-    frames = [found for line in held if (found := FRAME.match(line))]
-    own = [found for found in frames if is_of_script(found["path"])]
+    frames = [frame for line in held if (frame := FRAME.match(line))]
+    own = [frame for frame in frames if is_of_script(frame["path"])]
     return f"{own[-1]['path']}, line {own[-1]['line']}; " if own else ""

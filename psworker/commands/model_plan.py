@@ -173,11 +173,11 @@ def shapes_of(model: str) -> Shapes:
     Raises:
         ConfigError: There is no such model, or the factory does not return one.
     """
-    made = make_model(model, "meta")
-    found = [(n, tuple(w.shape)) for n, w in made.named_parameters() if w.requires_grad]
-    if not found:
+    module = make_model(model, "meta")
+    shapes = [(n, tuple(w.shape)) for n, w in module.named_parameters() if w.requires_grad]
+    if not shapes:
         raise ConfigError(f"{model!r} has no parameters that are trained")
-    return found
+    return shapes
 
 
 # ----- for people

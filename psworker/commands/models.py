@@ -265,8 +265,8 @@ def _users_code(model: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as problem:
-        how = f"{type(problem).__name__}: {problem}"
-        raise ConfigError(f"model {model!r} cannot be made without arguments: {how}") from problem
+        cause = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"model {model!r} cannot be made without arguments: {cause}") from problem
     finally:
         sys.path.pop(0)
 
@@ -275,9 +275,9 @@ def _make(model: str, module_name: str, factory_name: str) -> nn.Module:
     factory = getattr(importlib.import_module(module_name), factory_name, None)
     if not callable(factory):
         raise ConfigError(f"module {module_name!r} has no function or class {factory_name!r}")
-    made = factory()
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{model!r} returns {made!r:.80}, must return a torch module")
-    for parameter in made.parameters():
+    module = factory()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{model!r} returns {module!r:.80}, must return a torch module")
+    for parameter in module.parameters():
         _ = parameter.shape  # A lazy parameter raises: it has none yet.
-    return made
+    return module

@@ -76,18 +76,18 @@ def plan_pipeline(
     levels = levels_of(num_workers, wanted.machines or 1, wanted.bandwidth)
     memory = MemoryLimit(parse_memory(wanted.memory), len(job.optimizer.state_names))
     job.rule.require_workers(num_workers)
-    made = _maker_of(job.optimizer)
-    profile = profile_of(model, wanted.inputs, wanted.device or "cpu", made)
+    make_optimizer = _maker_of(job.optimizer)
+    profile = profile_of(model, wanted.inputs, wanted.device or "cpu", make_optimizer)
     if wanted.save_profile is not None:
         try:
             wanted.save_profile.write_text(profile.as_json(), encoding="utf-8")
         except OSError as problem:
             raise ConfigError(f"the profile cannot be written: {problem}") from problem
     cost = cost_of(wanted.sync or SYNCS[0], num_workers, num_shards, profile, job)
-    found = compare(profile, levels, cost, memory)
+    verdict = compare(profile, levels, cost, memory)
     if wanted.save_plan is not None:
-        plan_file_of(profile, found).write(wanted.save_plan)
-    return pipeline_report(profile, num_workers, found)
+        plan_file_of(profile, verdict).write(wanted.save_plan)
+    return pipeline_report(profile, num_workers, verdict)
 
 
 def levels_of(workers: int, machines: int, bandwidth: str) -> list[Level]:
@@ -139,15 +139,15 @@ def profile_of(
         except OSError as problem:
             raise ConfigError(f"profile {model} cannot be read: {problem}") from problem
     example = _example(model, inputs)
-    made = make_model(model, for_stages=True)
+    module = make_model(model, for_stages=True)
     try:
-        blocks = chain_of(made.to(device), example.to(device))
+        blocks = chain_of(module.to(device), example.to(device))
         return measure(model, blocks, example.to(device), optimizer=optimizer)
     except (RuntimeError, TypeError, AttributeError, ValueError) as problem:
         shape = "x".join(map(str, example.shape))
-        how = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        reason = f"{type(problem).__name__}: {problem}".partition("\n")[0]
         raise ConfigError(
-            f"{model} does not run on an input of {shape} on {device} ({how}); name another "
+            f"{model} does not run on an input of {shape} on {device} ({reason}); name another "
             "with --input"
         ) from problem
 

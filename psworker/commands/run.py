@@ -309,11 +309,11 @@ class Launch:
         process = self._running.pop(rank)
         if status == 0 or self.is_ending:
             return
-        how = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
+        end = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
         goes_on = self.plan.on_failure is OnFailure.CONTINUE
         others = "the others continue" if goes_on else "stopping the others"
         rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
-        self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
+        self._tell(f"worker {rank} (process {process.pid}) {end}{rest}")
         self._code = self._code or self._code_for(status)
         if not goes_on:
             self._end_all(signal.SIGTERM)
@@ -439,15 +439,15 @@ def worker_environment(
 
 def unreachable(servers: Sequence[str]) -> list[str]:
     """Returns the addresses of ports at which no process listens."""
-    found = []
+    addresses = []
     for address in servers:
         if address.startswith("unix:"):
             continue
         try:
             socket.create_connection(split_address(address), PROBE_TIMEOUT_S).close()
         except OSError:
-            found.append(address)
-    return found
+            addresses.append(address)
+    return addresses
 
 
 def free_port() -> int:

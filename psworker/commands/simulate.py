@@ -49,8 +49,8 @@ def simulate(
         raise ConfigError(done.stderr.strip())
     if done.returncode:
         raise PacelineError(f"the simulator has failed: {done.stderr.strip()[-500:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    points: list[dict[str, Any]] = json.loads(done.stdout)
+    return points
 
 
 def numbers_of(text: str, what: str) -> list[float]:
@@ -60,12 +60,12 @@ def numbers_of(text: str, what: str) -> list[float]:
         ConfigError: One of them is no number above 0.
     """
     try:
-        found = [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(number > 0 for number in found):
+        numbers = []
+    if not numbers or not all(number > 0 for number in numbers):
         raise ConfigError(f"{what} is {text!r}, must be numbers above 0 with commas between them")
-    return found
+    return numbers
 
 
 def lines_of(points: Sequence[dict[str, Any]]) -> list[str]:

@@ -65,15 +65,15 @@ class Collective(Ring):
         add = TorchSum(
             self._backend, self._epoch, tuple(self._members), self._port, self.number, own
         )
-        found: FloatArray | str | None = yield add
-        if found is None:
+        total: FloatArray | str | None = yield add
+        if total is None:
             return None
-        if isinstance(found, str):
-            self._note_failure(found)
+        if isinstance(total, str):
+            self._note_failure(total)
             return (yield from self._meet(self.number, again=True))
         self._failed.clear()
         self.stats.partner = self._members[self._members.index(self.rank) - 1]
-        return found
+        return total
 
     def _note_failure(self, problem: str) -> None:
         """Counts a failure; raises a ConfigError after too many among the same members."""
@@ -96,11 +96,11 @@ class Collective(Ring):
         ready, store = (Tag(kind, self.number, 0, self._epoch) for kind in (READY, STORE))
         if self.rank != first:
             self.post.give(first, ready, np.empty(0, np.float32))
-            told = yield Want(first, store)
-            if told is None:
+            answer = yield Want(first, store)
+            if answer is None:
                 return False
-            require_numel(first, told, 1, 1)
-            self._port = int(told[0])
+            require_numel(first, answer, 1, 1)
+            self._port = int(answer[0])
         else:
             for other in others:
                 if (yield Want(other, ready)) is None:

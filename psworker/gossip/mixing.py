@@ -156,10 +156,10 @@ class Mixing(Gossip):
         for index, part in enumerate(parts_of(len(values))):
             while True:
                 is_gone = self._is_gone(giver, step)  # It may have given its model before.
-                found = yield Want(giver, Tag(MODEL, step, index), waits=not is_gone)
-                if found is not None:
-                    require_numel(giver, found, part.stop - part.start, part.stop - part.start)
-                    values[part] = found
+                model = yield Want(giver, Tag(MODEL, step, index), waits=not is_gone)
+                if model is not None:
+                    require_numel(giver, model, part.stop - part.start, part.stop - part.start)
+                    values[part] = model
                     break
                 if is_gone:
                     return None

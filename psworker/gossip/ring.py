@@ -204,7 +204,9 @@ class Ring(Gossip):
         """Meets the others; returns the result of this round if somebody has ended it."""
         gatherings: list[Gathering] = yield Meet(position, parts=parts, stays=parts, again=again)
         # Others may have met again behind the meeting in which this worker has parted.
-        own = next(found for found in reversed(gatherings) if self.rank in found.positions)
+        own = next(
+            gathering for gathering in reversed(gatherings) if self.rank in gathering.positions
+        )
         epoch, positions, leaving = own
         last = max(positions.values())
         self._epoch, self._members = epoch, [rank for rank in positions if rank not in leaving]

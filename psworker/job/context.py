@@ -196,9 +196,9 @@ def _check_group(session: Session, choice: Choice) -> None:
     """Raises a `ConfigError` for a choice of the group that this process has not joined with."""
     is_grouped = not session.group.is_alone
     if (choice is None and is_grouped) or (choice not in ("auto", None) and not is_grouped):
-        how = "as one of a local group" if is_grouped else "without a local group"
+        state = "as one of a local group" if is_grouped else "without a local group"
         raise ConfigError(
-            f"this process has joined {how}; pass local_group to the first call, psworker.init() "
+            f"this process has joined {state}; pass local_group to the first call, psworker.init() "
             "or DistributedOptimizer"
         )
 
@@ -249,5 +249,5 @@ def at_exit() -> None:
         context, _current = _current, None
         if context.is_own:
             has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
-            how = "failed" if has_failed else "ended"
-            context.abandon(f"its process {how}", failed=has_failed)
+            ending = "failed" if has_failed else "ended"
+            context.abandon(f"its process {ending}", failed=has_failed)

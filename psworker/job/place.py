@@ -151,9 +151,9 @@ def _require_same(place: LaunchPlace, variables: Mapping[str, str]) -> None:
     """Raises a `ConfigError` if a variable contradicts `--nnodes` and `--node-rank`."""
     wanted = {"PACELINE_NUM_WORKERS": place.job_workers, "PACELINE_RANK": place.first_rank}
     for name, value in wanted.items():
-        if (found := _number(variables, name, value)) != value:
+        if (other := _number(variables, name, value)) != value:
             raise ConfigError(
-                f"{name} is {found}, and --nnodes, --node-rank and --workers make it {value}: "
+                f"{name} is {other}, and --nnodes, --node-rank and --workers make it {value}: "
                 "unset the variable, or leave out the flags"
             )
 
@@ -224,7 +224,7 @@ def count_gpus() -> int:
     Raises:
         ConfigError: There is none; says whether the driver is missing.
     """
-    found = ctypes.c_int()
+    count = ctypes.c_int()
     remedy = "start the container with GPUs (docs/deploy.md), or give a number of workers"
     try:
         driver = ctypes.CDLL(CUDA)
@@ -232,8 +232,8 @@ def count_gpus() -> int:
         raise ConfigError(
             f"--workers gpu finds no GPU: {CUDA} of NVIDIA's driver is missing here; {remedy}"
         ) from None
-    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(found))
-    if code or not found.value:
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code or not count.value:
         why = f"the driver's answer is error {code}" if code else "the driver shows none"
         raise ConfigError(f"--workers gpu finds no GPU: {why} (CUDA_VISIBLE_DEVICES?); {remedy}")
-    return found.value
+    return count.value

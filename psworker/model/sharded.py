@@ -169,9 +169,9 @@ def find_routes(
         held = sorted({row[index] for row in spans if row[index][0] < row[index][1]})
         ends = [0, *(last for _, last in held)]
         if [first for first, _ in held] != ends[:-1] or ends[-1] != parameter.numel():
-            how = getattr(parameter, "placements", ())
+            shares = getattr(parameter, "placements", ())
             raise ConfigError(
-                f"parameter {name!r} is sharded as {how}, whose parts are not rows of it, one "
+                f"parameter {name!r} is sharded as {shares}, whose parts are not rows of it, one "
                 "after the other"
             )
     return Routes(layout, spans, group)

@@ -50,10 +50,10 @@ class TrainingProgress:
         former = self._replica.step if former is None else former
         self._replica.locate(self._exchange.origin)
         seen = self.seen if seen is None else seen
-        made = self._replica.step - former
+        steps = self._replica.step - former
         if self._replica.left_out:
-            made = max(0, made - self._replica.left_out)
-        self.seen = max(0.0, seen + made * self.samples)
+            steps = max(0, steps - self._replica.left_out)
+        self.seen = max(0.0, seen + steps * self.samples)
 
     def behind(self, *, at_round: bool) -> tuple[int, float]:
         """Returns the steps and the samples behind the weights that a script saves.

@@ -66,16 +66,16 @@ class DemoRun:
     def hear(self, rank: int, line: str, target: IO[str]) -> None:
         """Parses one line of a worker's output."""
         try:
-            said = json.loads(line)
+            report = json.loads(line)
         except ValueError:
             self.complain(f"{self.mode} worker {rank}: {line.rstrip()}")
             return
         with self.lock:
-            if "accuracy" in said:
-                self.ends[rank] = said
+            if "accuracy" in report:
+                self.ends[rank] = report
                 return
             steps = self.steps.setdefault(rank, [])
-            steps.append(said)
+            steps.append(report)
             if rank == 0 and len(steps) % STEPS_PER_REFRESH == 0:
                 self.advance(len(steps))
 

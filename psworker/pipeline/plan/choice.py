@@ -96,16 +96,16 @@ def resolve_plan(
 
 
 def _of_file(path: str | Path) -> Plan:
-    found = read_plan(path)
+    plan = read_plan(path)
     log.info(
         "pipeline plan %s of %s: %.4g ms a minibatch predicted; %s: %s",
-        found.name,
+        plan.name,
         path,
-        found.predicted_ms,
-        found.verdict,
-        found.reason,
+        plan.predicted_ms,
+        plan.verdict,
+        plan.reason,
     )
-    return found.cuts
+    return plan.cuts
 
 
 def agreed_plan(
@@ -130,14 +130,14 @@ def agreed_plan(
         ConfigError: On rank 0: nothing fits into memory, or the fastest plan leaves workers idle.
         PacelineError: Rank 0 has found none.
     """
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     is_done = False
     try:
         if session.rank == 0:
             workers, shards = session.num_processes, len(session.links)
             profile = measured(blocks, example, optimizer)
-            found = find_plan(profile, limits, workers, shards, num_state_of(optimizer), rule)
-        agreed = _agree(session, found)
+            spans = find_plan(profile, limits, workers, shards, num_state_of(optimizer), rule)
+        agreed = _agree(session, spans)
         is_done = True
     finally:
         if not is_done:  # The barrier of the others then ends without a plan.
@@ -198,28 +198,29 @@ def find_plan(
     """
     cost = cost_on_shards(profile, rule, num_state, num_shards=num_shards)
     memory = MemoryLimit(limits.memory_nbytes, num_state)
-    found = compare(profile, [Level(num_workers, limits.bandwidth)], cost, memory)
-    if found.advised is None:
-        raise ConfigError(f"there is no plan for {num_workers} workers: {found.reason}")
-    if not found.is_pipeline or found.pipeline is None:
-        log.warning("pipeline plan %d: do not pipeline: %s", num_workers, found.reason)
+    verdict = compare(profile, [Level(num_workers, limits.bandwidth)], cost, memory)
+    if verdict.advised is None:
+        raise ConfigError(f"there is no plan for {num_workers} workers: {verdict.reason}")
+    if not verdict.is_pipeline or verdict.pipeline is None:
+        log.warning("pipeline plan %d: do not pipeline: %s", num_workers, verdict.reason)
         return [(len(profile.layers) - 1, num_workers)]
-    if found.pipeline.workers != num_workers:
+    if verdict.pipeline.workers != num_workers:
         raise ConfigError(
-            f"the fastest plan, {found.pipeline.name}, has {found.pipeline.workers} workers, and "
-            f"more would slow it down: start {found.pipeline.workers} in place of {num_workers}"
+            f"the fastest plan, {verdict.pipeline.name}, has {verdict.pipeline.workers} workers, "
+            "and more would slow it down: start "
+            f"{verdict.pipeline.workers} in place of {num_workers}"
         )
-    log.info("pipeline plan %s: pipeline: %s", found.pipeline.name, found.reason)
-    return [(stage.last, stage.replicas) for stage in found.pipeline.stages]
+    log.info("pipeline plan %s: pipeline: %s", verdict.pipeline.name, verdict.reason)
+    return [(stage.last, stage.replicas) for stage in verdict.pipeline.stages]
 
 
 def num_state_of(make: MakeOptimizer) -> int:
     """Returns the arrays of an optimizer's state that are as long as the parameters."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones_like(parameter)
-    made = make([parameter])
-    made.step()
+    optimizer = make([parameter])
+    optimizer.step()
     return sum(
         isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        for value in made.state[parameter].values()
+        for value in optimizer.state[parameter].values()
     )

@@ -90,14 +90,14 @@ def update_s(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> float:
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     for copied in copies:
         copied.grad = torch.zeros_like(copied)
-    made, device = make(copies), copies[0].device
-    made.step()  # The first one makes the state.
-    return statistics.median(_timed(device, made.step)[0] for _ in range(RUNS_MIN))
+    optimizer, device = make(copies), copies[0].device
+    optimizer.step()  # The first one makes the state.
+    return statistics.median(_timed(device, optimizer.step)[0] for _ in range(RUNS_MIN))
 
 
 def _run(blocks: Sequence[Block], example: torch.Tensor) -> list[tuple[float, float]]:
     """Returns the seconds of forward and backward of each block, in one run."""
-    found = []
+    outputs = []
     flowing = example
     for number, block in enumerate(blocks):
         leaf = flowing.detach()
@@ -113,8 +113,8 @@ def _run(blocks: Sequence[Block], example: torch.Tensor) -> list[tuple[float, fl
             backward_s, _ = _timed(
                 example.device, torch.autograd.grad, flowing, wanted, grad, allow_unused=True
             )
-        found.append((forward_s, backward_s))
-    return found
+        outputs.append((forward_s, backward_s))
+    return outputs
 
 
 def _timed(

@@ -163,10 +163,10 @@ class Partitioner:
         if self._memory.limit_nbytes < math.inf:
             return Partitioner(self._layers, levels, self._cost, self._memory)
         self._table((len(levels) - 1, 0, 1, 0))
-        found = copy.copy(self)
-        found._levels = levels
-        found._workers = math.prod(level.units for level in levels)
-        return found
+        clone = copy.copy(self)
+        clone._levels = levels
+        clone._workers = math.prod(level.units for level in levels)
+        return clone
 
     def best(self) -> Partition | None:
         """Returns the fastest partition, of fewest stages among equals; None: nothing fits."""
@@ -256,12 +256,12 @@ class Partitioner:
     ) -> float:
         """Returns the seconds of one stage; infinite if it has no parameters or is too large."""
         key = place[0], place[1], last, units, is_first, is_last
-        found = self._known_s.get(key)
-        if found is None:
-            found = self._new_stage_s(place, last, units, is_first=is_first, is_last=is_last)
+        seconds = self._known_s.get(key)
+        if seconds is None:
+            seconds = self._new_stage_s(place, last, units, is_first=is_first, is_last=is_last)
             if math.isinf(self._memory.limit_nbytes):  # Else it depends on the units before it.
-                self._known_s[key] = found
-        return found
+                self._known_s[key] = seconds
+        return seconds
 
     def _new_stage_s(
         self, place: _Place, last: int, units: int, *, is_first: bool, is_last: bool
@@ -345,13 +345,13 @@ class Partitioner:
     def _stages(self, place: _Place, cell: _Cell, last: int, units: int) -> list[Stage]:
         """Returns the stages of a cell, and of the pipelines inside them."""
         level, first, outer, before = place
-        found: list[Stage] = []
+        stages: list[Stage] = []
         while True:
             start = first if cell.cut < 0 else cell.cut + 1
             ahead = before + outer * (units - cell.units) * self._inside[level]
-            found = self._inner_stages((level, start, outer * cell.units, ahead), last) + found
+            stages = self._inner_stages((level, start, outer * cell.units, ahead), last) + stages
             if cell.cut < 0:
-                return found
+                return stages
             last, units = cell.cut, units - cell.units
             cell = self._table(place)[0][last][units]
 
@@ -386,7 +386,7 @@ def with_idle(
     whole = Partitioner(layers, levels, cost, memory)
     for units in range(1, levels[-1].units + 1):
         partitioner = whole.on(units)
-        found = partitioner.best_pipeline() if is_cut else partitioner.best()
-        if found and (fastest is None or found.seconds < fastest.seconds * LESS):
-            fastest = found
+        pipeline = partitioner.best_pipeline() if is_cut else partitioner.best()
+        if pipeline and (fastest is None or pipeline.seconds < fastest.seconds * LESS):
+            fastest = pipeline
     return fastest

@@ -84,16 +84,16 @@ def read_plan(path: str | Path) -> PlanFile:
         ConfigError: It cannot be read, or is no plan of this version.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(f"the plan cannot be read: {problem}") from problem
     except ValueError as problem:
         raise ConfigError(f"{path} is no plan of a pipeline ({problem}); {_HOW}") from problem
     try:
-        version = found.pop("version")
+        version = fields.pop("version")
         if version != VERSION:
             raise ConfigError(f"the plan {path} has version {version!r}, must be {VERSION}; {_HOW}")
-        return PlanFile(stages=tuple(_stage(path, row) for row in _rows(found)), **found)
+        return PlanFile(stages=tuple(_stage(path, row) for row in _rows(fields)), **fields)
     except (TypeError, KeyError, AttributeError) as problem:
         what = f"{type(problem).__name__}: {problem}"
         raise ConfigError(f"{path} is no plan of a pipeline ({what}); {_HOW}") from problem

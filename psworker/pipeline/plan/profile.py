@@ -81,9 +81,9 @@ def read_profile(text: str, where: str) -> Profile:
         ConfigError: It is no profile.
     """
     try:
-        found = json.loads(text)
-        layers = tuple(Layer(**_numbers(row)) for row in found.pop("layers"))
-        return Profile(layers=layers, **found)
+        fields = json.loads(text)
+        layers = tuple(Layer(**_numbers(row)) for row in fields.pop("layers"))
+        return Profile(layers=layers, **fields)
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         raise ConfigError(
             f"{where} is no profile of a model ({type(problem).__name__}: {problem}); "
@@ -99,7 +99,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 def sums(values: Sequence[float]) -> list[float]:
     """Returns the sums of the first 0, 1, ... values; their differences are sums of ranges."""
-    found = [0.0]
+    totals = [0.0]
     for value in values:
-        found.append(found[-1] + value)
-    return found
+        totals.append(totals[-1] + value)
+    return totals

@@ -20,13 +20,13 @@ def parse_bandwidths(text: str, name: str = "--bandwidth") -> list[float]:
     Raises:
         ConfigError: It is none.
     """
-    found = []
+    bandwidths = []
     for part in text.split(","):
         matched = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt]?)(?:bit)?(?:/s)?", part.strip().lower())
         if matched is None or not float(matched[1]):
             raise ConfigError(f"{name} is {text!r}, must be as 1gbit, or 100gbit,10gbit")
-        found.append(float(matched[1]) * UNITS[matched[2]] / 8)
-    return found
+        bandwidths.append(float(matched[1]) * UNITS[matched[2]] / 8)
+    return bandwidths
 
 
 def parse_memory(text: str | None, name: str = "--memory") -> float:

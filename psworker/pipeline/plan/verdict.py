@@ -79,8 +79,8 @@ def compare(
     """
     memory = memory or MemoryLimit()
     layers = profile.layers
-    found = Partitioner(layers, levels, cost, memory)
-    parallel_s, stage = found.data_parallel()
+    partitioner = Partitioner(layers, levels, cost, memory)
+    parallel_s, stage = partitioner.data_parallel()
     hidden_s, _ = Partitioner(layers, levels, cost.hidden(), memory).data_parallel()
     if isinstance(cost, ShardsCost) and len(levels) == 1:
         pipeline = fastest(layers, levels[0], cost, memory)
@@ -93,8 +93,8 @@ def compare(
         hidden_s=hidden_s,
         data_parallel=stage,
         activation_nbytes=2 * sum(layers[one.last].output_nbytes for one in stages[:-1]),
-        sync_nbytes=round(sum(cost.sync_nbytes(found.load(one)) for one in stages)),
-        data_parallel_nbytes=round(cost.sync_nbytes(found.load(stage))),
+        sync_nbytes=round(sum(cost.sync_nbytes(partitioner.load(one)) for one in stages)),
+        data_parallel_nbytes=round(cost.sync_nbytes(partitioner.load(stage))),
     )
     advised, reason = _judge(draft, layers, memory.limit_nbytes)
     return replace(draft, advised=advised, reason=reason)

@@ -91,9 +91,9 @@ def _trace(model: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     try:
         exported = torch.export.export(model, (example,)).module()
     except Exception as problem:
-        how = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        cause = f"{type(problem).__name__}: {problem}".partition("\n")[0]
         raise ConfigError(
-            f"the forward of {type(model).__name__} cannot be followed ({how}); make the model a "
+            f"the forward of {type(model).__name__} cannot be followed ({cause}); make the model a "
             "nn.Sequential of its blocks"
         ) from problem
     assert isinstance(exported, fx.GraphModule)
@@ -132,12 +132,12 @@ def _result(output: fx.Node) -> fx.Node:
     Raises:
         ConfigError: It returns several.
     """
-    found = output.args[0]
-    if isinstance(found, tuple | list) and len(found) == 1:  # As `torch.export` writes it.
-        found = found[0]
-    if not isinstance(found, fx.Node):
+    result = output.args[0]
+    if isinstance(result, tuple | list) and len(result) == 1:  # As `torch.export` writes it.
+        result = result[0]
+    if not isinstance(result, fx.Node):
         raise ConfigError("forward returns several values, must return one tensor")
-    return found
+    return result
 
 
 def _input(graph: fx.Graph) -> fx.Node:
@@ -146,11 +146,11 @@ def _input(graph: fx.Graph) -> fx.Node:
     Raises:
         ConfigError: There are several without a default.
     """
-    found = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
-    if len(found) != 1:
-        listed = ", ".join(node.name for node in found) or "none"
-        raise ConfigError(f"forward has {len(found)} inputs ({listed}), must have one tensor")
-    first: fx.Node = found[0]
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
+    if len(inputs) != 1:
+        listed = ", ".join(node.name for node in inputs) or "none"
+        raise ConfigError(f"forward has {len(inputs)} inputs ({listed}), must have one tensor")
+    first: fx.Node = inputs[0]
     return first
 
 

@@ -154,7 +154,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
         ConfigError: Its state is not one of tensors and numbers.
     """
     state = optimizer.state_dict()["state"]
-    found = {}
+    arrays = {}
     for number, name in _numbered(optimizer, names):
         for key, value in state.get(number, {}).items():
             if value is None:
@@ -164,8 +164,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} in {key}, must be "
                     "a tensor or a number"
                 )
-            found[f"{name}/{key}"] = torch.as_tensor(value).detach().contiguous().clone()
-    return found
+            arrays[f"{name}/{key}"] = torch.as_tensor(value).detach().contiguous().clone()
+    return arrays
 
 
 def to_numbers(weights: Tensors, optimizer: Tensors) -> torch.Tensor:
@@ -181,10 +181,10 @@ def to_numbers(weights: Tensors, optimizer: Tensors) -> torch.Tensor:
 def from_numbers(numbers: torch.Tensor) -> tuple[Tensors, Tensors]:
     """Returns weights and optimizer state from a vector of `to_numbers`."""
     data = numbers.numpy().astype(np.uint16).tobytes()
-    found = load(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = load(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return (
-        {name[2:]: value for name, value in found.items() if name.startswith("w/")},
-        {name[2:]: value for name, value in found.items() if name.startswith("o/")},
+        {name[2:]: value for name, value in tensors.items() if name.startswith("w/")},
+        {name[2:]: value for name, value in tensors.items() if name.startswith("o/")},
     )
 
 

@@ -274,11 +274,11 @@ class Driver:
         """Returns a tensor of a neighbour when it is here; the timeline shows the wait."""
         begin_s = time.monotonic()
         with self._around("wait", wait.minibatch, awaits=KINDS[wait.kind], worker=wait.source):
-            found = yield from self._receive(wait)
+            values = yield from self._receive(wait)
         if wait.kind != wire.STATE:
-            found = found.to(self._device)
+            values = values.to(self._device)
         self.waits_s += time.monotonic() - begin_s
-        return found
+        return values
 
     def _update(self, wait: OptimizerWait) -> None:
         self._work.weigh(wait.weight)
@@ -294,10 +294,10 @@ class Driver:
 
     def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
         minibatch = self.first + wait.minibatch
-        found = yield from wire.receive(wait.source, wait.kind, minibatch, missing=self._missing)
-        if found is None:
+        values = yield from wire.receive(wait.source, wait.kind, minibatch, missing=self._missing)
+        if values is None:
             raise self._changed(f"minibatch {minibatch} was awaited from", wait.source)
-        return found
+        return values
 
     def _changed(self, doing: str, rank: int) -> TransportError:
         """Returns the error for a worker that is gone, which another stage or all waited for."""

@@ -47,25 +47,25 @@ def schedule_named(name: str) -> Schedule | None:
     Raises:
         ConfigError: It runs several stages on a rank.
     """
-    found = getattr(schedules, name, None) if name.startswith("Schedule") else None
-    if not inspect.isclass(found):
+    schedule = getattr(schedules, name, None) if name.startswith("Schedule") else None
+    if not inspect.isclass(schedule):
         return None
-    if issubclass(found, schedules.PipelineScheduleMulti):
+    if issubclass(schedule, schedules.PipelineScheduleMulti):
         raise ConfigError(
             f"schedule {name!r} runs several stages on a worker; a plan has one stage on each: "
             f"use one of {', '.join(torch_schedules())}"
         )
-    return found if issubclass(found, schedules.PipelineScheduleSingle) else None
+    return schedule if issubclass(schedule, schedules.PipelineScheduleSingle) else None
 
 
 def torch_schedules() -> list[str]:
     """Returns the names of torch's schedules with one stage on a worker."""
     return [
         name
-        for name, found in vars(schedules).items()
+        for name, schedule in vars(schedules).items()
         if name.startswith("Schedule")
-        and inspect.isclass(found)
-        and issubclass(found, schedules.PipelineScheduleSingle)
+        and inspect.isclass(schedule)
+        and issubclass(schedule, schedules.PipelineScheduleSingle)
     ]
 
 

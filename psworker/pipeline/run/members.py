@@ -149,7 +149,7 @@ class Members:
             [table.minibatches for job in jobs for table in job.tables if table.num_slices]
             for jobs in self._ask_stages()
         ]
-        return max(self._loaded, min(min(found, default=0) for found in counts))
+        return max(self._loaded, min(min(row, default=0) for row in counts))
 
     def agree(self, decide: Callable[[], int], leader: int = 0) -> int:
         """Waits until all members have called it; returns what one of them decides then.
@@ -206,10 +206,10 @@ class Members:
             MembersChangedError: The members have changed meanwhile.
         """
         epoch = self._gathering.epoch
-        found = yield from wire.receive(self.ranks[source], kind, number, epoch)
-        if found is None:
+        values = yield from wire.receive(self.ranks[source], kind, number, epoch)
+        if values is None:
             raise MembersChangedError
-        return found
+        return values
 
     # ----- inside
 

@@ -115,15 +115,15 @@ class Pipeline:
         self._continues, self._rule = on_lost == CONTINUE, _rule_of(mode, schedule, stash, on_lost)
         _require(schedule, stash, minibatches, on_lost, loss)
         plan, limits = resolve_plan(plan, joins.pipeline, bandwidth, memory)
-        blocks, found, session = chain_of(model, example), _read(resume, model), None
+        blocks, checkpoint, session = chain_of(model, example), _read(resume, model), None
         if limits is not None:
             session = self._open(joins)
             plan = agreed_plan(session, blocks, example, limits, optimizer, self._rule)
         self._take_place(plan, model, blocks, joins if session is None else session)
         self._stage_job = {"job": f"{joins.job}.s{self.place.stage}", "servers": _addresses(joins)}
         self._versions = partial(_versions, schedule, stash, minibatches, self._rule)
-        self.optimizer = self._make_optimizer(optimizer, found)
-        self._driver = self._make_driver(loss, session or self._open(joins), found)
+        self.optimizer = self._make_optimizer(optimizer, checkpoint)
+        self._driver = self._make_driver(loss, session or self._open(joins), checkpoint)
         self.minibatches, self._saved = self._driver.first, {}
 
     def step(self, inputs: Any, targets: Any) -> float | None:
@@ -193,8 +193,8 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers of this stage under the names of the whole model."""
-        found = self.module.state_dict()
-        return {whole: found[name] for name, whole in self._names.items()}
+        state = self.module.state_dict()
+        return {whole: state[name] for name, whole in self._names.items()}
 
     # ----- the start
 
@@ -269,8 +269,8 @@ class Pipeline:
         saved: StageCheckpoint | None,
     ) -> torch.optim.Optimizer:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
-        made = make([parameter for _, parameter in named])
-        for group in made.param_groups:
+        optimizer = make([parameter for _, parameter in named])
+        for group in optimizer.param_groups:
             group["lr"] *= self._versions(self.place).rate
         is_new = True
         if self.place.num_replicas > 1 or self._continues:
@@ -282,10 +282,10 @@ class Pipeline:
                 timeline=self._timeline,
             )
             is_new = not joined_context.session.known_tables
-            made = DistributedOptimizer(made, named, mode=self._rule)
+            optimizer = DistributedOptimizer(optimizer, named, mode=self._rule)
         if saved is not None and (is_new or not self._continues):  # Else the shards are further.
-            saved.load_optimizer(made, self._parameter_names())
-        return made
+            saved.load_optimizer(optimizer, self._parameter_names())
+        return optimizer
 
 
 def _read_environment(
@@ -406,14 +406,14 @@ def _read(folder: str | Path | None, model: nn.Module) -> StageCheckpoint | None
     """
     if folder is None:
         return None
-    found, problems = StageCheckpoint.newest(Path(folder))
+    checkpoint, problems = StageCheckpoint.newest(Path(folder))
     for problem in problems:
         log.warning("a checkpoint is left out: %s", problem)
-    if found is None and problems:
+    if checkpoint is None and problems:
         raise ConfigError(f"no checkpoint in {folder} can be read: {problems[0]}")
-    if found is not None:
-        found.load_weights(model)
-    return found
+    if checkpoint is not None:
+        checkpoint.load_weights(model)
+    return checkpoint
 
 
 def _versions(
@@ -428,9 +428,9 @@ def _versions(
         schedule_named,
     )
 
-    found = schedule_named(schedule)
-    assert found is not None
-    return Flush(place, found, minibatches)
+    kind = schedule_named(schedule)
+    assert kind is not None
+    return Flush(place, kind, minibatches)
 
 
 def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:
@@ -441,19 +441,19 @@ def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:
             no parameters.
     """
     names = [block.name for block in blocks]
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for name, _ in plan:
         if name not in names:
             raise ConfigError(f"the plan cuts after {name!r}; the blocks are {', '.join(names)}")
-        first = found[-1][1] + 1 if found else 0
-        found.append((first, names.index(name)))
-    if any(first > last for first, last in found) or found[-1][1] + 1 != len(names):
+        first = ranges[-1][1] + 1 if ranges else 0
+        ranges.append((first, names.index(name)))
+    if any(first > last for first, last in ranges) or ranges[-1][1] + 1 != len(names):
         raise ConfigError(
             f"the plan cuts after {', '.join(name for name, _ in plan)}: they must be in order, "
             f"and the last one is {names[-1]}"
         )
-    _require_parameters(blocks, found)
-    return found
+    _require_parameters(blocks, ranges)
+    return ranges
 
 
 def _require_parameters(blocks: Sequence[Block], ranges: Sequence[tuple[int, int]]) -> None:

@@ -100,10 +100,10 @@ def _part(
     source: int, tag: Tag, missing: Missing | None
 ) -> Generator[Want | Meet, Any, FloatArray | None]:
     """Returns a part of a tensor; None if the members have changed."""
-    found: FloatArray | None = yield Want(source, tag)
-    while found is None and missing is not None:
+    values: FloatArray | None = yield Want(source, tag)
+    while values is None and missing is not None:
         number = yield from missing()
         if number is None:
             return None
-        found = yield Want(source, tag, waits=number == 0)
-    return found
+        values = yield Want(source, tag, waits=number == 0)
+    return values

@@ -59,9 +59,9 @@ def find_overflow(
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     unscale(optimizer, scaler)
-    found = scaler._found_inf_per_device(optimizer).values()
+    flags = scaler._found_inf_per_device(optimizer).values()
     group = table.session.group  # Its processes make one gradient together.
-    own = group.largest(max((value.item() for value in found), default=0.0))
+    own = group.largest(max((value.item() for value in flags), default=0.0))
     overflow = Overflow.OWN if own > 0.0 else Overflow.NONE
     if takes_all(table.rule):
         if not _is_alone(table.session):
@@ -69,7 +69,7 @@ def find_overflow(
         elif overflow is Overflow.OWN:
             overflow = Overflow.ALL
     if takes_all(table.rule) or not group.is_alone:
-        for value in found:
+        for value in flags:
             value.fill_(float(overflow is not Overflow.NONE))
     return overflow
 

@@ -83,15 +83,15 @@ def _require_fit(optimizer: torch.optim.Optimizer, rule: Rule, *, is_raw: bool) 
 
 def _require_steps(optimizer: torch.optim.Optimizer) -> None:
     """Raises an `UnsupportedOptimizerError` if its steps need more than dense gradients."""
-    found = type(optimizer)
-    closure = inspect.signature(found.step).parameters.get("closure")
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedOptimizerError(
-            f"{found.__module__}.{found.__qualname__} computes several gradients in each step "
+            f"{kind.__module__}.{kind.__qualname__} computes several gradients in each step "
             "(step(closure)), and no mode has more than one; use an optimizer whose step needs no "
             "closure"
         )
-    if found is torch.optim.SparseAdam:
+    if kind is torch.optim.SparseAdam:
         raise UnsupportedOptimizerError(
             "torch.optim.SparseAdam takes sparse gradients, and those of the shards are dense; use "
             "torch.optim.Adam, and make the layer with sparse=False"

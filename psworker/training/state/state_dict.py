@@ -220,9 +220,9 @@ def pull_state(
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""
     names = table.optimizer.state_names
-    found = recovery.peek(len(names))
+    state = recovery.peek(len(names))
     counts = [0] * len(table.layout.tensors)
-    for spec, steps in zip(table.layout.slices, found.counts, strict=True):
+    for spec, steps in zip(table.layout.slices, state.counts, strict=True):
         for segment, count in zip(spec.segments, steps, strict=True):
             counts[segment.tensor] = int(count)
-    return dict(zip(names, found.state, strict=True)), counts
+    return dict(zip(names, state.state, strict=True)), counts
