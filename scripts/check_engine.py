@@ -53,6 +53,7 @@ BASE_IMAGE = "python:3.11-slim"
 CUDA_IMAGE = "paceline:cuda"
 RESULT = ROOT / "docs" / "results" / "images.json"
 OCI = "org.opencontainers.image"
+IMAGE_USER = 10001  # User of the images.
 PAIR = 2  # Shards and workers of a job here.
 ACCURACY = 0.75  # After two epochs of examples/mnist.py, at least.
 PROMETHEUS = "prom/prometheus:v3.5.0"
@@ -284,43 +285,33 @@ def one_shard_per_container(log: Log) -> None:
     """Starts two shards in a container each, with the commands of the page."""
     printed = commands("deploy.md", "One shard per container")[0].splitlines()
     network = "pacepage-shards"
-    run("docker", "network", "create", network)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            make_certs(folder, "shard0", "shard1")
-            for path in (Path(folder), *Path(folder).iterdir()):
-                path.chmod(0o755)
-            files = {
-                "CERT": "server.pem",
-                "KEY": "server.key",
-                "CLIENT_CA": "ca.pem",
-                "CA": "ca.pem",
-            }
-            words = [
-                "docker",
-                "run",
-                "--detach",
-                "--network",
-                network,
-                "--volume",
-                f"{folder}:/certs",
-            ]
-            words += ["--env", "PACELINE_TOKEN_FILE=/certs/token"]
-            for name, file in files.items():
-                words += ["--env", f"PACELINE_TLS_{name}=/certs/{file}"]
+    files = {"CERT": "server.pem", "KEY": "server.key", "CLIENT_CA": "ca.pem", "CA": "ca.pem"}
+    variables = {f"TLS_{name}": file for name, file in files.items()} | {"TOKEN_FILE": "token"}
+    with tempfile.TemporaryDirectory() as folder:
+        make_certs(folder, "shard0", "shard1")
+        words = ["docker", "run", "--detach", "--network", network, "--volume", f"{folder}:/certs"]
+        for name, file in variables.items():
+            words += ["--env", f"PACELINE_{name}=/certs/{file}"]
+        give(folder, IMAGE_USER)
+        run("docker", "network", "create", network)
+        try:
             for index, command in enumerate(printed):
-                name = f"shard{index}"
-                run(*words, "--name", f"{network}-{name}", "--network-alias", name, SHARD_IMAGE,
-                    *command.split())  # fmt: skip
-            health = ("docker", "exec", f"{network}-shard1", "psserver", "health", "--servers")
-            said = wait("both shards", lambda: run(*health, SERVERS))
-            log.say(
-                f"      one shard per container, as printed: {', '.join(said.split(chr(10))[:2])}"
-            )
-    finally:
-        for index in range(PAIR):
-            run("docker", "rm", "--force", f"{network}-shard{index}", check=False)
-        run("docker", "network", "rm", network, check=False)
+                place = ("--name", f"{network}{index}", "--network-alias", f"shard{index}")
+                run(*words, *place, SHARD_IMAGE, *command.split())
+            health = ("docker", "exec", f"{network}1", "psserver", "health", "--servers", SERVERS)
+            said = wait("both shards", lambda: run(*health), 60)
+            log.say(f"      one shard per container, as printed: {' '.join(said.split())}")
+        finally:
+            for index in range(PAIR):
+                run("docker", "rm", "--force", f"{network}{index}", check=False)
+            run("docker", "network", "rm", network, check=False)
+            give(folder, os.getuid())
+
+
+def give(folder: str, owner: int) -> None:
+    """Changes the owner of a folder and its files, as root of a container can."""
+    words = ("--user", "0", "--network", "none", "--volume", f"{folder}:/folder")
+    run("docker", "run", "--rm", *words, SHARD_IMAGE, "chown", "-R", str(owner), "/folder")
 
 
 def loader(log: Log) -> None:
