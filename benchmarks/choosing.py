@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
-from benchmarks.markdown import table
+from benchmarks.markdown import machine, table
 from psworker.advice.report import AdviceReport, advise
 from psworker.advice.request import AdviceRequest
 from psworker.commands import cli
 
+PREDICTIONS = Path(__file__).parents[1] / "docs" / "results" / "predictions.json"
 # A situation for people, and the flags of the command.
 SITUATIONS = (
     (
@@ -84,3 +87,31 @@ def situations() -> str:
             ]
         )
     return table(["situation", "`psworker advise`", "answer", "limit", "shards"], rows)
+
+
+def predictions() -> str:
+    """Returns the cases that were predicted before they were measured."""
+    run = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["links"],
+            f"`{row['mode']}`",
+            f"{row['simulated_ms']:,.0f}",
+            f"{row['closed_ms']:,.0f}",
+            f"{row['measured_ms']:,.0f}",
+            f"{100 * (row['closed_ms'] / row['measured_ms'] - 1):+.0f}%",
+        ]
+        for row in run["rows"]
+    ]
+    ranked = "right" if run["ranking_right"] else "**wrong**"
+    return "\n".join(
+        [
+            f"`{run['command']}`, {run['date']}, {machine(run['machine'])}. Error of the closed "
+            f"form: {run['closed_median_error']:.0%} in the median, "
+            f"{run['closed_worst_error']:.0%} at most; of the simulation {run['median_error']:.0%} "
+            f"and {run['worst_error']:.0%}. The order of the modes is {ranked}.",
+            "",
+            table(["links", "mode", "simulated, ms", "closed form", "measured", "error"], rows,
+                  "llrrrr"),
+        ]
+    )  # fmt: skip

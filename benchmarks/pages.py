@@ -438,6 +438,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline": pipeline,
     "images": images,
     "situations": choosing.situations,
+    "predictions": choosing.predictions,
     "pipeline kills": pipeline_kills.results,
     "pipeline learning": pipeline_learning.results,
     **tables.TABLES,

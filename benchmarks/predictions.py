@@ -11,8 +11,8 @@ in `benchmarks.hosts`.
     ranking   whether, of each two cases on the same links that differ by more than 10 %, the
               faster one is predicted to be faster
 
-`--results FILE.json` keeps every case. No command reads that file yet: the errors that `psworker
-advise` prints are those of the committed runs on four hosts.
+`--results docs/results/predictions.json` keeps every case: `psworker advise` prints the worst error
+of that file.
 Without `--quick` all four modes are measured on each of the links.
 """
 

@@ -22,7 +22,7 @@ from psworker.advice.situation import Situation
 from psworker.advice.sizes import shown_nbytes, shown_numel
 
 ERROR_SOURCE = (
-    "docs/results/hosts.json and step_hosts.json: committed runs on shaped links, all within 10 %; "
+    "docs/results/predictions.json: the worst of 12 runs on shaped links, all predicted first; "
     "`python -m benchmarks.predictions` makes new ones"
 )
 
