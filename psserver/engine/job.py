@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +28,7 @@ from psserver.engine.slice_queue import JournalAgain, Seal, SliceQueue, SwitchRu
 from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
 from psserver.slices.base import Asked, Payload
+from psserver.stores import kind_of
 
 WHOLE = Asked()
 
@@ -146,6 +148,14 @@ class RunningTable:
         journals = [queue.store.journal for queue in self.queues.values()]
         return sum(journal is None or not journal.is_on for journal in journals)
 
+    def count_held(self) -> dict[str, int]:
+        """Returns counts of the things that its slices hold beside weights, by name."""
+        found: Counter[str] = Counter()
+        kind = kind_of(self.table.spec.content.name)
+        for queue in self.queues.values():
+            found.update(kind.count_held(queue.store))
+        return dict(found)
+
     def do_at_version(self, index: int, entry: AtVersion) -> None:
         """Schedules work behind a later update of a slice."""
         self._at_version.setdefault(index, []).append(entry)
@@ -229,6 +239,11 @@ class RunningJob:
         if not self._is_kept:
             return {}
         return {index: running.num_exposed for index, running in self.tables.items()}
+
+    @property
+    def held(self) -> dict[int, dict[str, int]]:
+        """Counts of the things that each table holds beside weights, by its index."""
+        return {index: running.count_held() for index, running in self.tables.items()}
 
     @property
     def is_busy(self) -> bool:

@@ -33,5 +33,6 @@ def _view(engine: Engine) -> ShardView:
 def _jobs(engine: Engine) -> tuple[JobView, ...]:
     now_s = engine.now()
     return tuple(
-        view_of(job.job, job.waits, now_s, job.saves, job.exposed) for job in engine.jobs.values()
+        view_of(job.job, job.waits, now_s, job.saves, job.exposed, job.held)
+        for job in engine.jobs.values()
     )

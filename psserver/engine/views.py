@@ -8,7 +8,7 @@ one moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
@@ -119,6 +119,9 @@ class TableView:
     minibatches: int = 0  # All before this one are counted, in each slice.
     num_exposed: int = 0  # Slices that the shard should journal, and has no space for.
     lead: int = 0  # Its version at step 0 of training, had it always had this mode.
+    held: Mapping[str, int] = field(
+        default_factory=dict
+    )  # Counts of things beside weights, by name.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +199,12 @@ def figures_of(shard: Shard, counters: Counters, view: ShardView) -> Figures:
 
 
 def view_of(
-    job: Job, waits: Waits, now_s: float, saves: Saves, exposed: Mapping[int, int]
+    job: Job,
+    waits: Waits,
+    now_s: float,
+    saves: Saves,
+    exposed: Mapping[int, int],
+    held: Mapping[int, Mapping[str, int]],
 ) -> JobView:
     """Returns a job as it is at this moment; called under the lock.
 
@@ -206,6 +214,7 @@ def view_of(
         now_s: The time.
         saves: Its checkpoints.
         exposed: By table: number of slices that a journal should hold, and does not.
+        held: By table: counts of the things that it holds beside weights, by name.
     """
     return JobView(
         **asdict(job.counters),
@@ -214,7 +223,8 @@ def view_of(
         min_workers=job.membership.min_workers,
         workers=_workers(job, waits, now_s),
         tables=tuple(
-            _table(table, waits, exposed.get(table.index, 0)) for table in job.tables.values()
+            _table(table, waits, exposed.get(table.index, 0), held.get(table.index, {}))
+            for table in job.tables.values()
         ),
         waiting_for=tuple(waits.others()),
         state=job.state.value,
@@ -275,7 +285,7 @@ def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
     )
 
 
-def _table(table: Table, waits: Waits, num_exposed: int) -> TableView:
+def _table(table: Table, waits: Waits, num_exposed: int, held: Mapping[str, int]) -> TableView:
     versions = [clock.version for clock in table.clocks.values()] or [-1]
     return TableView(
         name=table.spec.name,
@@ -291,5 +301,6 @@ def _table(table: Table, waits: Waits, num_exposed: int) -> TableView:
         rounds=table.rounds,
         minibatches=table.minibatches,
         num_exposed=num_exposed,
+        held=held,
         lead=table.spec.origin.clock - table.spec.origin.step,
     )

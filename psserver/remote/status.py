@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -185,6 +186,9 @@ def _reported(workers: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
     holding = [part for part in parts if part.num_slices] or parts
+    held: Counter[str] = Counter()
+    for part in parts:
+        held.update(part.held)
     return {
         "name": parts[0].name,
         "mode": parts[0].mode,
@@ -192,6 +196,7 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
         "optimizer": parts[0].optimizer,
         "num_slices": sum(part.num_slices for part in parts),
         "num_exposed": sum(part.num_exposed for part in parts),
+        "held": dict(held),
         "nbytes": sum(part.nbytes for part in parts),
         "version_min": min(part.version_min for part in holding),
         "version_max": max(part.version_max for part in holding),
@@ -335,6 +340,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     )
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
+    _show_held(console, job)
     _show_exposed(console, job)
     if job["reported"]:
         console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
@@ -342,6 +348,18 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"waits for {printable(wait.in_words)}", markup=False)
     if advice := advice_of(job):
         console.print(printable(advice), markup=False)
+
+
+def _show_held(console: Any, job: dict[str, Any]) -> None:
+    """Prints counts of the things that tables hold beside weights."""
+    for table in job["tables"]:
+        if table.get("held"):
+            held = ", ".join(
+                f"{name.removesuffix('_nbytes')} "
+                f"{in_bytes(count) if name.endswith('_nbytes') else f'{count:,}'}"
+                for name, count in sorted(table["held"].items())
+            )
+            console.print(f"{printable(repr(table['name']))} holds {held}", markup=False)
 
 
 def _show_exposed(console: Any, job: dict[str, Any]) -> None:

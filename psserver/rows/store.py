@@ -102,6 +102,7 @@ class RowStore:
         self._open: dict[int, list[WeightedGrad]] = {}  # Pushes that are in no update, by step.
         # The ids of pushes that may be on their way, by rank and step; also read by `check`.
         self._claims: dict[tuple[int, int], list[IdArray]] = {}
+        self._num_refused = 0  # Pushes for which a table had no room.
         self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
         if journal is not None and not journal.is_new:
             self._recover(journal)
@@ -116,6 +117,15 @@ class RowStore:
         """Bytes of rows, indices and payloads."""
         held = 0 if self._journal is None else self._journal.nbytes
         return held + sum(slab.nbytes for slab in self.slabs)
+
+    def count_held(self) -> dict[str, int]:
+        """Returns the numbers of rows that were updated, and of those that there is room for."""
+        return {
+            "rows": sum(slab.count for slab in self.slabs),
+            "rows_max": sum(slab.rows_max for slab in self.slabs),
+            "rows_nbytes": sum(slab.nbytes for slab in self.slabs),
+            "pushes_refused": self._num_refused,
+        }
 
     # ----- orders
 
@@ -316,6 +326,7 @@ class RowStore:
             ids = np.unique(np.concatenate([*claimed, rows.ids]))
             wanted = slab.count + int((slab.find(ids) < 0).sum())
         if wanted > slab.rows_max:
+            self._num_refused += 1
             raise self._full(number, wanted)
         try:
             slab.reserve(wanted)

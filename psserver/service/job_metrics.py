@@ -24,6 +24,7 @@ LIVE = Presence.LIVE.value
 def job_metrics(shard: ShardView) -> Iterator[Metric]:
     """Yields the metrics of jobs and workers."""
     yield from _of_jobs(shard)
+    yield _held(shard)
     yield from _of_rounds([(job.name, round_) for job in shard.jobs for round_ in job.rounds])
     workers = [(job.name, worker) for job in shard.jobs for worker in job.workers]
     live = [(name, worker) for name, worker in workers if worker.state == LIVE]
@@ -98,6 +99,22 @@ def _of_jobs(shard: ShardView) -> Iterator[Metric]:
     for job in shard.jobs:
         lost.add_metric([job.name], job.num_lost)
     yield lost
+
+
+def _held(shard: ShardView) -> Metric:
+    """Returns counts of the things that tables hold beside weights."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    held = GaugeMetricFamily(
+        "paceline_table_held",
+        "What a table holds beside weights on this shard, by name: `rows`, `rows_max`, ...",
+        labels=["job", "table", "what"],
+    )
+    for job in shard.jobs:
+        for table in job.tables:
+            for what, count in table.held.items():
+                held.add_metric([job.name, table.name, what], count)
+    return held
 
 
 def _of_rounds(rounds: list[tuple[str, RoundView]]) -> Iterator[Metric]:

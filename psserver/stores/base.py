@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,6 +72,10 @@ class StoreKind(ABC):
             memory: Its memory.
             observer: Sees additions, steps and publications.
         """
+
+    def count_held(self, store: Store) -> Mapping[str, int]:
+        """Returns counts of the things that a store holds beside weights, by name; any thread."""
+        return {}
 
     @abstractmethod
     def warm_up(self, optimizer: Stepping) -> None:

@@ -65,6 +65,11 @@ class RowKind(StoreKind):
             observer,
         )
 
+    def count_held(self, store: Store) -> dict[str, int]:
+        """Returns the numbers of rows, and of pushes that were refused for lack of room."""
+        assert isinstance(store, RowStore)
+        return store.count_held()
+
     def warm_up(self, optimizer: Stepping) -> None:
         """Walks one row through all loops."""
         assert isinstance(optimizer, RowOptimizer)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import psworker
+from psserver.remote import ask
+from psserver.remote.status import combine
 from psworker.training.optimizer import DistributedOptimizer
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.row_models import (
@@ -333,3 +335,50 @@ def test_a_table_of_another_dimension_is_refused_by_name(shards: Shards) -> None
     assert "'users'" in said
     assert "5" in said
     assert "4" in said
+
+
+def look_and_train(station: Station) -> None:
+    """Looks up ids, then trains on some; at each stage the test looks at the status."""
+    psworker.init()
+    table = psworker.Embedding(None, 4, name="users", max_rows=1000)
+    model = torch.nn.ModuleDict({"users": table, "top": torch.nn.Linear(4, 1)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.1),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=0.1),
+    )
+    with torch.no_grad():
+        table(torch.arange(100))
+    station.tell()
+    station.hear()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model["top"](table(torch.tensor([7, 7, 2**62, 12]))).sum().backward()
+        optimizer.step()
+    optimizer.close()
+    station.tell()
+    station.hear()
+
+
+@pytest.mark.slow
+def test_the_status_shows_rows_that_were_updated_and_none_that_were_looked_up(
+    shards: Shards,
+) -> None:
+    job = new_job()
+
+    def held() -> dict[str, int]:
+        status = combine(shards.addresses, ask.statuses(shards.addresses))
+        (found,) = [each for each in status["jobs"] if each["name"] == job]
+        (table,) = [table for table in found["tables"] if table["held"]]
+        return dict(table["held"])
+
+    with shards.workers(look_and_train, num_workers=1, job=job) as (worker,):
+        worker.hear()
+        assert held()["rows"] == 0
+        worker.tell()
+        worker.hear()
+        found = held()
+        assert (found["rows"], found["pushes_refused"]) == (3, 0)
+        assert found["rows_max"] >= 1000
+        worker.tell()
+        worker.result()

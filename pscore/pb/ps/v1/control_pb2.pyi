@@ -546,7 +546,14 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches", "num_exposed", "lead")
+    __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches", "num_exposed", "lead", "held")
+    class HeldEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -561,6 +568,7 @@ class TableStatus(_message.Message):
     MINIBATCHES_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPOSED_FIELD_NUMBER: _ClassVar[int]
     LEAD_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     name: str
     mode: str
     compressor: str
@@ -575,7 +583,8 @@ class TableStatus(_message.Message):
     minibatches: int
     num_exposed: int
     lead: int
-    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., minibatches: _Optional[int] = ..., num_exposed: _Optional[int] = ..., lead: _Optional[int] = ...) -> None: ...
+    held: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., minibatches: _Optional[int] = ..., num_exposed: _Optional[int] = ..., lead: _Optional[int] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s", "raw_pushed_nbytes", "raw_pulled_nbytes", "open_steps", "num_lost", "has_checkpoint", "checkpoint_age_s")
