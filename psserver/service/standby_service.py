@@ -95,7 +95,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         for text in tables:
             try:
                 spec = TableSpec.from_json(json.loads(text))
-            except (ValueError, LookupError, TypeError) as problem:
+            except (ValueError, LookupError, TypeError, AttributeError) as problem:
                 raise RemoteProtocolError(
                     f"a table of a shard that moves: {problem!r}"
                 ) from problem

@@ -1,0 +1,130 @@
+"""The service by which a shard moves: the order of its calls, and requests that are refused."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
+from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1 import standby_pb2 as pb
+from psserver.decisions.limits import Limits
+from psserver.decisions.shard import Shard
+from psserver.engine.engine import Engine
+from psserver.service.standby_service import StandbyServicer
+from psserver.standby.mover import Mover, described
+from psserver.standby.pieces import ArrivingJournals, LeavingJournals
+
+CONTEXT = cast(Any, None)
+
+
+class Process:
+    """An empty process of shard 1 of 2, without sockets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = Engine(Shard(1, 2, 10.0, Limits(memory_nbytes=1 << 20)), now=lambda: 0.0)
+        self.incoming = ArrivingJournals(folder / "target")
+        self.begun: list[object] = []
+        mover = Mover(None, cast(Any, self), lambda: ANYONE)
+        own = lambda: described(1, 2, "night")  # noqa: E731
+        self.service = StandbyServicer(self.engine, mover, self.incoming, own, self.take_over)
+
+    def take_over(self) -> bool:
+        self.begun.append(self.incoming.begin())
+        return True
+
+    def offer(self) -> pb.OfferRequest:
+        raise ConfigError("it has no journals")
+
+
+def offered(**changes: Any) -> pb.OfferRequest:
+    offer = described(1, 2, "night")
+    offer.id, offer.instance = "m", 7
+    for name, value in changes.items():
+        setattr(offer, name, value)
+    return offer
+
+
+def sent(folder: Path) -> tuple[list[pb.PutRequest], pb.PrepareMoveRequest]:
+    """Returns the requests that send the journals in a folder."""
+    (folder / "1-a").mkdir(parents=True)
+    (folder / "1-a" / "arena").write_bytes(b"numbers")
+    journals = LeavingJournals(folder)
+    puts = [
+        pb.PutRequest(id="m", path=one.path, offset=one.offset, data=one.data)
+        for one in journals.changed()
+    ]
+    files = [
+        pb.MovedFile(path=one.path, nbytes=one.nbytes, digest=one.digest)
+        for one in journals.files()
+    ]
+    return puts, pb.PrepareMoveRequest(id="m", files=files)
+
+
+def test_a_shard_that_is_whole_begins_once_however_often_that_is_asked(tmp_path: Path) -> None:
+    async def scene() -> None:
+        process = Process(tmp_path)
+        service = process.service
+        puts, prepare = sent(tmp_path / "source")
+        begin = pb.BeginMoveRequest(id="m")
+        await service.Offer(offered(), CONTEXT)
+        for put in puts:
+            await service.Put(put, CONTEXT)
+        with pytest.raises(RemoteProtocolError, match="not complete"):
+            await service.Begin(begin, CONTEXT)
+        await service.Prepare(prepare, CONTEXT)
+        for _ in range(2):
+            await service.Begin(begin, CONTEXT)
+        ((mark),) = process.begun
+        assert mark == {"id": "m", "instance": 7, "source": ""}
+        assert (tmp_path / "target" / "1-a" / "arena").read_bytes() == b"numbers"
+
+    asyncio.run(scene())
+
+
+Call = Callable[[StandbyServicer], Awaitable[object]]
+REFUSED: dict[str, tuple[Call, type[PacelineError], str]] = {
+    "another shard": (lambda s: s.Offer(offered(shard=0), CONTEXT), ConfigError, "has shard 0"),
+    "another cluster": (
+        lambda s: s.Offer(offered(cluster="day"), CONTEXT), ConfigError, "has cluster 'day'",
+    ),
+    "another format": (
+        lambda s: s.Offer(offered(journal_format=99), CONTEXT), ConfigError, "journal_format 99",
+    ),
+    "too large": (lambda s: s.Offer(offered(table_nbytes=1 << 40), CONTEXT), LimitError, "memory"),
+    "no table": (
+        lambda s: s.Offer(pb.OfferRequest.FromString(
+            offered().SerializeToString() + pb.OfferRequest(tables=["[]"]).SerializeToString()
+        ), CONTEXT),
+        RemoteProtocolError, "a table of a shard",
+    ),
+    "pieces of no move": (
+        lambda s: s.Put(pb.PutRequest(id="m", path="a/b"), CONTEXT), RemoteProtocolError, "empty",
+    ),
+    "files of no move": (
+        lambda s: s.Prepare(pb.PrepareMoveRequest(id="m"), CONTEXT), RemoteProtocolError, "empty",
+    ),
+    "the begin of no move": (
+        lambda s: s.Begin(pb.BeginMoveRequest(id=""), CONTEXT), RemoteProtocolError, "not complete",
+    ),
+    "two addresses": (
+        lambda s: s.Move(pb.MoveRequest(to="a:1,b:1"), CONTEXT), ConfigError, "several",
+    ),
+    "no address": (lambda s: s.Move(pb.MoveRequest(to="a"), CONTEXT), ConfigError, "a"),
+    "no journals": (lambda s: s.Move(pb.MoveRequest(to="a:1"), CONTEXT), ConfigError, "journals"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
+    call, kind, text = REFUSED[name]
+    process = Process(tmp_path)
+
+    async def scene() -> None:
+        await call(process.service)
+
+    with pytest.raises(kind, match=text):
+        asyncio.run(scene())
+    assert not process.begun
