@@ -72,7 +72,7 @@ def test_the_notes_of_a_release_are_commands_for_it(
     shell: Shell, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(name) <= 53
-    install = "\n".join(commands(PAGE)[0].splitlines()[:3])
+    install = "\n".join(commands(PAGE)[0].splitlines()[:4])
     shell.run(install.replace("NAME=paceline", f"NAME={name}"))
     notes = (shell.cluster / "notes").read_text()
     shell.run(*(line for line in notes.splitlines() if "kubectl" in line))
@@ -84,19 +84,19 @@ def test_the_notes_of_a_release_are_commands_for_it(
     assert len(shards["metadata"]["name"]) <= 52  # Its pods' names, and a label with a hash.
     (job,) = (each for each in found if each["kind"] == "Job")
     images = {pod["containers"][0]["image"] for each in (shards, job) for pod in pods(each)}
-    assert images == {"registry.example/paceline:1"}
+    assert images == {f"registry.example/paceline:1{suffix}" for suffix in ("", "-shard")}
 
 
 def test_without_helm(shell: Shell) -> None:
     (commands_,) = commands(PAGE, "Without Helm")
-    (shell.cluster / "images").write_text("paceline:local\n")
+    (shell.cluster / "images").write_text("paceline:shard\npaceline:local\n")
     shell.run(commands_)
 
 
 def test_certificates_of_cert_manager(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables, build, _, _, _, workers, *_ = commands(PAGE)[0].splitlines()
+    variables, shards, build, _, _, _, workers, *_ = commands(PAGE)[0].splitlines()
     (values,) = commands(PAGE, "Values")
-    shell.run(variables, build, values, workers)
+    shell.run(variables, shards, build, values, workers)
     made = [each for each in shell.documents(monkeypatch) if each["kind"] == "Certificate"]
     assert len(made) == 2
 
