@@ -14,6 +14,7 @@ import typer
 from pscore import commandline
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
+from pscore.program import AsJson, make_app, write
 from psserver.exits import MEANINGS, CommandError, Exit
 
 if TYPE_CHECKING:
@@ -21,13 +22,10 @@ if TYPE_CHECKING:
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 
-app = typer.Typer(
-    help="Parameter server of Paceline: starts shards, and shows their state.",
-    epilog=EPILOG,
-    context_settings=commandline.CONTEXT,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+app = make_app(
+    "Parameter server of Paceline: starts shards, and shows their state.",
+    EPILOG,
+    "Show the traceback of an error [PACELINE_DEBUG].",
 )
 config_app = typer.Typer(help="Show the settings and their origins.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -50,31 +48,6 @@ Servers = Annotated[
     str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@app.callback()
-def _options(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=commandline.show_version,
-            is_eager=True,
-            help="Print the version and exit.",
-        ),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            callback=commandline.set_debug,
-            help="Show the traceback of an error [PACELINE_DEBUG].",
-        ),
-    ] = False,
-) -> None:
-    """Options of every command."""
 
 
 class StartCommand(typer.core.TyperCommand):
@@ -130,10 +103,7 @@ def status(
     combined = picture.combine(found.addresses, replies)
     if job is not None:
         combined = picture.only(combined, job)
-    if as_json:
-        sys.stdout.write(to_json(combined, indent=1) + "\n")
-    else:
-        picture.show(combined)
+    write(combined, picture.show, as_json=as_json)
     if silent := next((reply for reply in replies if isinstance(reply, CommandError)), None):
         raise silent
 
@@ -193,10 +163,7 @@ def jobs(
 
     found = find(servers, port, state_dir)
     listed = lister.listed(ask.statuses(found.addresses, found.credentials))
-    if as_json:
-        sys.stdout.write(to_json(listed, indent=1) + "\n")
-    else:
-        lister.show(listed)
+    write(listed, lister.show, as_json=as_json)
 
 
 @app.command()
@@ -214,10 +181,7 @@ def readers(
 
     found = find(servers, port, state_dir)
     listed = lister.listed(ask.publications(found.addresses, found.credentials))
-    if as_json:
-        sys.stdout.write(to_json(listed, indent=1) + "\n")
-    else:
-        lister.show(listed)
+    write(listed, lister.show, as_json=as_json)
 
 
 @app.command()

@@ -20,6 +20,7 @@ import typer
 from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.json_text import to_json
+from pscore.program import AsJson, make_app, write
 from pscore.text import printable
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import (
@@ -42,43 +43,14 @@ RUN_EPILOG = (
     + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit if code is not Exit.FAILED)
 )
 
-app = typer.Typer(
-    help="Worker side of Paceline: starts workers, lists modes, and trains a demo.",
-    epilog=EPILOG,
-    context_settings=commandline.CONTEXT,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+app = make_app(
+    "Worker side of Paceline: starts workers, lists modes, and trains a demo.",
+    EPILOG,
+    "Show tracebacks of errors, of workers too [PACELINE_DEBUG].",
 )
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@app.callback()
-def _options(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            callback=commandline.show_version,
-            is_eager=True,
-            help="Print the version and exit.",
-        ),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            callback=commandline.set_debug,
-            help="Show tracebacks of errors, of workers too [PACELINE_DEBUG].",
-        ),
-    ] = False,
-) -> None:
-    """Options of every command."""
 
 
 # Options of `run` for the place of its workers.
@@ -185,10 +157,7 @@ def modes(*, as_json: AsJson = False) -> None:
     """List the modes and their arguments."""
     with commandline.importing(PROGRAM):
         from psworker.training.modes import modes as list_modes
-    if as_json:
-        sys.stdout.write(to_json(list_modes(), indent=1) + "\n")
-    else:
-        _show_modes(list_modes())
+    write(list_modes(), _show_modes, as_json=as_json)
 
 
 @app.command()

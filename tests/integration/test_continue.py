@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import psworker
+from pscore.rules import RULES, parse_mode
 from tests.integration.cluster import ROOT, Shards, Station, new_job
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
@@ -87,6 +88,11 @@ def describe(inside: bool, end: bool, begun: int) -> str:
     if begun == INSIDE:
         return WEIGHTS
     return f"{ROUND}; {EXACT} at its end" if end else ROUND
+
+
+def test_the_table_has_every_mode() -> None:
+    missing = RULES.own.keys() - {parse_mode(mode).name for mode in MODES}
+    assert not missing, f"MODES of this file and the table of docs/training.md lack {missing}"
 
 
 @pytest.mark.slow
