@@ -69,6 +69,22 @@ def _moments(run: dict[str, Any]) -> str:
     return f"Kills fell into moments: {kills}; {run['stuck_waits']} stuck waits. " if kills else ""
 
 
+def moments() -> str:
+    """Returns how many kills fell into each moment in all runs, and the pushes lost there."""
+    runs = [run for run in _runs().values() if any(run.get(key) for key in COUNTS)]
+    kills = ", ".join(
+        f"{sum(run.get(key, 0) for run in runs):,} into {what}" for key, what in COUNTS.items()
+    )
+    sums = {name: sum(run[name] for run in runs) for name in ("lost", "double", "torn", "partial")}
+    counts = ", ".join(f"{count} {name}" for name, count in sums.items())
+    return (
+        f"In the {len(runs)} runs with such kills: {kills}. {counts}; "
+        f"{sum(run['stuck_waits'] for run in runs)} stuck waits; the longest time between two "
+        f"checkpoints was {max(run['checkpoint_gap_s_max'] for run in runs):.2g} s at an interval "
+        f"of {CHECKPOINT_S:g} s."
+    )
+
+
 def others() -> str:
     """Returns the runs with other models, modes and settings."""
     rows = [
@@ -138,4 +154,4 @@ def _setup(run: dict[str, Any]) -> str:
     )
 
 
-BLOCKS = {"recovery": recovery, "other recoveries": others, "chaos": chaos}
+BLOCKS = {"recovery": recovery, "moments": moments, "other recoveries": others, "chaos": chaos}
