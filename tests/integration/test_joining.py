@@ -115,13 +115,13 @@ def hold_the_second_leave(me: Station) -> None:
     """Leaves one shard at once, and the other when the test says so."""
     original, left = Link.call, list[str]()
 
-    def call(self: Link, method: Any, request: Any, **options: Any) -> Any:
+    def call(self: Link, method: Any, request: Any, *given: Any, **options: Any) -> Any:
         if isinstance(request, pb.LeaveRequest):
             if len(left) == 1:
                 me.tell()
                 me.hear()
             left.append(self.address)
-        return original(self, method, request, **options)
+        return original(self, method, request, *given, **options)
 
     Link.call = call  # type: ignore[assignment, method-assign]
 
