@@ -157,7 +157,8 @@ class Shard:
         words += ["--lease-s", "2", "--cluster", "site", *self.options, *more]
         process = self.stack.enter_context(
             running(
-                *(BIN / "psserver", *words),
+                BIN / "psserver",
+                *words,
                 cwd=self.folder,
                 stdout=subprocess.PIPE,
                 stderr=self.stderr,

@@ -123,7 +123,7 @@ def hold_the_second_leave(me: Station) -> None:
             left.append(self.address)
         return original(self, method, request, *given, **options)
 
-    Link.call = call  # type: ignore[assignment, method-assign]
+    Link.call = call  # type: ignore[method-assign]
 
 
 def _ends_slowly(me: Station) -> tuple[list[float], int]:
