@@ -44,7 +44,7 @@ class Phases:
         self._here.depth -= 1
         if self._here.depth == 0:
             self._timeline.span("forward", self._here.begin_ns, module=type(module).__name__)
-            for node in _nodes(outputs):
+            for node in graph_nodes(outputs):
                 node.register_prehook(self._start_backward)
 
     def _start_backward(self, grads: Any) -> None:
@@ -61,11 +61,11 @@ class Phases:
         engine.queue_callback(end)
 
 
-def _nodes(outputs: Any) -> Iterator[Any]:
+def graph_nodes(outputs: Any) -> Iterator[Any]:
     """Yields the graph nodes of a module's outputs."""
     if isinstance(outputs, torch.Tensor):
         if outputs.grad_fn is not None:
             yield outputs.grad_fn
     elif isinstance(outputs, dict | list | tuple):
         for output in outputs.values() if isinstance(outputs, dict) else outputs:
-            yield from _nodes(output)
+            yield from graph_nodes(output)

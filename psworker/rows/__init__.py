@@ -1,1 +1,3 @@
 """Row tables: embeddings of which a step pulls and pushes only the rows that it touches."""
+
+from psworker.rows.join import join_rows as join_rows  # It registers itself with the training.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 
@@ -11,6 +10,7 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.table_spec import BESIDE
 from psworker.connection.membership.session import Session
+from psworker.job.companions import JOINS
 from psworker.rows.hyper import counterpart
 from psworker.rows.modules import EmbeddingTable, tables_of
 from psworker.rows.row_tables import RowTables, Run
@@ -20,7 +20,7 @@ FORM = "DistributedOptimizer(dense, model.named_parameters(), rows=optimizer)"
 
 
 def join_rows(
-    rows: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     named: Sequence[tuple[str, torch.nn.Parameter]],
     rule: Rule,
     session: Session,
@@ -30,7 +30,7 @@ def join_rows(
     """Declares the row tables of a model at every shard, those of each optimizer together.
 
     Args:
-        rows: The optimizer of the placeholders (`table.weight`), or several; None: none.
+        optimizers: Those of the placeholders (`table.weight`).
         named: The named parameters of the model.
         rule: The mode of the row tables.
         session: This worker's part in the job.
@@ -41,8 +41,6 @@ def join_rows(
         ConfigError: A table has no optimizer, or an optimizer has other parameters.
         JobMismatchError: The job has other row tables; names the difference.
     """
-    is_one = isinstance(rows, torch.optim.Optimizer)
-    optimizers: list[Any] = [rows] if is_one else list(cast(Sequence[Any], rows or ()))
     for optimizer in optimizers:
         counterpart(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -110,3 +108,6 @@ def _require_names(
     for name in taken:
         if taken.count(name) > 1:
             raise ConfigError(f"two row tables have the name {name!r}")
+
+
+JOINS.append(join_rows)  # Every module of this folder is imported behind this one.

@@ -2,76 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule, takes_all
+from psworker.job.companions import JOINS, Companion, Run
 from psworker.job.context import Context
-from psworker.rows.join import join_rows
 from psworker.training.table import TrainingTable
-
-
-class Companion(Protocol):
-    """Tables of another kind than the model's, whose steps are those of the wrapped optimizer."""
-
-    def start(self, step: int | None) -> None:
-        """Begins to train.
-
-        Args:
-            step: Step of the training, where all workers make each step together; else None.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
-
-    def begin_again(self, step: int | None) -> None:
-        """Continues after this worker has joined the job again; forgets pushes under way.
-
-        Args:
-            step: As for `start`.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
-
-    def zero_grad(self) -> None:
-        """Clears the gradients."""
-
-    def prepare(self) -> None:
-        """Checks gradients and hyper-parameters of the step under way, before anything has left.
-
-        Raises:
-            GradientError: A gradient holds NaN or Inf.
-            ConfigError: A hyper-parameter is wrong.
-        """
-
-    def push(self, samples: float, *, skips: bool) -> None:
-        """Pushes the gradients of the step under way.
-
-        Args:
-            samples: Weight in the mean of the step.
-            skips: Whether this worker leaves the step out.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
-
-    def finish(self) -> None:
-        """Ends the step."""
-
-    def close(self) -> None:
-        """Ends training: waits until the last pushes are counted.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
-
-    def end(self) -> None:
-        """Ends everything: this worker leaves the job."""
 
 
 class Companions:
@@ -135,17 +76,17 @@ class Companions:
 
 
 def join_companions(
-    rows: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     named: Sequence[tuple[str, torch.nn.Parameter]],
     rule: Rule,
     context: Context,
     beside: str,
-    run: Callable[[Callable[[], Any]], Any],
+    run: Run,
 ) -> Companions:
-    """Declares the row tables of a model at every shard.
+    """Declares the tables beside a model's own at every shard, as `JoinCompanions` describes.
 
     Args:
-        rows: Their optimizer, or several; None: the model has none.
+        optimizers: Their optimizer, or several; None: the model has no such tables.
         named: The named parameters of the model.
         rule: Their mode.
         context: This process's place in its job.
@@ -154,10 +95,17 @@ def join_companions(
 
     Raises:
         ConfigError: A table has no optimizer, or an optimizer has other parameters.
-        JobMismatchError: The job has other row tables; names the difference.
+        JobMismatchError: The job has other tables; names the difference.
     """
-    found = join_rows(rows, named, rule, context.session, beside, run)
-    companions = Companions(found)
+    is_one = isinstance(optimizers, torch.optim.Optimizer)
+    given: list[Any] = [optimizers] if is_one else list(cast(Sequence[Any], optimizers or ()))
+    if given and not JOINS:
+        raise ConfigError(
+            "rows= is the optimizer of row tables, and this model has none, such as "
+            "psworker.Embedding; leave it out"
+        )
+    joined = [join(given, named, rule, context.session, beside, run) for join in JOINS]
+    companions = Companions([companion for each in joined for companion in each])
     context.at_close(companions.end)
     return companions
 

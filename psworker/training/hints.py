@@ -14,10 +14,13 @@ import torch
 
 from pscore.rules.base import takes_all
 from pscore.timing.waiting import PaceSums, advice_line
+from psworker.job.phases import graph_nodes
+from psworker.model.dtensors import is_dtensor, local
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.table import TrainingTable
 
 log = logging.getLogger("paceline")
+WATCHED_MAX = 10  # Passes of a sharded model: a GPU has to be waited for in each.
 NO_GRADIENT = (
     "step() found no gradient in any parameter: did backward() run since zero_grad()? The step "
     "counts, and this worker adds nothing to it; skip_step() ends a step whose batch cannot be used"
@@ -33,11 +36,18 @@ CHANGED = (
 class Hints:
     """The hints of one wrapper."""
 
-    def __init__(self) -> None:
-        """Starts without a table."""
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        """Starts without a table.
+
+        Args:
+            model: The module, if the script has given it; FSDP sets the gradients of a sharded one
+                at the end of its backward pass, without a hook of their own.
+        """
+        self._model = model
         self._given: set[str] = set()
         self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._made: int | None = None  # Version of the first gradient when backward has made it.
+        self._made: int | torch.Tensor | None = None  # The first gradient, as backward made it.
+        self._num_watched = 0  # Backward passes of a sharded model.
 
     def follow(self, table: TrainingTable, gradients: Gradients) -> None:
         """Watches the gradients of a table from now on, instead of those of a former one.
@@ -48,10 +58,15 @@ class Hints:
         """
         self.end()
         self._table, self._gradients = table, gradients
-        has_others = table.session.num_processes > 1
-        if has_others and not (gradients.overlap.is_wanted or table.flat.is_sharded):
+        session, is_sharded = table.session, table.flat.is_sharded
+        others = session.num_workers if is_sharded else session.num_processes
+        if others == 1 or gradients.overlap.is_wanted:
+            return
+        if not is_sharded:
             first: Any = table.flat.parameters[0]
             self._handle = first.register_post_accumulate_grad_hook(self._note)
+        elif self._model is not None:
+            self._handle = self._model.register_forward_hook(self._watch_backward)
 
     def check(self) -> None:
         """Gives the hints that apply to the step that begins."""
@@ -61,7 +76,8 @@ class Hints:
             self._give(NO_GRADIENT)
         elif made is not None and takes_all(self._table.rule):
             grad, attempts = parameters[0].grad, self._gradients.attempts
-            if grad is not None and grad._version != made and attempts.clipped != attempts.number:
+            is_changed = grad is not None and bool(_mark(grad) != made)
+            if is_changed and attempts.clipped != attempts.number:
                 self._give(CHANGED)
 
     def sum_up(self) -> None:
@@ -84,11 +100,35 @@ class Hints:
         if self._handle is not None:
             self._handle.remove()
 
+    def _watch_backward(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """Notes the first gradient when a backward pass through these outputs has ended.
+
+        FSDP has registered its own end of the pass before: its hooks are older than this one.
+        """
+        if self._num_watched >= WATCHED_MAX or torch.compiler.is_compiling():
+            return
+        self._num_watched += 1
+
+        def await_end(grads: Any) -> None:
+            first = self._table.flat.parameters[0]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._note(first))
+
+        for node in graph_nodes(outputs):
+            node.register_prehook(await_end)
+
     def _note(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._made = parameter.grad._version
+        if parameter.grad is not None:
+            self._made = _mark(parameter.grad)
 
     def _give(self, hint: str) -> None:
         if hint not in self._given:
             self._given.add(hint)
             log.warning("%s", hint)
+
+
+def _mark(grad: torch.Tensor) -> int | torch.Tensor:
+    """Returns a value that differs after a change of a gradient in place.
+
+    Torch counts no change of a DTensor, so there it is the norm of this process's part.
+    """
+    return torch.linalg.vector_norm(local(grad)) if is_dtensor(grad) else grad._version

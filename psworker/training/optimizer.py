@@ -157,7 +157,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             )
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
-        self._hints = Hints()
+        self._hints = Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
         mode_of_rows = rule if rows_mode is None else parse_mode(rows_mode)

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import psworker
+from psworker.training import hints
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command
 from tests.integration.test_groups import GROUPS, SIZE, free_port, group_workers
@@ -277,6 +278,35 @@ def test_weights_that_the_script_changes_are_told_of_in_a_sharded_model_too(
     warning = "the weights of 'tokens.weight' were changed in place"
     with group_workers(shards, change_weights, job, kinds, job=job, groups=groups) as workers:
         assert results_of(workers) == [[[warning]] * len(kinds)] * (GROUPS * SIZE)
+
+
+def clip_by_torch(me: Station, job: str) -> list[list[str]]:
+    """Clips each worker's gradient in one step and the mean in others; returns the warnings.
+
+    Torch's function fails by itself where only some parameters are DTensors.
+    """
+    torch.distributed.init_process_group("gloo")
+    told = []
+    for clips in (True, False):
+        lines = Lines()
+        run = Run(Case(clip=0.1), me.rank, f"{job}-{clips}")
+        run.step(0)
+        run.optimizer.zero_grad()
+        torch.autograd.backward(loss_of(run.model, 1, run.case.ranks(me.rank)))
+        if clips:
+            nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        run.optimizer.step()
+        run.step(2)
+        psworker.shutdown()
+        told.append(lines.end())
+    return told
+
+
+@pytest.mark.slow
+def test_a_clip_before_the_mean_is_told_of_in_a_sharded_model_too(shards: Shards) -> None:
+    job = new_job()
+    with group_workers(shards, clip_by_torch, job, job=job, groups=(0, 1)) as workers:
+        assert results_of(workers) == [[[hints.CHANGED], []]] * (GROUPS * SIZE)
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Tables that are trained beside the parameters of a model, as a protocol.
+
+A room that has such tables registers the function that finds them in a model, so that the training
+knows no room by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pscore.rules.base import Rule
+from psworker.connection.membership.session import Session
+
+Run = Callable[[Callable[[], Any]], Any]
+
+
+class Companion(Protocol):
+    """Tables of another kind than the model's, whose steps are those of the wrapped optimizer."""
+
+    def start(self, step: int | None) -> None:
+        """Begins to train.
+
+        Args:
+            step: Step of the training, where all workers make each step together; else None.
+
+        Raises:
+            PacelineError: A shard refused something, or does not answer.
+        """
+
+    def begin_again(self, step: int | None) -> None:
+        """Continues after this worker has joined the job again; forgets pushes under way.
+
+        Args:
+            step: As for `start`.
+
+        Raises:
+            PacelineError: A shard refused something, or does not answer.
+        """
+
+    def zero_grad(self) -> None:
+        """Clears the gradients."""
+
+    def prepare(self) -> None:
+        """Checks gradients and hyper-parameters of the step under way, before anything has left.
+
+        Raises:
+            GradientError: A gradient holds NaN or Inf.
+            ConfigError: A hyper-parameter is wrong.
+        """
+
+    def push(self, samples: float, *, skips: bool) -> None:
+        """Pushes the gradients of the step under way.
+
+        Args:
+            samples: Weight in the mean of the step.
+            skips: Whether this worker leaves the step out.
+
+        Raises:
+            PacelineError: A shard refused something, or does not answer.
+        """
+
+    def finish(self) -> None:
+        """Ends the step."""
+
+    def close(self) -> None:
+        """Ends training: waits until the last pushes are counted.
+
+        Raises:
+            PacelineError: A shard refused something, or does not answer.
+        """
+
+    def end(self) -> None:
+        """Ends everything: this worker leaves the job."""
+
+
+class JoinCompanions(Protocol):
+    """Finds the tables of one room in a model, and declares them at every shard."""
+
+    def __call__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        rule: Rule,
+        session: Session,
+        beside: str,
+        run: Run,
+    ) -> Sequence[Companion]:
+        """Returns the companions; none where the model has no such tables.
+
+        Args:
+            optimizers: Their optimizers.
+            named: The named parameters of the model.
+            rule: Their mode.
+            session: This worker's part in the job.
+            beside: Name of the table of the dense part, as it was when training began.
+            run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
+
+        Raises:
+            ConfigError: A table has no optimizer, or an optimizer has other parameters.
+            JobMismatchError: The job has other tables; names the difference.
+        """
+
+
+JOINS: list[JoinCompanions] = []  # The functions of the rooms that have been imported.

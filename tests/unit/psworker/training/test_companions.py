@@ -1,0 +1,71 @@
+"""Tables beside a model's own: found by the rooms that have registered, none by name."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pscore.errors import ConfigError
+from pscore.rules import SSGD
+from psworker.job.companions import Companion
+from psworker.training import companions
+
+
+class Place:
+    """A place in a job, as far as companions use it."""
+
+    session = None
+
+    def __init__(self) -> None:
+        self.closers: list[Any] = []
+
+    def at_close(self, closer: Any) -> None:
+        self.closers.append(closer)
+
+
+class Steps:
+    """A companion that notes what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **options: self.told.append((name, *given, *options.values()))
+
+
+def join(place: Place, optimizers: object) -> companions.Companions:
+    return companions.join_companions(
+        cast(Any, optimizers), [], SSGD(), cast(Any, place), "model", lambda call: call()
+    )
+
+
+def test_each_room_gets_the_optimizers_and_each_companion_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    found = [Steps(), Steps()]
+
+    def of_room(number: int, optimizers: Any) -> list[Companion]:
+        given.append(optimizers)
+        return [cast(Companion, found[number])]
+
+    rooms = [lambda first, *_, number=number: of_room(number, first) for number in range(2)]
+    monkeypatch.setattr(companions, "JOINS", rooms)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    place = Place()
+    joined = join(place, optimizer)
+    joined.push(2.0, skips=False)
+    joined.finish()
+    place.closers[0]()
+    assert given == [[optimizer]] * 2
+    assert [one.told for one in found] == [[("push", 2.0, False), ("finish",), ("end",)]] * 2
+
+
+def test_an_optimizer_of_tables_that_no_room_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(companions, "JOINS", [])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ConfigError, match="this model has none"):
+        join(Place(), optimizer)
+    join(Place(), None).finish()
