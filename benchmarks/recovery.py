@@ -119,10 +119,11 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
         for monitor in MONITORS:
             monitors.enter_context(monitor(injector))
         end_s = time.monotonic() + seconds - FINISH_S - (time.monotonic() - started_s)
-        calm_s, rate = time.monotonic(), 0.0
-        while not rate:  # No push was acknowledged yet: the machine is busy.
-            cluster.watch(min(max(CALM_S_MIN, CALM_SHARE * seconds), CALM_S_MAX))
-            rate = cluster.progress.rate(calm_s, time.monotonic())
+        calm_s = time.monotonic()
+        cluster.watch(min(max(CALM_S_MIN, CALM_SHARE * seconds), CALM_S_MAX))
+        rate = cluster.progress.rate(calm_s, time.monotonic())
+        if not rate:
+            sys.exit("no push was acknowledged before the first fault: the machine is too busy")
         is_measured = seconds >= MEASURED_S_MIN and not set(KILLS).isdisjoint(injector.kinds)
         kept = _minutes(injector, MINUTES_SHARE * seconds) / rate if is_measured else 0.0
         loop_s, before = time.monotonic(), len(injector.faults)

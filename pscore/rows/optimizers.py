@@ -30,12 +30,11 @@ from pscore.rows.hashing import IdArray
 from pscore.rows.init import Init, fill, project
 from pscore.types import FloatArray, HyperArray, IntArray
 
-HEADER_WORDS = 4  # Each of 4 bytes: id, id, version, flags and times seen.
+HEADER_WORDS = 4  # Each of 4 bytes: id, id, version, flags.
 VERSION_WORD = 2
 FLAGS_WORD = 3
 KNOWN, NEW, LOADED = 0, 1, 2
 USED, FRESH = np.uint32(1), np.uint32(2)  # Flags of a place: it has a row; the row has no state.
-SEEN_SHIFT = 16  # The upper half of the flags is how often the id was seen.
 
 
 class RowStep(NamedTuple):

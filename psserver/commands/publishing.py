@@ -13,6 +13,7 @@ from pscore.subscription.weights import Map
 from psserver.exits import CommandError, Exit
 from psserver.publish.folder import VersionsFolder
 
+WAIT_S = 5.0  # Before the command says that no version has come.
 PAUSE_S = 5.0  # After a version that could not be written.
 
 
@@ -29,8 +30,8 @@ def publish_versions(
 ) -> None:
     """Writes versions that are newer than those of the folder, until it is interrupted.
 
-    A version that cannot be written, because the disk is full, is left out: the command says so,
-    and continues with the next one.
+    While no version comes, the command says why, once. A version that cannot be written, because
+    the disk is full, is left out: the command says so, and continues with the next one.
 
     Args:
         folder: Where they go.
@@ -43,7 +44,7 @@ def publish_versions(
         is_once: Whether one version is enough.
 
     Raises:
-        CommandError: The one version could not be written.
+        CommandError: The one version has not come in time, or could not be written.
         ConfigError: An argument is wrong.
         PacelineError: A shard refuses this reader.
     """
@@ -51,9 +52,17 @@ def publish_versions(
     with Reader(
         servers, job=job, table=table, dtype=dtype, token_file=token_file, map=mapping
     ) as reader:
-        newest = folder.newest()
+        newest, said = folder.newest(), ""
         while True:
-            weights = reader.wait(newer_than=newest)
+            try:
+                weights = reader.wait(newer_than=newest, timeout_s=WAIT_S)
+            except TimeoutError as problem:
+                if is_once:
+                    raise CommandError(Exit.NO_ANSWER, str(problem)) from problem
+                if str(problem) != said:
+                    said = str(problem)
+                    sys.stderr.write(f"psserver: {said}; waiting\n")
+                continue
             newest = weights.version
             try:
                 path = folder.write(weights, job)

@@ -119,9 +119,8 @@ class TableView:
     minibatches: int = 0  # All before this one are counted, in each slice.
     num_exposed: int = 0  # Slices that the shard should journal, and has no space for.
     lead: int = 0  # Its version at step 0 of training, had it always had this mode.
-    held: Mapping[str, int] = field(
-        default_factory=dict
-    )  # Counts of things beside weights, by name.
+    # Counts of things beside weights, by name.
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -30,6 +29,7 @@ from pscore.errors import ConfigError
 from pscore.json_text import to_json
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.weights import PublishedWeights
+from psserver.durability import records
 
 LATEST, ABOUT, INDEX = "latest", "publication.json", "model.safetensors.index.json"
 WRITING = ".writing-"
@@ -37,7 +37,6 @@ NAME = re.compile(r"v(\d+)-(\d+)")
 # Types of safetensors, by those of numpy; `uint16` are the bits of bfloat16.
 TYPES = {"uint16": "BF16", "float16": "F16", "float32": "F32"}
 ALIGN_NBYTES = 8
-CHUNK_NBYTES = 1 << 20
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +62,7 @@ class VersionsFolder:
         self._to, self._keep, self._nbytes_max, self._model = to, keep, nbytes_max, model
         to.mkdir(parents=True, exist_ok=True)
         for path in to.glob(f"{WRITING}*"):
-            shutil.rmtree(path)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
     def newest(self) -> WeightsVersion | None:
         """Returns the newest version that is there; None: there is none."""
@@ -80,10 +79,11 @@ class VersionsFolder:
             The folder of the version.
 
         Raises:
+            ConfigError: An array has a type that other programs would not read.
             OSError: There is no room for it; former versions are as they were.
         """
         path = self._path(weights.version)
-        writing = self._to / f"{WRITING}{secrets.token_hex(4)}"
+        writing = self._draft()
         writing.mkdir()
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, writing, ignore_errors=True)  # Unless it has its name.
@@ -98,12 +98,17 @@ class VersionsFolder:
                 "sha256": {name: _sha256(writing / name) for name in files},
             }
             (writing / ABOUT).write_text(to_json(about, indent=1) + "\n", encoding="utf-8")
-            _sync_folder(writing)
+            for written in (*writing.iterdir(), writing):
+                records.sync(written)
             writing.rename(path)
         self._point_to(path)
         for version in sorted(self._versions())[: -self._keep]:
-            shutil.rmtree(self._path(version))
+            # Half deleted it must not look like a version.
+            shutil.rmtree(self._path(version).rename(self._draft()))
         return path
+
+    def _draft(self) -> Path:
+        return self._to / f"{WRITING}{secrets.token_hex(4)}"
 
     def _path(self, version: WeightsVersion) -> Path:
         return self._to / f"v{version.lineage}-{version.number:012d}"
@@ -121,10 +126,10 @@ class VersionsFolder:
                     shutil.copy2(path, to)
 
     def _point_to(self, path: Path) -> None:
-        link = self._to / f"{WRITING}{secrets.token_hex(4)}"
+        link = self._draft()
         link.symlink_to(path.name)
-        os.replace(link, self._to / LATEST)
-        _sync_folder(self._to)
+        link.replace(self._to / LATEST)
+        records.sync(self._to)
 
 
 def _write_tensors(folder: Path, arrays: Mapping[str, Array], nbytes_max: int) -> list[str]:
@@ -157,7 +162,8 @@ def _write_file(path: Path, arrays: Mapping[str, Array]) -> None:
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes
-        dtype = TYPES[array.dtype.name]
+        if (dtype := TYPES.get(array.dtype.name)) is None:
+            raise ConfigError(f"{name!r} is {array.dtype}: --map has to return {', '.join(TYPES)}")
         header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGN_NBYTES)
@@ -165,21 +171,8 @@ def _write_file(path: Path, arrays: Mapping[str, Array]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_NBYTES):
-            found.update(chunk)
-    return found.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,7 +5,7 @@
     taker   EMPTY --offer--> TAKING --prepare--> PREPARED --begin--> SERVING
                                 ^----- offer ---------+
 
-The two states in bold hold beyond the death of a process, because files say so: PREPARED (the taker
+PREPARED and GIVEN hold beyond the death of a process, because files say so: PREPARED (the taker
 has all of it), and GIVEN (the giver never serves again). A taker is only told to begin by a giver
 that is GIVEN, and a giver becomes GIVEN only when the taker is PREPARED. So at every moment at most
 one of the two answers workers, whichever of them is killed; a giver that is GIVEN repeats `begin`

@@ -162,6 +162,17 @@ def test_versions_are_written_into_a_folder_also_after_a_kill(
         worker.result()
 
 
+@pytest.mark.slow
+def test_the_command_says_that_no_version_comes(tmp_path: Path) -> None:
+    command = Command(tmp_path)
+    words = ("publish", "--to", tmp_path / "to", "--job", "night", "--servers", "127.0.0.1:1")
+    done = command.run(*words, "--once", code=6)
+    assert "no version of job 'night' within 5 s" in done.stderr
+    with command.spawn(*words) as process:
+        assert process.stderr is not None
+        assert "within 5 s" in process.stderr.readline()
+
+
 def publishes_always(station: Station) -> None:
     """Publishes arrays that are full of the step, until the test says so."""
     psworker.init()

@@ -1,6 +1,7 @@
 """Folders of published weights: complete or not there, the newest few, readable by others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ def test_a_version_that_does_not_fit_leaves_nothing_behind(
     names = ["latest", "v7-000000000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     (tmp_path / ".writing-of-a-killed-process").mkdir()
+    (tmp_path / ".writing-link").symlink_to("v7-000000000001")
     assert VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30).newest() == (7, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -115,3 +117,12 @@ def test_each_version_gets_the_other_files_of_the_model(tmp_path: Path) -> None:
     assert (path / "model.safetensors").stat().st_size > 2
     with pytest.raises(ConfigError, match="is no folder"):
         VersionsFolder(tmp_path / "to", keep=1, nbytes_max=1, model=tmp_path / "missing")
+
+
+def test_an_array_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    weights = make_weights(1)
+    wide = {name: array.astype(np.float64) for name, array in weights.arrays.items()}
+    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
+    with pytest.raises(ConfigError, match="is float64: --map has to return uint16"):
+        folder.write(replace(weights, arrays=wide), "night")
+    assert not list(tmp_path.iterdir())
