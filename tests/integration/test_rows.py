@@ -312,6 +312,8 @@ def test_a_cache_holds_its_bound_of_staleness_and_withholds_no_push(shards: Shar
 
 def declare(me: Station, dim_of: tuple[int, int]) -> str:
     """Declares a table whose rows have another length on each worker; returns the error."""
+    if me.rank != 0:
+        me.hear()  # Until rank 0 has declared it: the second one is refused.
     table = psworker.Embedding(None, dim_of[me.rank], name="users")
     model = torch.nn.ModuleDict({"users": table, "top": torch.nn.Linear(2, 1)})
     try:
@@ -322,16 +324,19 @@ def declare(me: Station, dim_of: tuple[int, int]) -> str:
         )
     except psworker.JobMismatchError as problem:
         return str(problem)
+    me.tell()
+    me.hear()
     return ""
 
 
 @pytest.mark.slow
 def test_a_table_of_another_dimension_is_refused_by_name(shards: Shards) -> None:
-    job = new_job()
-    with shards.workers(declare, (4, 4), ranks=[0], job=job) as (first,):
-        with shards.workers(declare, (4, 5), ranks=[1], job=job) as (second,):
-            said = second.result()
-        first.kill()
+    with shards.workers(declare, (4, 5), job=new_job()) as (first, second):
+        first.hear()
+        second.tell()
+        said = second.result()
+        first.tell()
+        assert first.result() == ""
     assert "'users'" in said
     assert "5" in said
     assert "4" in said
