@@ -331,7 +331,7 @@ def train(log: Log) -> None:
     prometheus = prometheus_image(log)
     with Project(
         "pacecheck", BASE, SERVERS, PROMETHEUS_IMAGE=prometheus, PROMETHEUS_PORT="19490",
-        DASHBOARD_PORT="18490",
+        DASHBOARD_PORT="18490", EPOCHS="10",
     ) as project:  # fmt: skip
         start_s = time.monotonic()
         project.compose("up", "--detach", "--no-build")
@@ -442,7 +442,8 @@ def refused(log: Log, project: Project) -> None:
 def shared_memory(log: Log) -> None:
     """Trains with deploy/compose/local.yml."""
     files = [*BASE, "deploy/compose/local.yml"]
-    with Project("pacecheck", files, "shard0:7070,shard1:7071") as project:
+    # A look at the workers takes a while, and two epochs may be over before it.
+    with Project("pacecheck", files, "shard0:7070,shard1:7071", EPOCHS="10") as project:
         project.compose("up", "--detach", "--no-build")
         check_plane(log, project, "local")
         check_accuracy(log, project, "worker1")
