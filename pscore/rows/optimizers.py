@@ -21,7 +21,6 @@ import math
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -100,7 +99,6 @@ class RowOptimizer(ABC):
         at = "initial_accumulator_value"
         return float(hyper[names.index(at)]) if at in names else 0.0
 
-    @abstractmethod
     def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         """Makes a step without holding the GIL.
 
@@ -109,103 +107,125 @@ class RowOptimizer(ABC):
             t: Steps of the table with this one, from 1.
             hyper: `(len(hyper_names),) float64`.
         """
+        _begin(step)
+        self._move(step, t, hyper)
+        _end(step)
+
+    @abstractmethod
+    def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
+        """Changes the rows, all of which have weights and state, by the optimizer's formula."""
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def _begin(step, i):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Returns where a row begins; a new one gets its first values."""
-    base = step.places[i] * step.stride + HEADER_WORDS
-    if step.begins[i] == NEW:
-        fill(step.floats, base, step.dim, step.ids[i], step.init)
-    if step.begins[i] != KNOWN:
-        for j in range(step.dim, step.width):
-            step.floats[base + j] = step.first_state
-    return base
+# Each pass is a loop of its own, and takes a row as an array of its own: a call with a `RowStep`
+# for each row, or a base that may be negative, makes the loop over a row five times as slow.
 
 
-@numba.njit(nogil=True, error_model="numpy")
-def _end(step, i, base):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Bounds the norm of a row, and notes its version."""
-    project(step.floats, base, step.dim, step.init.max_norm)
-    step.words[base - HEADER_WORDS + VERSION_WORD] = step.version
-    step.words[base - HEADER_WORDS + FLAGS_WORD] &= ~FRESH
+@kernel
+def _begin(step: RowStep) -> None:
+    """Gives new rows their first values, and rows without state their first state."""
+    for i in range(len(step.places)):
+        if step.begins[i] != KNOWN:
+            base = step.places[i] * step.stride + HEADER_WORDS
+            if step.begins[i] == NEW:
+                fill(step.floats, base, step.dim, step.ids[i], step.init)
+            for j in range(step.dim, step.width):
+                step.floats[base + j] = step.first_state
+
+
+@kernel
+def _end(step: RowStep) -> None:
+    """Bounds the norms of the rows, and notes their version."""
+    if step.init.max_norm > 0.0:
+        for i in range(len(step.places)):
+            base = step.places[i] * step.stride + HEADER_WORDS
+            project(step.floats, base, step.dim, step.init.max_norm)
+    for i in range(len(step.places)):
+        base = step.places[i] * step.stride
+        step.words[base + VERSION_WORD] = step.version
+        step.words[base + FLAGS_WORD] &= ~FRESH
 
 
 @kernel
 def _sgd(step: RowStep, lr: np.float32, weight_decay: np.float32) -> None:
+    dim = step.dim
     for i in range(len(step.places)):
-        base = _begin(step, i)
-        for j in range(step.dim):
-            value = step.floats[base + j]
-            grad = step.grads[i * step.dim + j] * step.scale
-            step.floats[base + j] = value - lr * (grad + weight_decay * value)
-        _end(step, i, base)
+        base = step.places[i] * step.stride + HEADER_WORDS
+        weights, grads = step.floats[base : base + dim], step.grads[i * dim : (i + 1) * dim]
+        for j in range(len(weights)):
+            value = weights[j]
+            weights[j] = value - lr * (grads[j] * step.scale + weight_decay * value)
 
 
 @kernel
 def _adagrad(step: RowStep, lr: np.float32, eps: np.float32) -> None:
+    dim = step.dim
     for i in range(len(step.places)):
-        base = _begin(step, i)
-        for j in range(step.dim):
-            grad = step.grads[i * step.dim + j] * step.scale
-            total = step.floats[base + step.dim + j] + grad * grad
-            step.floats[base + step.dim + j] = total
-            step.floats[base + j] -= lr * (grad / (np.sqrt(total) + eps))
-        _end(step, i, base)
+        base = step.places[i] * step.stride + HEADER_WORDS
+        weights, grads = step.floats[base : base + dim], step.grads[i * dim : (i + 1) * dim]
+        sums = step.floats[base + dim : base + 2 * dim]
+        for j in range(len(weights)):
+            grad = grads[j] * step.scale
+            total = sums[j] + grad * grad
+            sums[j] = total
+            weights[j] -= lr * (grad / (np.sqrt(total) + eps))
 
 
 @kernel
 def _rowwise_adagrad(step: RowStep, lr: np.float32, eps: np.float32) -> None:
+    dim = step.dim
     for i in range(len(step.places)):
-        base = _begin(step, i)
+        base = step.places[i] * step.stride + HEADER_WORDS
+        weights, grads = step.floats[base : base + dim], step.grads[i * dim : (i + 1) * dim]
         squares = np.float32(0.0)
-        for j in range(step.dim):
-            grad = step.grads[i * step.dim + j] * step.scale
+        for j in range(len(grads)):
+            grad = grads[j] * step.scale
             squares += grad * grad
-        total = step.floats[base + step.dim] + squares / np.float32(step.dim)
-        step.floats[base + step.dim] = total
+        total = step.floats[base + dim] + squares / np.float32(dim)
+        step.floats[base + dim] = total
         denominator = np.sqrt(total) + eps
-        for j in range(step.dim):
-            grad = step.grads[i * step.dim + j] * step.scale
-            step.floats[base + j] -= lr * (grad / denominator)
-        _end(step, i, base)
+        for j in range(len(weights)):
+            weights[j] -= lr * (grads[j] * step.scale / denominator)
 
 
 @kernel
 def _sparse_adam(
     step: RowStep, lr: np.float32, rate1: np.float32, rate2: np.float32, eps: np.float32
 ) -> None:
+    dim = step.dim
     for i in range(len(step.places)):
-        base = _begin(step, i)
-        first, second = base + step.dim, base + 2 * step.dim
-        for j in range(step.dim):
-            grad = step.grads[i * step.dim + j] * step.scale
-            mean = step.floats[first + j] + rate1 * (grad - step.floats[first + j])
-            square = step.floats[second + j] + rate2 * (grad * grad - step.floats[second + j])
-            step.floats[first + j], step.floats[second + j] = mean, square
-            step.floats[base + j] -= lr * (mean / (np.sqrt(square) + eps))
-        _end(step, i, base)
+        base = step.places[i] * step.stride + HEADER_WORDS
+        weights, grads = step.floats[base : base + dim], step.grads[i * dim : (i + 1) * dim]
+        means = step.floats[base + dim : base + 2 * dim]
+        squares = step.floats[base + 2 * dim : base + 3 * dim]
+        for j in range(len(weights)):
+            grad = grads[j] * step.scale
+            mean = means[j] + rate1 * (grad - means[j])
+            square = squares[j] + rate2 * (grad * grad - squares[j])
+            means[j], squares[j] = mean, square
+            weights[j] -= lr * (mean / (np.sqrt(square) + eps))
 
 
 @kernel
 def _ftrl(step: RowStep, lr: np.float32, beta: np.float32, l1: np.float32, l2: np.float32) -> None:
+    dim = step.dim
     for i in range(len(step.places)):
-        base = _begin(step, i)
-        sums, squares = base + step.dim, base + 2 * step.dim
-        for j in range(step.dim):
-            grad = step.grads[i * step.dim + j] * step.scale
-            before = step.floats[squares + j]
+        base = step.places[i] * step.stride + HEADER_WORDS
+        weights, grads = step.floats[base : base + dim], step.grads[i * dim : (i + 1) * dim]
+        sums = step.floats[base + dim : base + 2 * dim]
+        squares = step.floats[base + 2 * dim : base + 3 * dim]
+        for j in range(len(weights)):
+            grad = grads[j] * step.scale
+            before = squares[j]
             after = before + grad * grad
             root = np.sqrt(after)
-            z = step.floats[sums + j]
-            z += grad - (root - np.sqrt(before)) / lr * step.floats[base + j]
-            step.floats[sums + j], step.floats[squares + j] = z, after
+            z = sums[j]
+            z += grad - (root - np.sqrt(before)) / lr * weights[j]
+            sums[j], squares[j] = z, after
             if abs(z) <= l1:
-                step.floats[base + j] = np.float32(0.0)
+                weights[j] = np.float32(0.0)
             else:
                 rest = z - l1 if z > 0 else z + l1
-                step.floats[base + j] = -rest / ((beta + root) / lr + l2)
-        _end(step, i, base)
+                weights[j] = -rest / ((beta + root) / lr + l2)
 
 
 def _signed(step: RowStep, maximize: float) -> RowStep:
@@ -218,8 +238,7 @@ class RowSGD(RowOptimizer):
     name: ClassVar[str] = "sgd"
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "maximize")
 
-    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
-        """Makes a step."""
+    def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, weight_decay, maximize = hyper.tolist()
         _sgd(_signed(step, maximize), np.float32(lr), np.float32(weight_decay))
 
@@ -233,8 +252,7 @@ class RowAdagrad(RowOptimizer):
     )  # fmt: skip
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
-    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
-        """Makes a step."""
+    def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, lr_decay, eps, _, maximize = hyper.tolist()
         rate = np.float32(lr / (1.0 + (t - 1) * lr_decay))
         _adagrad(_signed(step, maximize), rate, np.float32(eps))
@@ -250,8 +268,7 @@ class RowAdagradByRow(RowOptimizer):
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
     is_rowwise: ClassVar[bool] = True
 
-    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
-        """Makes a step."""
+    def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, eps, _, maximize = hyper.tolist()
         _rowwise_adagrad(_signed(step, maximize), np.float32(lr), np.float32(eps))
 
@@ -263,8 +280,7 @@ class RowSparseAdam(RowOptimizer):
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "maximize")
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
-    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
-        """Makes a step."""
+    def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, beta1, beta2, eps, maximize = hyper.tolist()
         rate = lr * math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t)
         _sparse_adam(
@@ -283,8 +299,7 @@ class RowFTRL(RowOptimizer):
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2", "maximize")
     state_names: ClassVar[tuple[str, ...]] = ("z", "n")
 
-    def step(self, step: RowStep, t: int, hyper: HyperArray) -> None:
-        """Makes a step."""
+    def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, beta, l1, l2, maximize = hyper.tolist()
         _ftrl(
             _signed(step, maximize),

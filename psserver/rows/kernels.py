@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.np.numpy_support import carray
 
-from pscore.memory.kernels import floats_at, kernel
+from pscore.memory.kernels import floats_at, inlined, kernel
 from pscore.rows.hashing import IdArray, mix
 from pscore.rows.init import Init, fill
 from pscore.rows.optimizers import FLAGS_WORD, FRESH, HEADER_WORDS, USED, VERSION_WORD
@@ -22,6 +22,13 @@ from pscore.types import FloatArray, IntArray
 WordArray = npt.NDArray[np.uint32]
 PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
 NO_PLACE = -1
+
+
+@inlined
+def _copy(source: Any, out: Any) -> None:
+    """Copies a row; as arrays of their own, so that the loop takes several numbers at once."""
+    for j in range(len(out)):
+        out[j] = source[j]
 
 
 @kernel
@@ -96,14 +103,13 @@ def gather(
 ) -> None:
     """Copies `width` numbers of each place; where there is none, the first values of the id."""
     for i in range(len(places)):
+        if places[i] >= 0:
+            base = places[i] * stride + HEADER_WORDS
+            _copy(floats[base : base + width], out[i * width : (i + 1) * width])
+    for i in range(len(places)):
         if places[i] < 0:
             fill(out, i * width, dim, ids[i], init)
-            for j in range(dim, width):
-                out[i * width + j] = np.float32(0.0)
-        else:
-            base = places[i] * stride + HEADER_WORDS
-            for j in range(width):
-                out[i * width + j] = floats[base + j]
+            out[i * width + dim : (i + 1) * width] = np.float32(0.0)
 
 
 @kernel
@@ -143,8 +149,7 @@ def load(
     """Sets the first `width` numbers of places, and their version and flags."""
     for i in range(len(places)):
         base = places[i] * stride + HEADER_WORDS
-        for j in range(width):
-            floats[base + j] = values[i * width + j]
+        _copy(values[i * width : (i + 1) * width], floats[base : base + width])
         words[base - HEADER_WORDS + VERSION_WORD] = np.uint32(versions[i])
         words[base - HEADER_WORDS + FLAGS_WORD] = flags
 
@@ -162,8 +167,7 @@ def save(words: WordArray, stride: int, places: IntArray, out: WordArray) -> Non
     """Copies whole places, one behind the other."""
     for i in range(len(places)):
         base = places[i] * stride
-        for j in range(stride):
-            out[i * stride + j] = words[base + j]
+        _copy(words[base : base + stride], out[i * stride : (i + 1) * stride])
 
 
 @kernel
@@ -171,8 +175,7 @@ def bring_back(words: WordArray, stride: int, places: IntArray, saved: WordArray
     """Copies whole places back that `save` has copied."""
     for i in range(len(places)):
         base = places[i] * stride
-        for j in range(stride):
-            words[base + j] = saved[i * stride + j]
+        _copy(saved[i * stride : (i + 1) * stride], words[base : base + stride])
 
 
 @kernel
@@ -241,11 +244,11 @@ def add_up(
         scale = scales[k]
         for i in range(num):
             row = at[starts[k] + i]
-            base = row * dim
+            total, added = out[row * dim : (row + 1) * dim], values[i * dim : (i + 1) * dim]
             if is_begun[row]:
-                for j in range(dim):
-                    out[base + j] += values[i * dim + j] * scale
+                for j in range(len(total)):
+                    total[j] += added[j] * scale
             else:
                 is_begun[row] = True
-                for j in range(dim):
-                    out[base + j] = values[i * dim + j] * scale
+                for j in range(len(total)):
+                    total[j] = added[j] * scale

@@ -323,8 +323,8 @@ class RowStore:
         slab, claimed = self.slabs[number], [ids[number] for ids in list(self._claims.values())]
         wanted = slab.count + sum(map(len, claimed)) + len(rows.ids)
         if wanted > slab.rows_max:
-            ids = np.unique(np.concatenate([*claimed, rows.ids]))
-            wanted = slab.count + int((slab.find(ids) < 0).sum())
+            absent = [ids[slab.find(ids) < 0] for ids in (*claimed, rows.ids)]
+            wanted = slab.count + len(np.unique(np.concatenate(absent)))
         if wanted > slab.rows_max:
             self._num_refused += 1
             raise self._full(number, wanted)
