@@ -18,7 +18,7 @@ QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 FAST := tests/unit/psserver tests/unit/psworker tests/house tests/golden tests/paper/test_asgd.py \
 	tests/paper/test_od.py tests/paper/test_ssp.py tests/paper/test_dcasgd.py tests/paper/test_diloco.py
 
-.PHONY: .cupy simulate help setup run test test-fast test-slow test-lowest format check check-deploy docs proto bench results bench-peers soak fuzz test-gpu test-ray test-recipes clean
+.PHONY: .cupy simulate speed-against help setup run test test-fast test-slow test-lowest format check check-deploy docs proto bench results bench-peers soak fuzz test-gpu test-ray test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -87,6 +87,11 @@ results: $(STAMP) ## claims of papers through the product, on one page in bench-
 
 bench-peers: $(STAMP) ## Paceline beside torch RPC, Gloo, MXNet, TensorFlow and Ray
 	$(BIN)/python -m benchmarks.peers --json
+
+speed-against: $(STAMP) ## rounds of this checkout and of another by turns: make speed-against REF=v0.1
+	rm -rf .speed-against && git worktree prune
+	git worktree add --quiet --detach .speed-against $(REF)
+	$(BIN)/python -m benchmarks.versions .speed-against; git worktree remove --force .speed-against
 
 soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow
 	$(BIN)/python -m benchmarks.soak --seconds 1800 --json

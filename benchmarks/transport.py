@@ -10,6 +10,10 @@ Measured in the same run, in turns with these: a memory copy on all cores, a pla
 only adds (two connections), and Gloo's all-reduce in two processes. `--results FILE` keeps
 everything as one line of JSON, from which `python -m benchmarks.pages` makes the table of
 docs/dataplane.md.
+
+In the JSON line `floor_share` is the floor of that page divided by the median round, and
+`interpreter_ms_per_slice` the CPU time of the worker and of the shard in a round of `tiny` through
+shared memory. It is the cost of a slice besides its bytes, with the cost of a round.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from benchmarks import kit, measured
 
 MODULE = "benchmarks.transport"
 SUFFIXES = {"flat": "", "keys": "_keys", "tiny": "_tiny"}
+SHARES = {"local": "shm", "tcp": "tcp"}  # Names of data planes in the line of JSON.
+TINY_ROUNDS = 100  # As many of `tiny` take as long as one of another case.
 PIECE_NUMEL = 1 << 20
 HYPER = {"lr": 0.01, "momentum": 0.9}
 
@@ -115,8 +121,8 @@ def _keys_rounds(rounds: int) -> None:
 
 def measure_ours(
     plane: str, case: str, num: int, rounds: int, journal_dir: Path | None = None
-) -> tuple[list[float], float]:
-    """Returns the seconds of each round, and CPU seconds of all processes per round."""
+) -> tuple[list[float], float, float]:
+    """Returns the seconds of each round, and CPU seconds per round of workers and of shards."""
     results, marks = kit.run_workers(
         MODULE,
         "exchange",
@@ -127,8 +133,8 @@ def measure_ours(
         journal_dir=journal_dir,
     )
     times_s = [max(per_round) for per_round in zip(*(r["times_s"] for r in results), strict=True)]
-    cpu_s = marks[1] - marks[0] + sum(result["cpu_s"] for result in results)
-    return times_s, cpu_s / rounds
+    worker_s = sum(result["cpu_s"] for result in results) / rounds
+    return times_s, worker_s, (marks[1] - marks[0]) / rounds
 
 
 # ----- what it is compared with
@@ -295,12 +301,12 @@ class Case:
         self.workers = workers
         self.case = case
         self.times_s: list[float] = []
-        self._cpu_s: list[float] = []
+        self._cpu_s: list[list[float]] = []
         self._measure = measure
 
     def turn(self, rounds: int) -> None:
         """Measures some rounds more."""
-        times_s, cpu_s = self._measure(rounds)
+        times_s, *cpu_s = self._measure(rounds * TINY_ROUNDS if self.case == "tiny" else rounds)
         self.times_s += times_s
         self._cpu_s.append(cpu_s)
 
@@ -322,7 +328,16 @@ class Case:
     @property
     def cpu_s(self) -> float:
         """CPU seconds of all processes per round."""
-        return kit.median(self._cpu_s)
+        return kit.median([sum(parts) for parts in self._cpu_s])
+
+    @property
+    def cpu_ms_by_side(self) -> dict[str, float]:
+        """CPU milliseconds per round of the workers and of the shards; of our own cases."""
+        sides = zip(*self._cpu_s, strict=True)
+        return {
+            side: round(1e3 * kit.median(list(parts)), 3)
+            for side, parts in zip(("worker", "shard"), sides, strict=True)
+        }
 
     def row(self) -> list[Any]:
         """Returns the line of the table."""
@@ -364,9 +379,12 @@ def cases_of(planes: list[str], kinds: list[str], compare: bool) -> dict[str, Ca
     return cases
 
 
-def summary(cases: dict[str, Case], memcpy_gbps: float) -> dict[str, float]:
+def summary(cases: dict[str, Case], copies_s: list[float]) -> dict[str, Any]:
     """Returns the main figures, by name."""
-    figures: dict[str, float] = {}
+    from benchmarks import pages  # Loads the commands, which the measured processes do without.
+
+    figures: dict[str, Any] = {}
+    memcpy_gbps = 4e-9 * kit.FLAT_NUMEL / kit.median(copies_s)
     for kind, suffix in SUFFIXES.items():
         wanted = {
             "shm_1x1_gbps": (f"local 1 {kind}", "gbps"),
@@ -380,6 +398,16 @@ def summary(cases: dict[str, Case], memcpy_gbps: float) -> dict[str, float]:
         for name, (key, attribute) in wanted.items():
             if key in cases:
                 figures[name + suffix] = round(getattr(cases[key], attribute), 5)
+    run = pages.TransportRun(result(cases, copies_s))
+    for round_ in run.rounds():
+        if round_.plane in SHARES and round_.floor_ms is not None:
+            shares = figures.setdefault("floor_share" + SUFFIXES[round_.case], {})
+            path = f"{SHARES[round_.plane]}_{round_.workers}x{round_.workers}"
+            shares[path] = round(round_.share, 3)
+    if "local 1 tiny" in cases:
+        tiny = cases["local 1 tiny"]
+        figures["round_ms_tiny"] = round(1e3 * tiny.seconds, 3)
+        figures["interpreter_ms_per_slice"] = tiny.cpu_ms_by_side
     return figures
 
 
@@ -454,7 +482,7 @@ def main() -> None:
     if options.results is not None:
         options.results.write_text(json.dumps(result(cases, copies_s)) + "\n")
     if options.json:
-        print(json.dumps(summary(cases, memcpy_gbps)))
+        print(json.dumps(summary(cases, copies_s)))
 
 
 ROLES = {"exchange": exchange_rounds, "gloo": gloo_rounds, "socket": socket_server}

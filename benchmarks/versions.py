@@ -58,8 +58,8 @@ def run(folder: Path, program: str, what: list[Any]) -> Any:
 
 def measure(folder: Path, what: list[Any]) -> tuple[list[float], float]:
     """Returns the seconds of each round of the version in a folder, and its CPU seconds a round."""
-    times_s, cpu_s = run(folder, ROUND, what)
-    return times_s, cpu_s
+    times_s, *cpu_s = run(folder, ROUND, what)  # One number, or one of workers and one of shards.
+    return times_s, sum(cpu_s)
 
 
 def compare(folder: Path, plane: str, case: str, num: int, rounds: int, turns: int) -> Figures:
