@@ -30,7 +30,9 @@ from psserver.commands import cli as psserver_cli
 from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
 from psserver.process.settings import SECTIONS
+from psserver.publish.publications import Publications
 from psserver.service.metrics import ShardCollector
+from psserver.service.publish_metrics import PublicationCollector
 from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
 
@@ -123,7 +125,9 @@ def metrics() -> str:
     """Returns every metric of a shard with its labels."""
     ends = {"counter": "_total", "info": "_info"}
     rows = []
-    for family in ShardCollector(Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)).collect():
+    engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
+    published = PublicationCollector(engine, Publications(engine, {}, None))
+    for family in (*ShardCollector(engine).collect(), *published.collect()):
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
         kind = f"{family.type.capitalize()}. " if family.type in ("histogram", "summary") else ""
         name = f"`{family.name}{ends.get(family.type, '')}`"

@@ -76,6 +76,7 @@ from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
 from psserver.service.metrics import REQUEST_S_MAX, Identity, MetricsPage
 from psserver.service.publications import PublicationsServicer
+from psserver.service.publish_metrics import PublicationCollector
 from psserver.service.refusals import ErrorInterceptor
 from psserver.service.web import WebServer
 
@@ -145,7 +146,13 @@ class Daemon:
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         identity = Identity(cluster=plan.cluster, certificate_end_s=plan.trust.ends_s())
-        page = MetricsPage(self.engine, lambda: self.is_ready, self._authorizer, identity)
+        page = MetricsPage(
+            self.engine,
+            lambda: self.is_ready,
+            self._authorizer,
+            identity,
+            [PublicationCollector(self.engine, self._publications)],
+        )
         self._web = WebServer(
             page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)
         )

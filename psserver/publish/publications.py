@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -328,10 +328,16 @@ class Publications:
 
     # ----- views
 
-    def listed(self) -> list[tuple[str, Published]]:
-        """Returns the publications, each with the name of its job."""
+    def listed(self) -> list[tuple[str, str, Published]]:
+        """Returns job and table of each publication, with a copy of its counts and readers."""
         with self._engine.lock:
-            return [(job, found) for (job, _), found in sorted(self._published.items())]
+            return [
+                (
+                    *key,
+                    replace(found, readers=dict(found.readers), nbytes=Counter(found.nbytes)),
+                )
+                for key, found in sorted(self._published.items())
+            ]
 
     # ----- lineages on the disk
 

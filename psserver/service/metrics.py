@@ -10,9 +10,9 @@ import asyncio
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -43,6 +43,13 @@ class Identity:
 
 
 NAMELESS = Identity()
+
+
+class Collector(Protocol):
+    """A part of the page, read when Prometheus asks."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of the part."""
 
 
 class ShardCollector:
@@ -223,6 +230,7 @@ class MetricsPage:
         is_ready: Callable[[], bool],
         authorizer: Authorizer | None = None,
         identity: Identity = NAMELESS,
+        parts: Sequence[Collector] = (),
     ) -> None:
         """Shows `engine`.
 
@@ -231,7 +239,9 @@ class MetricsPage:
             is_ready: Unless it is, `/healthz` says 503.
             authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
             identity: The cluster and certificates of its process.
+            parts: Parts of the page beside the engine.
         """
+        self._parts = parts
         self._identity = identity
         self._engine = engine
         self._authorizer = Authorizer() if authorizer is None else authorizer
@@ -268,6 +278,7 @@ class MetricsPage:
         registry = prometheus.CollectorRegistry(auto_describe=False)
         # A disk may take its time.
         nbytes = await asyncio.to_thread(self._engine.recovery.journal_nbytes)
-        registry.register(ShardCollector(self._engine, self._identity, nbytes))
+        for part in (ShardCollector(self._engine, self._identity, nbytes), *self._parts):
+            registry.register(part)
         prometheus.ProcessCollector(registry=registry)
         return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

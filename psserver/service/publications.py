@@ -76,10 +76,13 @@ class PublicationsServicer(publish_pb2_grpc.PublicationsServicer):
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListReply:
         """Returns the publications of the shard, each with its readers."""
-        now_s = self._engine.now()
-        return pb.ListReply(
-            publications=[_status(job, it, now_s) for job, it in self._publications.listed()]
-        )
+        return pb.ListReply(publications=statuses(self._engine, self._publications))
+
+
+def statuses(engine: Engine, publications: Publications) -> list[pb.PublicationStatus]:
+    """Returns the publications of a shard, each with its readers."""
+    now_s = engine.now()
+    return [_status(*found, now_s) for found in publications.listed()]
 
 
 def _reply(view: View, known: str) -> pb.WatchReply:
@@ -95,12 +98,12 @@ def _reply(view: View, known: str) -> pb.WatchReply:
     return reply
 
 
-def _status(job: str, published: Published, now_s: float) -> pb.PublicationStatus:
+def _status(job: str, table: str, published: Published, now_s: float) -> pb.PublicationStatus:
     publication = published.publication
     newest = publication.newest
     reply = pb.PublicationStatus(
         job=job,
-        table=publication.running.table.spec.name,
+        table=table,
         lineage=publication.lineage,
         newest=-1 if newest is None else newest.number,
         step=0 if newest is None else newest.step,

@@ -441,6 +441,7 @@ def test_the_metrics_page_counts_what_a_worker_does(psserver: Command) -> None:
         "paceline_apply_seconds_count 2.0",
         "paceline_jobs 1.0",
         'paceline_workers_live{job="train"} 1.0',
+        "# TYPE paceline_published_version gauge",
     ):
         assert line in lines
     assert any(line.startswith("paceline_build_info{") for line in lines)
