@@ -96,11 +96,15 @@ def status(
     """Show shards, jobs, workers, and the workers that each one waits for."""
     from psserver.commands.find import find
     from psserver.remote import ask
+    from psserver.remote import readers as lister
     from psserver.remote import status as picture
 
     found = find(servers, port, state_dir)
     replies = ask.answers(found.addresses, found.credentials)
     combined = picture.combine(found.addresses, replies)
+    there = [shard["address"] for shard in combined["shards"] if not shard["moved_to"]]
+    with contextlib.suppress(CommandError):  # One that has ended since then.
+        lister.add(combined, ask.publications(there, found.credentials))
     if job is not None:
         combined = picture.only(combined, job)
     write(combined, picture.show, as_json=as_json)

@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pscore.text import printable
-from psserver.remote.status import in_bytes, in_time, is_live
+from psserver.remote.status import in_bytes, in_time, is_live, published_lines
 from psserver.remote.waits import advice_of, waits_of
 
 SPARKS = "".join(map(chr, range(0x2581, 0x2589)))  # Blocks, from low to full.
 SPARKS_MAX = 60
 EVENTS_SHOWN = 8
 WAITS_SHOWN = 4
+READERS_SHOWN = 4
 WORKERS_SHOWN = 40
 WORKERS_SHOWN_MIN = 3  # Also in a terminal of few lines.
 RECENT_S = 10.0
@@ -125,7 +126,9 @@ def _lines(view: dict[str, Any], job: dict[str, Any]) -> list[Text]:
         found.append(_line(f"and {len(waits) - WAITS_SHOWN} more waits"))
     if advice := advice_of(job):
         found.append(_line(printable(advice), "yellow"))
-    return found
+    return found + [
+        _line(text) for text in published_lines(job.get("published", ()), READERS_SHOWN)
+    ]
 
 
 def _workers(job: dict[str, Any], room: int) -> list[RenderableType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +12,10 @@ import grpc
 from pscore.errors import ThreadError
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2, publish_pb2_grpc
 from pscore.threads import OwnedThread
 from psserver.dashboard.history import History
+from psserver.remote import readers
 from psserver.remote.status import combine
 
 POLL_S = 1.0
@@ -64,6 +66,21 @@ class Asker:
         self._silent.discard(index)
         return reply
 
+    def publications(self) -> list[publish_pb2.ListReply]:
+        """Returns what the shards publish that have answered `ask`."""
+        calls = [
+            publish_pb2_grpc.PublicationsStub(channel).List.future(
+                publish_pb2.ListRequest(), timeout=ANSWER_S_MAX
+            )
+            for channel in self._channels
+            if channel is not None
+        ]
+        found = []
+        for call in calls:
+            with contextlib.suppress(grpc.RpcError):  # It has ended since then, or has moved.
+                found.append(call.result())
+        return found
+
     def close(self) -> None:
         """Ends the connections."""
         for channel in self._channels:
@@ -107,6 +124,7 @@ class ShardWatch:
         status = None
         if any(isinstance(answer, pb.StatusReply) for answer in answers):
             status = combine(addresses, answers)
+            readers.add(status, self._asker.publications())
         self.history.add(self._now(), status)
 
     def end(self) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pscore.pb.ps.v1 import publish_pb2 as pb
-from psserver.remote.status import in_bytes
+from psserver.publish.publications import READERS_MAX
+from psserver.remote.status import published_lines
 
 
 def listed(replies: Sequence[pb.ListReply]) -> list[dict[str, Any]]:
@@ -22,6 +23,13 @@ def listed(replies: Sequence[pb.ListReply]) -> list[dict[str, Any]]:
         for one in reply.publications:
             found.setdefault((one.job, one.table), []).append(one)
     return [_combined(parts) for _, parts in sorted(found.items())]
+
+
+def add(status: dict[str, Any], replies: Sequence[pb.ListReply]) -> None:
+    """Adds to each job of a status (`status.combine`) what is published of it."""
+    found = listed(replies)
+    for job in status["jobs"]:
+        job["published"] = [one for one in found if one["job"] == job["name"]]
 
 
 def _combined(parts: Sequence[pb.PublicationStatus]) -> dict[str, Any]:
@@ -63,17 +71,7 @@ def _reader(one: pb.ReaderStatus) -> dict[str, Any]:
 
 def show(publications: Sequence[dict[str, Any]]) -> None:
     """Prints publications and their readers as text."""
-    for one in publications:
-        sent = ", ".join(f"{form} {in_bytes(n)}" for form, n in sorted(one["sent"].items()))
-        sys.stdout.write(
-            f"{one['job']}/{one['table']}: version {one['version']} (step {one['step']}), "
-            f"{len(one['readers'])} readers; sent: {sent or 'nothing'}\n"
-        )
-        for reader in one["readers"]:
-            sys.stdout.write(
-                f"  {reader['host']} pid {reader['pid']}: version {reader['version']}, "
-                f"{reader['lag']} behind ({reader['lag_steps']} steps, {reader['lag_s']:g} s), "
-                f"{reader['resyncs']} resyncs\n"
-            )
+    for line in published_lines(publications, READERS_MAX):
+        sys.stdout.write(f"{line}\n")
     if not publications:
         sys.stdout.write("nothing is published; psserver start --publish JOB:every=K\n")

@@ -116,6 +116,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
             _table([t for part in parts for t in part.tables if t.name == table])
             for table in tables
         ],
+        "published": [],  # `psserver.remote.readers` adds them.
     }
 
 
@@ -240,6 +241,8 @@ def show(status: dict[str, Any]) -> None:
     for job in jobs:
         if job["name"] not in ended:
             _show_job(console, job)
+            for line in published_lines(job["published"], LISTED_MAX):
+                console.print(line, markup=False)
     if ended:
         names = ", ".join(ended[:LISTED_MAX]) + (", ..." if len(ended) > LISTED_MAX else "")
         what = f"{len(ended)} ended job{'s' if len(ended) > 1 else ''}: {names}"
@@ -348,6 +351,32 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"waits for {printable(wait.in_words)}", markup=False)
     if advice := advice_of(job):
         console.print(printable(advice), markup=False)
+
+
+def published_lines(publications: Sequence[dict[str, Any]], room: int) -> list[str]:
+    """Returns published weights and their readers as text.
+
+    Args:
+        publications: Those of `psserver.remote.readers.listed`.
+        room: Readers of each that are listed; those furthest behind come first.
+    """
+    found = []
+    for one in publications:
+        sent = ", ".join(f"{form} {in_bytes(n)}" for form, n in sorted(one["sent"].items()))
+        table, readers = f"{one['job']}/{one['table']}", one["readers"]
+        found.append(
+            f"{table}: version {one['version']} (step {one['step']}), "
+            f"{len(readers)} readers; sent: {sent or 'nothing'}"
+        )
+        found += [
+            f"  {reader['host']} pid {reader['pid']}: version {reader['version']}, "
+            f"{reader['lag']} behind ({reader['lag_steps']} steps, {reader['lag_s']:g} s), "
+            f"{reader['resyncs']} resyncs"
+            for reader in sorted(readers, key=lambda reader: -float(reader["lag_s"]))[:room]
+        ]
+        if len(readers) > room:
+            found.append(f"  and {len(readers) - room} more readers (psserver readers)")
+    return [printable(line) for line in found]
 
 
 def _show_held(console: Any, job: dict[str, Any]) -> None:

@@ -354,6 +354,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "reported",
         "workers",
         "tables",
+        "published",
         "waiting_for",
     }
 

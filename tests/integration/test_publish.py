@@ -1,5 +1,6 @@
 """Published weights: each version is bfloat16 of one step of all shards."""
 
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -10,10 +11,15 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
 
 import psworker
 from pscore.net.credentials import ANYONE
 from pscore.publish.codec import round_to_bf16
+from pscore.subscription.weights import PublishedWeights
+from psserver.dashboard import terminal
+from psserver.dashboard.history import History
+from psserver.dashboard.watch import Asker, ShardWatch
 from psserver.remote import checkpoint
 from tests.integration.cluster import Shards, Station, Worker, new_job
 from tests.integration.command import Command
@@ -55,6 +61,23 @@ def trains(station: Station, mode: str, num_steps: int) -> None:
     station.hear()
 
 
+def require_shown(shards: Shards, job: str, weights: PublishedWeights) -> None:
+    """Requires that status and dashboard show this process as the reader of a version."""
+    asker = Asker(shards.addresses, ANYONE)
+    watch = ShardWatch(asker, History())
+    watch.look()
+    asker.close()
+    view = watch.history.view()
+    (found,) = [one for one in view["status"]["jobs"] if one["name"] == job]
+    (published,) = found["published"]
+    assert published["version"] == weights.version.number
+    assert published["sent"]["whole"] >= weights.bits.nbytes
+    assert [one["pid"] for one in published["readers"]] == [os.getpid()]
+    text = io.StringIO()
+    Console(width=200, file=text).print(terminal.picture(view, job))
+    assert f"pid {os.getpid()}: version" in text.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=1)", "diloco(steps=1, warmup=1)"])
 def test_each_version_is_bf16_of_the_shards_at_its_step(publishing: Shards, mode: str) -> None:
@@ -76,6 +99,7 @@ def test_each_version_is_bf16_of_the_shards_at_its_step(publishing: Shards, mode
                 for name, array in weights.arrays.items():
                     np.testing.assert_array_equal(array, expected[name], err_msg=name)
             assert subscriber.resyncs == 0
+            require_shown(publishing, job, weights)
         worker.tell()
         worker.result()
     for name, array in first.items():

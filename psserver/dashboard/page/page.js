@@ -99,6 +99,7 @@ function show() {
   showWorkers(job);
   showWaits(job);
   showTables(job);
+  showReaders(job);
 }
 
 function showAlive(view) {
@@ -442,6 +443,19 @@ function showTables(job) {
     cell(null, null, one.name), cell(null, null, one.mode), cell(null, null, one.compressor), cell(null, null, one.optimizer),
     cell(null, null, one.num_slices), cell(null, null, bytes(one.nbytes)),
     cell(null, null, one.version_min === one.version_max ? one.version_min : one.version_min + "–" + one.version_max))));
+}
+
+function showReaders(job) {
+  const published = (job && job.published) || [];
+  byId("readers-card").hidden = !published.length;
+  byId("readers-count").textContent = published.map((one) => {
+    const sent = Object.entries(one.sent).map(([form, nbytes]) => form + " " + bytes(nbytes)).join(", ");
+    return `${one.table}: version ${one.version}, step ${one.step}, sent ${sent || "nothing"}`;
+  }).join("; ");
+  const rows = published.flatMap((one) => one.readers.map((reader) => make("tr", {},
+    cell(null, null, one.table), cell(null, null, reader.host), cell(null, null, reader.pid), cell(null, null, reader.version),
+    cell(null, null, reader.lag), cell(null, null, reader.lag_steps), cell(null, null, age(reader.lag_s)), cell(null, null, reader.resyncs))));
+  table("readers", ["table", "host", "process", "version", "versions behind", "steps behind", "behind for", "resyncs"], rows);
 }
 
 // ----- light and dark

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import publish_pb2
 from psserver.exits import CommandError
-from psserver.remote import status
+from psserver.remote import readers, status
 
 
 def worker(rank: int, **values: object) -> pb.WorkerStatus:
@@ -227,3 +228,35 @@ def test_a_table_that_goes_into_a_file_is_not_cut_at_80_columns(
     job = pb.JobStatus(job="now", num_workers=1, workers=[worker(0, host=host)])
     status.show(status.combine(["a:1"], [reply(0, job)]))
     assert host in capsys.readouterr().out
+
+
+def test_the_readers_of_a_job_are_shown_those_furthest_behind_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    states = [
+        publish_pb2.ReaderStatus(
+            reader=publish_pb2.Reader(id=n + 1, host=f"h{n}", number=9 - n, resyncs=n),
+            lag=n,
+            lag_steps=4 * n,
+            lag_s=0.5 * n,
+        )
+        for n in range(status.LISTED_MAX + 2)
+    ]
+    publications = [
+        publish_pb2.PublicationStatus(
+            job=name, table="model", newest=9, step=36, nbytes={"sparse": 2048}, readers=states
+        )
+        for name in ("train", "other")
+    ]
+    picture = status.combine(["a:1"], [reply(0, pb.JobStatus(job="train", num_workers=1))])
+    readers.add(picture, [publish_pb2.ListReply(publications=publications)])
+    status.show(picture)
+    shown = capsys.readouterr().out
+    assert "train/model: version 9 (step 36), 10 readers; sent: sparse 2.0 KiB" in shown
+    assert "h9 pid 0: version 0, 9 behind (36 steps, 4.5 s), 9 resyncs" in shown
+    assert "h1 pid" not in shown
+    assert "and 2 more readers" in shown
+    assert "other/model" not in shown
+    readers.show(picture["jobs"][0]["published"])
+    assert "h1 pid" in capsys.readouterr().out
