@@ -41,13 +41,12 @@ from pscore.observe.boot import boot_id
 from pscore.table_spec import count_of
 from pscore.types import FloatArray
 from psserver.decisions.lifetime import digest
-from psserver.durability.records import RANDOM_MAX
+from psserver.durability.records import RANDOM_MAX, sync
 from psserver.durability.sealed import (
     Meta,
     WeightsFile,
     read_bytes,
     read_json,
-    sync,
     write_bytes,
     write_json,
 )

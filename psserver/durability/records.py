@@ -66,10 +66,10 @@ def incarnations_of(spent: Sequence[object]) -> tuple[int, ...]:
 
 
 def sync(path: Path) -> None:
-    """Writes a file or a folder through to the disk.
+    """Writes a file or folder to the disk, with the changes that were made through its memory.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk is full or fails.
     """
     fd = os.open(path, os.O_RDONLY)
     try:

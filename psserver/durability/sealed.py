@@ -143,19 +143,6 @@ def read_bytes(path: Path) -> bytes:
     return whole[size:]
 
 
-def sync(path: Path) -> None:
-    """Writes a file or folder to the disk, with the changes that were made through its memory.
-
-    Raises:
-        OSError: The disk is full or fails.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _replace(path: Path, data: bytes) -> None:
     draft = path.with_suffix(".draft")
     try:
