@@ -1,7 +1,7 @@
 """Checks the image, docker-compose.yml, deploy/compose and deploy/stack.yml with a real engine.
 
     deploy/check            # all checks; exit code 1 if one fails
-    deploy/check --write    # also writes its log into docs/deploy.md
+    deploy/check --write    # also writes its log to docs/results
 
 Needs Docker and compose, 6 GiB of disk, about 8 minutes; root to kill a container's process from
 outside, and for the check of two hosts, with `ip` and `nsenter`: the second host is a network
@@ -45,7 +45,7 @@ from scripts.engine import (
 from scripts.printed import commands
 
 PAGE = ROOT / "docs" / "deploy.md"
-BEGIN, END = "<!-- log of deploy/check -->\n", "<!-- end of the log -->"
+LOG = ROOT / "docs" / "results" / "deploy-check.txt"
 BASE = ["docker-compose.yml"]
 SERVERS = "shard0:7070,shard1:7070"
 TARGETS = {"shard": SHARD_IMAGE, "worker": IMAGE}
@@ -90,7 +90,7 @@ class Log:
 def main() -> int:
     """Runs the checks; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the log into docs/deploy.md")
+    parser.add_argument("--write", action="store_true", help="write the log to docs/results")
     parser.add_argument("--only", help="names of sections, with commas")
     given = parser.parse_args()
     if (
@@ -114,10 +114,7 @@ def main() -> int:
                 check(log)
     log.say(f"{log.num_failed} of the checks failed" if log.num_failed else "every check passed")
     if given.write and not log.num_failed and given.only is None:
-        text = PAGE.read_text()
-        head, _, rest = text.partition(BEGIN)
-        body = "".join(f"{line}\n" for line in log.lines)
-        PAGE.write_text(f"{head}{BEGIN}```\n{body}```\n{END}{rest.partition(END)[2]}")
+        LOG.write_text("".join(f"{line}\n" for line in log.lines))
     return 1 if log.num_failed else 0
 
 
