@@ -77,6 +77,10 @@ def rows_by_id() -> str:
         ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
         *([label, _time(step[key])] for key, label in labels.items()),
         *([f"AUC on a click log that is computed: {key}", f"{auc[key]:.4f}"] for key in auc),
+        *(
+            [f"while shards and workers are killed: {key}", f"{count:.0f}"]
+            for key, count in found["kills"].items()
+        ),
     ]
     return f"{about}\n\n" + table(["", ""], rows, "lr")
 

@@ -2,14 +2,16 @@
 
 `pull_push_ms`: milliseconds of pull and push of a step's rows at a shard with its journal on, by
 data plane, and `bytes_of_formula` (benchmarks/rows/shard.py); `step_ms`: milliseconds of a step
-(benchmarks/rows/step.py); `auc`: AUC on a computed click log (benchmarks/rows/auc.py). With
-`--quick` the cases are small.
+(benchmarks/rows/step.py); `auc`: AUC on a computed click log (benchmarks/rows/auc.py); `kills`:
+rows that were counted wrongly while shards and workers are killed (benchmarks/rows/kills.py), of
+which one makes the exit code 1. With `--quick` the cases are small.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kit
-from benchmarks.rows import auc, shard, step
+from benchmarks.rows import auc, kills, shard, step
 
 MEASURES: dict[str, Callable[[bool], Any]] = {
     "pull_push_ms": shard.measure,
     "step_ms": step.measure,
     "auc": auc.measure,
+    "kills": kills.measure,
 }
 
 
@@ -54,6 +57,7 @@ def main() -> None:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.json:
         print(json.dumps(found))
+    sys.exit(any(found["kills"][name] for name in kills.WRONG))
 
 
 if __name__ == "__main__":

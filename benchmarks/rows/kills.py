@@ -1,0 +1,195 @@
+"""Rows under kills: every push of rows counts exactly once, in its own rows.
+
+Two workers train one table without a bound of ids on two shards with journals, in `asgd`. Every few
+seconds a shard or a worker is killed (SIGKILL). A shard is started again by its supervisor; a
+worker is forked again at once, and draws other ids.
+
+The gradient of a row is a number that belongs to its id, in all columns, and the learning rate is
+1. So in the end a row divided by this number is the times that it was pushed. Each worker writes
+down a step before it begins: a lookup returns when all pushes before it are counted, so of a killed
+worker only the last two pushes may be counted or not.
+
+    lost      rows that were counted less often than they were pushed
+    double    rows that were counted more often
+    torn      rows whose columns differ
+    shifted   rows with a part of another row's gradient: not a multiple of their own number
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import struct
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import kit
+from benchmarks.forked import Forked, ending, prepare
+from benchmarks.survival.shards import Shards, free_ports
+
+JOB = "row-kills"
+NUM_SHARDS, NUM_WORKERS, DIM = 2, 2, 4
+NUM_IDS, TOUCHED = 1 << 18, 10_000
+SHARE_OF_WORKERS = 0.25  # Of the kills.
+OPEN = 2  # Pushes of a killed worker that may be counted or not.
+STEP = struct.Struct("<q")
+WRONG = ("lost", "double", "torn", "shifted")
+SECONDS, QUICK_SECONDS, EVERY_S = 600.0, 40.0, 3.0
+
+
+def _drawn(rank: int, life: int, step: int) -> np.ndarray:
+    """Returns the ids of a step, `(TOUCHED,) int64`, all different, below `NUM_IDS`."""
+    start, half = np.random.default_rng([rank, life, step]).integers(NUM_IDS // 2, size=2)
+    return (start + np.arange(TOUCHED) * (2 * half + 1)) % NUM_IDS  # An odd stride of 2^18.
+
+
+def _number_of(ids: np.ndarray) -> np.ndarray:
+    """Returns the gradient of each row, at most 4,093: its multiples are exact in float32."""
+    return 1 + ids * 7919 % 4093
+
+
+def work(line: Connection, rank: int, life: int, environment: dict[str, str], folder: Path) -> None:
+    """Trains as one worker until it is told to end; then it looks up all rows if it is asked."""
+    os.environ.update(environment)
+    import torch
+
+    import psworker
+
+    table = psworker.Embedding(None, DIM, name="rows", init="zeros")
+    model = torch.nn.ModuleDict({"rows": table, "top": torch.nn.Linear(DIM, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+        mode="asgd",
+    )
+    steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
+    step = 0
+    while not line.poll():
+        steps.write(STEP.pack(step))
+        ids = _drawn(rank, life, step)
+        rows = table(torch.from_numpy(ids))
+        wanted = torch.from_numpy(_number_of(ids)).float()[:, None]
+        torch.autograd.backward((rows * wanted).sum() + 0.0 * model["top"](rows).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+    with torch.no_grad():
+        table(torch.zeros(1, dtype=torch.int64))  # All pushes are counted then.
+    line.recv()
+    line.send("counted")
+    if line.recv() == "look":
+        with torch.no_grad():
+            np.save(folder / "rows.npy", table(torch.arange(NUM_IDS)).numpy())
+    line.send("done")
+
+
+class Run:
+    """The workers and shards of one run."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        """Prepares them; starts nothing yet."""
+        self._folder, self._rng = folder, random.Random(seed)
+        (folder / "state").mkdir()
+        flags = ["--shards", str(NUM_SHARDS), "--lease-s", "5"]
+        self._shards = Shards(folder, folder / "state", flags, port=free_ports(NUM_SHARDS))
+        self._lives = [0] * NUM_WORKERS
+        self._workers: list[Forked] = []
+
+    def train(self, seconds: float, every_s: float) -> dict[str, float]:
+        """Trains under kills; returns the account.
+
+        Args:
+            seconds: Time of the kills, from the first step on.
+            every_s: Time from kill to kill, between half and one and a half of it.
+        """
+        self._shards.start()
+        self._workers = [self._worker(rank) for rank in range(NUM_WORKERS)]
+        with ending(self._workers):
+            try:
+                while not all(self._steps(rank) for rank in range(NUM_WORKERS)):
+                    self._tend(0.05)
+                faults, end_s = 0, time.monotonic() + seconds
+                while time.monotonic() < end_s:
+                    self._tend(every_s * self._rng.uniform(0.5, 1.5))
+                    faults += self._kill()
+                for worker in self._workers:
+                    worker.tell()
+                for worker in self._workers:
+                    worker.hear()
+                for rank, worker in enumerate(self._workers):
+                    worker.tell("look" if rank == 0 else "end")
+                for worker in self._workers:
+                    worker.hear()
+            finally:
+                self._shards.stop()
+        return {"faults": faults, **self._account()}
+
+    def _worker(self, rank: int) -> Forked:
+        addresses = self._shards.addresses
+        environment = kit.worker_environment(addresses, rank, NUM_WORKERS, "auto", JOB)
+        environment["TORCHELASTIC_RESTART_COUNT"] = str(self._lives[rank])
+        return Forked(work, rank, self._lives[rank], environment, self._folder)
+
+    def _tend(self, seconds: float) -> None:
+        """Waits, and raises what a worker has raised."""
+        time.sleep(seconds)
+        for worker in self._workers:
+            if worker.has_told():
+                worker.hear()
+
+    def _kill(self) -> bool:
+        """Kills a worker, which is started again, or a shard; returns whether it was there."""
+        if self._rng.random() >= SHARE_OF_WORKERS:
+            return self._shards.signal(self._rng.randrange(NUM_SHARDS), signal.SIGKILL)
+        rank = self._rng.randrange(NUM_WORKERS)
+        self._workers[rank].end()
+        self._lives[rank] += 1
+        self._workers[rank] = self._worker(rank)
+        return True
+
+    def _steps(self, rank: int, life: int = 0) -> int:
+        """Returns how many steps a worker has begun."""
+        path = self._folder / f"{rank}-{life}.steps"
+        return path.stat().st_size // STEP.size if path.exists() else 0
+
+    def _account(self) -> dict[str, float]:
+        """Returns the numbers of rows that are wrong, by what is wrong, and of pushes."""
+        least, most = np.zeros(NUM_IDS, np.int64), np.zeros(NUM_IDS, np.int64)
+        pushes = 0
+        for rank, last in enumerate(self._lives):
+            for life in range(last + 1):
+                count = self._steps(rank, life)
+                pushes += count
+                known = count if life == last else count - OPEN
+                for step in range(count):
+                    ids = _drawn(rank, life, step)
+                    most[ids] += 1
+                    least[ids] += step < known
+        rows = -np.load(self._folder / "rows.npy")
+        numbers = _number_of(np.arange(NUM_IDS))
+        times = rows[:, 0] / numbers
+        is_shifted = (rows % numbers[:, None] != 0).any(1)
+        return {
+            "lost": int((~is_shifted & (times < least)).sum()),
+            "double": int((~is_shifted & (times > most)).sum()),
+            "torn": int((rows != rows[:, :1]).any(1).sum()),
+            "shifted": int(is_shifted.sum()),
+            "pushes": pushes,
+        }
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Returns the account of a run under kills.
+
+    Args:
+        quick: Whether it lasts 40 seconds instead of ten minutes.
+    """
+    prepare()
+    with tempfile.TemporaryDirectory(prefix="paceline-row-kills-") as folder:
+        return Run(Path(folder)).train(QUICK_SECONDS if quick else SECONDS, EVERY_S)
