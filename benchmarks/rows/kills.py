@@ -96,7 +96,7 @@ class Run:
         """Prepares them; starts nothing yet."""
         self._folder, self._rng = folder, random.Random(seed)
         (folder / "state").mkdir()
-        flags = ["--shards", str(NUM_SHARDS), "--lease-s", "5"]
+        flags = ["--shards", str(NUM_SHARDS), "--lease-s", "60"]
         self._shards = Shards(folder, folder / "state", flags, port=free_ports(NUM_SHARDS))
         self._lives = [0] * NUM_WORKERS
         self._workers: list[Forked] = []

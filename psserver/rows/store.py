@@ -52,7 +52,8 @@ from psserver.slices.journaled_progress import JournaledProgress
 RAW = NoCompression()
 BUFFERS_KEPT = 4
 CLAIMS_KEPT = 4  # Steps of a worker whose rows may not be in the slabs yet.
-IN_SLABS = 1  # In a record: the arrays are not in the arena.
+# In a record: the arrays are not in the arena. As its `weights` also which word has its version.
+IN_SLABS, SECOND = 1, 2
 
 
 class RowStore:
@@ -398,11 +399,13 @@ class RowStore:
     def _publish(self, version: int) -> None:
         """Makes the rows as they are those of a version, in the journal too."""
         with self._observer.publishing(version):
+            # The record names one of two words: a kill before its commit leaves the other whole.
+            record = None if self._journal is None else self._journal.record
+            word = SECOND if record is not None and record.weights == IN_SLABS else IN_SLABS
             for words in self._stamps:
-                words[0] = version
-            if self._journal is not None:
-                record = self._journal.record
-                record.version, record.weights = version, IN_SLABS
+                words[word - 1] = version
+            if self._journal is not None and record is not None:
+                record.version, record.weights = version, word
                 record.state[:] = [IN_SLABS] * self._num_state
                 record.counts[:] = self.counts.tolist()
                 self._journal.commit()
@@ -441,8 +444,6 @@ class RowStore:
         record = journal.record
         if record.version >= 0:
             self.counts[:] = list(record.counts)
-        for words in self._stamps:
-            words[0] = record.version
         for step in record.open_steps:
             for entry in step.added:
                 cell = journal.pool.at(entry.place)

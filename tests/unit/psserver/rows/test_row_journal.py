@@ -50,25 +50,27 @@ def trained(rule: Rule, folder: Path | None) -> RowShards:
 
 
 class Death:
-    """Kills the process at the n-th call of one of the methods that change a slice."""
+    """Kills the process before or after the n-th call of a method that changes a slice."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left: int | None = None
+        self.left: int | None = None  # Places where it may die, until it does.
         for owner, name in ((SliceJournal, "commit"), (Slab, "begin"), (Slab, "step")):
             monkeypatch.setattr(owner, name, self.dying(getattr(owner, name)))
 
     def dying(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if self.left == 0:
-                raise KilledError
+            self.come_by()
             result = method(*args)
-            if self.left is not None:
-                self.left -= 1
-                if self.left == 0:
-                    raise KilledError
+            self.come_by()
             return result
 
         return call
+
+    def come_by(self) -> None:
+        if self.left is not None:
+            self.left -= self.left > 0
+            if not self.left:
+                raise KilledError
 
 
 @pytest.mark.parametrize("rule", [SSGD(), ASGD()], ids=str)
@@ -81,7 +83,7 @@ def test_killed_at_any_change(rule: Rule, tmp_path: Path, monkeypatch: pytest.Mo
     for at in range(100):
         death.left = None
         shards = trained(rule, tmp_path / str(at))
-        death.left = 2 * at + 1
+        death.left = at + 1
         pending = pushes()
         while pending:
             try:
