@@ -159,7 +159,7 @@ class Run:
         return path.stat().st_size // STEP.size if path.exists() else 0
 
     def _account(self) -> dict[str, float]:
-        """Returns the numbers of rows that are wrong, by what is wrong, and of pushes."""
+        """Returns how many rows are wrong, by kind, and how many pushes there were."""
         least, most = np.zeros(NUM_IDS, np.int64), np.zeros(NUM_IDS, np.int64)
         pushes = 0
         for rank, last in enumerate(self._lives):
