@@ -38,7 +38,6 @@ from pscore.types import ByteArray, FloatArray
 BitArray = npt.NDArray[np.uint16]  # (numel,): the bits of bfloat16.
 StepArray = npt.NDArray[np.int16]  # (numel,): differences, modulo 2^16.
 
-SIGN = uint32(0x8000)
 FAR = 255  # The first byte of a long gap.
 GAP_MAX = 65535
 WIDE = 128  # The first byte of a long difference.

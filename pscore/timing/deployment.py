@@ -19,7 +19,6 @@ from pscore.types import TensorSpec
 
 FORWARD_SHARE = 1 / 3  # Share of a step's computing before the first gradient can be ready.
 GBIT = 125e6  # Bytes per second of 1 Gbit/s.
-SLICES_PER_SHARD_MAX = 8  # Of a coarse layout, for jobs that are too large to follow each slice.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from pscore.types import FloatArray, IntArray
 
 WordArray = npt.NDArray[np.uint32]
 PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
-NO_PLACE = -1
 
 
 @inlined
