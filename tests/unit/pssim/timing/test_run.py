@@ -76,6 +76,13 @@ def test_a_fast_network_leaves_computing() -> None:
     assert 0.3 < run.waited < 0.5  # Three of four workers wait half of their time.
 
 
+def test_a_step_does_not_wait_for_a_slow_worker_if_there_is_a_backup() -> None:
+    of = replace(four_hosts(M // 2, 100.0, 0.5), slow={2: 3.0})
+    run = run_in_time(of, parse_mode("ssgd(backup=1)"))
+    assert run.step_s == pytest.approx(0.5, rel=0.05)
+    assert run.limit == "computing"
+
+
 def test_a_slow_link_is_the_limit_and_memory_is_none() -> None:
     of = four_hosts(M // 2, 0.05, 0.02)
     assert run_in_time(of, parse_mode("od")).limit in ("link out", "link in")
