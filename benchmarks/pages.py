@@ -22,6 +22,7 @@ from typer.main import get_command
 
 from benchmarks import choosing, newest_tables, pipeline_kills, pipeline_learning, round_tables
 from benchmarks.exchanges import tables as exchange_tables
+from benchmarks.hosts import DDP
 from benchmarks.learning import tables
 from benchmarks.markdown import machine, table
 from benchmarks.survival import tables as survival_tables
@@ -311,7 +312,7 @@ def reasons() -> str:
     waits, backup = (paces[mode]["10x"] / paces[mode]["none"] for mode in ("ssgd", "ssgd backup=1"))
     run = json.loads(RECOVERY.read_text())["all faults"]
     return f"""\
-- **A slow network.** Four hosts at 500 Mbit/s: a step takes {step_ms["ddp_gloo"]:.0f} ms with DDP
+- **A slow network.** Four hosts at 500 Mbit/s: a step takes {step_ms[DDP]:.0f} ms with DDP
   over Gloo, and **{step_ms["ssd"]:.0f} ms** in `ssd` ([hosts](docs/hosts.md)).
 - **A slow machine.** One of eight workers is ten times slower: the others keep {waits:.0%} of
   their pace if they wait for it, and **{backup:.0%}** in `ssgd(backup=1)`

@@ -97,7 +97,7 @@ def train(line: Connection, mode: str, num_steps: int) -> tuple[float, float, fl
     model: Any = SimulatedModel(SHAPES, COMPUTE_S)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     gossip = None
-    if mode == "ddp":
+    if mode == MODES[DDP]:
         torch.distributed.init_process_group("gloo")
         model = DistributedDataParallel(model)
     else:
@@ -124,7 +124,7 @@ def train(line: Connection, mode: str, num_steps: int) -> tuple[float, float, fl
     exchanges = (gossip.stats.num_exchanges if gossip else 0) - first
     line.send("done")
     line.recv()
-    if mode == "ddp":
+    if mode == MODES[DDP]:
         del model  # It would end the group's thread while it holds the GIL, which that needs.
         torch.distributed.destroy_process_group()
     else:

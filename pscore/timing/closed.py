@@ -3,7 +3,7 @@
     ssgd           max(c, g + max(L, Q, P)) + t
     od, ssd, cd    the mean over the period of max(c, L, Q, P, r)
     rounds         (H c + max(L, Q, P) + t) / H;  overlapped  max(H c, L, Q, P) / H
-    all-reduce     max(c + v R, f + v (c - f) + R),  R = 2 (N - 1) / N n / b
+    all-reduce     max(c + v R, f + v (c - f) + R),  R = 2 (N - 1) / N n / b;  NCCL, 2 hosts: n / b
 
 c is the computing of the slowest worker that a step waits for, f its forward part, g the time until
 each shard has a first slice, L the payload of the busiest link over its rate, Q the seconds of a
@@ -105,18 +105,22 @@ def closed_form(deployment: Deployment, rule: Rule, compressor: Compressor = RAW
 
 
 def ring_form(deployment: Deployment) -> StepTime:
-    """Returns the time of a step of all-reduce in a ring, as DDP makes it; no shards take part.
+    """Returns the time of a step of all-reduce, as DDP makes it; no shards take part.
 
-    The ring passes each host once, so that hosts of several workers send no byte twice.
+    A ring passes each host once, so that hosts of several workers send no byte twice. Between few
+    hosts NCCL adds up within each host first (`MachineRates.tree_hosts`).
     """
     workers, compute_s = deployment.num_workers, deployment.computing_s()
     nbytes = 2 * (workers - 1) / workers * deployment.nbytes
     hosts = set(deployment.worker_hosts)
     is_far = len(hosts) > 1
-    link_s = nbytes / min(map(deployment.payload_rate, hosts)) if is_far else 0.0
+    # The ends of the exchange between hosts, of which each sends as much as in a ring.
+    ends = len(hosts) if len(hosts) <= deployment.rates.tree_hosts else workers
+    far_nbytes = 2 * (ends - 1) / ends * deployment.nbytes
+    link_s = far_nbytes / min(map(deployment.payload_rate, hosts)) if is_far else 0.0
     cpu_s = nbytes / deployment.rates.ring
     name, ring_s = ("links", link_s) if link_s >= cpu_s else (WORKER_CPU, cpu_s)
-    latency_s = (workers - 1) * deployment.round_trip_s if is_far else 0.0
+    latency_s = (ends - 1) * deployment.round_trip_s if is_far else 0.0
     share = min(1.0, BUCKET_NBYTES / deployment.nbytes)
     computing = _computing(deployment)
     ready_s = compute_s * (FORWARD_SHARE + (1 - FORWARD_SHARE) * share)

@@ -38,6 +38,8 @@ class MachineRates:
         decode: Bytes of gradients per second that a thread of a shard decompresses and adds.
         message_s: Seconds of a shard's thread for one push or pull, beside its bytes.
         tls: Bytes per second that one thread encrypts or decrypts.
+        tree_hosts: Hosts, at most, between which all-reduce sends a model once each way: it adds
+            up within each host first. Between more hosts it is a ring of all processes.
     """
 
     link_share: float = 0.93
@@ -52,10 +54,11 @@ class MachineRates:
     decode: float = 2.0e9
     message_s: float = 0.2e-3
     tls: float = 0.6e9
+    tree_hosts: int = 0
 
 
 # Rates of a model on a GPU: local updates and compressors run there, and payloads cross its bus.
-GPU_RATES = replace(MachineRates(), ring=1e11, local=5e11, encode=2e10, worker=2.2e9)
+GPU_RATES = replace(MachineRates(), ring=1e11, local=5e11, encode=2e10, worker=2.2e9, tree_hosts=2)
 GPU_SOURCE = (
     "assumed: 500 GB/s of its memory, 20 GB/s of compressors, all-reduce by NCCL at 100 GB/s"
 )
@@ -73,6 +76,7 @@ RATE_SOURCES = {
     "decode": "assumed for 2-bit; `psworker bench compressors` measures it",
     "message_s": "docs/dataplane.md: 1.06 ms of a step with one slice, by TCP, both sides",
     "tls": "assumed: 0.3 GB/s on two cores that do both sides",
+    "tree_hosts": "NCCL takes a tree on two nodes: github.com/NVIDIA/nccl/issues/946",
 }
 
 

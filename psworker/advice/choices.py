@@ -13,7 +13,7 @@ from pscore.rules import parse_mode
 from pscore.timing.closed import SHARD_CPU, StepTime, closed_form, ring_form
 from pscore.timing.deployment import Deployment
 from pscore.timing.memory import num_arrays
-from psworker.advice.evidence import EVIDENCE, LOW_POINTS, Evidence
+from psworker.advice.evidence import DDP, EVIDENCE, LOW_POINTS, Evidence
 from psworker.advice.situation import Situation
 from psworker.advice.sizes import is_too_large
 
@@ -23,7 +23,6 @@ WORTH = 1.1  # A mode has to be so much faster than one with the same updates to
 MUCH = 1.5  # As much faster is worth a sentence, at any risk.
 SHARDS_PER_HOST = (1, 2, 4, 8, 16, 32, 64)
 SHARDS_MAX = 4096
-DDP = "ddp"
 # The worst error of runs that were predicted first, docs/results/predictions.json, and the range of
 # those and of the runs in hosts.json and step_hosts.json.
 ERROR = 0.23

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+DDP = "ddp"  # Its row: all-reduce by torch's DistributedDataParallel.
 SAME = "same updates as one large batch"
 SETTING = "LeNet on Fashion-MNIST, 4 workers"
 LOW_POINTS = 0.5  # At `--risk low`: as much may have been lost.
@@ -52,5 +53,5 @@ EVIDENCE = {
     "asgd": _measured(-3.2, "row `asgd`", "; the rate has to be divided by N"),
     "local H=8": _measured(-0.8, "row `local H=8`"),
     "diloco": _measured(-3.0, "row `diloco H=16`", f", H = 16{RATES}"),
-    "ddp": EQUAL,
+    DDP: EQUAL,
 }

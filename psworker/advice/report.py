@@ -8,7 +8,6 @@ from typing import Any
 
 from pscore.timing.deployment import RATE_SOURCES
 from psworker.advice.choices import (
-    DDP,
     ERROR,
     AdviceRow,
     AdviceVerdict,
@@ -18,6 +17,7 @@ from psworker.advice.choices import (
     plan_shards,
     rows_of,
 )
+from psworker.advice.evidence import DDP
 from psworker.advice.situation import Situation
 from psworker.advice.sizes import shown_nbytes, shown_numel
 

@@ -90,7 +90,9 @@ class Situation:
             grouped: Whether the processes of a host are one worker (`local_group="host"`).
         """
         hosts = tuple(range(len(self.groups))) if grouped else self.worker_hosts
-        rates = self.rates if self.near is None else replace(self.rates, memory=self.near)
+        rates = self.rates
+        if self.near is not None:  # NCCL knows no sites: its ring passes all hosts.
+            rates = replace(rates, memory=self.near, tree_hosts=0)
         slow = {} if grouped else self.slow
         if grouped and self.slow:  # The slowest process of a host decides.
             places = self.worker_hosts
@@ -265,6 +267,12 @@ def _of_machine(rates: MachineRates, *, overlap: bool, on_gpu: bool | None) -> d
         "device": Sourced(
             "a CPU" if on_gpu is False else "a GPU of each worker",
             GIVEN if on_gpu is False else GPU_SOURCE,
+        ),
+        "all-reduce": Sourced(
+            f"a tree between {rates.tree_hosts} hosts, a ring between more"
+            if rates.tree_hosts
+            else "a ring",
+            RATE_SOURCES["tree_hosts" if rates.tree_hosts else "ring"],
         ),
         "overlap": Sourced(
             "pushes leave during backward" if overlap else "pushes leave at step()",

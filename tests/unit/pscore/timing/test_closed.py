@@ -105,6 +105,17 @@ def test_a_ring_sends_as_much_as_a_shard_on_each_host() -> None:
     assert step_s("allreduce", deployment(compute_s=0.0)) == pytest.approx(ring.step_s)
 
 
+def test_nccl_sends_a_model_once_between_two_hosts() -> None:
+    two = deployment(hosts=2, workers=8, compute_s=0.0)
+    assert ring_form(two).step_s == pytest.approx(2 * 7 / 8 * 96 * M / GBIT)
+    tree = replace(FREE, tree_hosts=2)
+    assert ring_form(replace(two, rates=tree)).step_s == pytest.approx(96 * M / GBIT)
+    four = deployment(hosts=4, workers=8, compute_s=0.0, rates=tree)
+    assert ring_form(four).step_s == pytest.approx(2 * 7 / 8 * 96 * M / GBIT)
+    one = deployment(hosts=1, workers=8, shards=1, compute_s=0.01, rates=tree)
+    assert ring_form(one).step_s == pytest.approx(0.01)
+
+
 def test_the_slowest_worker_counts_unless_backup_workers_replace_it() -> None:
     slow = deployment(numel=M, gbit=100, slow={2: 3.0})
     assert step_s("od", slow) == pytest.approx(1.5)

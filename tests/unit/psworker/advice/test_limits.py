@@ -1,7 +1,7 @@
 """Advice names the part that limits a step: halving its cost in the simulation helps most."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -9,7 +9,7 @@ from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pscore.timing.deployment import Deployment, MachineRates
 from pssim.timing.run import run_in_time
-from psworker.advice.choices import DDP
+from psworker.advice.evidence import DDP
 from psworker.advice.report import advise
 from psworker.advice.situation import read_situation
 
@@ -29,7 +29,7 @@ class Constructed:
     latency_ms: float | None = None
     between_gbit: float | None = None
     slow: dict[int, float] = field(default_factory=dict)
-    rates: Mapping[str, float] = field(default_factory=dict)
+    rates: dict[str, Any] = field(default_factory=dict)
 
 
 FAST = Constructed(limit="computing", mode="ssgd", model="resnet50", gbit=100.0, compute_ms=500.0)
