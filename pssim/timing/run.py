@@ -133,13 +133,20 @@ def run_in_time(
         for worker in workers:
             loop.after(0.0, worker.start)
         loop.run()
-    # Without the others no step closes for a worker that none of them waits for.
+    _require_over(workers, rule)
+    over = [worker for worker in workers if worker.is_over]
+    return _measure(deployment, loop, links, shards, over, lead)
+
+
+def _require_over(workers: list[TimedWorker], rule: Rule) -> None:
+    """Raises a `StuckError` unless all workers have ended that a step waits for.
+
+    Without the others no step closes for a worker that none of them waits for.
+    """
     number = rule.fan_in(len(workers), len(workers)) if rule.by_step else len(workers)
     stuck = [worker.rank for worker in workers if not worker.is_over]
     if len(stuck) > len(workers) - number:
         raise StuckError(f"workers {stuck[:4]} wait for ever in {rule}")
-    over = [worker for worker in workers if worker.is_over]
-    return _measure(deployment, loop, links, shards, over, lead)
 
 
 def _measure(
