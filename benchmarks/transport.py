@@ -94,8 +94,9 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
     grads = [flat[part.start : part.stop] for part in layout.slices]
 
     def one_round() -> None:
-        for index in replica.front_first():
-            replica.push(index, grads[index], -1, 1.0, exchange)
+        with exchange.together:
+            for index in replica.front_first():
+                replica.push(index, grads[index], -1, 1.0, exchange)
         exchange.run(replica.finish(grads, exchange, 1.0))
 
     measured.report(measured.timed(one_round, rounds))

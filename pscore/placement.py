@@ -37,6 +37,13 @@ class WorkerPlacement:
     two workers.
     """
 
+    together_nbytes_max: int = 1 << 20
+    """Bytes of gradients whose notices leave together, for the shards to read in shared memory.
+
+    Several small slices are then one system call and one switch of threads, and the shard still
+    begins with a large slice while the next one is prepared.
+    """
+
     mapped_nbytes_min: int = 1 << 20
     """Smallest state of a local update, in bytes, that is mapped and not taken from the heap.
 

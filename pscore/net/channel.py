@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pscore.errors import DecodeError, PacelineError, TransportError
 from pscore.net import faults, sockets, tls
@@ -28,6 +28,7 @@ from pscore.threads import OwnedThread
 JOIN_TIMEOUT_S = 5.0
 STEADY_S = 5.0  # A connection that has lasted so long was a good one.
 PAUSE_S = 0.05  # Before another connection in place of one that was not.
+HELD_MAX = 8  # Frames that leave in one call: the other side begins while more are prepared.
 
 
 class Call(Protocol):
@@ -41,6 +42,15 @@ class Call(Protocol):
 C = TypeVar("C", bound=Call)
 
 
+class Unanswered(NamedTuple, Generic[C]):
+    """A request without a reply, as it is sent again."""
+
+    call: C
+    point: str  # At which faults strike.
+    header: bytes
+    payload: Sequence[memoryview]
+
+
 class FrameChannel(Generic[C]):
     """One connection to a listener, made again when it breaks; used from any thread."""
 
@@ -50,6 +60,7 @@ class FrameChannel(Generic[C]):
         on_reply: Callable[[pb.Envelope, C, sockets.Incoming], pb.Envelope | None],
         name: str,
         limit_s: float = math.inf,
+        points: Sequence[str] = (),
     ) -> None:
         """Does not connect yet.
 
@@ -58,20 +69,27 @@ class FrameChannel(Generic[C]):
                 failed attempts itself; if it raises a `PacelineError`, the channel ends with that.
             on_reply: Reads the payload of a reply and completes its call, on the reading thread.
                 It returns None, or a further request of the same call, with the same payload.
-            name: Name of the thread, and of the point at which faults strike.
+            name: Name of the thread.
             limit_s: Longest time in which connections break again and again without a reply, in
                 seconds; then the channel ends.
+            points: Points at which faults strike, each for the requests of that kind; none: `name`,
+                for all of them.
         """
         self._connect = connect
         self._on_reply = on_reply
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[C, bytes, Sequence[memoryview]]] = {}  # Requests, by id.
+        self._open: dict[int, Unanswered[C]] = {}  # By id.
+        self._held: list[Unanswered[C]] = []  # Those of `_open` that `let_go` sends.
+        self._holds = False
         self._lock = threading.Lock()  # Guards `_open` and `_failure`.
-        self._sending = threading.Lock()  # Guards `_stream`; held while a frame is sent.
+        self._sending = threading.Lock()  # Guards `_stream`, `_held`; held while a frame is sent.
         self._stream: tls.Stream | None = None
         self._is_closed = False
         self._failure: PacelineError | None = None
-        self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
+        self._name = name
+        lines = faults.from_environment().at_each(points or (name,))
+        self._faulty = {at: faults.sender(line, sockets.send_all) for at, line in lines.items()}
+        self._points = points
         self._limit_s = limit_s
         self._broke_s = math.inf  # Time of the first break since a reply, or a steady connection.
         self._thread = OwnedThread(self._run, f"data-{name}", self._fail)
@@ -94,16 +112,30 @@ class FrameChannel(Generic[C]):
             payload: Must not change until `call.done` is set.
         """
         number = envelope.id = next(self._numbers)
-        header = envelope.SerializeToString()
+        point = envelope.WhichOneof("body") or "" if self._points else self._name
+        sent = Unanswered(call, point, envelope.SerializeToString(), payload)
         with self._lock:
             if self._failure is None:
-                self._open[number] = (call, header, payload)
+                self._open[number] = sent
         if self._failure is not None:
             call.done.set_exception(self._failure)
             return
         with self._sending:
             if self._stream is not None:
-                self._send(header, payload)
+                self._held.append(sent)
+                if not self._holds or payload or len(self._held) == HELD_MAX:
+                    self._send_held()
+
+    def hold(self) -> None:
+        """Keeps requests without a payload from now on, so that several leave in one call."""
+        self._holds = True
+
+    def let_go(self) -> None:
+        """Sends the requests that `hold` has kept; further ones leave at once."""
+        self._holds = False
+        with self._sending:
+            if self._stream is not None and self._held:
+                self._send_held()
 
     def close(self, *, waits: bool = True) -> None:
         """Closes the connection; calls without a reply fail.
@@ -116,12 +148,18 @@ class FrameChannel(Generic[C]):
         if waits and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT_S)
 
-    def _send(self, header: bytes, payload: Sequence[memoryview]) -> None:
+    def _send_held(self) -> None:
         """Sends under the lock; the reading thread replaces a connection that breaks."""
         assert self._stream is not None
+        held, self._held = self._held, []
         is_sent = False
         try:
-            self._send_all(self._stream, sockets.frame_parts(header, payload))
+            frames = [sockets.frame_parts(sent.header, sent.payload) for sent in held]
+            if self._faulty:
+                for sent, frame in zip(held, frames, strict=True):
+                    self._faulty.get(sent.point, sockets.send_all)(self._stream, frame)
+            else:
+                sockets.send_all(self._stream, [part for frame in frames for part in frame])
             is_sent = True
         except TransportError:
             pass
@@ -160,9 +198,11 @@ class FrameChannel(Generic[C]):
             if self._is_closed:  # `close` may have come before there was a stream to shut down.
                 self._shut()
             with self._lock:
-                unanswered = [item for _, item in sorted(self._open.items())]
-            for _, header, payload in unanswered:
-                self._send(header, payload)
+                unanswered = [sent for _, sent in sorted(self._open.items())]
+            self._held.clear()
+            for sent in unanswered:
+                self._held.append(sent)
+                self._send_held()
 
     def _read(self, stream: tls.Stream) -> str:
         """Reads replies until the connection breaks; returns the reason."""
@@ -197,12 +237,12 @@ class FrameChannel(Generic[C]):
     def _dispatch(self, incoming: sockets.Incoming) -> None:
         envelope = parse_envelope(incoming.header)
         with self._lock:
-            item = self._open.get(envelope.id)
-        if item is None or item[0].done.done():
+            sent = self._open.get(envelope.id)
+        if sent is None or sent.call.done.done():
             self._forget(envelope.id)
             incoming.skip()
             return
-        call = item[0]
+        call = sent.call
         if envelope.WhichOneof("body") == "failed":
             incoming.read_into()
             self._forget(envelope.id)
@@ -211,7 +251,7 @@ class FrameChannel(Generic[C]):
         further = self._on_reply(envelope, call, incoming)
         self._forget(envelope.id)
         if further is not None:
-            self.request(call, further, item[2])
+            self.request(call, further, sent.payload)
 
     def _forget(self, number: int) -> None:
         with self._lock:
@@ -222,6 +262,6 @@ class FrameChannel(Generic[C]):
             self._failure = error
             unanswered = list(self._open.values())
             self._open.clear()
-        for call, _, _ in unanswered:
-            if not call.done.done():
-                call.done.set_exception(error)
+        for sent in unanswered:
+            if not sent.call.done.done():
+                sent.call.done.set_exception(error)

@@ -136,10 +136,10 @@ class Connection:
         self._on_known = on_known
         self._unknown = unknown
         self._reserved_nbytes = 0  # Bytes of `unknown`, for the header that is being read.
-        self._reader = sockets.ReadAhead(stream)
         self._queue = SendQueue(
             stream, service.budget, service.queued_nbytes_min, self._note_overflow
         )
+        self._reader = sockets.ReadAhead(stream, self._queue.let_go)
         self._handler: FrameHandler | None = None
         self.buffers = ReceiveBuffers(service.budget)
         self.is_known = False
@@ -158,6 +158,7 @@ class Connection:
         log, peer = self._service.log, self._peer
         try:
             incoming = self._greet(deadline_s)
+            self._queue.hold()  # Until the next read: requests that come together are answered so.
             while incoming is not None:
                 self._dispatch(incoming)
                 self._return_reserved()
@@ -170,6 +171,7 @@ class Connection:
             log("data connection refused", peer, reason=str(problem))
         finally:
             self._return_reserved()
+            self._queue.let_go()
             self.close()
             if self._handler is not None:
                 self._handler.on_end()

@@ -69,6 +69,8 @@ class SendQueue:
         self._has_unsent = threading.Event()
         self._writer: threading.Thread | None = None
         self._is_closed = False
+        self._holder = 0  # The thread whose frames without a payload are held.
+        self._held: list[memoryview] = []  # Only that thread uses it.
 
     def send(
         self,
@@ -84,6 +86,9 @@ class SendQueue:
             release: Called when the payload is no longer read. Without it the payload is only valid
                 during this call: the part that the peer does not take at once is copied.
         """
+        if not payload and release is None and self._holder == threading.get_ident():
+            self._held += sockets.frame_parts(header, payload)
+            return
         if release is None or sum(part.nbytes for part in payload) < self._long_nbytes:
             self.send_parts(sockets.frame_parts(header, payload), release)
             return
@@ -92,6 +97,16 @@ class SendQueue:
                 self._leave(Unsent(parts=list(payload), release=release, header=header))
                 return
         self.send_parts(sockets.frame_parts(header, payload), release)
+
+    def hold(self) -> None:
+        """Keeps the frames without a payload of this thread until `let_go`, which it must call."""
+        self._holder = threading.get_ident()
+
+    def let_go(self) -> None:
+        """Sends the frames that are held, in one call."""
+        if self._held:
+            held, self._held = self._held, []
+            self.send_parts(held)
 
     def send_parts(
         self, parts: list[memoryview], release: Callable[[], None] | None = None

@@ -131,6 +131,10 @@ def limit_unacknowledged(connection: Stream, limit_s: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def _nothing() -> None:
+    """Does nothing before a read."""
+
+
 class ReadAhead:
     """Reads a connection; takes several frames without a payload in one call.
 
@@ -138,9 +142,15 @@ class ReadAhead:
     pushes. So such a frame takes two system calls, `wait` and one read, and often fewer.
     """
 
-    def __init__(self, connection: Stream) -> None:
-        """Reads `connection` from now on, alone."""
+    def __init__(self, connection: Stream, before_read: Callable[[], None] = _nothing) -> None:
+        """Reads `connection` from now on, alone.
+
+        Args:
+            connection: The stream.
+            before_read: Called before each read that may wait for the peer.
+        """
         self._connection = connection
+        self._before_read = before_read
         self._buffer = memoryview(bytearray(AHEAD_NBYTES))
         self._left = self._buffer[:0]
         self.is_short = False  # Whether the last frame had no payload.
@@ -156,6 +166,7 @@ class ReadAhead:
         """
         if not self.is_short or self._left or isinstance(self._connection, TLSSocket):
             return
+        self._before_read()
         # Once another thread has closed it, its number may belong to another connection.
         while self._connection.fileno() >= 0 and not self._poll.poll(1e3 * CLOSED_S):
             pass
@@ -167,6 +178,7 @@ class ReadAhead:
     def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         """Reads some bytes; returns 0 when the peer has closed."""
         if not self._left:
+            self._before_read()
             if not self.is_short or target.nbytes >= AHEAD_NBYTES:
                 return self._connection.recv_into(target, nbytes, flags)
             count = self._connection.recv_into(self._buffer)

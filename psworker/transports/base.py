@@ -131,6 +131,12 @@ class Transport(ABC):
     def pull(self, call: PullCall) -> None:
         """Requests one slice; `call.done` gets the reply when the weights are in place."""
 
+    def hold(self) -> None:  # noqa: B027 - not every data plane has something to hold
+        """Keeps requests without a payload where several can leave together faster."""
+
+    def let_go(self) -> None:  # noqa: B027
+        """Sends the requests that `hold` has kept; further ones leave at once."""
+
     @abstractmethod
     def close(self) -> None:
         """Closes the connections; calls under way fail."""

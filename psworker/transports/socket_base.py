@@ -1,9 +1,9 @@
 """The part that TCP and shared memory have in common: pushes and pulls as frames on sockets.
 
-The other side is psserver/service/data_socket.py. Pushes and pulls have connections of their own,
-so that a small request never waits behind four megabytes going the other way. Requests without a
-reply are sent again when a connection has broken (pscore/net/channel.py): every request may arrive
-twice, and the second one changes nothing.
+The other side is psserver/service/data_socket.py. Gradients have connections of their own, so that
+a small request never waits behind four megabytes going the same way. Requests without a reply are
+sent again when a connection has broken (pscore/net/channel.py): every request may arrive twice, and
+the second one changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PushConnection(NamedTuple):
 
 
 class SocketTransport(Transport):
-    """One connection for pulls, and one or more for pushes."""
+    """One connection for requests alone, and one or more for gradients."""
 
     def __init__(self, endpoint: Callable[[], Endpoint], policy: RetryPolicy) -> None:
         """Starts to connect.
@@ -48,10 +48,10 @@ class SocketTransport(Transport):
         self._is_closed = False
         self._push_connections: list[PushConnection] = []
         self._add_push_connections(1)
-        self._pulls = FrameChannel[PullCall](
-            self._reconnect, self._on_pulled, "pull", self._limit_s
+        self._notices = FrameChannel[PullCall | OutgoingPush](
+            self._reconnect, self._on_answered, "notice", self._limit_s, ("push", "pull")
         )
-        self._pulls.start()
+        self._notices.start()
 
     def push(self, push: OutgoingPush) -> None:
         """Sends one slice; a notice at once, unless a device has still to copy the gradient."""
@@ -63,7 +63,15 @@ class SocketTransport(Transport):
 
     def pull(self, call: PullCall) -> None:
         """Requests one slice."""
-        self._pulls.request(call, pb.Envelope(pull=call.header), call.request)
+        self._notices.request(call, pb.Envelope(pull=call.header), call.request)
+
+    def hold(self) -> None:
+        """Keeps pulls, and pushes whose gradients are in shared memory, until `let_go`."""
+        self._notices.hold()
+
+    def let_go(self) -> None:
+        """Sends the requests that `hold` has kept; further ones leave at once."""
+        self._notices.let_go()
 
     def close(self) -> None:
         """Closes all connections; calls under way fail."""
@@ -73,7 +81,7 @@ class SocketTransport(Transport):
             connection.sender.close()
         for connection in self._push_connections:
             connection.channel.close()
-        self._pulls.close()
+        self._notices.close()
         for connection in self._push_connections:
             connection.sender.join()
 
@@ -119,7 +127,18 @@ class SocketTransport(Transport):
         except PacelineError as problem:
             push.done.set_exception(problem)
             return
-        self._push_connection(push).channel.request(push, pb.Envelope(push=push.header), payload)
+        envelope = pb.Envelope(push=push.header)
+        if push.header.shared:
+            self._notices.request(push, envelope)
+        else:
+            self._push_connection(push).channel.request(push, envelope, payload)
+
+    def _on_answered(
+        self, envelope: pb.Envelope, call: PullCall | OutgoingPush, incoming: sockets.Incoming
+    ) -> pb.Envelope | None:
+        if isinstance(call, OutgoingPush):
+            return self._on_pushed(envelope, call, incoming)
+        return self._on_pulled(envelope, call, incoming)
 
     def _on_pushed(
         self, envelope: pb.Envelope, push: OutgoingPush, incoming: sockets.Incoming

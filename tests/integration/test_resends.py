@@ -30,7 +30,7 @@ def train(me: Station, steps: int) -> list[float]:
     resume = getattr(FrameChannel, name)
 
     def stopping(channel: FrameChannel[Any], stream: Any) -> None:
-        if any(payload for _, _, payload in vars(channel)["_open"].values()):
+        if any(sent.payload for sent in vars(channel)["_open"].values()):
             me.tell("sends again")
             me.hear()
         resume(channel, stream)

@@ -28,7 +28,12 @@ class AnswerWait:
     """
 
     def __init__(
-        self, session: Session, name: str, layout: Layout, check: Callable[[], None]
+        self,
+        session: Session,
+        name: str,
+        layout: Layout,
+        check: Callable[[], None],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepares to wait.
 
@@ -37,11 +42,13 @@ class AnswerWait:
             name: Name of the table.
             layout: Its slices.
             check: Raises an error that makes waiting pointless; called every `CHECK_S`.
+            before: Called before each wait: sends what the answer may depend on.
         """
         self._session = session
         self._name = name
         self._layout = layout
         self._check = check
+        self._before = before
         self.meanwhile: Callable[[], None] | None = None
 
     @property
@@ -85,6 +92,7 @@ class AnswerWait:
 
     def _await(self, poll: Callable[[], T], index: int, what: str) -> T:
         """Returns what `poll` returns once it no longer raises `TimeoutError`."""
+        self._before()
         timeline, begin_s = self._session.timeline, time.monotonic()
         begin_ns = 0 if timeline is None else timeline.now_ns()
         try:

@@ -30,6 +30,7 @@ from psworker.connection.exchange.answer_wait import AnswerWait
 from psworker.connection.exchange.payloads import Payloads
 from psworker.connection.exchange.residuals import Residuals
 from psworker.connection.exchange.shared_grads import SharedGrads
+from psworker.connection.exchange.together import Together
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import Session
 from psworker.replica.ports import PullBuffer
@@ -52,6 +53,7 @@ class Exchange:
         payloads: Makes the pushes, and keeps the residuals.
         traffic: Bytes sent and received.
         answers: Waits for the shards' answers.
+        together: A context in which pushes and pulls leave together.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
     """
 
@@ -89,7 +91,10 @@ class Exchange:
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
-        self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.together = Together()
+        self.answers = AnswerWait(
+            session, spec.name, self.layout, self._raise_failed, self.together.let_go
+        )
         self.payloads = Payloads(
             memory,
             spec.compressor,
@@ -125,7 +130,7 @@ class Exchange:
         self._pushes[index] = outgoing.done
         self.session.pace.follow(outgoing.done)
         self.missed.sent(index, push.step)
-        self._transport(index).push(outgoing)
+        self._transport(index, grad.nbytes).push(outgoing)
 
     def pull(
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
@@ -335,9 +340,12 @@ class Exchange:
 
     # ----- inside
 
-    def _transport(self, index: int) -> Transport:
+    def _transport(self, index: int, nbytes: int = 0) -> Transport:
+        """Returns the data plane of a slice; its next request has a gradient of `nbytes`."""
         self.session.require_own()
-        return self.session.links[self.layout.slices[index].shard].transport
+        transport = self.session.links[self.layout.slices[index].shard].transport
+        self.together.note(transport, nbytes)
+        return transport
 
     def _sender(self) -> data_pb2.Sender:
         session = self.session

@@ -115,9 +115,10 @@ class Gradients:
             self._missing[part] -= 1
             if self._missing[part] == 0 and part not in self._pushed:
                 self._ready.append(part)
-        for part in [part for part in self._ready if self._exchange.has_landed(part)]:
-            self._ready.remove(part)
-            self._push(part, in_backward=True)  # `step` pushes the others: it may wait.
+        with self._exchange.together:
+            for part in [part for part in self._ready if self._exchange.has_landed(part)]:
+                self._ready.remove(part)
+                self._push(part, in_backward=True)  # `step` pushes the others: it may wait.
 
     # ----- at the end of a step
 
@@ -164,12 +165,13 @@ class Gradients:
             self._check_all(left)
         for index in self._pushed:
             self._end_slice(index)
-        while left:
-            index = exchange.next_landed(left)
-            left.remove(index)
-            self._gather([part.tensor for part in self._table.layout.slices[index].segments])
-            self._push(index)
-            self._end_slice(index)
+        with exchange.together:
+            while left:
+                index = exchange.next_landed(left)
+                left.remove(index)
+                self._gather([part.tensor for part in self._table.layout.slices[index].segments])
+                self._push(index)
+                self._end_slice(index)
 
     def push_none(self) -> None:
         """Ends the step without a gradient of this worker.

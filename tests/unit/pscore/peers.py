@@ -42,7 +42,10 @@ class Handler:
         self._connection.note_known()
         self._service.seen.append(envelope.push.step)
         reply = pb.Envelope(id=envelope.id, pushed=pb.PushReply(version=envelope.push.step))
-        self._connection.send(reply, [data + np.uint8(1)], lambda: None)
+        if data.nbytes:
+            self._connection.send(reply, [data + np.uint8(1)], lambda: None)
+        else:
+            self._connection.send(reply)
 
     def on_refused(self, envelope: pb.Envelope) -> None:
         self._service.num_refused += 1
@@ -115,12 +118,13 @@ class Sender:
         self._where = where
         self._is_local = is_local
         self._channel = FrameChannel[Tensor](self._connect, self._on_reply, "peer", limit_s)
+        self.hold, self.let_go = self._channel.hold, self._channel.let_go
         self._channel.start()
 
     def send(self, step: int, data: ByteArray) -> Tensor:
         tensor = Tensor(data.nbytes)
         header = pb.Envelope(push=pb.PushHeader(step=step))
-        self._channel.request(tensor, header, [memoryview(data)])
+        self._channel.request(tensor, header, [memoryview(data)] if data.nbytes else ())
         return tensor
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,9 +22,11 @@ import pytest
 from pscore.errors import AccessError, LimitError, ThreadError, TransportError
 from pscore.net import connection, sockets, tls, wire
 from pscore.net.budget import Budget
+from pscore.net.channel import HELD_MAX
 from pscore.net.credentials import Credentials
 from pscore.net.endpoint import Endpoint, connect
 from pscore.net.listener import Listener
+from pscore.net.send_queue import SendQueue
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray
 from tests.house.source import ROOT
@@ -172,6 +175,85 @@ def test_a_request_is_repeated_on_a_new_connection() -> None:
         assert sent.done.result(WAIT_S) == 7
         assert (peer.seen, sender.num_connects) == ([7], 2)
         sender.close()
+
+
+@pytest.mark.parametrize("ends_by", ["letting go", "a payload", "their number"])
+def test_requests_that_are_held_leave_together(ends_by: str) -> None:
+    peer = Peer()
+    with listening(peer) as listener:
+        sender = Sender(lambda: endpoint(listener), is_local=True)
+        assert sender.send(0, tensor(0, 0)).done.result(WAIT_S) == 0
+        sender.hold()
+        sent = [sender.send(step, tensor(step, 0)) for step in range(1, HELD_MAX)]
+        assert not any(one.done.done() for one in sent)
+        if ends_by == "letting go":
+            sender.let_go()
+        else:
+            nbytes = 5 if ends_by == "a payload" else 0
+            sent.append(sender.send(HELD_MAX, tensor(HELD_MAX, nbytes)))
+        steps = [one.done.result(WAIT_S) for one in sent]
+        assert steps == peer.seen[1:] == list(range(1, 1 + len(sent)))
+        sender.close()
+
+
+def test_requests_that_are_held_while_their_connection_breaks_arrive_once() -> None:
+    peer = Peer()
+    with listening(peer) as listener, socket.create_server(("127.0.0.1", 0)) as broken:
+        ports = [broken.getsockname()[1], listener.port]
+
+        def where() -> Endpoint:
+            return Endpoint(host="127.0.0.1", port=ports.pop(0), local="")
+
+        sender = Sender(where, is_local=False)
+        first = sender.send(7, tensor(7, 0))
+        with admitted(broken) as accepted:
+            assert sockets.read_header(accepted) is not None
+            sender.hold()
+            held = [sender.send(step, tensor(step, 0)) for step in (8, 9)]
+        assert [one.done.result(WAIT_S) for one in (first, *held)] == [7, 8, 9]
+        sender.let_go()
+        assert sender.send(10, tensor(10, 0)).done.result(WAIT_S) == 10
+        assert peer.seen == [7, 8, 9, 10]
+        sender.close()
+
+
+def test_requests_that_come_together_are_answered_before_the_next_read() -> None:
+    """The peer sends a part of a further frame only after it has its answers."""
+    peer = Peer()
+    frames = [
+        wire.encode(pb.Envelope(id=step, push=pb.PushHeader(step=step)).SerializeToString())
+        for step in range(4)
+    ]
+    with listening(peer) as listener, connect(endpoint(listener), is_local=True) as stream:
+        sockets.send_all(stream, [memoryview(frames[0])])  # So that the next ones are read ahead.
+        assert sockets.read_header(stream) is not None
+        sockets.send_all(stream, [memoryview(b"".join(frames[1:3]) + frames[3][:10])])
+        for _ in frames[1:3]:
+            assert sockets.read_header(stream) is not None
+        sockets.send_all(stream, [memoryview(frames[3][10:])])
+        assert sockets.read_header(stream) is not None
+    assert peer.seen == [0, 1, 2, 3]
+
+
+def test_answers_of_the_reading_thread_leave_together_and_those_of_others_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        queue = SendQueue(ours, Budget(MIB, ""), MIB, lambda problem: None)
+        queue.hold()
+        queue.send(b"held 1")
+        queue.send(b"held 2")
+        other = threading.Thread(target=queue.send, args=(b"at once",))
+        other.start()
+        other.join()
+        queue.send(b"with", [memoryview(b"payload")])
+        queue.let_go()
+        queue.let_go()
+        queue.close()
+        found = []
+        while (incoming := sockets.read_header(theirs)) is not None:
+            incoming.skip()
+            found.append(incoming.header)
+    assert found == [b"at once", b"with", b"held 1", b"held 2"]
 
 
 def test_a_connection_that_is_reset_while_requests_are_sent_again_is_replaced() -> None:

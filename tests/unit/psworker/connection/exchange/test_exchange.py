@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.net import wire
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2
+from pscore.placement import WorkerPlacement
 from pscore.rules.ssgd import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
@@ -40,6 +41,15 @@ class Plane:
     def __init__(self) -> None:
         self.pushes: list[OutgoingPush] = []
         self.pulls: list[PullCall] = []
+        self.is_holding = False
+        self.on_let_go: Callable[[], object] = lambda: None
+
+    def hold(self) -> None:
+        self.is_holding = True
+
+    def let_go(self) -> None:
+        self.is_holding = False
+        self.on_let_go()
 
     def push(self, push: OutgoingPush) -> None:
         self.pushes.append(push)
@@ -465,3 +475,45 @@ def test_a_gradient_without_room_is_refused_before_anything_is_sent() -> None:
     exchange.payloads.require_room(dict(enumerate(grads)), lambda index: 0)
     exchange.push(0, a_push(), -grads[0], compress=True)
     assert len(session.planes[0].pushes) == 1
+
+
+def test_pushes_and_pulls_that_are_together_leave_together() -> None:
+    exchange, session = make()
+    with exchange.together:
+        assert not any(plane.is_holding for plane in session.planes)
+        exchange.push(1, a_push(), gradient(1), compress=True)
+        exchange.pull(1, 1, 1, pull_buffer(1, with_state=False), with_state=False)
+        assert [plane.is_holding for plane in session.planes] == [False, True]
+    assert not session.planes[1].is_holding
+    exchange.pull(0, 1, 1, pull_buffer(0, with_state=False), with_state=False)
+    assert not session.planes[0].is_holding
+
+
+def test_a_wait_sends_what_is_held() -> None:
+    exchange, session = make()
+
+    def answer() -> None:
+        session.planes[1].pulls[0].done.set_result(data_pb2.PullReply(version=1))
+
+    session.planes[1].on_let_go = answer
+    with exchange.together:
+        exchange.pull(1, 1, 1, pull_buffer(1, with_state=False), with_state=False)
+        exchange.run([1])
+        session.planes[1].on_let_go = lambda: None
+        exchange.push(1, a_push(), gradient(1), compress=True)
+        assert session.planes[1].is_holding
+
+
+def test_gradients_that_are_many_bytes_leave_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "psworker.connection.exchange.together.WORKER",
+        WorkerPlacement(together_nbytes_max=gradient(0).nbytes),
+    )
+    exchange, session = make()
+    with exchange.together:
+        exchange.push(0, a_push(), gradient(0), compress=True)
+        assert session.planes[0].is_holding
+        exchange.push(1, a_push(), gradient(1), compress=True)
+        assert [plane.is_holding for plane in session.planes] == [False, True]
