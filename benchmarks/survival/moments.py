@@ -27,6 +27,8 @@ from psserver.remote import checkpoint
 from psworker.connection.membership.session import Session
 
 HOLD_S_MAX = 60.0  # Longest time for which a process stays in a moment.
+RESEND_S_MAX = 15.0  # A worker that has not sent again by then has rejoined: its lease was over.
+RESEND_KILLS_MAX = 5
 POLL_S = 0.005
 # The function that a process is about to call in each moment, and whether these arguments count.
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -106,6 +108,14 @@ def _oldest(cluster: Cluster) -> int:
     return min(born, key=lambda index: born[index], default=0)
 
 
+def _is_reached(cluster: Cluster, reached: Path, limit_s: float) -> bool:
+    """Waits until a process has come to its moment; returns False after `limit_s` seconds."""
+    end_s = time.monotonic() + limit_s
+    while not reached.exists() and time.monotonic() < end_s:
+        cluster.watch(POLL_S)
+    return reached.exists()
+
+
 def _kill_there(
     injector: FaultInjector, reached: Path, figure: str, index: int, *ended: str
 ) -> Damage:
@@ -118,10 +128,7 @@ def _kill_there(
         index: The shard.
         ended: Processes that the fault has ended before.
     """
-    end_s = time.monotonic() + HOLD_S_MAX
-    while not reached.exists() and time.monotonic() < end_s:
-        injector.cluster.watch(POLL_S)
-    is_there = reached.exists()
+    is_there = _is_reached(injector.cluster, reached, HOLD_S_MAX)
     killed = kill_shard(injector, index)
     injector.figures[figure] += bool(is_there and killed.what)
     what = ", ".join(dict.fromkeys([*ended, killed.what]))
@@ -130,13 +137,22 @@ def _kill_there(
 
 @fault("kill in a resend", "a shard is killed again while a worker sends again")
 def kill_in_resend(injector: FaultInjector) -> Damage:
-    """SIGKILL of a shard, and of its successor while a worker sends to it again."""
+    """SIGKILL of a shard, and of its successor while a worker sends to it again.
+
+    A worker whose lease is over before it is connected rejoins instead, with nothing to send again;
+    then the shard is killed once more.
+    """
     cluster, index = injector.cluster, _oldest(injector.cluster)
-    before = cluster.alive()
+    ended: list[str] = []
     with _held(cluster, "resend", injector.rng.randrange(cluster.setup.workers)) as reached:
-        first = kill_shard(injector, index)
-        cluster.await_successors({name: before[name] for name in first.ended if name in before})
-        return _kill_there(injector, reached, "resend_kills", index)
+        for _ in range(RESEND_KILLS_MAX):
+            before = cluster.alive()
+            killed = kill_shard(injector, index).ended
+            ended += killed
+            cluster.await_successors({name: before[name] for name in killed if name in before})
+            if _is_reached(cluster, reached, RESEND_S_MAX):
+                break
+        return _kill_there(injector, reached, "resend_kills", index, *ended)
 
 
 @fault("kill in a rejoin", "a worker loses its lease, and a shard is killed while it rejoins")

@@ -10,20 +10,11 @@ from tests.integration import warm
 from tests.integration.cluster import ROOT, clean_environment
 
 
-def kill_loop(folder: Path, *kinds: str, mode: str, seconds: int = 1) -> dict[str, Any]:
+def kill_loop(folder: Path, *kinds: str, mode: str, lease_s: int = 3) -> dict[str, Any]:
     """Runs a kill loop on loopback and returns its figures."""
     options = ["--workers", "2", "--numel", "65536", "--gap-s", "0.5", "--no-net", "--no-disk"]
-    options += [
-        "--think-ms",
-        "25",
-        "--seconds",
-        str(seconds),
-        "--mode",
-        mode,
-        "--out",
-        str(folder),
-        "--json",
-    ]
+    options += ["--think-ms", "25", "--seconds", "1", "--lease-s", str(lease_s), "--mode", mode]
+    options += ["--out", str(folder), "--json"]
     command = ["-m", "benchmarks.recovery", *options, "--kinds", *kinds]
     done = warm.run(command, cwd=ROOT, env=clean_environment(), timeout=800)
     assert done.stdout, done.stderr
@@ -63,9 +54,13 @@ def test_idle_connections_and_stopped_workers_keep_nobody_out(tmp_path: Path) ->
 def test_no_push_is_lost_where_a_shard_is_killed_in_a_moment_of_another_process(
     tmp_path: Path,
 ) -> None:
-    """The moments are those in which a worker sends again, rejoins or joins, or a job is saved."""
+    """The moments are those in which a worker sends again, rejoins or joins, or a job is saved.
+
+    Only a worker whose lease outlasts the start of a shard sends again.
+    """
     moments = ("resend", "rejoin", "constructor", "checkpoint")
-    figures = kill_loop(tmp_path, *(f"kill in a {moment}" for moment in moments), mode="asgd")
+    kinds = [f"kill in a {moment}" for moment in moments]
+    figures = kill_loop(tmp_path, *kinds, mode="asgd", lease_s=10)
     for moment in moments:
         assert figures[f"{moment}_kills"] >= 1, figures
     assert figures["stuck_waits"] == 0
