@@ -27,8 +27,7 @@ from psserver.remote import checkpoint
 from psworker.connection.membership.session import Session
 
 HOLD_S_MAX = 60.0  # Longest time for which a process stays in a moment.
-RESEND_S_MAX = 15.0  # A worker that has not sent again by then has rejoined: its lease was over.
-RESEND_KILLS_MAX = 5
+RESEND_KILLS_MAX = 3
 POLL_S = 0.005
 # The function that a process is about to call in each moment, and whether these arguments count.
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
@@ -150,7 +149,7 @@ def kill_in_resend(injector: FaultInjector) -> Damage:
             killed = kill_shard(injector, index).ended
             ended += killed
             cluster.await_successors({name: before[name] for name in killed if name in before})
-            if _is_reached(cluster, reached, RESEND_S_MAX):
+            if _is_reached(cluster, reached, HOLD_S_MAX):
                 break
         return _kill_there(injector, reached, "resend_kills", index, *ended)
 

@@ -3,7 +3,8 @@
 gRPC refuses connections beyond a number, and closes none of them for a newcomer, so peers that
 connect and say nothing could keep all workers and probes out. This module looks for the accepted
 sockets among the file descriptors of the process, and shuts down those whose peers have proved
-nothing: the peer has shown no token or, where none is needed, has named no live worker.
+nothing: the peer has shown no token or, where none is needed, has named no live worker. When the
+others alone take nearly all places, the oldest of these go too, as a worker connects again.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class Callers:
         """Knows nobody yet.
 
         Args:
-            num_max: Number of connections that gRPC accepts; a quarter is kept for newcomers.
+            num_max: Number of connections that gRPC accepts; a quarter is kept from strangers, and
+                a sixteenth for newcomers.
             needs_token: Whether a call other than health is answered only with a token.
         """
         self._limit = num_max * 3 // 4
+        self._known_max = num_max - num_max // 16
         self._needs_token = needs_token
         self._known: dict[str, Peer] = {}  # By gRPC's name for them.
         # By inode, in order of arrival: our sockets; None: one of another port, or that listens.
@@ -61,7 +64,7 @@ class Callers:
             self._known[peer] = _named(peer)
 
     def make_room(self, port: int) -> int:
-        """Closes connections of strangers to a port if there are too many; returns how many.
+        """Closes connections to a port if there are too many, of strangers first; returns how many.
 
         Only sockets that are new since the last call are looked at, so thousands of strangers that
         stay cost the event loop little.
@@ -81,6 +84,8 @@ class Callers:
         known = set(self._known.values())
         strangers = [(peer, peer[0]) for peer in accepted if peer not in known]
         closing = crowd.to_close(strangers, excess)
+        others = [(peer, peer[0]) for peer in accepted if peer in known]
+        closing += crowd.to_close(others, max(0, len(others) - self._known_max))
         for peer in closing:
             with contextlib.suppress(OSError), _copy_of(accepted[peer]) as copy:
                 if _peer(*copy.getpeername()[:2]) == peer:  # It may be another one by now.

@@ -1,5 +1,6 @@
 """The peers on a port of gRPC: those whose connections may be closed when there are too many."""
 
+import contextlib
 import socket
 
 import pytest
@@ -29,3 +30,17 @@ def test_a_peer_that_has_named_a_live_worker_stays() -> None:
         with socket.create_connection((host, port)) as client, listener.accept()[0]:
             callers.note_answered(PROOF, f"ipv4:{host}:{client.getsockname()[1]}")
             assert callers.make_room(port) == 0
+
+
+def test_peers_that_have_named_live_workers_cannot_take_all_places() -> None:
+    """The oldest of them goes, so that a probe is still answered."""
+    callers = Callers(16, needs_token=False)
+    with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        clients = []
+        for _ in range(16):
+            clients.append(opened.enter_context(socket.create_connection((host, port))))
+            opened.enter_context(listener.accept()[0])
+            callers.note_answered(PROOF, f"ipv4:{host}:{clients[-1].getsockname()[1]}")
+        assert callers.make_room(port) == 1
+        assert clients[0].recv(1) == b""
