@@ -18,7 +18,7 @@ from pscore.errors import ConfigError
 from pscore.net.wire import PAYLOAD_NBYTES_MAX
 from pscore.partition import Layout, fingerprint
 from pscore.rows.init import parse_init
-from pscore.rows.optimizers import ROW_OPTIMIZERS, RowOptimizer
+from pscore.rows.optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
 from pscore.rows.partition import BUCKETS, bucket_range
 from pscore.rows.payload import Owned, RowRequest, decode_pull
 from pscore.rules.base import Rule
@@ -34,6 +34,8 @@ RULES = ("ssgd", "asgd", "ssp")
 HEADER_NBYTES = 16  # A row's header in a slab: id, version, flags and times seen.
 INDEX_NBYTES = 48  # The most that a row takes in the index.
 FLOAT_NBYTES = 4
+COUNT_MAX, TTL_MAX = 1 << 16, 1 << 31
+COUNTER: RowOptimizer = RowSGD()  # An id that waits is a row of one number: pushes add to it.
 MARGIN_DEVIATIONS, MARGIN_ROWS = 6.0, 64  # Above the mean number of rows in a slice.
 
 
@@ -46,12 +48,18 @@ class RowTable:
         init: First values: `zeros`, `uniform(a)` for U(-a, a), or `normal(std)`.
         max_rows: Most updated rows on all shards; 0: `num_rows` of a fixed table, else 2^20.
         max_norm: Largest Euclidean norm of a row; 0: none.
+        min_count: Pushes with an id's gradient that make its row; 0 and 1: the first.
+        ttl: Updates after which a row goes that none of them has changed; 0: it stays.
+        lru: Most updated rows on all shards, above which the oldest go; 0: there is no bound.
     """
 
     seed: int = 0
     init: str = "normal(1)"
     max_rows: int = 0
     max_norm: float = 0.0
+    min_count: int = 0
+    ttl: int = 0
+    lru: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,12 +151,21 @@ class Rows(Content):
             raise ConfigError(f"rows cannot be trained in {rule.name}; use {', '.join(RULES)}")
 
     def rows_max(self, table: int, tensor: TensorSpec, part: SliceSpec) -> int:
-        """Returns the most rows of a row table in a slice: its share, and a margin."""
+        """Returns the most rows of a row table in a slice: its share, and a margin.
+
+        With `lru` there is no margin, so that all slices have no more rows together.
+        """
+        if lru := self.tables[table].lru:
+            return max(1, lru * part.numel // BUCKETS)
         total = self.tables[table].max_rows or tensor.shape[0] or ROWS_MAX_DEFAULT
         if part.numel == BUCKETS:
             return total
         share = total * part.numel / BUCKETS
         return min(total, math.ceil(share + MARGIN_DEVIATIONS * math.sqrt(share)) + MARGIN_ROWS)
+
+    def waiting_max(self, table: int, tensor: TensorSpec, part: SliceSpec) -> int:
+        """Returns the most ids of a row table in a slice that wait for their rows."""
+        return self.rows_max(table, tensor, part) if self.tables[table].min_count > 1 else 0
 
     @property
     def request_nbytes_max(self) -> int:
@@ -196,6 +213,7 @@ class Rows(Content):
         return sum(
             (stride_of(optimizer, tensor.shape[1]) + INDEX_NBYTES)
             * self.rows_max(number, tensor, part)
+            + (stride_of(COUNTER, 1) + INDEX_NBYTES) * self.waiting_max(number, tensor, part)
             for part in parts
             for number, tensor in enumerate(layout.tensors)
         )
@@ -250,4 +268,14 @@ def _require_table(tensor: TensorSpec, table: RowTable) -> None:
         raise ConfigError(f"{what} has {max(table.max_rows, tensor.shape[0])} rows, too many")
     if not 0.0 <= table.max_norm < math.inf:
         raise ConfigError(f"max_norm of {what} is {table.max_norm}, must be 0 or more")
+    if not (0 <= table.min_count <= COUNT_MAX and 0 <= table.ttl <= TTL_MAX):
+        raise ConfigError(
+            f"{what} has min_count {table.min_count} and ttl {table.ttl}, must be "
+            f"0..{COUNT_MAX} and 0..{TTL_MAX}"
+        )
+    if not 0 <= table.lru < ROWS_MAX or (table.lru and table.max_rows):
+        raise ConfigError(
+            f"{what} has lru {table.lru} and max_rows {table.max_rows}; give one of them, below "
+            f"{ROWS_MAX}"
+        )
     parse_init(table.init)

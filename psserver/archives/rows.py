@@ -3,10 +3,14 @@
 ids         uint64 (n,)
 weights     float32 (n, dim), and each state array under its name: (n, dim) or (n, 1)
 versions    int64 (n,), the update of each row
+
+Where ids wait for their rows also `waiting_ids`, `waiting_versions` and `waiting_times`, float32
+(n,): pushes with their gradient. Without such ids these arrays are empty.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,12 +24,14 @@ from pscore.rows.optimizers import RowOptimizer
 from pscore.rows.partition import slices_of
 from pscore.rows.spec import Rows
 from pscore.table_spec import TableSpec, count_of
-from pscore.types import ByteArray, SliceSpec
+from pscore.types import ByteArray, IntArray, SliceSpec
 from psserver.archives.base import Archive, Part, Room, Tensors
 
 KINDS = {"ids": "<u8", "rows": "<f4", "versions": "<i8"}  # Arrays of a slice, by row table.
+WAITING = {"waiting_ids": "<u8", "waiting_times": "<f4", "waiting_versions": "<i8"}
 IDS, WEIGHTS, VERSIONS = "ids", "weights", "versions"
-FILE_DTYPES = {IDS: "U64", VERSIONS: "I64"}  # Others are F32.
+FILE_DTYPES = {IDS: "U64", VERSIONS: "I64", "waiting_ids": "U64", "waiting_versions": "I64"}
+# Others are F32.
 
 
 class RowRoom(Room):
@@ -60,6 +66,17 @@ class RowRoom(Room):
                 result.setdefault(name, {})[tensor.name] = np.ascontiguousarray(
                     whole[:, start:stop]
                 )
+        for number, tensor in enumerate(
+            self._spec.tensors if any(map(_waits, self._found)) else ()
+        ):
+            nothing = [np.zeros(0, np.uint8)]
+            found = {
+                kind: np.concatenate(self._found.get(f"{kind}.{number}", nothing)).view(dtype)
+                for kind, dtype in WAITING.items()
+            }
+            order = np.argsort(found["waiting_ids"])
+            for kind, array in found.items():
+                result.setdefault(kind, {})[tensor.name] = array[order]
         return dict(result)
 
 
@@ -69,8 +86,8 @@ class RowArchive(Archive):
     name: ClassVar[str] = "rows"
 
     def weights_only(self, arrays: Sequence[str]) -> list[str]:
-        """Returns all arrays: a row and its state are one."""
-        return list(arrays)
+        """Returns the rows: a row and its state are one."""
+        return [array for array in arrays if not _waits(array)]
 
     def room(self, spec: TableSpec, layout: Layout) -> Room:
         """Returns memory for the rows of all slices."""
@@ -83,28 +100,33 @@ class RowArchive(Archive):
         content, optimizer = spec.content, _optimizer_of(spec)
         assert isinstance(content, Rows)
         for number, (tensor, table) in enumerate(zip(spec.tensors, content.tables, strict=True)):
+            chosen = _divide(spec, layout, number, arrays)
             ids = arrays[IDS][tensor.name]
-            owners = slices_of(ids, table.seed, len(layout.slices))
             names = [name for name, _, _ in _columns(optimizer, tensor.shape[1])]
             whole = np.concatenate([arrays[name][tensor.name] for name in names], axis=1)
             versions = arrays[VERSIONS][tensor.name]
             for index in own:
-                chosen, part = np.flatnonzero(owners == index), layout.slices[index]
-                yield part, f"ids.{number}", ids[chosen]
-                yield part, f"rows.{number}", whole[chosen].reshape(-1)
-                yield part, f"versions.{number}", versions[chosen]
+                rows, part = chosen[index], layout.slices[index]
+                yield part, f"ids.{number}", ids[rows]
+                yield part, f"rows.{number}", whole[rows].reshape(-1)
+                yield part, f"versions.{number}", versions[rows]
+            if WAITING.keys() <= arrays.keys() and table.min_count > 1:
+                chosen = _divide(spec, layout, number, arrays, "waiting_")
+                for index, kind in itertools.product(own, WAITING):
+                    array = arrays[kind][tensor.name][chosen[index]]
+                    yield layout.slices[index], f"{kind}.{number}", array
 
     def about(
         self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors]
     ) -> dict[str, Any]:
-        """Returns the number of rows in each slice, by row table."""
-        content = spec.content
-        assert isinstance(content, Rows)
-        counts = []
-        for tensor, table in zip(spec.tensors, content.tables, strict=True):
-            owners = slices_of(arrays[IDS][tensor.name], table.seed, len(layout.slices))
-            counts.append(np.bincount(owners, minlength=len(layout.slices)).tolist())
-        return {"rows": counts}
+        """Returns the number of rows in each slice, by row table, and of ids that wait."""
+        numbers = range(len(spec.tensors))
+        found = {"rows": [_count(_divide(spec, layout, n, arrays)) for n in numbers]}
+        if WAITING.keys() <= arrays.keys():
+            found["waiting"] = [
+                _count(_divide(spec, layout, n, arrays, "waiting_")) for n in numbers
+            ]
+        return found
 
     def staged(
         self, spec: TableSpec, parts: Sequence[SliceSpec], about: Mapping[str, Any]
@@ -121,12 +143,18 @@ class RowArchive(Archive):
             width = {"rows": optimizer.width(tensor.shape[1])}
             for part in parts:
                 what = f"the rows of {tensor.name!r} in slice {part.index}"
-                count = count_of(about["rows"][number][part.index], what)
-                if count > content.rows_max(number, tensor, part):
-                    raise RemoteProtocolError(f"{what} are {count}, more than it has room for")
-                for kind, dtype in KINDS.items():
-                    numel = count * width.get(kind, 1)
-                    found[part.index][f"{kind}.{number}"] = dtype, numel
+                most = content.rows_max(number, tensor, part)
+                kinds = {"rows": KINDS}
+                if content.tables[number].min_count > 1:
+                    kinds["waiting"] = WAITING
+                for name, of_name in kinds.items():
+                    counts = about.get(name)
+                    count = 0 if counts is None else count_of(counts[number][part.index], what)
+                    if count > most:
+                        raise RemoteProtocolError(f"{what} are {count}, more than it has room for")
+                    for kind, dtype in of_name.items():
+                        numel = count * width.get(kind, 1)
+                        found[part.index][f"{kind}.{number}"] = dtype, numel
         return found
 
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
@@ -146,6 +174,41 @@ class RowArchive(Archive):
                 wanted = widths.get(array, []), FILE_DTYPES.get(array, "F32")
                 if (about.get_shape()[1:], about.get_dtype()) != wanted:
                     raise ValueError(f"{tensor.name!r} in {file.name} is not of its row table")
+
+
+def _waits(array: str) -> bool:
+    """Returns whether an array of a slice is of ids that wait."""
+    return array.startswith("waiting_")
+
+
+def _count(chosen: Sequence[IntArray]) -> list[int]:
+    return [len(places) for places in chosen]
+
+
+def _divide(
+    spec: TableSpec,
+    layout: Layout,
+    number: int,
+    arrays: Mapping[str, Tensors],
+    prefix: str = "",
+) -> list[IntArray]:
+    """Returns the places of the rows of each slice, or of the ids that wait there.
+
+    With `lru` a slice on another number of shards may have less room: it gets the newest.
+    """
+    content, tensor = spec.content, spec.tensors[number]
+    assert isinstance(content, Rows)
+    ids, versions = (arrays[prefix + name][tensor.name] for name in (IDS, VERSIONS))
+    table = content.tables[number]
+    owners = slices_of(ids, table.seed, len(layout.slices))
+    chosen = [np.flatnonzero(owners == part.index) for part in layout.slices]
+    if table.lru:
+        for index, part in enumerate(layout.slices):
+            places, most = chosen[index], content.rows_max(number, tensor, part)
+            if len(places) > most:
+                newest = np.lexsort((ids[places], versions[places]))[-most:]
+                chosen[index] = places[np.sort(newest)]
+    return chosen
 
 
 def _optimizer_of(spec: TableSpec) -> RowOptimizer:

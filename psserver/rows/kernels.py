@@ -21,6 +21,7 @@ from pscore.types import FloatArray, IntArray
 
 WordArray = npt.NDArray[np.uint32]
 PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
+NO_VERSION = np.uint32((1 << 32) - 1)
 
 
 @inlined
@@ -119,6 +120,15 @@ def versions_of(words: WordArray, stride: int, places: IntArray, out: IntArray) 
 
 
 @kernel
+def ages(words: WordArray, stride: int, out: IntArray) -> None:
+    """Writes the version of each place below the length of `out`; the largest for a free one."""
+    for place in range(len(out)):
+        base = place * stride
+        is_used = words[base + FLAGS_WORD] & USED
+        out[place] = words[base + VERSION_WORD] if is_used else NO_VERSION
+
+
+@kernel
 def occupy(longs: IdArray, words: WordArray, stride: int, places: IntArray, ids: IdArray) -> None:
     """Gives places to ids; their rows are not written yet."""
     for i in range(len(places)):
@@ -129,8 +139,9 @@ def occupy(longs: IdArray, words: WordArray, stride: int, places: IntArray, ids:
 
 @kernel
 def vacate(words: WordArray, stride: int, places: IntArray) -> None:
-    """Marks places as free."""
+    """Marks places as free; their version is that of no row."""
     for i in range(len(places)):
+        words[places[i] * stride + VERSION_WORD] = NO_VERSION
         words[places[i] * stride + FLAGS_WORD] = np.uint32(0)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ class Mapped:
         """
         self._fd = -1
         self._reserved = nbytes
+        self._lock = threading.Lock()  # Lock of `_reserved`.
         if path is None:
             self._map = mmap.mmap(-1, max(nbytes, 1))  # Pages come when they are used.
             self.data: ByteArray = np.frombuffer(self._map, np.uint8, count=nbytes)
@@ -75,17 +77,18 @@ class Mapped:
         self._reserved = 0 if is_new else self._blocks_nbytes()
 
     def reserve(self, nbytes: int) -> None:
-        """Makes sure that the first `nbytes` may be written.
+        """Makes sure that the first `nbytes` may be written; any thread may call it.
 
         Raises:
             OSError: The disk is full.
         """
-        if nbytes <= self._reserved:
-            return
-        wanted = max(nbytes, self._reserved + self._reserved // 4)  # In few steps.
-        wanted = min(len(self.data), -(-wanted // GROWTH_NBYTES) * GROWTH_NBYTES)
-        os.posix_fallocate(self._fd, PAGE + self._reserved, wanted - self._reserved)
-        self._reserved = wanted
+        with self._lock:
+            if nbytes <= self._reserved:
+                return
+            wanted = max(nbytes, self._reserved + self._reserved // 4)  # In few steps.
+            wanted = min(len(self.data), -(-wanted // GROWTH_NBYTES) * GROWTH_NBYTES)
+            os.posix_fallocate(self._fd, PAGE + self._reserved, wanted - self._reserved)
+            self._reserved = wanted
 
     def close(self) -> None:
         """Closes the file; the memory stays until its arrays are gone."""

@@ -97,20 +97,23 @@ class Slab:
         self.memory.reserve(4 * self.stride * highest)
 
     def find(self, ids: IdArray) -> IntArray:
-        """Returns the place of each id, `(n,) int64`, or -1; may be called from any thread."""
+        """Returns the place of each id, `(n,) int64`, or -1."""
         out = np.empty(len(ids), np.int64)
         keys, places = self._keys, self._places
         kernels.find(keys, places, self.init.mask, read_only(ids), out)
         return out
 
-    def plan(self, ids: IdArray, removed: IntArray = NO_PLACES) -> Places:
+    def plan(
+        self, ids: IdArray, removed: IntArray = NO_PLACES, found: IntArray | None = None
+    ) -> Places:
         """Returns places for ids; nothing is changed yet.
 
         Args:
             ids: `(n,) uint64`, ascending.
             removed: Places of rows that are given up before; none is of one of `ids`.
+            found: `(n,) int64`, the result of `find` for them; None: they are looked for.
         """
-        places = self.find(ids)
+        places = self.find(ids) if found is None else found
         is_new = places < 0
         wanted = int(is_new.sum())
         if wanted:
@@ -118,6 +121,7 @@ class Slab:
             reused = free[len(free) - min(wanted, len(free)) :][::-1]
             high = int(self.memory.words[HIGH])
             fresh = np.arange(high, high + wanted - len(reused))
+            places = places.copy()
             places[is_new] = np.concatenate([reused, fresh])
         return Places(ids=ids, places=places, is_new=is_new, removed=removed)
 
@@ -209,6 +213,12 @@ class Slab:
         kernels.versions_of(self.words, self.stride, places, out)
         return out
 
+    def ages(self) -> IntArray:
+        """Returns the version of each place, the largest uint32 for a free one."""
+        out = np.empty(int(self.memory.words[HIGH]), np.int64)
+        kernels.ages(self.words, self.stride, out)
+        return out
+
     def ids_at(self, places: IntArray) -> IdArray:
         """Returns the id at each place."""
         return self._longs[places * self.stride // 2]
@@ -259,8 +269,10 @@ class Slab:
 
 def sum_up(
     pushes: Sequence[tuple[IdArray, FloatArray, float]], dim: int
-) -> tuple[IdArray, FloatArray]:
-    """Returns the ids that pushes name, ascending, and the weighted sum of the rows of each.
+) -> tuple[IdArray, FloatArray, FloatArray]:
+    """Returns the ids that pushes name, ascending, with the weighted sum of the rows of each.
+
+    Also returns how many pushes name each id, `(n,) float32`.
 
     Args:
         pushes: Ids, `(n * dim,) float32` and weight of each push, in the order of the ranks.
@@ -268,9 +280,9 @@ def sum_up(
     """
     pushes = [push for push in pushes if len(push[0])]
     if not pushes:
-        return np.empty(0, np.uint64), np.empty(0, np.float32)
+        return np.empty(0, np.uint64), np.empty(0, np.float32), np.empty(0, np.float32)
     if len(pushes) == 1 and pushes[0][2] == 1.0:
-        return pushes[0][0], pushes[0][1]
+        return pushes[0][0], pushes[0][1], np.ones(len(pushes[0][0]), np.float32)
     ids = np.concatenate([each for each, _, _ in pushes])
     starts = np.cumsum([0, *(len(each) for each, _, _ in pushes)])
     union, at = np.empty(len(ids), np.uint64), np.empty(len(ids), np.int64)
@@ -279,4 +291,4 @@ def sum_up(
     addresses = np.array([values.ctypes.data for _, values, _ in pushes], np.int64)
     scales = np.array([weight for _, _, weight in pushes], np.float32)
     kernels.add_up(addresses, starts, at, scales, dim, out)
-    return union[:count], out
+    return union[:count], out, np.bincount(at, minlength=count).astype(np.float32)

@@ -9,6 +9,7 @@ answer are of one version; they change nothing, and rows that were never updated
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from pscore.rules.base import Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.rows.cells import RowJournal
+from psserver.rows.policy import RowDecision, RowPolicy
 from psserver.rows.slab import Places, Slab, sum_up
 from psserver.rows.undo import Undo
 from psserver.slices.base import (
@@ -50,6 +52,8 @@ from psserver.slices.base import (
 from psserver.slices.journaled_progress import JournaledProgress
 
 RAW = NoCompression()
+# Ids, rows and versions in a checkpoint: of the rows, and of the ids that wait.
+ARRAYS = ("ids", "rows", "versions"), ("waiting_ids", "waiting_times", "waiting_versions")
 BUFFERS_KEPT = 4
 CLAIMS_KEPT = 4  # Steps of a worker whose rows may not be in the slabs yet.
 # In a record: the arrays are not in the arena. As its `weights` also which word has its version.
@@ -61,7 +65,10 @@ class RowStore:
 
     Attributes:
         numel: Numbers of as many rows as there may be.
+        policies: The rows of each row table, and how they are made and go.
         slabs: The rows of each row table.
+        places_lock: Lock of the places of rows: they change on the queue's thread, and are looked
+            at by others.
         counts: `(num_tables,) int64`, steps of each table.
         progress: The pushes counted, as the journal has them; None: there is no journal.
     """
@@ -69,7 +76,7 @@ class RowStore:
     def __init__(
         self,
         owned: Sequence[Owned],
-        slabs: Sequence[Slab],
+        policies: Sequence[RowPolicy],
         groups: Sequence[int],
         rule: Rule,
         optimizer: RowOptimizer,
@@ -82,7 +89,7 @@ class RowStore:
 
         Args:
             owned: The ids that the slice owns, of each row table.
-            slabs: The rows of each.
+            policies: The rows of each, and how they are made and go.
             groups: The parameter group of each.
             rule: The table's mode.
             optimizer: The shard's optimizer.
@@ -91,11 +98,14 @@ class RowStore:
             stamps: Words where the version is published beside the journal.
             observer: Sees steps and publications, for a timeline.
         """
-        self.slabs, self.counts = list(slabs), np.zeros(len(slabs), np.int64)
-        self.numel = sum(slab.rows_max * slab.width for slab in slabs)
+        self.policies, self.slabs = list(policies), [policy.slab for policy in policies]
+        self._all_slabs = [slab for policy in policies for slab in policy.slabs]
+        self.counts = np.zeros(len(policies), np.int64)
+        self._totals = np.zeros((2, len(policies)), np.int64)  # Rows that went, gradients dropped.
+        self.numel = sum(slab.rows_max * slab.width for slab in self.slabs)
         self._owned, self._groups, self._rule = list(owned), list(groups), rule
-        self._dims = [slab.dim for slab in slabs]
-        self._widths = [slab.width for slab in slabs]
+        self._dims = [slab.dim for slab in self.slabs]
+        self._widths = [slab.width for slab in self.slabs]
         self._num_state = len(optimizer.state_names)
         self._journal, self._undo, self._stamps = journal, undo, stamps
         self._observer = observer
@@ -104,6 +114,7 @@ class RowStore:
         # The ids of pushes that may be on their way, by rank and step; also read by `check`.
         self._claims: dict[tuple[int, int], list[IdArray]] = {}
         self._num_refused = 0  # Pushes for which a table had no room.
+        self.places_lock = threading.Lock()
         self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
         if journal is not None and not journal.is_new:
             self._recover(journal)
@@ -117,16 +128,22 @@ class RowStore:
     def nbytes(self) -> int:
         """Bytes of rows, indices and payloads."""
         held = 0 if self._journal is None else self._journal.nbytes
-        return held + sum(slab.nbytes for slab in self.slabs)
+        return held + sum(slab.nbytes for slab in self._all_slabs)
 
     def count_held(self) -> dict[str, int]:
-        """Returns the numbers of rows that were updated, and of those that there is room for."""
-        return {
-            "rows": sum(slab.count for slab in self.slabs),
-            "rows_max": sum(slab.rows_max for slab in self.slabs),
-            "rows_nbytes": sum(slab.nbytes for slab in self.slabs),
-            "pushes_refused": self._num_refused,
-        }
+        """Returns counts of rows, of ids that wait for one, and of pushes and gradients refused."""
+        with self.places_lock:
+            removed, dropped = self._totals.sum(axis=1).tolist()
+            waiting = [policy.waiting.count for policy in self.policies if policy.waiting]
+            return {
+                "rows": sum(slab.count for slab in self.slabs),
+                "rows_max": sum(slab.rows_max for slab in self.slabs),
+                "rows_nbytes": sum(slab.nbytes for slab in self._all_slabs),
+                "rows_removed": removed,
+                "ids_waiting": sum(waiting),
+                "gradients_dropped": dropped,
+                "pushes_refused": self._num_refused,
+            }
 
     # ----- orders
 
@@ -142,25 +159,33 @@ class RowStore:
         if not payload.compressor.is_raw or payload.is_borrowed:
             raise DecodeError("rows are neither compressed nor shared")
         found = decode_push(payload.data, self._owned, self._widths_of(payload, push.role))
+        is_load = push.role in (Role.WEIGHTS, Role.STATE)
+        if not is_load and self.progress is not None and self.progress.has(push):
+            return  # It is counted, and its rows have their room.
         for number, rows in enumerate(found):
             self._require_room(number, rows)
-        if push.role not in (Role.WEIGHTS, Role.STATE):
+        if not is_load:
             for worker, step in list(self._claims):
                 if worker == push.worker and step <= push.step - CLAIMS_KEPT:
                     self._claims.pop((worker, step), None)
-            self._claims[push.worker, push.step] = [rows.ids.copy() for rows in found]
+            self._claim(push, found)
 
     def load(self, action: Load, payload: Payload) -> None:
         """Sets the rows in a payload, and with `Role.STATE` their state if it is there."""
         widths = self._widths_of(payload, action.role)
         found = split_push(payload.data, widths)
-        plans = [(slab, slab.plan(rows.ids)) for slab, rows in zip(self.slabs, found, strict=True)]
+        decisions = [
+            policy.decide(rows.ids, rows.values, None, action.version)
+            for policy, rows in zip(self.policies, found, strict=True)
+        ]
         if payload.counts:
             self.counts[:] = payload.counts
-        self._begin(plans)
-        for (slab, plan), rows, width in zip(plans, found, widths, strict=True):
+        self._begin(decisions, action.version)
+        for policy in self.policies:
+            policy.forget()
+        for slab, decision, rows, width in zip(self.slabs, decisions, found, widths, strict=True):
             versions = np.full(len(rows.ids), action.version)
-            slab.load(plan, rows.values, width, versions)
+            slab.load(decision.rows, rows.values, width, versions)
         self._publish(action.version)
 
     def hold(self, action: Hold, payload: Payload) -> Payload:
@@ -194,7 +219,8 @@ class RowStore:
         self._step([*self._open.pop(update.open_step, []), *grads], update)
 
     def skip(self, action: Skip) -> None:
-        """Gives the rows another version."""
+        """Gives the rows another version, at which some may go."""
+        self._begin(self._decide([[]] * len(self.policies), action.version), action.version)
         self._publish(action.version)
 
     def note_late(self, action: Acknowledge) -> None:
@@ -241,8 +267,8 @@ class RowStore:
         places = [slab.find(each) for slab, each in zip(self.slabs, ids, strict=True)]
         if wanted.since != ALL:
             changed = [
-                slab.versions(found) > wanted.since
-                for slab, found in zip(self.slabs, places, strict=True)
+                (policy.slab.versions(found) > wanted.since) | (policy.removes & (found < 0))
+                for policy, found in zip(self.policies, places, strict=True)
             ]
             arrays.append(encode_changed(np.concatenate(changed)))
             ids = [each[chosen] for each, chosen in zip(ids, changed, strict=True)]
@@ -268,13 +294,11 @@ class RowStore:
     def export(self) -> dict[str, np.ndarray]:
         """Returns copies of all that outlives the process, by name; no open steps."""
         arrays: dict[str, np.ndarray] = {"counts": self.counts.copy()}
-        for number, slab in enumerate(self.slabs):
+        for names, slab in self._named():
             ids, places = slab.rows()
             values = np.empty(len(ids) * slab.width, np.float32)
             slab.read(ids, places, slab.width, values)
-            arrays[f"ids.{number}"] = ids
-            arrays[f"rows.{number}"] = values
-            arrays[f"versions.{number}"] = slab.versions(places)
+            arrays |= zip(names, (ids, values, slab.versions(places)), strict=True)
         return arrays
 
     def restore(
@@ -286,25 +310,36 @@ class RowStore:
             DecodeError: An id is not one of the slice.
             TableFullError: There are more rows than there is room for.
         """
-        plans = []
-        for number, slab in enumerate(self.slabs):
-            ids = arrays[f"ids.{number}"]
-            require_owned(ids, self._owned[number])
-            if len(ids) > slab.rows_max:
-                raise self._full(number, len(ids))
-            plans.append((slab, slab.plan(ids)))
+        for number, policy in enumerate(self.policies):
+            for slab, kind in zip(policy.slabs, ARRAYS, strict=False):
+                ids = arrays[f"{kind[0]}.{number}"]
+                require_owned(ids, self._owned[number])
+                if len(ids) > slab.rows_max:
+                    raise self._full(number, len(ids))
         self.counts[:] = arrays["counts"]
-        self._begin(plans)
-        for number, (slab, plan) in enumerate(plans):
-            slab.load(plan, arrays[f"rows.{number}"], slab.width, arrays[f"versions.{number}"])
+        named = self._named()
+        pairs = [(slab, slab.plan(arrays[names[0]])) for names, slab in named]
+        self._save(pairs)
+        with self.places_lock:
+            for (slab, plan), (names, _) in zip(pairs, named, strict=True):
+                slab.begin(plan)
+                slab.load(plan, arrays[names[1]], slab.width, arrays[names[2]])
         if self.progress is not None:
             for rank, clock in clocks.items():
                 self.progress.advance(rank, clock)
         self._publish(version)
 
+    def _named(self) -> list[tuple[list[str], Slab]]:
+        """Returns the names of the arrays of each slab in a checkpoint, and the slab."""
+        return [
+            ([f"{kind}.{number}" for kind in kinds], slab)
+            for number, policy in enumerate(self.policies)
+            for kinds, slab in zip(ARRAYS, policy.slabs, strict=False)
+        ]
+
     def check_invariants(self) -> None:
         """Asserts that indices and slabs are one to one, for tests and the simulator."""
-        for slab in self.slabs:
+        for slab in self._all_slabs:
             slab.check_invariants()
 
     # ----- inside
@@ -321,19 +356,26 @@ class RowStore:
             TableFullError: The table is full.
             LimitError: The disk is full.
         """
-        slab, claimed = self.slabs[number], [ids[number] for ids in list(self._claims.values())]
-        wanted = slab.count + sum(map(len, claimed)) + len(rows.ids)
-        if wanted > slab.rows_max:
-            absent = [ids[slab.find(ids) < 0] for ids in (*claimed, rows.ids)]
-            wanted = slab.count + len(np.unique(np.concatenate(absent)))
-        if wanted > slab.rows_max:
+        policy = self.policies[number]
+        pushes = [*self._claimed(number), rows.ids]
+        with self.places_lock:
+            wanted = policy.room_for(pushes)
+        if wanted > policy.slab.rows_max:
             self._num_refused += 1
             raise self._full(number, wanted)
         try:
-            slab.reserve(wanted)
+            policy.reserve(wanted, sum(map(len, pushes)))
         except OSError as problem:
             name = self._owned[number].name
             raise LimitError(f"no room for rows of {name!r}: {problem}") from None
+
+    def _claim(self, push: Push, rows: Sequence[RowsOfTable]) -> None:
+        """Notes that the rows of a push may be made."""
+        self._claims[push.worker, push.step] = [each.ids.copy() for each in rows]
+
+    def _claimed(self, number: int) -> list[IdArray]:
+        """Returns the ids of a table in each push that is on its way."""
+        return [ids[number] for ids in list(self._claims.values())]
 
     def _full(self, number: int, wanted: int) -> TableFullError:
         return TableFullError(
@@ -361,23 +403,21 @@ class RowStore:
             found = [split_push(payload.data, self._dims) for _, payload in grads]
             weights = [action.weight for action, _ in grads]
             active = [number for number in range(len(self.slabs)) if update.present >> number & 1]
-            plans: list[tuple[Slab, Places]] = []
-            sums: list[FloatArray] = []
-            for number, slab in enumerate(self.slabs):
-                pushes = [
+            pushes = [
+                [
                     (rows[number].ids, rows[number].values, weight)
                     for rows, weight in zip(found, weights, strict=True)
+                    if number in active
                 ]
-                ids, values = sum_up(pushes if number in active else [], slab.dim)
-                plans.append((slab, slab.plan(ids)))
-                sums.append(values)
-            self._begin(plans)
+                for number in range(len(self.slabs))
+            ]
+            decisions = self._decide(pushes, update.version)
+            self._begin(decisions, update.version)
             for number in active:
                 self.counts[number] += 1
-                slab, plan = plans[number]
-                hyper = update.hyper[self._groups[number]]
-                t = int(self.counts[number])
-                slab.step(plan, sums[number], update.scale, update.version, t, hyper)
+                t, hyper = int(self.counts[number]), update.hyper[self._groups[number]]
+                rows, sums = decisions[number].rows, decisions[number].grads
+                self.slabs[number].step(rows, sums, update.scale, update.version, t, hyper)
             if self._journal is not None:
                 self._journal.remove(update.open_step)
             self._publish(update.version)
@@ -386,15 +426,39 @@ class RowStore:
             if self._journal is not None and payload.cell is not None:
                 self._journal.give(payload.cell)
 
-    def _begin(self, plans: Sequence[tuple[Slab, Places]]) -> None:
-        """Keeps the rows that a step changes, and makes room for the new ones."""
+    def _decide(
+        self, pushes: Sequence[Sequence[tuple[IdArray, FloatArray, float]]], version: int
+    ) -> list[RowDecision]:
+        """Returns the rows that a step makes, changes and removes, by table.
+
+        Args:
+            pushes: By table: ids, `(n * dim,) float32` and weight of each push.
+            version: That of the rows after the step.
+        """
+        return [
+            policy.decide(*sum_up(of_table, policy.slab.dim), version)
+            for policy, of_table in zip(self.policies, pushes, strict=True)
+        ]
+
+    def _begin(self, decisions: Sequence[RowDecision], version: int) -> None:
+        """Makes room for the new rows of a step, removes others, and counts pushes."""
+        plans = [plan for decision in decisions for plan in decision.plans]
+        pairs = list(zip(self._all_slabs, plans, strict=True))
+        self._save(pairs)
+        with self.places_lock:
+            for slab, plan in pairs:
+                slab.begin(plan)
+            for number, decision in enumerate(decisions):
+                self.policies[number].count(decision, version)
+                self._totals[:, number] += decision.num_removed, decision.num_dropped
+
+    def _save(self, plans: Sequence[tuple[Slab, Places]]) -> None:
+        """Keeps the rows that a step changes or removes."""
         if self._journal is not None and self._undo is not None and self._journal.is_on:
             try:
                 self._undo.save(plans, self._journal.number)
             except OSError as problem:
                 self._journal.give_up(problem)
-        for slab, plan in plans:
-            slab.begin(plan)
 
     def _publish(self, version: int) -> None:
         """Makes the rows as they are those of a version, in the journal too."""
@@ -408,6 +472,7 @@ class RowStore:
                 record.version, record.weights = version, word
                 record.state[:] = [IN_SLABS] * self._num_state
                 record.counts[:] = self.counts.tolist()
+                record.totals[:] = self._totals.ravel().tolist()
                 self._journal.commit()
             if self._undo is not None:
                 self._undo.end()
@@ -438,12 +503,18 @@ class RowStore:
         return journal.look_for_room()
 
     def _recover(self, journal: RowJournal) -> None:
-        """Restores the slice from the journal of a killed process."""
+        """Restores the slice from the journal of a killed process.
+
+        Raises:
+            OSError: There is no room on the disk for the rows of pushes that are counted.
+        """
         if self._undo is not None:
-            self._undo.roll_back(self.slabs, journal.number)
+            self._undo.roll_back(self._all_slabs, journal.number)
         record = journal.record
         if record.version >= 0:
             self.counts[:] = list(record.counts)
+        if record.totals:
+            self._totals.ravel()[:] = list(record.totals)
         for step in record.open_steps:
             for entry in step.added:
                 cell = journal.pool.at(entry.place)
@@ -456,6 +527,12 @@ class RowStore:
                 )
                 payload = Payload(data=cell.data[: entry.nbytes], compressor=RAW, cell=cell)
                 self._open.setdefault(step.key, []).append((add, payload))
+        for entry in (*record.held, *(entry for step in record.open_steps for entry in step.added)):
+            data = journal.pool.at(entry.place).data[: entry.nbytes]
+            self._claim(journal.push_of(entry), split_push(data, self._dims))
+        for number, policy in enumerate(self.policies):
+            pushes = self._claimed(number)
+            policy.reserve(policy.room_for(pushes), sum(map(len, pushes)))
 
 
 def _moved(payload: Payload, journal: RowJournal) -> Payload:

@@ -8,8 +8,9 @@ from pscore.memory.kernels import all_finite
 from pscore.rows.optimizers import RowOptimizer
 from pscore.rows.partition import BUCKETS
 from pscore.rows.payload import Owned, require_owned
-from pscore.rows.spec import RowTable, stride_of
+from pscore.rows.spec import COUNTER, RowTable, stride_of
 from psserver.rows.mapped import Mapped
+from psserver.rows.policy import RowPolicy, make_waiting
 from psserver.rows.slab import Slab, sum_up
 from psserver.rows.undo import Undo
 
@@ -25,8 +26,11 @@ def warm_up(optimizer: RowOptimizer) -> None:
     slab = Slab(1, 1, optimizer, RowTable(), Mapped(stride_of(optimizer, 1)))
     undo = Undo(Mapped(ROOM_NBYTES))
     slab.read(ids, slab.find(ids), 1, values)
-    ids, sums = sum_up([(ids, values, 1.0)] * 2, 1)
-    plan = slab.plan(ids)
+    ids, sums, times = sum_up([(ids, values, 1.0)] * 2, 1)
+    table = RowTable(min_count=2, ttl=1)
+    policy = RowPolicy(table, slab, make_waiting(1, table, Mapped(stride_of(COUNTER, 1))))
+    policy.count(policy.decide(ids, sums, times - 1, 2), 2)
+    plan = policy.decide(ids, sums, times, 2).rows
     slab.begin(plan)
     slab.step(plan, sums, 1.0, 1, 1, np.full(len(optimizer.hyper_names), 0.5))
     slab.load(plan, values, 1, slab.versions(plan.places))

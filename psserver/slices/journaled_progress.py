@@ -43,6 +43,10 @@ class JournaledProgress:
             self._journal.count_minibatches(self._minibatches)
         self._add_step(push)
 
+    def has(self, push: Push) -> bool:
+        """Returns whether the step of a push is counted; any thread may ask."""
+        return push.worker in self._workers and push.step in self._workers[push.worker]
+
     def _add_step(self, push: Push) -> None:
         counted = self._workers.setdefault(push.worker, Progress())
         if push.step not in counted:

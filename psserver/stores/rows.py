@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from pscore.content import Stepping
 from pscore.rows.optimizers import RowOptimizer
-from pscore.rows.spec import Rows, stride_of
+from pscore.rows.spec import COUNTER, Rows, stride_of
 from pscore.types import SliceSpec
 from psserver.decisions.table import Table
 from psserver.rows.cells import RowJournal
 from psserver.rows.mapped import Mapped
+from psserver.rows.policy import RowPolicy, make_waiting
 from psserver.rows.slab import Slab
 from psserver.rows.store import RowStore
 from psserver.rows.undo import LONG, Undo
@@ -42,20 +43,27 @@ class RowKind(StoreKind):
         assert isinstance(optimizer, RowOptimizer)
         journal = memory.journal
         assert journal is None or isinstance(journal, RowJournal)
-        slabs: list[Slab] = []
+        policies: list[RowPolicy] = []
         for number, tensor in enumerate(table.layout.tensors):
             dim, rows_max = tensor.shape[1], content.rows_max(number, tensor, part)
             mapped = _mapped(
                 journal, stride_of(optimizer, dim) * rows_max, table, part, f"{number}.rows"
             )
-            slabs.append(Slab(dim, rows_max, optimizer, content.tables[number], mapped))
+            row_table, waiting = content.tables[number], None
+            if waiting_max := content.waiting_max(number, tensor, part):
+                nbytes = stride_of(COUNTER, 1) * waiting_max
+                room = _mapped(journal, nbytes, table, part, f"{number}.waiting")
+                waiting = make_waiting(waiting_max, row_table, room)
+            slab = Slab(dim, rows_max, optimizer, row_table, mapped)
+            policies.append(RowPolicy(row_table, slab, waiting))
         undo = None
         if journal is not None:
+            slabs = [slab for policy in policies for slab in policy.slabs]
             longest = sum(len(slab.memory.data) + 2 * LONG * (1 + slab.rows_max) for slab in slabs)
             undo = Undo(_mapped(journal, longest, table, part, "undo"))
         return RowStore(
             content.owned(part, table.layout),
-            slabs,
+            policies,
             [segment.group for segment in part.segments],
             table.spec.rule,
             optimizer,

@@ -58,6 +58,11 @@ class EmbeddingTable(torch.nn.Module):
             `zeros`.
         seed: Seeds these values: a row's depend on it and the row's id only. None: the name does.
         max_rows: Largest number of rows that have been updated; 0: `num_embeddings`, or 2**20.
+        min_count: Pushes with a gradient of an id, after which it has a row of its own; 0 or 1: the
+            first makes it.
+        ttl: Updates after which a row that none of them has changed is its first value again; 0: no
+            row goes.
+        lru: Largest number of rows that have been updated, above which the oldest go; 0: none go.
         cache: Rows that this worker uses again without a pull; None: it pulls every row.
         pretrained: `(num_embeddings, embedding_dim) float32`, until it is on the shards; or None.
         source: The place from which rows come; None: they have never been updated.
@@ -80,6 +85,9 @@ class EmbeddingTable(torch.nn.Module):
         init: str = "normal(1)",
         seed: int | None = None,
         max_rows: int = 0,
+        min_count: int = 0,
+        ttl: int = 0,
+        lru: int = 0,
         cache: RowCache | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -98,6 +106,9 @@ class EmbeddingTable(torch.nn.Module):
             init: As the attribute.
             seed: As the attribute.
             max_rows: As the attribute.
+            min_count: As the attribute.
+            ttl: As the attribute.
+            lru: As the attribute; instead of `max_rows`.
             cache: As the attribute.
             device: Device of the results.
             dtype: Type of the results; rows travel as float32.
@@ -119,10 +130,10 @@ class EmbeddingTable(torch.nn.Module):
             )
         if max_norm is not None and norm_type != 2.0:  # noqa: PLR2004
             raise ConfigError(f"norm_type is {norm_type}, must be 2: the shards keep 2-norms")
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings, self.embedding_dim, self.cache = num_embeddings, embedding_dim, cache
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self.max_norm, self.name, self.init, self.seed = max_norm, name, init, seed
-        self.max_rows, self.cache = max_rows, cache
+        self.max_rows, self.min_count, self.ttl, self.lru = max_rows, min_count, ttl, lru
         self.pretrained: FloatArray | None = None
         initial_rows(init, 0, np.zeros(0, np.uint64), embedding_dim)  # Refuses a wrong `init`.
         empty = torch.empty(0, embedding_dim, device=device, dtype=dtype)

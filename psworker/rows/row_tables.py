@@ -370,4 +370,7 @@ def _declare(table: EmbeddingTable) -> RowTable:
         init=table.init,
         max_rows=table.max_rows,
         max_norm=table.max_norm or 0.0,
+        min_count=table.min_count,
+        ttl=table.ttl,
+        lru=table.lru,
     )

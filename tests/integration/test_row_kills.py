@@ -59,9 +59,9 @@ def pause(me: Station, step: int) -> None:
         me.hear()
 
 
-def train(me: Station) -> Rows:
+def train(me: Station, options: dict[str, int]) -> Rows:
     torch.set_num_threads(1)
-    model = Net(make_tables())
+    model = Net(make_tables(**options))
     optimizer, _ = wrap(model, "adagrad")
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -94,10 +94,14 @@ def count(me: Station) -> Rows:
         return {"rows": table(torch.arange(STEPS)).numpy()}
 
 
-def run(shards: Killed, job: str, function: Callable[..., Rows], *, kills: bool) -> list[Rows]:
+def run(
+    shards: Killed, job: str, function: Callable[..., Rows], *given: Any, kills: bool
+) -> list[Rows]:
     servers = ",".join(shards.run()["addresses"])
     env = {"WORLD_SIZE": str(NUM_WORKERS), "PACELINE_SERVERS": servers, "PACELINE_JOB": job}
-    workers = [Worker(function, rank, (), env | {"RANK": str(rank)}) for rank in range(NUM_WORKERS)]
+    workers = [
+        Worker(function, rank, given, env | {"RANK": str(rank)}) for rank in range(NUM_WORKERS)
+    ]
     try:
         for _ in range(STEPS // KILL_EVERY):
             workers[0].hear()
@@ -111,9 +115,13 @@ def run(shards: Killed, job: str, function: Callable[..., Rows], *, kills: bool)
 
 
 @pytest.mark.slow
-def test_rows_have_the_same_bits_with_shards_killed_in_the_middle(shards: Killed) -> None:
-    calm, _ = run(shards, "calm", train, kills=False)
-    for found in run(shards, "killed", train, kills=True):
+@pytest.mark.parametrize("options", [{}, {"min_count": 3, "ttl": 4}, {"lru": 44}], ids=str)
+def test_rows_have_the_same_bits_with_shards_killed_in_the_middle(
+    shards: Killed, options: dict[str, int]
+) -> None:
+    """Also where rows are made late, and where they go."""
+    calm, _ = run(shards, "calm", train, options, kills=False)
+    for found in run(shards, "killed", train, options, kills=True):
         require_same(calm, found)
 
 

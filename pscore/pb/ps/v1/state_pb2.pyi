@@ -53,7 +53,7 @@ class PendingStep(_message.Message):
     def __init__(self, key: _Optional[int] = ..., place: _Optional[int] = ..., added: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ...) -> None: ...
 
 class SliceRecord(_message.Message):
-    __slots__ = ("version", "weights", "state", "counts", "counted", "open_steps", "held", "memory", "places", "num_groups", "epoch", "digest", "minibatches")
+    __slots__ = ("version", "weights", "state", "counts", "counted", "open_steps", "held", "memory", "places", "num_groups", "epoch", "digest", "minibatches", "totals")
     class CountedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class SliceRecord(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     MINIBATCHES_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     version: int
     weights: int
     state: _containers.RepeatedScalarFieldContainer[int]
@@ -94,4 +95,5 @@ class SliceRecord(_message.Message):
     epoch: int
     digest: int
     minibatches: CountedSteps
-    def __init__(self, version: _Optional[int] = ..., weights: _Optional[int] = ..., state: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., counted: _Optional[_Mapping[int, CountedSteps]] = ..., open_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ..., memory: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[int]] = ..., num_groups: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., minibatches: _Optional[_Union[CountedSteps, _Mapping]] = ...) -> None: ...
+    totals: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[int] = ..., weights: _Optional[int] = ..., state: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., counted: _Optional[_Mapping[int, CountedSteps]] = ..., open_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ..., memory: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[int]] = ..., num_groups: _Optional[int] = ..., epoch: _Optional[int] = ..., digest: _Optional[int] = ..., minibatches: _Optional[_Union[CountedSteps, _Mapping]] = ..., totals: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pscore.errors import DecodeError, RemoteProtocolError
+from pscore.rows.partition import slices_of
 from pscore.rows.spec import RowTable
 from psserver.archives import archive_of
 from psserver.archives.base import Tensors
@@ -20,6 +22,10 @@ TABLES = (
     ("users", 0, 4, RowTable(seed=1, init="uniform(1)")),
     ("items", 300, 3, RowTable(seed=2, init="normal(1)")),
 )
+GOING = (
+    ("users", 0, 4, RowTable(seed=1, init="uniform(1)", min_count=2, ttl=3)),
+    ("items", 300, 3, RowTable(seed=2, init="normal(1)", lru=90)),
+)
 IDS = [np.arange(500, dtype=np.uint64) << np.uint64(50), np.arange(300)]
 
 
@@ -30,8 +36,8 @@ def push(shards: RowShards, step: int) -> None:
     shards.push(0, step, ids, grads, HYPER)
 
 
-def trained(num_shards: int, steps: int) -> RowShards:
-    shards = RowShards(row_spec(*TABLES, optimizer="sparse_adam", num_shards=num_shards))
+def trained(num_shards: int, steps: int, tables: Any = TABLES) -> RowShards:
+    shards = RowShards(row_spec(*tables, optimizer="sparse_adam", num_shards=num_shards))
     shards.begin()
     for step in range(steps):
         push(shards, step)
@@ -51,10 +57,14 @@ def captured(shards: RowShards) -> dict[str, Tensors]:
 
 
 def restored(
-    num_shards: int, arrays: dict[str, Tensors], counts: list[int], version: int
+    num_shards: int,
+    arrays: dict[str, Tensors],
+    counts: list[int],
+    version: int,
+    tables: Any = TABLES,
 ) -> RowShards:
     """Returns shards with the numbers of a checkpoint, received as an upload receives them."""
-    shards = RowShards(row_spec(*TABLES, optimizer="sparse_adam", num_shards=num_shards))
+    shards = RowShards(row_spec(*tables, optimizer="sparse_adam", num_shards=num_shards))
     archive, layout = archive_of("rows"), shards.layout
     about = archive.about(shards.spec, layout, arrays)
     staged = archive.staged(shards.spec, layout.slices, about)
@@ -70,16 +80,20 @@ def restored(
     return shards
 
 
-@pytest.mark.parametrize("num_shards", [1, 3, 4])
-def test_rows_come_back_on_another_number_of_shards(num_shards: int, tmp_path: Path) -> None:
-    before = trained(2, 5)
+@pytest.mark.parametrize(
+    ("num_shards", "tables"), [(1, TABLES), (3, TABLES), (4, TABLES), (3, (GOING[0], TABLES[1]))]
+)
+def test_rows_come_back_on_another_number_of_shards(
+    num_shards: int, tables: Any, tmp_path: Path
+) -> None:
+    before = trained(2, 5, tables)
     state = files.TableState(
         spec=before.spec, version=5, slices={}, counts=[5, 5], arrays=captured(before)
     )
     path = files.write(tmp_path, files.Checkpoint(job="j", num_workers=1, tables=[state]), keep=1)
     _, found = files.read(path, "j", lambda _: None)
     (table,) = found.tables
-    after = restored(num_shards, dict(table.arrays), table.counts, 5)
+    after = restored(num_shards, dict(table.arrays), table.counts, 5, tables)
     for store in after.stores():
         store.check_invariants()
     for rows, wanted in zip(
@@ -89,8 +103,25 @@ def test_rows_come_back_on_another_number_of_shards(num_shards: int, tmp_path: P
     for each in (before, after):
         push(each, 5)
     assert after.version == before.version == 6
+    for name in ("rows", "ids_waiting"):
+        held = [sum(s.count_held()[name] for s in shards.stores()) for shards in (before, after)]
+        assert held[0] == held[1]
     for rows, wanted in zip(after.pull(IDS), before.pull(IDS), strict=True):
         np.testing.assert_array_equal(rows, wanted)
+
+
+def test_a_bounded_table_keeps_its_newest_rows_on_another_number_of_shards() -> None:
+    before = trained(1, 5, GOING)
+    arrays = captured(before)
+    after = captured(restored(4, arrays, [5, 5], 5, GOING))
+    ids, versions = arrays["ids"]["items"], arrays["versions"]["items"]
+    assert len(ids) == 90
+    kept = np.isin(ids, after["ids"]["items"])
+    assert 60 < kept.sum() < 90
+    owners = slices_of(ids, 2, 4)
+    for owner in range(4):
+        oldest = versions[kept & (owners == owner)].min()
+        assert (versions[~kept & (owners == owner)] <= oldest).all()
 
 
 def test_tables_without_an_updated_row_are_saved_and_come_back() -> None:

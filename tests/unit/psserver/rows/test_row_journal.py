@@ -24,6 +24,11 @@ TABLES = (
     ("a", 0, 2, RowTable(seed=1, init="uniform(1)")),
     ("b", 40, 3, RowTable(seed=2, init="normal(1)")),
 )
+GOING = (
+    ("a", 0, 2, RowTable(seed=1, init="uniform(1)", min_count=2, ttl=1)),
+    ("b", 40, 3, RowTable(seed=2, init="normal(1)", lru=20)),
+)
+COUNTED = ("rows", "ids_waiting", "rows_removed", "gradients_dropped")
 WORKERS, STEPS = 2, 2
 ALL = [np.arange(60), np.arange(40)]
 
@@ -43,8 +48,8 @@ def push(shards: RowShards, step: int, worker: int) -> None:
     shards.push(worker, step, ids, grads, HYPER, samples=1.0 + worker)
 
 
-def trained(rule: Rule, folder: Path | None) -> RowShards:
-    shards = RowShards(row_spec(*TABLES, optimizer="sparse_adam", rule=rule), WORKERS, folder)
+def trained(rule: Rule, folder: Path | None, tables: Any = TABLES) -> RowShards:
+    shards = RowShards(row_spec(*tables, optimizer="sparse_adam", rule=rule), WORKERS, folder)
     shards.begin()
     return shards
 
@@ -73,16 +78,20 @@ class Death:
                 raise KilledError
 
 
-@pytest.mark.parametrize("rule", [SSGD(), ASGD()], ids=str)
-def test_killed_at_any_change(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calm = trained(rule, None)
+@pytest.mark.parametrize(
+    ("rule", "tables"), [(SSGD(), TABLES), (ASGD(), TABLES), (SSGD(), GOING), (ASGD(), GOING)]
+)
+def test_killed_at_any_change(
+    rule: Rule, tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = trained(rule, None, tables)
     for step, worker in pushes():
         push(calm, step, worker)
     wanted = calm.pull(ALL, with_state=True)
     death, kills = Death(monkeypatch), 0
     for at in range(100):
         death.left = None
-        shards = trained(rule, tmp_path / str(at))
+        shards = trained(rule, tmp_path / str(at), tables)
         death.left = at + 1
         pending = pushes()
         while pending:
@@ -97,6 +106,8 @@ def test_killed_at_any_change(rule: Rule, tmp_path: Path, monkeypatch: pytest.Mo
             np.testing.assert_array_equal(found, rows)
         assert shards.version == calm.version
         assert shards.stores()[0].counts.tolist() == calm.stores()[0].counts.tolist()
+        held = [each.stores()[0].count_held() for each in (calm, shards)]
+        assert all(held[0][name] == held[1][name] for name in COUNTED)
         shards.stores()[0].check_invariants()
         if death.left is not None:
             break
