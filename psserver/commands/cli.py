@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ from pscore.program import AsJson, make_app, write
 from psserver.exits import MEANINGS, CommandError, Exit
 
 if TYPE_CHECKING:
+    from psserver.commands.find import FoundServers
     from psserver.process.settings import Settings
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
@@ -48,6 +51,30 @@ Servers = Annotated[
     str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
+
+
+def about_servers(function: Callable[..., None]) -> Callable[..., None]:
+    """Makes a command of a function that gets the servers first, which three more options name."""
+
+    @functools.wraps(function)
+    def run(
+        *args: Any, port: int | None, state_dir: Path | None, servers: str | None, **options: Any
+    ) -> None:
+        from psserver.commands.find import find
+
+        function(find(servers, port, state_dir), *args, **options)
+
+    # The type of the servers is not imported here: other commands start sooner without it.
+    own = inspect.signature(function, eval_str=True, locals={"FoundServers": Any}).parameters
+    kind = inspect.Parameter.KEYWORD_ONLY
+    common = (("port", RunPort), ("state_dir", RunStateDir), ("servers", Servers))
+    parameters = [
+        *list(own.values())[1:],
+        *(inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in common),
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return app.command()(run)
 
 
 class StartCommand(typer.core.TyperCommand):
@@ -84,22 +111,18 @@ def start(
     sys.exit(launch(_settings(flags), detach=detach))
 
 
-@app.command()
+@about_servers
 def status(
+    found: FoundServers,
     *,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
     job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show shards, jobs, workers, and the workers that each one waits for."""
-    from psserver.commands.find import find
     from psserver.remote import ask
     from psserver.remote import readers as lister
     from psserver.remote import status as picture
 
-    found = find(servers, port, state_dir)
     replies = ask.answers(found.addresses, found.credentials)
     combined = picture.combine(found.addresses, replies)
     there = [shard["address"] for shard in combined["shards"] if not shard["moved_to"]]
@@ -112,8 +135,9 @@ def status(
         raise silent
 
 
-@app.command()
+@about_servers
 def dashboard(
+    found: FoundServers,
     *,
     listen: Annotated[
         str, typer.Option(help="Address of the page, host:port.", metavar="HOST:PORT")
@@ -123,73 +147,59 @@ def dashboard(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond loopback without TLS and token.")
     ] = False,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
 ) -> None:
     """Serve a page that shows the shards, jobs and workers, with a history of six hours."""
     from psserver.commands.dashboard import run_page
-    from psserver.commands.find import find
 
-    run_page(find(servers, port, state_dir), listen, tls_cert, tls_key, is_insecure=insecure)
+    run_page(found, listen, tls_cert, tls_key, is_insecure=insecure)
 
 
-@app.command()
+@about_servers
 def top(
+    found: FoundServers,
     *,
     job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print it once and exit; takes about a second.")
     ] = False,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
 ) -> None:
     """Show the dashboard's figures in the terminal, and update them every second."""
     from psserver.commands.dashboard import run_top
-    from psserver.commands.find import find
 
-    run_top(find(servers, port, state_dir), job, once=once)
+    run_top(found, job, once=once)
 
 
-@app.command()
+@about_servers
 def jobs(
+    found: FoundServers,
     *,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
     """List the jobs that the shards have, live ones first: state, step, workers, memory."""
-    from psserver.commands.find import find
     from psserver.remote import ask
     from psserver.remote import jobs as lister
 
-    found = find(servers, port, state_dir)
     listed = lister.listed(ask.statuses(found.addresses, found.credentials))
     write(listed, lister.show, as_json=as_json)
 
 
-@app.command()
+@about_servers
 def readers(
+    found: FoundServers,
     *,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
     """List published weights and their readers: version, lag, bytes by form, resyncs."""
-    from psserver.commands.find import find
     from psserver.remote import ask
     from psserver.remote import readers as lister
 
-    found = find(servers, port, state_dir)
     listed = lister.listed(ask.publications(found.addresses, found.credentials))
     write(listed, lister.show, as_json=as_json)
 
 
-@app.command()
+@about_servers
 def publish(
+    found: FoundServers,
     *,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder of the versions.")],
     job: Annotated[str, typer.Option(help="Name of the job.", envvar="PACELINE_JOB")],
@@ -210,16 +220,11 @@ def publish(
     ] = None,
     file_gb: Annotated[float, typer.Option(help="Most GB in one file.", min=0.001)] = 5.0,
     once: Annotated[bool, typer.Option("--once", help="Write one version, and end.")] = False,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
 ) -> None:
     """Write each published version into a folder in the layout of Hugging Face."""
-    from psserver.commands.find import find
     from psserver.commands.publishing import publish_versions
     from psserver.publish.folder import VersionsFolder
 
-    found = find(servers, port, state_dir)
     try:
         folder = VersionsFolder(to, keep=keep, nbytes_max=int(file_gb * 1e9), model=model)
     except OSError as problem:
@@ -237,8 +242,9 @@ def publish(
     )
 
 
-@app.command()
+@about_servers
 def forget(
+    found: FoundServers,
     *,
     job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job, as `jobs` shows it.")],
     force: Annotated[
@@ -247,16 +253,11 @@ def forget(
             "--force", help="Forget the job even if it has live workers; they end with an error."
         ),
     ] = False,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
 ) -> None:
     """Delete a job and its state on the shards; its checkpoints are moved aside."""
-    from psserver.commands.find import find
     from psserver.remote import jobs as lister
     from psserver.remote.status import in_bytes
 
-    found = find(servers, port, state_dir)
     nbytes, folders = lister.forget(found.addresses, found.credentials, job, is_forced=force)
     sys.stdout.write(f"forgot job {job} ({in_bytes(nbytes)} on {len(found.addresses)} shards)\n")
     for folder in folders:
@@ -284,22 +285,19 @@ def health(*, port: RunPort = None, state_dir: RunStateDir = None, servers: Serv
     sys.exit(Exit.OK if all(ready) else Exit.UNHEALTHY)
 
 
-@app.command()
+@about_servers
 def stop(
+    found: FoundServers,
     *,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
     grace_s: Annotated[
         float | None,
         typer.Option(help="With --servers: seconds for requests under way [10].", min=0.0),
     ] = None,
 ) -> None:
     """End shards once the requests under way are answered."""
-    from psserver.commands.find import end, find
+    from psserver.commands.find import end
     from psserver.remote import ask
 
-    found = find(servers, port, state_dir)
     if found.run is not None and grace_s is not None:
         raise ConfigError(
             f"--grace-s {grace_s:g} has no effect on servers that were started here: they take "
@@ -318,23 +316,19 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-@app.command()
+@about_servers
 def drain(
+    found: FoundServers,
     to: Annotated[str, typer.Argument(help="Address of an empty process of the same shard.")],
     *,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
     shard: Annotated[
         int, typer.Option(help="Place of the shard among the addresses [0].", min=0)
     ] = 0,
     mbit: Annotated[int, typer.Option(help="Most Mbit/s before the pause [no limit].", min=0)] = 0,
 ) -> None:
     """Move a shard to another process while its job trains."""
-    from psserver.commands.find import find
     from psserver.remote.drain import move
 
-    found = find(servers, port, state_dir)
     if shard >= len(found.addresses):
         raise ConfigError(f"--shard is {shard}, and there are {len(found.addresses)} addresses")
     reply = move(
@@ -395,8 +389,9 @@ def embedded(
     serve_parent(shards, lease_s=lease_s, log_level=log_level, has_token=token)
 
 
-@app.command()
+@about_servers
 def checkpoint(
+    found: FoundServers,
     *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where checkpoints go.")],
     job: Job = None,
@@ -406,16 +401,11 @@ def checkpoint(
             help="Number of this job's checkpoints to keep; older ones are deleted.", min=1
         ),
     ] = 3,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
 ) -> None:
     """Write a checkpoint: one step of a job on all shards; training continues meanwhile."""
-    from psserver.commands.find import find
     from psserver.remote.checkpoint import capture
     from psserver.remote.checkpoint_files import write
 
-    found = find(servers, port, state_dir)
     taken = capture(found.addresses, found.credentials, job, weights_only=False)
     with _disk(folder):
         path = write(folder, taken, keep=keep)
@@ -423,8 +413,9 @@ def checkpoint(
     sys.stderr.write(f"job {taken.job} at {taken.position}\n")
 
 
-@app.command()
+@about_servers
 def restore(
+    found: FoundServers,
     *,
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints.")
@@ -440,16 +431,11 @@ def restore(
         int | None,
         typer.Option(help="Number of workers that will join [as in the checkpoint].", min=1),
     ] = None,
-    port: RunPort = None,
-    state_dir: RunStateDir = None,
-    servers: Servers = None,
 ) -> None:
     """Create a job from a checkpoint, on any number of shards; workers then join it."""
-    from psserver.commands.find import find
     from psserver.remote import checkpoint as shards
     from psserver.remote.checkpoint_files import read
 
-    found = find(servers, port, state_dir)
     chosen, taken = read(path, job, _warn)
     name = taken.job if job is None else job
     taken.num_workers = taken.num_workers if workers is None else workers

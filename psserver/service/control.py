@@ -279,8 +279,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         pace = pace_of(request.pace) if request.HasField("pace") else None
         plane = printable(request.data_plane, PLANE_LENGTH_MAX)
         stage = stage_of(request.stage) if request.HasField("stage") else None
-        said = text, left_out, request.reported, peers, pace, plane, stage
-        view = job.heartbeat(request.worker, *said)
+        view = job.heartbeat(
+            request.worker, text, left_out, request.reported, peers, pace, plane, stage
+        )
         self.told.add((request.job, request.incarnation))
         wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]
         live = view.live if request.wants_live else ()

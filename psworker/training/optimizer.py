@@ -397,11 +397,12 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         use_local_steps(table, self._inner)
         gradients = make_gradients(table, early, lambda: table.set_hyper(self.param_groups))
         self._gradients = gradients
-        parts = table, gradients, self._buffers
-        self._recovery = WorkerRecovery(*parts, self._left_out, self._companions)
+        buffers, left_out, companions = self._buffers, self._left_out, self._companions
+        self._recovery = WorkerRecovery(table, gradients, buffers, left_out, companions)
         make_steps = GroupSteps if isinstance(gradients, GroupGradients) else Steps
-        accounts = self._recovery, self._left_out, self._companions
-        self._steps = make_steps(self, self._inner, *parts, *accounts)
+        self._steps = make_steps(
+            self, self._inner, table, gradients, buffers, self._recovery, left_out, companions
+        )
         self._hints.follow(table, gradients)
         trained_ids = {id(parameter) for parameter in table.flat.parameters}
         given = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -48,7 +48,7 @@ def chain_of(model: nn.Module, example: torch.Tensor) -> list[Block]:
     return blocks
 
 
-def joined(blocks: Sequence[Block]) -> nn.Sequential:
+def join_blocks(blocks: Sequence[Block]) -> nn.Sequential:
     """Returns a module that applies some blocks, in order; it holds their parameters."""
     return nn.Sequential(*(block.module for block in blocks))
 

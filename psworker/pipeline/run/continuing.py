@@ -113,9 +113,9 @@ class ContinuingDriver(Driver):
         self._kept: dict[int, tuple[Any, Any]] = {}  # Minibatches that may be needed again.
         self._members = Members(session, peers, place.replicas, first, declare)
         self._total: int | None = None  # Minibatches of the whole training, once it ends.
-        self._saves: _Save | None = None
-        self._brought: _Save | None = None  # By other workers, with the part of this one.
-        self._saved = -1  # Minibatches behind the last checkpoint of this worker's script.
+        self._own_save: _Save | None = None
+        self._save_of_others: _Save | None = None  # By other workers, with the part of this one.
+        self._saved_at = -1  # Minibatches behind the last checkpoint of this worker's script.
         self._steps = steps
         super().__init__(work, place, session, peers, first)
         if self.next > first:  # Its script begins behind a checkpoint of these minibatches.
@@ -165,33 +165,33 @@ class ContinuingDriver(Driver):
             ConfigError: There is one of this minibatch already.
             PacelineError: That member could not write; training may go on.
         """
-        if number == self._saved:  # A worker may have come back behind the first one.
+        if number == self._saved_at:  # A worker may have come back behind the first one.
             raise ConfigError(
                 f"minibatch {number} was saved before, or could not be: with on_lost='continue' "
                 "copy the folder, or save behind a later minibatch"
             )
         # The others may have saved while this worker was about to end the last minibatch.
-        saves, self._brought = self._brought, None
-        if saves is None or saves.number != number:
-            self._saves = saves = _Save(number, write)
+        save, self._save_of_others = self._save_of_others, None
+        if save is None or save.number != number:
+            self._own_save = save = _Save(number, write)
             self._members.saves = number
             with self._leaves_on_error():
                 # Workers that meet meanwhile may bring it to its end (`_meet`).
-                while not (saves.is_over or self._was_saved_without(number)):
+                while not (save.is_over or self._was_saved_without(number)):
                     if not self._again(partial(self._end, number)):
                         self._again(partial(self._write_from, number))
-            self._saves = self._members.saves = None
-        self._saved = number
+            self._own_save = self._members.saves = None
+        self._saved_at = number
         self._members.saved = max(self._members.saved, number)
-        if not saves.is_over:
+        if not save.is_over:
             log.warning(
                 "worker %d was away when the others came to the checkpoint of minibatch %d, and "
                 "leaves it to them",
                 self._members.rank,
                 number,
             )
-        elif not saves.is_written:
-            raise explain_unwritten(number, saves.problem)
+        elif not save.is_written:
+            raise explain_unwritten(number, save.problem)
 
     def _was_saved_without(self, number: int) -> bool:
         """Returns whether the others came to a checkpoint while this worker was declared lost."""
@@ -292,21 +292,21 @@ class ContinuingDriver(Driver):
             writer: Index of the member.
         """
         members, stage, written = self._members, self.place.stage, False
-        saves, parts = self._saves, self._work.parts()
+        save, parts = self._own_save, self._work.parts()
         if members.index == writer:
-            assert saves is not None
+            assert save is not None
             self._peers.run(self._collect_parts(parts))
             try:
-                saves.write(*parts)
+                save.write(*parts)
                 written = True
             except OSError as problem:
-                saves.problem = problem
+                save.problem = problem
         elif self.place.replica == 0 and self._stage_of(writer) != stage:
             members.send(writer, wire.STATE, self.first, to_numbers(*parts))
         is_written = bool(members.agree(lambda: int(written), writer))
-        if saves is None or saves.number != self.first:  # One that was away may save an older one.
-            saves = self._brought = _Save(self.first, lambda weights, state: None)
-        saves.is_written, saves.is_over = is_written, True
+        if save is None or save.number != self.first:  # One that was away may save an older one.
+            save = self._save_of_others = _Save(self.first, lambda weights, state: None)
+        save.is_written, save.is_over = is_written, True
         members.saves = None
         with contextlib.suppress(MembersChangedError):  # The next minibatch finds it, or the end.
             members.agree(lambda: 0, writer)

@@ -29,8 +29,8 @@ from psworker.pipeline.run.stage import (
     Receive,
     Send,
     StageReplica,
+    StageWaits,
 )
-from psworker.pipeline.run.stage import Waits as StageWaits
 from psworker.pipeline.run.trace import recorded
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ class _Enter(torch.autograd.Function):
         return grads[0], None
 
 
-def entered(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def make_entry(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a leaf that gets the gradient of an activation, and the activation for the layers.
 
     The first layer may change its input in place, as `ReLU(inplace=True)` does, which autograd

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from pscore.errors import ConfigError
-from psworker.pipeline.run.entry import entered, require_tensor
+from psworker.pipeline.run.entry import make_entry, require_tensor
 from psworker.pipeline.run.kept import Activations
 from psworker.pipeline.run.schedule import Place, Stash
 from psworker.pipeline.run.stage import (
@@ -33,7 +33,7 @@ from psworker.pipeline.run.stage import (
     OptimizerWait,
     Receive,
     Send,
-    Waits,
+    StageWaits,
     unobserved,
 )
 
@@ -170,9 +170,9 @@ class FrameStage:
             leaf = entry = self._inputs[chunk]
         else:
             source = self._place.rank_at(-1, number)
-            leaf, entry = entered(self._take(Receive(source, ACTIVATION, number)))
+            leaf, entry = make_entry(self._take(Receive(source, ACTIVATION, number)))
         weights = [*self._module.parameters()]
-        with self._around("forward", number), self.activations.made(entry, weights):
+        with self._around("forward", number), self.activations.count(entry, weights):
             result: torch.Tensor = self._module(entry)
         if not self.is_last:
             require_tensor(result, f"stage {self._place.stage}")
@@ -273,7 +273,7 @@ class FlushReplica:
         """Those of the minibatches in flight."""
         return self._stage.activations
 
-    def step(self, minibatch: int, inputs: Any, targets: Any) -> Waits:
+    def step(self, minibatch: int, inputs: Any, targets: Any) -> StageWaits:
         """Keeps a minibatch; with the last one of an update, runs all of them and updates.
 
         Args:
@@ -287,14 +287,14 @@ class FlushReplica:
         if self._seen == self._versions.minibatches:
             yield from self._flush(self._full)
 
-    def finish(self) -> Waits:
+    def finish(self) -> StageWaits:
         """Runs the minibatches that are left, and makes an update of them."""
         if self._held:
             # A schedule may want more minibatches than there are; the sum is that of any order.
             yield from self._flush(self._make(schedules.ScheduleGPipe, len(self._held)))
         self._seen = 0
 
-    def _flush(self, schedule: schedules.PipelineScheduleSingle) -> Waits:
+    def _flush(self, schedule: schedules.PipelineScheduleSingle) -> StageWaits:
         numbers = [number for number, _, _ in self._held]
         self._stage.begin(numbers, [inputs for _, inputs, _ in self._held])
         chunks = torch.arange(len(numbers))  # The schedule splits them; each is its own index.

@@ -56,7 +56,7 @@ class Activations:
         self._sizes: dict[torch.Size | None, int] = {}
 
     @contextlib.contextmanager
-    def made(self, entry: Any, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    def count(self, entry: Any, weights: Sequence[torch.Tensor]) -> Iterator[None]:
         """Adds those of the forward pass in a `with` block.
 
         Args:

@@ -25,7 +25,7 @@ from psworker.job import context
 from psworker.job.environment import Environment
 from psworker.peers.peers import Peers
 from psworker.pipeline.plan.choice import AUTO, Plan, agreed_plan, resolve_plan
-from psworker.pipeline.run.chain import Block, chain_of, joined, names_of
+from psworker.pipeline.run.chain import Block, chain_of, join_blocks, names_of
 from psworker.pipeline.run.checkpoint import StageCheckpoint, Tensors, optimizer_state
 from psworker.pipeline.run.driver import Driver, Work
 from psworker.pipeline.run.schedule import Place, Stash, TwoVersions, Vertical
@@ -206,7 +206,7 @@ class Pipeline:
         self.place = _place_of(self.plan, me.rank, me.num_workers)
         _require_enough(self._rule, self.place)
         first, last = _ranges(blocks, self.plan)[self.place.stage]
-        self.module = joined(blocks[first : last + 1])
+        self.module = join_blocks(blocks[first : last + 1])
         self._names = names_of(model, self.module)
 
     def _parts(self) -> tuple[Tensors, Tensors]:
@@ -459,7 +459,7 @@ def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:
 def _require_parameters(blocks: Sequence[Block], ranges: Sequence[tuple[int, int]]) -> None:
     """Raises a `ConfigError` if a stage has nothing to train."""
     for stage, (first, last) in enumerate(ranges):
-        module = joined(blocks[first : last + 1])
+        module = join_blocks(blocks[first : last + 1])
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(
                 f"stage {stage} ({blocks[first].name} to {blocks[last].name}) has no parameters to "

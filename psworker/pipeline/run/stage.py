@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from psworker.pipeline.run.entry import entered, require_tensor
+from psworker.pipeline.run.entry import make_entry, require_tensor
 from psworker.pipeline.run.kept import Activations
 from psworker.pipeline.run.ring import WeightRing
 from psworker.pipeline.run.schedule import Order, Stash
@@ -40,7 +40,7 @@ class OptimizerWait(NamedTuple):
     weight: float = 1.0  # Of this replica's gradient in the mean over the replicas.
 
 
-Waits = Generator[Receive | OptimizerWait, Any, None]
+StageWaits = Generator[Receive | OptimizerWait, Any, None]
 
 
 def unobserved(what: str, minibatch: int) -> contextlib.AbstractContextManager[None]:
@@ -100,7 +100,7 @@ class StageReplica:
         """Weight versions in memory."""
         return self.ring.held
 
-    def step(self, minibatch: int, inputs: Any, targets: Any) -> Waits:
+    def step(self, minibatch: int, inputs: Any, targets: Any) -> StageWaits:
         """Runs a minibatch forward, and the oldest one in flight backward if it is its turn.
 
         Args:
@@ -115,9 +115,9 @@ class StageReplica:
             leaf = entry = inputs
         else:
             source = self._place.rank_at(-1, minibatch)
-            leaf, entry = entered((yield Receive(source, ACTIVATION, minibatch)))
+            leaf, entry = make_entry((yield Receive(source, ACTIVATION, minibatch)))
         weights = self.ring.weights(version)
-        with self._around("forward", minibatch), self.activations.made(entry, weights):
+        with self._around("forward", minibatch), self.activations.count(entry, weights):
             result = torch.func.functional_call(
                 self._module, dict(zip(self._names, weights, strict=True)), (entry,)
             )
@@ -134,14 +134,14 @@ class StageReplica:
         if due is not None:
             yield from self._backward(due)
 
-    def finish(self) -> Waits:
+    def finish(self) -> StageWaits:
         """Runs the minibatches in flight backward, and makes an update of the rest."""
         while (due := self._order.due(is_over=True)) is not None:
             yield from self._backward(due)
         if self._order.has_rest:
             yield from self._update()
 
-    def _backward(self, minibatch: int) -> Waits:
+    def _backward(self, minibatch: int) -> StageWaits:
         """Adds the gradients of a minibatch up, sends that of its input, maybe makes an update."""
         leaf, result, weights = self._kept.pop(minibatch)
         grad = None
@@ -167,7 +167,7 @@ class StageReplica:
             grad = torch.zeros_like(parameter) if own is None else own
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def _update(self) -> Waits:
+    def _update(self) -> StageWaits:
         held, weight = self._order.updated()
         for parameter in self._parameters:
             if held > 1 and parameter.grad is not None:

@@ -14,7 +14,7 @@ from pscore.errors import ConfigError
 from psworker.commands import cli, models
 from psworker.pipeline.plan.measure import measure
 from psworker.pipeline.plan.units import parse_bandwidths, parse_memory
-from psworker.pipeline.run.chain import chain_of, joined, names_of
+from psworker.pipeline.run.chain import chain_of, join_blocks, names_of
 
 PROFILE = Path(__file__).parent / "profiles" / "vgg16.json"
 torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_the_blocks_one_after_the_other_are_the_forward(name: str, num_blocks: i
     blocks = chain_of(model, example)
     assert len(blocks) == num_blocks
     assert len({block.name for block in blocks}) == num_blocks
-    torch.testing.assert_close(joined(blocks)(example), model(example), rtol=0, atol=0)
+    torch.testing.assert_close(join_blocks(blocks)(example), model(example), rtol=0, atol=0)
     # They hold the model's own parameters, each once, under names that lead back.
     names = [names_of(model, block.module) for block in blocks]
     found = [name for mapped in names for name in mapped.values()]

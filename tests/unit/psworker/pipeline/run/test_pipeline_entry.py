@@ -7,7 +7,7 @@ from torch import nn
 from pscore.errors import ConfigError
 from psworker.pipeline.plan.measure import measure
 from psworker.pipeline.run.chain import Block
-from psworker.pipeline.run.entry import entered
+from psworker.pipeline.run.entry import make_entry
 
 
 @pytest.mark.parametrize("is_view", [True, False])
@@ -18,7 +18,7 @@ def test_the_gradient_of_an_activation_is_that_of_its_leaf(is_view: bool, in_pla
     plain = whole.clone().requires_grad_()
     expected = torch.autograd.grad(layers(plain * 1.0).sum(), [plain, *layers.parameters()])
     values = whole.flatten().clone().reshape(4, 3) if is_view else whole.clone()
-    leaf, entry = entered(values)
+    leaf, entry = make_entry(values)
     found = torch.autograd.grad(layers(entry).sum(), [leaf, *layers.parameters()])
     for own, other in zip(found, expected, strict=True):
         assert torch.equal(own, other)
