@@ -308,10 +308,7 @@ def compare(setup: Setup, folder: Path) -> dict[str, Any]:
     equal = min(calm["tokens"], storm["tokens"])
     losses = loss_at(calm["curve"], equal), loss_at(storm["curve"], equal)
     return {
-        "command": " ".join(["python -m benchmarks.chaos", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": kit.commit(),
-        "machine": kit.machine(),
+        **kit.describe_run("benchmarks.chaos"),
         "mode": (
             f"diloco(steps={setup.steps}, quorum={setup.quorum}, overlap={setup.overlap}, "
             f"delay={setup.delay})"

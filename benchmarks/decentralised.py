@@ -22,7 +22,6 @@ and so do accuracies with other `--seeds` after as many steps.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -74,12 +73,7 @@ def mean(runs: list[dict[str, Any]], what: str) -> float:
 def keep(path: Path, figures: dict[str, Any]) -> None:
     """Writes figures to the result file; those of parts that were not run stay."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    about = {
-        "command": f"python -m benchmarks.decentralised {' '.join(sys.argv[1:])}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "commit": kit.commit(),
-        "machine": kit.machine(),
-    }
+    about = kit.describe_run("benchmarks.decentralised")
     for part, values in figures.items():
         if part == "links":
             values = links.joined(known.get(part, {}).get("figures", ()), values)

@@ -17,7 +17,6 @@ left out. Without a GPU, `--device cpu --models tiny` runs the same program.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -269,10 +268,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here; --device cpu --models tiny tries the program")
     figures: dict[str, Any] = {
-        "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
-        "date": datetime.date.today().isoformat(),
-        "commit": kit.commit(),
-        "machine": kit.machine(),
+        **kit.describe_run(MODULE),
         "device": device_name(options.device),
         "numel": options.numel,
         "kernels": [],

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -404,11 +403,7 @@ def main() -> None:
             measure_case("two_by_two", TWO_BY_TWO, LEVELS, rounds, options.draw)
         )
     if options.results is not None:
-        about = {
-            "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
-            "date": datetime.date.today().isoformat(),
-            "machine": kit.machine(),
-        }
+        about = kit.describe_run(MODULE)
         options.results.write_text(json.dumps(about | figures, indent=1) + "\n")
     if options.json:
         print(json.dumps(figures))

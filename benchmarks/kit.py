@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
 import subprocess
@@ -254,6 +256,16 @@ def machine() -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, {memory} GiB, Linux {platform.release()}, "
         f"Python {platform.python_version()}, load {load:.1f}"
     )
+
+
+def describe_run(module: str) -> dict[str, str]:
+    """Returns the command, date, commit and machine of this run of a program, for its results."""
+    return {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+    }
 
 
 def commit(folder: Path = ROOT) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,7 @@ def main() -> None:
     if (reason := available()) is not None:
         sys.exit(f"no network namespaces here: {reason}")
     result = {
-        "command": f"python -m benchmarks.overlap {' '.join(sys.argv[1:])}",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": kit.commit(),
-        "machine": kit.machine(),
+        **kit.describe_run("benchmarks.overlap"),
         "cases": [
             case
             for rate in options.rates.split(",")

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import faulthandler
 import importlib
 import itertools
@@ -517,11 +516,7 @@ def main() -> None:
             for link in links
         }
     if options.results is not None:
-        about = {
-            "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
-            "date": datetime.date.today().isoformat(),
-            "machine": kit.machine(),
-        }
+        about = kit.describe_run(MODULE)
         options.results.write_text(json.dumps(about | figures, indent=1) + "\n")
     if options.json:
         print(json.dumps(figures))

@@ -289,10 +289,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-pipeline-kills-") as folder:
         account = Run(setup, Path(folder)).train()
     result = {
-        "command": " ".join(["python -m benchmarks.pipeline_kills", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": kit.commit(),
-        "machine": kit.machine(),
+        **kit.describe_run("benchmarks.pipeline_kills"),
         "replicas": REPLICAS,
         "setup": dataclasses.asdict(setup),
         **account,

@@ -20,14 +20,12 @@ the table of docs/pipelines.md; those of other seeds after as many updates stay.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import math
 import multiprocessing
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -263,12 +261,7 @@ def keep(path: Path, found: Sequence[Learned]) -> None:
     }
     order = {setting.name: index for index, setting in enumerate(SETTINGS)}
     runs = sorted((former | new).values(), key=lambda one: (order[one["name"]], one["seed"]))
-    about: dict[str, Any] = {
-        "command": f"python -m benchmarks.pipeline_learning {' '.join(sys.argv[1:])}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "commit": kit.commit(),
-        "machine": kit.machine(),
-    }
+    about: dict[str, Any] = kit.describe_run("benchmarks.pipeline_learning")
     if len(runs) > len(found):  # Others of the table are by former commands.
         before = [known[key] for key in ("command", "date", "commit")]
         about["former"] = [*known.get("former", []), before]

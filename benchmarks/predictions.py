@@ -19,7 +19,6 @@ Without `--quick` all four modes are measured on each of the links.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import statistics
@@ -196,11 +195,7 @@ def main() -> None:
         ],
     )  # fmt: skip
     if options.results is not None:
-        about = {
-            "command": f"python -m benchmarks.predictions {' '.join(sys.argv[1:])}",
-            "date": datetime.date.today().isoformat(),
-            "machine": kit.machine(),
-        }
+        about = kit.describe_run("benchmarks.predictions")
         rows = [
             {
                 "links": case.links,

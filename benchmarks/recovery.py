@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import random
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -300,10 +298,7 @@ def main() -> None:
     found = figures(outcome)
     if args.results is not None:
         about = {
-            "command": f"python -m benchmarks.recovery {shlex.join(sys.argv[1:])}",
-            "date": datetime.date.today().isoformat(),
-            "commit": kit.commit(),
-            "machine": kit.machine(),
+            **kit.describe_run("benchmarks.recovery"),
             "setup": {name: getattr(args, name) for name in ("mode", "workers", "shards", "numel")},
         }
         runs = json.loads(args.results.read_text()) if args.results.exists() else {}

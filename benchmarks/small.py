@@ -27,6 +27,8 @@ def make_model(name: str) -> tuple[Any, tuple[int, ...]]:
     """Returns a model and the shape of its inputs."""
     import torch
 
+    from psworker.commands.demo.train import LeNet
+
     torch.manual_seed(0)
     nn = torch.nn
     if name == "mlp":
@@ -35,23 +37,7 @@ def make_model(name: str) -> tuple[Any, tuple[int, ...]]:
             layers += [nn.Linear(wide, narrow), nn.ReLU()]
         return nn.Sequential(*layers[:-1]), (16, WIDTHS[0])
     if name == "lenet":
-        return (
-            nn.Sequential(
-                nn.Conv2d(1, 6, 5, padding=2),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-                nn.Conv2d(6, 16, 5),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-                nn.Flatten(),
-                nn.Linear(400, 120),
-                nn.ReLU(),
-                nn.Linear(120, 84),
-                nn.ReLU(),
-                nn.Linear(84, 10),
-            ),
-            (64, 1, 28, 28),
-        )
+        return LeNet(), (64, 1, 28, 28)
     return _resnet20(), (64, 3, 32, 32)
 
 

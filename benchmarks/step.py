@@ -19,7 +19,6 @@ Step times are means over whole rounds of k = 5 steps. By default compute takes 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import socket
 import sys
@@ -272,11 +271,7 @@ def measure_hosts(options: argparse.Namespace) -> None:
 def keep(path: Path, figures: dict[str, Any]) -> None:
     """Writes figures by case to a result file, where those of other cases stay."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    about = {
-        "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
-        "date": datetime.date.today().isoformat(),
-        "machine": kit.machine(),
-    }
+    about = kit.describe_run(MODULE)
     known |= {case: about | found for case, found in figures.items()}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 

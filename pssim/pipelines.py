@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from psworker.pipeline.run.schedule import Place, Stash
-from psworker.pipeline.run.stage import Loss, OptimizerWait, Receive, StageReplica, Waits
+from psworker.pipeline.run.stage import Loss, OptimizerWait, Receive, StageReplica, StageWaits
 
 MakeOptimizer = Callable[[Place, list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,7 +67,7 @@ class PipelineWorld:
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self.after_update: Callable[[int, int], None] = lambda stage, number: None
         self._waits: dict[int, Receive | OptimizerWait | None] = {}  # None: the replica has ended.
-        self._scripts: dict[int, Waits] = {}
+        self._scripts: dict[int, StageWaits] = {}
 
     def run(self, minibatches: Iterable[tuple[Any, Any]], seed: int = 0) -> None:
         """Trains on minibatches to the end, and ends those in flight.
@@ -105,7 +105,7 @@ class PipelineWorld:
 
         return send
 
-    def _script(self, rank: int, shared: _Shared) -> Waits:
+    def _script(self, rank: int, shared: _Shared) -> StageWaits:
         replica, number = self.replicas[rank], 0
         while (minibatch := shared.take(rank)) is not None:
             yield from replica.step(number, *minibatch)

@@ -13,35 +13,18 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
+from tests.deploy.plain import WORKERS, train_plain
 from tests.house.source import ROOT
 
 BIN = ROOT / ".venv-ray" / "bin"
 STEPS = 3000
-WORKERS = 2
 PORT = 24870  # Ray's workers have the ports from 10002 to 19999.
 
 pytestmark = [
     pytest.mark.skipif(not (BIN / "ray").exists(), reason="no Ray: make test-ray installs it"),
     pytest.mark.timeout(1800),
 ]
-
-
-def plain() -> float:
-    """Returns the loss of one process with the mean gradient of all workers."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(WORKERS):
-            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-            (((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean() / WORKERS).backward()
-        optimizer.step()
-    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return float(((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean())
 
 
 def line(process: psutil.Process) -> str:
@@ -182,6 +165,6 @@ def check(cluster: Cluster) -> None:
     ended = set(re.findall(r"rank (\d) ends with loss ([\d.]+)", text))
     assert sorted(rank for rank, _ in ended) == [str(rank) for rank in range(WORKERS)]
     losses = [float(loss) for _, loss in ended]
-    assert losses == pytest.approx([plain()] * WORKERS, abs=1e-5)
+    assert losses == pytest.approx([train_plain(STEPS)] * WORKERS, abs=1e-5)
     left = [line(it) for it in psutil.process_iter() if it.pid not in cluster.before]
     assert not [words for words in left if "psserver" in words and str(PORT) in words]

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from scripts.printed import commands
+from tests.deploy.plain import WORKERS, train_plain
 from tests.deploy.shells import FIRST, SECOND, two_hosts
 from tests.integration.cluster import Shards, clean_environment
 
 STEPS = 1500
-WORKERS = 2
 PORT = 24971  # Of torchrun's own store.
 SCRIPT = """
 import torch, psworker
@@ -46,22 +45,6 @@ print(f"rank {psworker.rank()} ends with loss {loss.item():.8f}", flush=True)
 """
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def plain() -> float:
-    """Returns the loss of one process with the mean gradient of all workers."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(WORKERS):
-            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
-            (((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean() / WORKERS).backward()
-        optimizer.step()
-    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return float(((model(x) - x.sum(1, keepdim=True).sin()) ** 2).mean())
 
 
 class Agent:
@@ -147,7 +130,7 @@ def test_a_gang_that_torchrun_starts_again_continues_at_the_step_of_the_shards(
     assert min(begun[WORKERS:]) >= 300
     ends = dict(re.findall(r"rank (\d) ends with loss ([\d.]+)", agent.said))
     assert sorted(ends) == ["0", "1"]
-    assert all(float(loss) == pytest.approx(plain(), abs=1e-5) for loss in ends.values())
+    assert all(float(loss) == pytest.approx(train_plain(STEPS), abs=1e-5) for loss in ends.values())
 
 
 def test_the_workers_of_other_hosts_train_on_when_a_host_is_lost(
