@@ -540,8 +540,8 @@ MUTANTS = (
             (
                 "a checkpoint that others have brought to its end",
                 PIPELINE + "continuing.py",
-                "saves, self._brought = self._brought, None",
-                "saves = None",
+                "save, self._save_of_others = self._save_of_others, None",
+                "save = None",
             ),
             (
                 "no step before all know of the checkpoint",
