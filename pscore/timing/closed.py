@@ -85,7 +85,7 @@ def closed_form(deployment: Deployment, rule: Rule, compressor: Compressor = RAW
     if rule.gossip:
         if not rule.alike:
             raise ConfigError(f"no closed form for {rule.name}: its workers mix their models")
-        return ring_form(deployment)
+        return ring_form(deployment, overlap=False)
     rule = without_warmup(rule)
     rule.require_workers(deployment.num_workers)
     steps = traffic_by_step(deployment.slices, rule, (compressor, RAW), deployment.num_state)
@@ -104,11 +104,15 @@ def closed_form(deployment: Deployment, rule: Rule, compressor: Compressor = RAW
     )
 
 
-def ring_form(deployment: Deployment) -> StepTime:
-    """Returns the time of a step of all-reduce, as DDP makes it; no shards take part.
+def ring_form(deployment: Deployment, *, overlap: bool = True) -> StepTime:
+    """Returns the time of a step of all-reduce; no shards take part.
 
     A ring passes each host once, so that hosts of several workers send no byte twice. Between few
     hosts NCCL adds up within each host first (`MachineRates.tree_hosts`).
+
+    Args:
+        deployment: Hosts, links, model and computing.
+        overlap: Whether buckets are exchanged during backward, as DDP does.
     """
     workers, compute_s = deployment.num_workers, deployment.computing_s()
     nbytes = 2 * (workers - 1) / workers * deployment.nbytes
@@ -121,7 +125,7 @@ def ring_form(deployment: Deployment) -> StepTime:
     cpu_s = nbytes / deployment.rates.ring
     name, ring_s = ("links", link_s) if link_s >= cpu_s else (WORKER_CPU, cpu_s)
     latency_s = (ends - 1) * deployment.round_trip_s if is_far else 0.0
-    share = min(1.0, BUCKET_NBYTES / deployment.nbytes)
+    share = min(1.0, BUCKET_NBYTES / deployment.nbytes) if overlap else 1.0
     computing = _computing(deployment)
     ready_s = compute_s * (FORWARD_SHARE + (1 - FORWARD_SHARE) * share)
     if compute_s + share * ring_s >= ready_s + ring_s:

@@ -38,6 +38,7 @@ JOINED = (
     "Join",
     "Define",
     "Change",
+    "Choose",
     "Heartbeat",
     "SendResidual",
     "FetchResidual",

@@ -12,6 +12,7 @@ import enum
 from dataclasses import dataclass, field
 
 from pscore.errors import UnknownJobError
+from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barriers
 from psserver.decisions.directory import Directory
 from psserver.decisions.membership import Membership
@@ -74,6 +75,7 @@ class Job:
     met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
     counters: JobCounters = field(default_factory=JobCounters)
     life: Life = field(default_factory=Life)
+    choice: ModeChoice = field(default_factory=ModeChoice)  # Of the mode, if workers left it open.
     directories: dict[int, Directory] = field(default_factory=dict)  # By table.
 
     def directory(self, table: int) -> Directory:

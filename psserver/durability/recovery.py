@@ -19,6 +19,7 @@ from pscore.memory.segment import Segment, WeightsMap
 from pscore.rules import make_rule
 from pscore.table_spec import TableSpec, count_of
 from pscore.types import FloatArray, IntArray
+from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
@@ -297,6 +298,7 @@ class Recovery:
         )
         recorder = JobRecorder(job, self._folder, journal)
         try:
+            job.choice = ModeChoice(*map(str, meta.get("choice", ())))
             job.life.number = count_of(meta["life"], "the life of the job", most=records.UINT32_MAX)
             for name, number, ranks, *rest in meta["barriers"]:
                 round_ = count_of(number, f"the round of barrier {name!r}")
@@ -383,6 +385,7 @@ def _describe(job: Job) -> Meta:
         "ended": job.state is State.ENDED,
         "restored": job.life.is_restored,
         "life": job.life.number,
+        "choice": [job.choice.mode, job.choice.text],
         "members": records.members_to_json(job),
         "spent": dict(job.membership.spent),
         "barriers": [

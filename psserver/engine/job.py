@@ -6,13 +6,18 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import structlog
 
 from pscore.errors import RemoteProtocolError
 from pscore.memory.segment import Segment
 from pscore.pb.ps.v1 import data_pb2
+from pscore.timing.auto import auto_candidates
+from pscore.timing.deployment import TimedSlice
 from pscore.types import ByteArray, FloatArray
+from psserver.decisions.auto_mode import ModeReport
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Acknowledge, Action, Answer, Load, Skip, Update
@@ -31,6 +36,7 @@ from psserver.slices.base import Asked, Payload
 from psserver.stores import kind_of
 
 WHOLE = Asked()
+log = structlog.get_logger()
 
 
 class Reply(Protocol):
@@ -273,7 +279,45 @@ class RunningJob:
                 news=member.news,
                 progress=self.job.progress,
                 life=self.job.life.number,
+                modes={name: str(table.spec.rule) for name, table in self.job.tables.items()},
             )
+
+    def choose_mode(
+        self, index: int, rank: int, step: int, report: ModeReport, risk: str, *, decides: bool
+    ) -> tuple[int, str]:
+        """Records a worker's report for the choice of the mode, or decides it.
+
+        Args:
+            index: Index of the table.
+            rank: Rank of the worker.
+            step: The step before which it reports.
+            report: Its report.
+            risk: The risk that its script accepts.
+            decides: Whether all workers have reported at this step.
+
+        Returns:
+            1 and the place of the mode among `auto_candidates`, 0 if none was chosen yet; and the
+            choice as a sentence.
+
+        Raises:
+            ConfigError: The step or the risk is not one.
+        """
+        with self._lock:
+            choice, table = self.job.choice, self.job.table(index)
+            if not decides:
+                host = self.job.membership.members[rank].host
+                choice.report(step, rank, replace(report, host=host))
+            elif not choice.mode:
+                members = self.job.membership
+                parts = [TimedSlice(s.shard, s.numel, s.compress) for s in table.layout.slices]
+                num_state = len(table.optimizer.state_names)
+                choice.decide(step, members.live(), parts, num_state, risk)
+                if choice.mode:
+                    log.info(choice.text, job=self.name)
+                    self.recorder.note()
+            modes = [one.mode for one in auto_candidates(self.job.membership.num_workers)]
+            number = 1 + modes.index(choice.mode) if choice.mode in modes else 0
+            return number, choice.text
 
     def heartbeat(
         self,

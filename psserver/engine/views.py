@@ -30,6 +30,7 @@ class Welcome:
     news: str
     progress: dict[str, int]  # Step of each table.
     life: int
+    modes: dict[str, str]  # Mode of each table.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,7 @@ class JobView:
     has_checkpoint: bool  # Whether this process has given its part of a whole one.
     checkpoint_age_s: float  # Since then, or since this process has the job.
     rounds: tuple[RoundView, ...] = ()  # Tables whose rounds have a quorum.
+    chosen: str = ""  # The choice of its mode and the reason; empty: it was given, or is open.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,7 @@ def view_of(
         has_checkpoint=saves.has_any,
         checkpoint_age_s=now_s - saves.since_s,
         rounds=_rounds(job),
+        chosen=job.choice.text,
     )
 
 

@@ -105,6 +105,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         "raw_pushed_nbytes": sum(part.raw_pushed_nbytes for part in parts),
         "raw_pulled_nbytes": sum(part.raw_pulled_nbytes for part in parts),
         "state": parts[0].state,
+        "chosen": parts[0].chosen,
         "step": max([part.step for part in parts] + [worker["step"] for worker in with_peers]),
         "silent_s": _silent_s(parts),
         "open_steps": max(part.open_steps for part in parts),
@@ -349,6 +350,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
     for wait in waits_of(job)[:LISTED_MAX]:
         console.print(f"waits for {printable(wait.in_words)}", markup=False)
+    if job["chosen"]:
+        console.print(printable(job["chosen"]), markup=False)
     if advice := advice_of(job):
         console.print(printable(advice), markup=False)
 

@@ -41,6 +41,7 @@ from psserver.service.messages import (
     job_status,
     pace_of,
     peer_of,
+    report_of,
     stage_of,
     to_proto,
 )
@@ -270,6 +271,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             self._engine.step_aside(job, request.table, request.worker, change)
         return pb.ChangeReply()
 
+    async def Choose(self, request: pb.ChooseRequest, context: Context) -> pb.ChooseReply:
+        """Records a worker's report for the choice of the mode, and answers that choice."""
+        job = self._heard(request)
+        to = request.table, request.worker, request.step, report_of(request), request.risk
+        choice, text = job.choose_mode(*to, decides=request.decides)
+        return pb.ChooseReply(choice=choice, text=text)
+
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
         job = self._heard(request)
@@ -403,6 +411,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self,
         request: pb.DefineRequest
         | pb.ChangeRequest
+        | pb.ChooseRequest
         | pb.HeartbeatRequest
         | pb.BarrierRequest
         | pb.SendResidualRequest

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
+from psserver.decisions.auto_mode import ModeReport
 from psserver.decisions.directory import Peer
 from psserver.decisions.worker_reports import NO_PACE, ReportedPace, StageReport
 from psserver.engine.views import JobView, WorkerView
@@ -51,6 +52,17 @@ def pace_of(message: pb.Pace) -> ReportedPace:
     """Returns the pace that a worker reports; zeros if no worker can have it."""
     pace = from_proto(ReportedPace, message)
     return pace if pace.is_valid else NO_PACE
+
+
+def report_of(message: pb.ChooseRequest) -> ModeReport:
+    """Returns the report of a worker for the choice of the mode; the job knows its host."""
+    return ModeReport(
+        incarnation=message.incarnation,
+        pace=pace_of(message.pace),
+        near=tuple(message.near),
+        possible=frozenset(message.possible),
+        overlaps=message.overlaps,
+    )
 
 
 def stage_of(message: pb.StageReport) -> StageReport | None:

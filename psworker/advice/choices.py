@@ -4,108 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pscore.compressors import parse_compressor
 from pscore.errors import ConfigError
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.rules import parse_mode
-from pscore.timing.closed import SHARD_CPU, StepTime, closed_form, ring_form
-from pscore.timing.deployment import Deployment
+from pscore.timing.choice import (
+    CANDIDATES,
+    RISKS,
+    WORTH,
+    AdviceRow,
+    Candidate,
+    backup_candidate,
+    choose,
+    row_of,
+)
+from pscore.timing.closed import SHARD_CPU, closed_form, ring_form
+from pscore.timing.evidence import DDP, EVIDENCE
 from pscore.timing.memory import num_arrays
-from psworker.advice.evidence import DDP, EVIDENCE, LOW_POINTS, Evidence
 from psworker.advice.situation import Situation
 from psworker.advice.sizes import is_too_large
 
-RISKS = ("none", "low", "any")
-NEARLY = 1.05  # Modes within 5 % are equal: the one that changes nothing else is advised.
-WORTH = 1.1  # A mode has to be so much faster than one with the same updates to be advised.
 MUCH = 1.5  # As much faster is worth a sentence, at any risk.
 SHARDS_PER_HOST = (1, 2, 4, 8, 16, 32, 64)
 SHARDS_MAX = 4096
 # The worst error of runs that were predicted first, docs/results/predictions.json, and the range of
 # those and of the runs in hosts.json and step_hosts.json.
 ERROR = 0.23
-MEASURED_MODES = ("ssgd", "od", "ssd", "cd", DDP)
 TRIP_MAX_S = 21e-3  # Longest round trip of these runs.
 MEASURED = {"workers": (1, 4), "Gbit/s": (0.1, 1.0), "parameters": (1.6e6, 25.6e6)}
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A mode that advice considers.
-
-    Attributes:
-        mode: The argument `mode=`.
-        evidence: Its key in `EVIDENCE`.
-        compression: The argument `compression=`.
-        least: Workers that it needs.
-    """
-
-    mode: str
-    evidence: str
-    compression: str = "none"
-    least: int = 1
-
-
-CANDIDATES = (
-    Candidate("ssgd", "ssgd"),
-    Candidate("od", "od"),
-    Candidate("ssd(steps=1, mirror=kept)", "ssd k=1 kept"),
-    Candidate("ssd(steps=5)", "ssd k=5"),
-    Candidate("ssd(steps=5, mirror=kept)", "ssd k=5 kept"),
-    Candidate("cd", "cd", "2bit"),
-    Candidate("local(steps=8)", "local H=8"),
-    Candidate("diloco(steps=100)", "diloco"),
-    Candidate("asgd", "asgd"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdviceRow:
-    """One way to train: its time, limit and evidence.
-
-    Attributes:
-        mode: The argument `mode=`, or `ddp`.
-        compression: The argument `compression=`.
-        grouped: Whether the processes of a host are one worker.
-        time: Its time in closed form.
-        evidence: Its effect on accuracy where that was measured.
-        num_shards: Its shards; 0: none.
-    """
-
-    mode: str
-    compression: str
-    grouped: bool
-    time: StepTime
-    evidence: Evidence
-    num_shards: int
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether committed runs on shaped links had its mode."""
-        return self.mode.partition("(")[0] in MEASURED_MODES
-
-    @property
-    def name(self) -> str:
-        """Its name in tables."""
-        packed = "" if self.compression == "none" else f" + {self.compression}"
-        return f"{self.mode}{packed}" + (", a host is a worker" if self.grouped else "")
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON can hold it."""
-        return {
-            "mode": self.mode,
-            "compression": self.compression,
-            "host_is_a_worker": self.grouped,
-            "step_ms": round(1e3 * self.time.step_s, 1),
-            "limit": self.time.limit,
-            "waited": round(self.time.waited, 3),
-            "parts_ms": {name: round(1e3 * s, 2) for name, s in self.time.parts_s.items()},
-            "pushed_nbytes": round(self.time.pushed_nbytes),
-            "pulled_nbytes": round(self.time.pulled_nbytes),
-            "accuracy": self.evidence.as_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,32 +113,15 @@ def _shard_rows(situation: Situation, hosts: Sequence[int]) -> Iterator[AdviceRo
         ways = (False, True) if grouped and candidate.mode == "ssgd" else (grouped,)
         for is_one in ways:
             deployment = situation.deployment(hosts, grouped=is_one)
-            if row := _row(deployment, candidate, is_one):
+            if row := row_of(deployment, candidate, grouped=is_one):
                 yield row
 
 
 def candidates_of(situation: Situation) -> tuple[Candidate, ...]:
     """Returns the modes that fit: with unequal workers also backup workers."""
-    few = max(1, situation.num_workers // 8)
-    backup = Candidate(f"ssgd(backup={few})", "ssgd backup", least=few + 1)
+    backup = backup_candidate(situation.num_workers)
     is_unequal = bool(situation.slow) or situation.deviation > 0
     return (*CANDIDATES, backup) if is_unequal else CANDIDATES
-
-
-def _row(deployment: Deployment, candidate: Candidate, grouped: bool) -> AdviceRow | None:
-    try:
-        rule, compressor = parse_mode(candidate.mode), parse_compressor(candidate.compression)
-        time = closed_form(deployment, rule, compressor)
-    except ConfigError:  # The mode does not fit the number of workers.
-        return None
-    return AdviceRow(
-        mode=candidate.mode,
-        compression=candidate.compression,
-        grouped=grouped,
-        time=time,
-        evidence=EVIDENCE[candidate.evidence],
-        num_shards=deployment.num_shards,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,15 +152,15 @@ def choose_row(rows: Sequence[AdviceRow], risk: str) -> AdviceVerdict:
     """
     if risk not in RISKS:
         raise ConfigError(f"--risk is {risk!r}, must be one of {', '.join(RISKS)}")
-    best = _choose(rows, risk)
-    any_way = _choose(rows, "any")
+    best = choose(rows, risk)
+    any_way = choose(rows, "any")
     also = ""
     if any_way.time.step_s * MUCH < best.time.step_s:
         also = (
             f"{any_way.name} would take {_ms(any_way)} instead of {_ms(best)}: "
             f"{any_way.evidence.text}. Try it on your task"
         )
-    first = _choose(rows, "none")
+    first = choose(rows, "none")
     if best.mode == DDP:
         text = (
             "use DDP: no way with shards is clearly faster at this risk. Shards are worth it if "
@@ -265,19 +174,6 @@ def choose_row(rows: Sequence[AdviceRow], risk: str) -> AdviceVerdict:
     return AdviceVerdict(row=best, text=text, also=also)
 
 
-def _choose(rows: Sequence[AdviceRow], risk: str) -> AdviceRow:
-    """Returns the row to use: the one that changes least among those that are about as fast."""
-    allowed = [row for row in rows if _is_allowed(row, risk)]
-    fastest = min(allowed, key=lambda row: row.time.step_s)
-    same = [row for row in allowed if row.evidence.points == 0]
-    first = min(same, key=lambda row: row.time.step_s)
-    if first.time.step_s <= WORTH * fastest.time.step_s:
-        nearly = [row for row in same if row.time.step_s <= NEARLY * first.time.step_s]
-        return next((row for row in nearly if row.mode == DDP), first)
-    nearly = [row for row in allowed if row.time.step_s <= NEARLY * fastest.time.step_s]
-    return max(nearly, key=lambda row: row.evidence.points or 0.0)
-
-
 def _use(row: AdviceRow) -> str:
     packed = "" if row.compression == "none" else f", compression={row.compression!r}"
     return f"mode={row.mode!r}{packed}" + (', local_group="host"' if row.grouped else "")
@@ -285,13 +181,6 @@ def _use(row: AdviceRow) -> str:
 
 def _ms(row: AdviceRow) -> str:
     return f"{1e3 * row.time.step_s:,.0f} ms"
-
-
-def _is_allowed(row: AdviceRow, risk: str) -> bool:
-    points = row.evidence.points
-    if risk == "any":
-        return True
-    return points is not None and -points <= (LOW_POINTS if risk == "low" else 0.0)
 
 
 def beyond_measured(situation: Situation) -> list[str]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pscore.timing.choice import AdviceRow
 from pscore.timing.deployment import RATE_SOURCES
+from pscore.timing.evidence import DDP
 from psworker.advice.choices import (
     ERROR,
-    AdviceRow,
     AdviceVerdict,
     ShardPlaces,
     beyond_measured,
@@ -17,7 +18,6 @@ from psworker.advice.choices import (
     plan_shards,
     rows_of,
 )
-from psworker.advice.evidence import DDP
 from psworker.advice.situation import Situation
 from psworker.advice.sizes import shown_nbytes, shown_numel
 

@@ -30,6 +30,7 @@ from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
 from psworker.training.arguments import list_named, require_optimizer
 from psworker.training.changes import growth, handover
+from psworker.training.changes.auto_mode import ModeWish
 from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.companions import join_companions
@@ -65,7 +66,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         optimizer: One that the shards run (docs/training.md lists them); its groups'
             hyper-parameters travel with each push.
         named_parameters: `model.named_parameters()`, in the same order on every worker.
-        mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
+        mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`. `"auto"`: the
+            job measures in `ssgd`, and then takes the mode that advice names (docs/choosing.md).
         compression: The compressor of pushes: `"none"`, `"fp16"`, or a `Compressor`.
         pull_compression: The compressor of the pulls that training uses.
         servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
@@ -128,7 +130,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
         samples = require_weight(samples)
-        rule = parse_mode(mode)
+        self._wish = ModeWish(mode, rows)
+        rule = self._wish.first
         self._declaration = Declaration(
             named=list_named(named_parameters),
             compressor=parse_compressor(compression),
@@ -150,6 +153,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         _replace_others(parameters)
         first = self._context.table_name(TABLE)
         name = growth.newest(first, session.known_tables)
+        if (chosen := self._wish.join(session, name)) != rule:
+            rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
         spec = self._declaration.spec(name, self, rule, plugin, len(session.links))
         with growth.explain_growth(name):
             table = TrainingTable(
@@ -168,6 +173,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)
         _open.add(self)
+        self._choose_mode()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; a library may replace `step`, by a function that takes a scaler."""
@@ -215,6 +221,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._hints.check()
         self._grow_if_thawed()
         self._steps.run(grad_scaler)
+        self._choose_mode()
         return loss
 
     @not_traced
@@ -233,6 +240,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._require_open("skip_step")
         self._grow_if_thawed()
         self._steps.run(None, skips=True)
+        self._choose_mode()
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -303,6 +311,15 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         )
         former.local_step.close()
         self._replace_table(kept, rule, plugin)
+
+    def _choose_mode(self) -> None:
+        """Takes the mode that the job has chosen, if its mode was left open."""
+        if self._wish.is_open:
+            with self._recovery.guard():
+                overlaps = self._gradients.overlap.is_wanted
+                rule = self._wish.ask(self._table, self._inner, overlaps=overlaps)
+            if rule is not None:
+                self.set_mode(rule)
 
     def close(self) -> None:
         """Ends training: the model keeps the global weights.

@@ -98,18 +98,21 @@ class Known:
         life: The life of the job, on the first shard.
         progress: Step of each table that the job had.
         rounds: The next round of each barrier.
+        modes: Mode of each table that the job had.
         mends: Whether the shards restore a job of which one of them has lost its part.
     """
 
     life: int = 0
     progress: dict[str, int] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
+    modes: dict[str, str] = field(default_factory=dict)
     mends: bool = False
 
     def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""
         self.progress |= {name: step for name, step in reply.progress.items()}
         if is_first:
+            self.modes = dict(reply.modes)
             self.life, self.mends = reply.life, reply.mends
             if reply.news:
                 log.warning("worker %d: %s", reply.rank, reply.news)
@@ -250,6 +253,7 @@ class Joining:
             "lease_s": self._member.lease_s,
             "progress": self.known.progress,
             "life": self.known.life,
+            "modes": self.known.modes,
             "instances": [link.instance for link in self._links],
         }
 
@@ -260,7 +264,7 @@ class Joining:
         member = self._member
         member.rank, member.incarnation = identity["rank"], identity["incarnation"]
         member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
-        self.known.life = identity["life"]
+        self.known.life, self.known.modes = identity["life"], identity["modes"]
         for link, instance in zip(self._links, identity["instances"], strict=True):
             link.instance, link.joined_as = instance, (member.rank, member.incarnation)
             link.open(self._data_plane)

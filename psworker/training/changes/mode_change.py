@@ -13,16 +13,11 @@ from pscore.rules.base import Rule, require_sizes
 from psworker.training.table import TrainingTable
 
 
-def change_mode(table: TrainingTable, rule: Rule) -> None:
-    """Switches a table to another mode; every worker calls it, between two steps.
-
-    Args:
-        table: The table that is trained.
-        rule: The new mode.
+def require_possible(table: TrainingTable, rule: Rule) -> None:
+    """Refuses a mode that a table cannot change to; nothing has changed then.
 
     Raises:
-        ConfigError: The shards would have to run another optimizer.
-        JobMismatchError: Another worker has named another mode.
+        ConfigError: The shards would have to run another optimizer, or it does not fit the job.
     """
     former = table.rule
     if rule.outer_optimizer != former.outer_optimizer:
@@ -36,6 +31,21 @@ def change_mode(table: TrainingTable, rule: Rule) -> None:
             "no weights; save state_dict() and start a new job"
         )
     require_sizes(rule, table.session.num_workers, table.session.min_workers)
+
+
+def change_mode(table: TrainingTable, rule: Rule) -> None:
+    """Switches a table to another mode; every worker calls it, between two steps.
+
+    Args:
+        table: The table that is trained.
+        rule: The new mode.
+
+    Raises:
+        ConfigError: The table cannot change to it.
+        JobMismatchError: Another worker has named another mode.
+    """
+    former = table.rule
+    require_possible(table, rule)
     if str(rule) == str(former):
         return
     table.local_step.part()

@@ -65,7 +65,7 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "mends")
+    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "modes", "mends")
     class RoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,13 @@ class JoinReply(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ModesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +95,7 @@ class JoinReply(_message.Message):
     NEWS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
+    MODES_FIELD_NUMBER: _ClassVar[int]
     MENDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_workers: int
@@ -97,8 +105,9 @@ class JoinReply(_message.Message):
     news: str
     progress: _containers.ScalarMap[str, int]
     life: int
+    modes: _containers.ScalarMap[str, str]
     mends: bool
-    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., mends: bool = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., modes: _Optional[_Mapping[str, str]] = ..., mends: bool = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "group", "compress")
@@ -201,6 +210,40 @@ class ChangeRequest(_message.Message):
 class ChangeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ChooseRequest(_message.Message):
+    __slots__ = ("job", "worker", "incarnation", "table", "step", "decides", "risk", "pace", "possible", "near", "overlaps")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DECIDES_FIELD_NUMBER: _ClassVar[int]
+    RISK_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    POSSIBLE_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
+    OVERLAPS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    worker: int
+    incarnation: int
+    table: int
+    step: int
+    decides: bool
+    risk: str
+    pace: Pace
+    possible: _containers.RepeatedScalarFieldContainer[str]
+    near: _containers.RepeatedScalarFieldContainer[bool]
+    overlaps: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., step: _Optional[int] = ..., decides: bool = ..., risk: _Optional[str] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., possible: _Optional[_Iterable[str]] = ..., near: _Optional[_Iterable[bool]] = ..., overlaps: bool = ...) -> None: ...
+
+class ChooseReply(_message.Message):
+    __slots__ = ("choice", "text")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    text: str
+    def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage")
@@ -587,7 +630,7 @@ class TableStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., minibatches: _Optional[int] = ..., num_exposed: _Optional[int] = ..., lead: _Optional[int] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s", "raw_pushed_nbytes", "raw_pulled_nbytes", "open_steps", "num_lost", "has_checkpoint", "checkpoint_age_s")
+    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s", "raw_pushed_nbytes", "raw_pulled_nbytes", "open_steps", "num_lost", "has_checkpoint", "chosen", "checkpoint_age_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -607,6 +650,7 @@ class JobStatus(_message.Message):
     OPEN_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_FIELD_NUMBER: _ClassVar[int]
     HAS_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     job: str
     num_workers: int
@@ -627,8 +671,9 @@ class JobStatus(_message.Message):
     open_steps: int
     num_lost: int
     has_checkpoint: bool
+    chosen: str
     checkpoint_age_s: float
-    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., silent_s: _Optional[float] = ..., raw_pushed_nbytes: _Optional[int] = ..., raw_pulled_nbytes: _Optional[int] = ..., open_steps: _Optional[int] = ..., num_lost: _Optional[int] = ..., has_checkpoint: bool = ..., checkpoint_age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., silent_s: _Optional[float] = ..., raw_pushed_nbytes: _Optional[int] = ..., raw_pulled_nbytes: _Optional[int] = ..., open_steps: _Optional[int] = ..., num_lost: _Optional[int] = ..., has_checkpoint: bool = ..., chosen: _Optional[str] = ..., checkpoint_age_s: _Optional[float] = ...) -> None: ...
 
 class LostJob(_message.Message):
     __slots__ = ("job", "reason")

@@ -54,6 +54,11 @@ class ControlStub(object):
                 request_serializer=ps_dot_v1_dot_control__pb2.ChangeRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_control__pb2.ChangeReply.FromString,
                 _registered_method=True)
+        self.Choose = channel.unary_unary(
+                '/ps.v1.Control/Choose',
+                request_serializer=ps_dot_v1_dot_control__pb2.ChooseRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.ChooseReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/ps.v1.Control/Heartbeat',
                 request_serializer=ps_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
@@ -123,6 +128,12 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Change(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Choose(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +215,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Change,
                     request_deserializer=ps_dot_v1_dot_control__pb2.ChangeRequest.FromString,
                     response_serializer=ps_dot_v1_dot_control__pb2.ChangeReply.SerializeToString,
+            ),
+            'Choose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Choose,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.ChooseRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.ChooseReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -359,6 +375,33 @@ class Control(object):
             '/ps.v1.Control/Change',
             ps_dot_v1_dot_control__pb2.ChangeRequest.SerializeToString,
             ps_dot_v1_dot_control__pb2.ChangeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Choose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Control/Choose',
+            ps_dot_v1_dot_control__pb2.ChooseRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.ChooseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,7 @@ class ControlStub:
     Join: _grpc.UnaryUnaryMultiCallable[_control_pb2.JoinRequest, _control_pb2.JoinReply]
     Define: _grpc.UnaryUnaryMultiCallable[_control_pb2.DefineRequest, _control_pb2.DefineReply]
     Change: _grpc.UnaryUnaryMultiCallable[_control_pb2.ChangeRequest, _control_pb2.ChangeReply]
+    Choose: _grpc.UnaryUnaryMultiCallable[_control_pb2.ChooseRequest, _control_pb2.ChooseReply]
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_control_pb2.HeartbeatRequest, _control_pb2.HeartbeatReply]
     SendResidual: _grpc.UnaryUnaryMultiCallable[_control_pb2.SendResidualRequest, _control_pb2.SendResidualReply]
     FetchResidual: _grpc.UnaryUnaryMultiCallable[_control_pb2.FetchResidualRequest, _control_pb2.FetchResidualReply]
@@ -52,6 +53,7 @@ class ControlAsyncStub(ControlStub):
     Join: _aio.UnaryUnaryMultiCallable[_control_pb2.JoinRequest, _control_pb2.JoinReply]  # type: ignore[assignment]
     Define: _aio.UnaryUnaryMultiCallable[_control_pb2.DefineRequest, _control_pb2.DefineReply]  # type: ignore[assignment]
     Change: _aio.UnaryUnaryMultiCallable[_control_pb2.ChangeRequest, _control_pb2.ChangeReply]  # type: ignore[assignment]
+    Choose: _aio.UnaryUnaryMultiCallable[_control_pb2.ChooseRequest, _control_pb2.ChooseReply]  # type: ignore[assignment]
     Heartbeat: _aio.UnaryUnaryMultiCallable[_control_pb2.HeartbeatRequest, _control_pb2.HeartbeatReply]  # type: ignore[assignment]
     SendResidual: _aio.UnaryUnaryMultiCallable[_control_pb2.SendResidualRequest, _control_pb2.SendResidualReply]  # type: ignore[assignment]
     FetchResidual: _aio.UnaryUnaryMultiCallable[_control_pb2.FetchResidualRequest, _control_pb2.FetchResidualReply]  # type: ignore[assignment]
@@ -90,6 +92,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ChangeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ChangeReply, _abc.Awaitable[_control_pb2.ChangeReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Choose(
+        self,
+        request: _control_pb2.ChooseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ChooseReply, _abc.Awaitable[_control_pb2.ChooseReply]]: ...
 
     @_abc_1.abstractmethod
     def Heartbeat(

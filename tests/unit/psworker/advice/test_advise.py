@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
+from pscore.timing.choice import CANDIDATES
 from pscore.timing.deployment import RATE_SOURCES, MachineRates
+from pscore.timing.evidence import EVIDENCE
 from psworker.advice import report
-from psworker.advice.choices import CANDIDATES, ERROR, is_grouped, plan_shards
-from psworker.advice.evidence import EVIDENCE
+from psworker.advice.choices import ERROR, is_grouped, plan_shards
 from psworker.advice.situation import parse_sites, read_situation, split_hosts
 from psworker.advice.sizes import NUMELS, parse_model, shown_nbytes, shown_numel
 from psworker.commands import cli

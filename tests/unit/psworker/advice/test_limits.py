@@ -8,8 +8,8 @@ import pytest
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pscore.timing.deployment import Deployment, MachineRates
+from pscore.timing.evidence import DDP
 from pssim.timing.run import run_in_time
-from psworker.advice.evidence import DDP
 from psworker.advice.report import advise
 from psworker.advice.situation import read_situation
 

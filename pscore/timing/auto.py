@@ -1,0 +1,67 @@
+"""`mode="auto"`: a job begins in `ssgd`, and behind some steps takes the mode that advice names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pscore.plugins import Plugin, make_plugin, parse_plugin, require_one_of, require_range
+from pscore.registry import Registry
+from pscore.rules.base import Rule
+from pscore.timing.choice import CANDIDATES, RISKS, Candidate, backup_candidate
+from pscore.timing.evidence import DDP
+
+FIRST = CANDIDATES[0]  # The mode in which the job measures.
+
+
+@dataclass(frozen=True)
+class AutoMode(Plugin):
+    """The wish that a job chooses its mode by itself, once.
+
+    Attributes:
+        steps: Steps between two reports of the workers; the second one decides, so that slow first
+            steps do not count.
+        risk: As of `psworker advise`: `none` allows only modes with the updates of `ssgd`.
+    """
+
+    steps: int = 25
+    risk: str = "none"
+
+    name: ClassVar[str] = "auto"
+
+    def __post_init__(self) -> None:
+        """Checks every argument.
+
+        Raises:
+            ConfigError: One of them is out of its range.
+        """
+        require_range("auto.steps", self.steps, 2, 1 << 20)
+        require_one_of("auto.risk", self.risk, dict.fromkeys(RISKS))
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the workers report before 0-based step `step`."""
+        return step > 0 and step % self.steps == 0
+
+
+WISHES: Registry[AutoMode] = Registry("mode", "paceline.wishes", AutoMode, [AutoMode])
+
+
+def parse_wish(mode: str | Rule) -> AutoMode | None:
+    """Returns the wish that the argument `mode=` expresses; None: it names a mode.
+
+    Raises:
+        ConfigError: It is such a wish, and an argument is wrong.
+    """
+    if not isinstance(mode, str) or not mode.strip().startswith(AutoMode.name):
+        return None
+    name, arguments = parse_plugin("mode", mode)
+    return make_plugin(WISHES, name, arguments) if name in WISHES.own else None
+
+
+def auto_candidates(num_workers: int) -> tuple[Candidate, ...]:
+    """Returns the modes among which a job may choose, `FIRST` at first.
+
+    In each of them a learning rate means the same as in `ssgd`.
+    """
+    kin = [each for each in CANDIDATES if each.is_kin and each.compression == "none"]
+    return (*kin, Candidate("allreduce", DDP), backup_candidate(num_workers))

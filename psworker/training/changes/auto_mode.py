@@ -1,0 +1,140 @@
+"""`mode="auto"` on a worker: it reports before every n-th step until the job has chosen its mode.
+
+All workers come to such a step together, since they train in a synchronous mode. Each reports its
+sums to the first shard; behind a barrier the shard decides (psserver/decisions/auto_mode.py); and
+in a second one the workers take the largest answer, so that all take the same mode, also if the
+shard was started again between two of its answers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from pscore.errors import ConfigError, PacelineError
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules import parse_mode
+from pscore.rules.base import Rule
+from pscore.timing.auto import FIRST, auto_candidates, parse_wish
+from psworker.connection.membership.session import Session
+from psworker.training.changes import handover, mode_change
+from psworker.training.local_steps.peer_step import require_peers
+from psworker.training.local_steps.worker_steps import choose_optimizer
+from psworker.training.parts import refuse_in_group
+from psworker.training.table import TrainingTable
+
+log = logging.getLogger("paceline")
+REPORTED, CHOSEN = "auto reported", "auto chosen"  # Barriers; their rounds are steps.
+LOCAL = "local"  # Data plane through memory.
+
+
+class ModeWish:
+    """The choice of a job's mode, as one worker waits for it.
+
+    Attributes:
+        first: The mode to begin with.
+        is_open: Whether the job has yet to choose.
+    """
+
+    def __init__(self, mode: str | Rule, rows: object = None) -> None:
+        """Reads the argument `mode=`.
+
+        Args:
+            mode: A mode, or the wish that the job chooses one.
+            rows: The argument `rows=`.
+
+        Raises:
+            ConfigError: It is wrong, or does not go with the tables of rows.
+        """
+        self._wish = parse_wish(mode)
+        self.first = parse_mode(mode if self._wish is None else FIRST.mode)
+        self.is_open = self._wish is not None
+        if self.is_open and rows is not None:
+            raise ConfigError(f"mode is {mode!r}, and rows are trained beside it: name a mode")
+
+    def join(self, session: Session, table: str) -> Rule:
+        """Returns the mode to declare, in a job that may have chosen already.
+
+        Raises:
+            ConfigError: The job chooses its mode, and workers come and go.
+        """
+        if not self.is_open:
+            return self.first
+        if session.min_workers:
+            raise ConfigError("mode is 'auto' in a job whose workers come and go: name a mode")
+        rule = parse_mode(session.known_modes.get(table, self.first))
+        self.is_open = rule == self.first
+        return rule
+
+    def ask(
+        self, table: TrainingTable, inner: torch.optim.Optimizer, *, overlaps: bool
+    ) -> Rule | None:
+        """Returns the mode that the job has chosen before the next step; None: none or this one.
+
+        Args:
+            table: The table that is trained.
+            inner: The wrapped optimizer.
+            overlaps: Whether gradients leave during backward.
+
+        Raises:
+            PacelineError: A shard does not answer, or this worker is no longer part of the job.
+        """
+        wish, step = self._wish, table.replica.step
+        if wish is None or not (self.is_open and wish.is_due(step)):
+            return None
+        session = table.session
+        modes = [parse_mode(one.mode) for one in auto_candidates(session.num_workers)]
+        request = pb.ChooseRequest(
+            job=session.job,
+            worker=session.rank,
+            incarnation=session.incarnation,
+            table=table.exchange.table,
+            step=step,
+            risk=wish.risk,
+            pace=session.pace.message(),
+            possible=[str(mode) for mode in modes if _can_take(table, inner, mode)],
+            near=[link.data_plane == LOCAL for link in session.links],
+            overlaps=overlaps,
+        )
+        number, text = _call(session, request)
+        if not number:
+            session.agree_at(REPORTED, step, 0.0)
+            request.decides = True
+            number, text = _call(session, request)
+            number = int(session.agree_at(CHOSEN, step, float(number))[0])
+        if not number:
+            return None
+        self.is_open = False
+        if text and session.process_rank == 0:
+            log.info("%s", text)
+        rule = modes[number - 1]
+        return None if rule == table.rule else rule
+
+
+def _call(session: Session, request: pb.ChooseRequest) -> tuple[int, str]:
+    """Returns the answer of the first shard: the number of a candidate, and a sentence."""
+    first = session.links[0]
+
+    def call() -> list[object]:
+        reply: pb.ChooseReply = first.call(first.control.Choose, request)
+        return [reply.choice, reply.text]
+
+    number, text = session.group.led(call)
+    return int(number), str(text)
+
+
+def _can_take(table: TrainingTable, inner: torch.optim.Optimizer, rule: Rule) -> bool:
+    """Returns whether `DistributedOptimizer.set_mode` would accept a mode."""
+    try:
+        require_peers(table, rule)
+        refuse_in_group(rule, table.optimizer, table.group)
+        if handover.moves_optimizer(table.rule, rule):
+            is_raw = table.exchange.spec.pull_compressor.is_raw
+            plugin = choose_optimizer(inner, rule, "auto", is_raw=is_raw)
+            handover.require_possible(table, rule, plugin)
+        else:
+            mode_change.require_possible(table, rule)
+    except PacelineError:
+        return False
+    return True

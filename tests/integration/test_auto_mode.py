@@ -1,0 +1,197 @@
+"""`mode="auto"`: a job measures, and all its workers take the mode that advice names, once."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from pscore.errors import ConfigError
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from tests.integration.cluster import Shards, Station, new_job, results_of
+
+NUMEL, LR, MOMENTUM = 60_000, 0.05, 0.9
+STEPS, WINDOW = 10, 3  # The job chooses before step 6.
+RATE = 2e6  # Bytes per second of the slow link, each way, of all connections together.
+
+
+class SlowLink:
+    """A relay before a shard: it carries so many bytes per second each way."""
+
+    def __init__(self, target: str, rate: float) -> None:
+        host, _, port = target.rpartition(":")
+        self._target, self._rate = (host, int(port)), rate
+        self._turns = [threading.Lock(), threading.Lock()]
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(self._target)
+                self._open += [near, far]
+                for ends, turn in zip(((near, far), (far, near)), self._turns, strict=True):
+                    threading.Thread(target=self._carry, args=(*ends, turn), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, turn: threading.Lock) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 14):
+                with turn:
+                    time.sleep(len(data) / self._rate)  # The link itself, and no wait for it.
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        for one in (self._listening, *self._open):
+            one.close()
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Shards, dict[str, str]]]:
+    """A shard, and the variables of workers that reach it over a slow link."""
+    with Shards(1, lease_s=4.0) as shards:
+        link = SlowLink(shards.addresses[0], RATE)
+        yield shards, {"PACELINE_SERVERS": link.address, "PACELINE_DATA_PLANE": "grpc"}
+        link.close()
+
+
+def gradient(rank: int, step: int) -> Any:
+    return np.random.default_rng((rank, step)).standard_normal(NUMEL).astype(np.float32)
+
+
+def make(mode: str, **options: Any) -> tuple[torch.nn.Parameter, Any]:
+    weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=LR, momentum=MOMENTUM),
+        named_parameters=[("weight", weight)],
+        mode=mode,
+        **options,
+    )
+    return weight, optimizer
+
+
+def train(me: Station, mode: str, options: dict[str, Any], number: int = STEPS) -> Any:
+    """Trains; tells the mode behind its steps, and ends when told. Returns weights and modes."""
+    weight, optimizer = make(mode, **options)
+    modes = []
+    while optimizer.steps < number:
+        modes.append(optimizer.rule.name)
+        optimizer.zero_grad()
+        torch.autograd.backward(
+            (weight * torch.from_numpy(gradient(me.rank, optimizer.steps))).sum()
+        )
+        optimizer.step()
+    me.tell(str(optimizer.rule))
+    me.hear()
+    psworker.shutdown()
+    return weight.detach().numpy().copy(), modes
+
+
+def model(num_workers: int = 2) -> Any:
+    """Returns the weights of synchronous SGD with momentum, in float64."""
+    weights, velocity = np.zeros(NUMEL), np.zeros(NUMEL)
+    for step in range(STEPS):
+        mean = sum(gradient(rank, step).astype(np.float64) for rank in range(num_workers))
+        velocity = MOMENTUM * velocity + mean / num_workers
+        weights -= LR * velocity
+    return weights
+
+
+def status(shards: Shards, job: str) -> pb.JobStatus:
+    with grpc.insecure_channel(shards.addresses[0]) as channel:
+        reply = control_pb2_grpc.ControlStub(channel).Status(pb.StatusRequest(), timeout=10)
+    return next(one for one in reply.jobs if one.job == job)
+
+
+def end(workers: list[Any]) -> list[Any]:
+    for worker in workers:
+        worker.tell()
+    return results_of(workers)
+
+
+AUTO = f"auto(steps={WINDOW})"
+
+
+@pytest.mark.slow
+def test_behind_a_slow_link_workers_add_up_gradients_themselves(
+    slow: tuple[Shards, dict[str, str]],
+) -> None:
+    shards, env = slow
+    job = new_job()
+    with shards.workers(train, AUTO, {}, job=job, env=env) as workers:
+        said = [worker.hear() for worker in workers]
+        seen = status(shards, job)
+        found = end(workers)
+    assert said[0] == said[1]
+    assert said[0].startswith("allreduce(")
+    assert seen.chosen.startswith("auto takes allreduce at step 6: ")
+    for weights, modes in found:
+        assert modes == ["ssgd"] * 6 + ["allreduce"] * 4
+        assert np.abs(weights - model()).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_job_on_one_host_keeps_its_mode_and_a_worker_that_comes_later_too() -> None:
+    job = new_job()
+    with Shards(1, lease_s=1.5) as shards, shards.workers(train, AUTO, {}, job=job) as workers:
+        assert [worker.hear() for worker in workers] == ["ssgd(backup=0)"] * 2
+        assert status(shards, job).chosen.startswith("auto keeps ssgd at step 6: ")
+        workers[1].kill()
+        shards.wait_until_lost(job, 1)
+        with shards.workers(train, AUTO, {}, 2 * STEPS, ranks=[1], job=job) as others:
+            workers[0].tell()
+            workers[0].result()
+            assert others[0].hear() == "ssgd(backup=0)"
+            end(others)
+
+
+@pytest.mark.slow
+def test_a_risk_allows_a_delay_and_a_worker_that_comes_later_takes_it(
+    slow: tuple[Shards, dict[str, str]],
+) -> None:
+    """With compressed pushes workers cannot exchange models, so a delayed mode is left."""
+    shards, env = slow
+    job, mode = new_job(), f"auto(steps={WINDOW}, risk=any)"
+    to = train, mode, {"compression": "fp16"}
+    with shards.workers(*to, job=job, env=env) as workers:
+        said = [worker.hear() for worker in workers]
+        assert said[0] == said[1]
+        assert said[0].startswith(("od(", "ssd("))
+        assert status(shards, job).chosen.startswith(f"auto takes {said[0].partition('(')[0]}")
+        workers[1].kill()
+        shards.wait_until_lost(job, 1)
+        with shards.workers(*to, 2 * STEPS, ranks=[1], job=job, env=env) as others:
+            workers[0].tell()
+            workers[0].result()
+            assert others[0].hear() == said[0]
+            end(others)
+
+
+def refused(me: Station) -> list[str]:
+    said = []
+    for mode in ("auto(steps=1)", "auto(risk=high)", "auto(speed=1)", "automatic"):
+        with pytest.raises(ConfigError) as problem:
+            make(mode)
+        said.append(str(problem.value))
+    with pytest.raises(ConfigError, match="rows are trained beside it"):
+        make("auto", rows=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    return said
+
+
+def test_wrong_wishes_are_refused(shards: Shards) -> None:
+    (said,) = shards.run(refused, num_workers=1)
+    assert "auto.steps is 1, must be in 2.." in said[0]
+    assert "auto.risk is 'high', must be one of any, low, none" in said[1]
+    assert "mode 'auto' has no argument 'speed'" in said[2]
+    assert "automatic" in said[3]
