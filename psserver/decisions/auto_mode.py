@@ -34,7 +34,7 @@ class ModeReport:
     """A worker's report at a step.
 
     Attributes:
-        incarnation: Of the worker; reports of two incarnations have no difference.
+        incarnation: The worker's; reports of two incarnations have no difference.
         pace: Its sums.
         near: By shard: whether that is on the worker's host.
         possible: Modes that it can take.

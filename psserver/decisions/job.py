@@ -75,7 +75,7 @@ class Job:
     met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
     counters: JobCounters = field(default_factory=JobCounters)
     life: Life = field(default_factory=Life)
-    choice: ModeChoice = field(default_factory=ModeChoice)  # Of the mode, if workers left it open.
+    choice: ModeChoice = field(default_factory=ModeChoice)  # The mode, if workers left it open.
     directories: dict[int, Directory] = field(default_factory=dict)  # By table.
 
     def directory(self, table: int) -> Directory:

@@ -350,10 +350,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
     for wait in waits_of(job)[:LISTED_MAX]:
         console.print(f"waits for {printable(wait.in_words)}", markup=False)
-    if job["chosen"]:
-        console.print(printable(job["chosen"]), markup=False)
-    if advice := advice_of(job):
-        console.print(printable(advice), markup=False)
+    for line in filter(None, (job["chosen"], advice_of(job))):
+        console.print(printable(line), markup=False)
 
 
 def published_lines(publications: Sequence[dict[str, Any]], room: int) -> list[str]:

@@ -313,7 +313,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._replace_table(kept, rule, plugin)
 
     def _choose_mode(self) -> None:
-        """Takes the mode that the job has chosen, if its mode was left open."""
+        """Changes to the mode that the job has chosen, if its mode was left open."""
         if self._wish.is_open:
             with self._recovery.guard():
                 overlaps = self._gradients.overlap.is_wanted

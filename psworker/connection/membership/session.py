@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pscore.errors import LOST, ConfigError, ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
@@ -144,14 +144,10 @@ class Session:
         return self._joining.known.life
 
     @property
-    def known_tables(self) -> list[str]:
-        """Names of the tables that had made updates when this worker joined."""
-        return list(self._joining.known.progress)
-
-    @property
-    def known_modes(self) -> Mapping[str, str]:
-        """Mode of each table that the job had when this worker joined."""
-        return self._joining.known.modes
+    def known_tables(self) -> dict[str, str]:
+        """Mode of each table that had made updates when this worker joined, by name."""
+        known = self._joining.known
+        return {name: known.modes.get(name, "") for name in known.progress}
 
     # ----- what a job needs
 

@@ -63,7 +63,7 @@ class ModeWish:
             return self.first
         if session.min_workers:
             raise ConfigError("mode is 'auto' in a job whose workers come and go: name a mode")
-        rule = parse_mode(session.known_modes.get(table, self.first))
+        rule = parse_mode(session.known_tables.get(table) or self.first)
         self.is_open = rule == self.first
         return rule
 

@@ -24,7 +24,7 @@ def possible(*names: str) -> frozenset[str]:
 
 
 def report(step: int, step_s: float, modes: frozenset[str], **fields: object) -> ModeReport:
-    """Returns the report of a worker all of whose steps took as long; the first took a minute."""
+    """Returns the report of a worker with steps of one length, behind a first minute."""
     pace = ReportedPace(
         num_steps=step,
         steps_s=60.0 + step * step_s,

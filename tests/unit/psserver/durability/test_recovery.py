@@ -16,6 +16,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
+from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Skip
@@ -98,6 +99,16 @@ def test_a_written_job_is_restored(folder: Path) -> None:
     assert process.store().counts.tolist() == [STEPS]
     process.kill()
     assert Process(folder).names == ["a"]
+
+
+def test_the_mode_that_a_job_has_chosen_outlives_the_process(folder: Path) -> None:
+    process = Process(folder)
+    assert not process.engine.shard.jobs["a"].choice.mode
+    process.engine.shard.jobs["a"].choice = ModeChoice("od", "auto takes od")
+    process.engine.jobs["a"].recorder.note()
+    process.kill()
+    choice = Process(folder).engine.shard.jobs["a"].choice
+    assert (choice.mode, choice.text) == ("od", "auto takes od")
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
