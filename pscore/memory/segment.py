@@ -124,9 +124,17 @@ class WeightsMap:
         """Returns the two buffers of a slice."""
         return [segment.floats(offset, self._numels[index]) for offset in self._offsets[index]]
 
+    def buffer_span(self, index: int, number: int) -> tuple[int, int]:
+        """Returns offset and bytes of one of the two buffers of a slice."""
+        return self._offsets[index][number], 4 * self._numels[index]
+
+    def versions_span(self, index: int) -> tuple[int, int]:
+        """Returns offset and bytes of the versions of a slice's two buffers."""
+        return 8 * BUFFERS * self._positions[index], 8 * BUFFERS
+
     def versions(self, segment: Segment, index: int) -> IntArray:
         """Returns the versions of a slice's two buffers, `(2,) int64`."""
-        return segment.integers(8 * BUFFERS * self._positions[index], BUFFERS)
+        return segment.integers(self.versions_span(index)[0], BUFFERS)
 
     def position(self, index: int) -> int:
         """Returns a slice's position among the shard's slices, from 0."""

@@ -28,7 +28,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -61,17 +61,29 @@ SHM = Path("/dev/shm")
 BLOCK_NBYTES = 512  # Unit of `st_blocks`, on every file system.
 
 
+def ignore(path: Path) -> None:
+    """Notes nothing."""
+
+
 class JobJournal:
     """The journal of one job."""
 
-    def __init__(self, folder: Path, *, is_new: bool = False) -> None:
+    def __init__(
+        self, folder: Path, noted: Callable[[Path], None] = ignore, *, is_new: bool = False
+    ) -> None:
         """Makes the folder, or opens that of a former process.
+
+        Args:
+            folder: The folder.
+            noted: Called with each small file that was written or deleted.
+            is_new: Whether the folder is made.
 
         Raises:
             OSError: It cannot be made, the disk is full, or something is not there.
             ValueError: A file is damaged, or only the name of the job is left.
         """
         self.folder = folder
+        self._note = noted
         self._noted: Meta | None = None  # Last argument of `write_job`.
         if is_new:
             folder.mkdir(mode=0o700)
@@ -112,6 +124,7 @@ class JobJournal:
             OSError: The disk is full.
         """
         write_json(self.folder / f"{table}.json", meta)
+        self._note(self.folder / f"{table}.json")
 
     def write_job(self, meta: Meta) -> None:
         """Records the members of the job; an unchanged record is not written again.
@@ -122,6 +135,7 @@ class JobJournal:
         if meta != self._noted:
             write_json(self.folder / JOB, {**meta, "seal": self.seal})
             self._noted = meta
+            self._note(self.folder / JOB)
 
     def read_job(self) -> Meta:
         """Returns the record of `write_job`.
@@ -158,6 +172,7 @@ class JobJournal:
             write_bytes(self.folder / RESIDUALS, save(dict(arrays)))
         else:
             (self.folder / RESIDUALS).unlink(missing_ok=True)
+        self._note(self.folder / RESIDUALS)
 
     def read_residuals(self) -> dict[str, FloatArray]:
         """Returns the arrays of `write_residuals`.
@@ -176,6 +191,7 @@ class JobJournal:
         """Deletes the journal."""
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._note(self.folder)
 
 
 class Lock(Descriptor):
@@ -202,6 +218,8 @@ class JournalDir:
         instance: The number under which workers know this shard: the same as before for a process
             that resumes from the journals of another one.
         num_recoveries: Number of processes of this shard that have resumed jobs, in this boot.
+        on_change: Called with each small file of a job, or folder of one, that was written or
+            deleted; under the engine's lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -212,6 +230,7 @@ class JournalDir:
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
+        self.on_change: Callable[[Path], None] = ignore
         self._lock = Lock(folder)
         self.instance = secrets.randbits(63)
         self.num_recoveries = 0
@@ -252,10 +271,14 @@ class JournalDir:
         # Counted, and not the time: a clock may be set back.
         folder = self.folder / f"{newest + 1:020d}-{digest(name)}"
         try:
-            return JobJournal(folder, is_new=True)
+            return JobJournal(folder, self.note, is_new=True)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def note(self, path: Path) -> None:
+        """Tells the owner that a small file of a job has changed."""
+        self.on_change(path)
 
     def note_recovered(self) -> None:
         """Counts a process that has resumed jobs."""
@@ -313,10 +336,10 @@ class JournalDir:
             if folder.name.endswith(f"-{digest(name)}") or name_of(folder) == name:
                 self.remove_folder(folder)
 
-    @staticmethod
-    def remove_folder(folder: Path) -> None:
+    def remove_folder(self, folder: Path) -> None:
         """Deletes the journal in one folder."""
         shutil.rmtree(folder, ignore_errors=True)
+        self.note(folder)
 
     def seal(self) -> None:
         """Writes everything to the disk, and marks it as whole: another boot may use it too.

@@ -70,6 +70,11 @@ class JobRecorder:
         self._is_behind = False  # The job's newest record had no room on the disk.
         self._tables_behind: dict[int, Table] = {}  # By index, likewise.
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the job's journal; None: it has none."""
+        return None if self._journal is None else self._journal.folder
+
     def note(self) -> None:
         """Records the job's workers and barriers; called when they change."""
         if self._folder is None:
@@ -281,7 +286,8 @@ class Recovery:
 
     def _recover(self, path: Path, now_s: float, begin: Begin) -> str:
         """Makes a job of its journal, if all of that is usable; returns its name."""
-        journal = JobJournal(path)
+        assert self._folder is not None
+        journal = JobJournal(path, self._folder.note)
         meta = journal.read_job()
         tables = journal.read_tables(meta["num_tables"])
         num_workers = count_of(meta["num_workers"], "the number of workers", most=WORKERS_MAX)

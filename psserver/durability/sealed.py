@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from pscore.memory.segment import BUFFERS, PAGE, Segment
+from pscore.memory.segment import BUFFERS, PAGE, Segment, WeightsMap
 from pscore.types import IntArray
 
 Meta = dict[str, Any]
@@ -89,6 +89,13 @@ class WeightsFile:
         """Returns the versions at the end of the file, `(2,) int64`, of the slice at a position."""
         stamps: IntArray = self._stamps[position]
         return stamps
+
+
+def tail_spans(layout: WeightsMap, index: int) -> list[tuple[int, int]]:
+    """Returns offset and bytes of the tail's head, and of a slice's versions in the tail."""
+    begin = -(-layout.nbytes // PAGE) * PAGE
+    stamps = begin + WORD * (HEAD_WORDS + BUFFERS * layout.position(index))
+    return [(begin, WORD * HEAD_WORDS), (stamps, WORD * BUFFERS)]
 
 
 def write_json(path: Path, meta: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from psserver.durability.recovery import TableMemory
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.placement import Placement
-from psserver.engine.slice_queue import Completion, SliceQueue
+from psserver.engine.slice_queue import DeferringCompletion, SliceQueue
 from psserver.engine.trace import Tracer
 from psserver.slices.base import NO_OBSERVER
 from psserver.stores import kind_of
@@ -28,7 +28,7 @@ class Allocation:
         self,
         shard: Shard,
         close_ended: Callable[[], None],
-        completion: Completion,
+        completion: DeferringCompletion,
         executor: Executor | None,
         placement: Placement,
         timeline: Timeline | None,

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -269,6 +270,14 @@ class Requests:
 
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""
+        self.make_acknowledgement(action)()
+
+    def answer(self, action: Answer, store: Store) -> None:
+        """Answers a pull with the numbers that the store reads for it."""
+        self.make_answer(action, store)()
+
+    def make_acknowledgement(self, action: Acknowledge) -> Callable[[], None]:
+        """Returns the answer to a push."""
         assert isinstance(action.token, Request)
         request = action.token
         is_requested = False
@@ -278,12 +287,11 @@ class Requests:
                     request.address, request.worker, request.step
                 )
         verdict, version = VERDICTS[action.verdict], max(0, action.version)
-        request.reply.pushed(
-            data_pb2.PushReply(verdict=verdict, version=version, send_residual=is_requested)
-        )
+        reply = data_pb2.PushReply(verdict=verdict, version=version, send_residual=is_requested)
+        return partial(request.reply.pushed, reply)
 
-    def answer(self, action: Answer, store: Store) -> None:
-        """Answers a pull with the numbers that the store reads for it."""
+    def make_answer(self, action: Answer, store: Store) -> Callable[[], None]:
+        """Returns the answer to a pull, with the numbers that the store reads for it."""
         request = action.token
         assert isinstance(request, Request)
         reply = data_pb2.PullReply(
@@ -294,7 +302,7 @@ class Requests:
             request.job.job.counters.pulled_nbytes += reading.nbytes
             request.job.job.counters.raw_pulled_nbytes += reading.raw_nbytes
             self.counters.sent_nbytes += reading.nbytes
-        request.reply.pulled(reply, reading.arrays, reading.release)
+        return partial(request.reply.pulled, reply, reading.arrays, reading.release)
 
     def broke(self, problem: BaseException | None) -> None:
         """Reports that a queue has failed."""

@@ -4,6 +4,9 @@ A queue owns one `Store`. Actions of large slices run on an executor, whose thre
 GIL in their loops, or on the thread that has just received the gradient (requests.py). Actions of
 small slices run at once on the caller's thread (placement.py). Results go back through
 `Completion`.
+
+While another process follows the shard (psserver/standby), a queue sends what its actions have
+changed, and stops: the answers leave, and the next actions run, once the other process has that.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +29,7 @@ from psserver.engine.placement import Placement
 from psserver.slices.base import Payload, Store
 
 DEFAULTS = Placement()
+NEVER = -2  # No number of a record.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,13 @@ class JournalAgain:
     """Journal the slice again, if its journal had ended and there is room now."""
 
 
-Work = Action | CopyOut | ShowStore | SwitchRule | CountBefore | Seal | JournalAgain
+@dataclass(frozen=True, slots=True)
+class BeginShipping:
+    """Send all that the journal of the slice needs."""
+
+
+Work = Action | CopyOut | ShowStore | SwitchRule | CountBefore | Seal | JournalAgain | BeginShipping
+Send = Callable[[], None]  # Sends an answer that is ready.
 
 
 class Completion(Protocol):
@@ -92,13 +103,58 @@ class Completion(Protocol):
         """Reports that an action raised, which only a bug can cause; the slice stays stuck."""
 
 
+class DeferringCompletion(Completion, Protocol):
+    """A completion whose answers can be made before they are sent."""
+
+    def make_acknowledgement(self, action: Acknowledge) -> Send:
+        """Returns the answer to a push."""
+
+    def make_answer(self, action: Answer, store: Store) -> Send:
+        """Returns the answer to a pull; it may read the store's arrays until its next order."""
+
+
+class Follower(Protocol):
+    """Another process that gets all changes of one slice."""
+
+    def ship(self, kept: Callable[[], None]) -> bool:
+        """Sends the slice as its journal has it now, and calls `kept` once the other has it.
+
+        Nothing changes the slice until then. Returns False, and sends nothing, if no other process
+        follows any more.
+        """
+
+
+class Outbox:
+    """A completion whose answers wait."""
+
+    def __init__(self, completion: DeferringCompletion) -> None:
+        """Starts without answers."""
+        self._completion = completion
+        self._sends: list[Send] = []
+        self.payload, self.keep = completion.payload, completion.keep
+        self.done, self.broke = completion.done, completion.broke
+
+    def acknowledge(self, action: Acknowledge) -> None:
+        """Keeps the answer to a push."""
+        self._sends.append(self._completion.make_acknowledgement(action))
+
+    def answer(self, action: Answer, store: Store) -> None:
+        """Keeps the answer to a pull."""
+        self._sends.append(self._completion.make_answer(action, store))
+
+    def release(self) -> None:
+        """Sends all answers."""
+        for send in self._sends:
+            send()
+
+
 class SliceQueue:
     """The actions of one slice, in order."""
 
     def __init__(
         self,
         store: Store,
-        completion: Completion,
+        completion: DeferringCompletion,
         executor: Executor | None,
         placement: Placement = DEFAULTS,
     ) -> None:
@@ -115,6 +171,8 @@ class SliceQueue:
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = False
+        self._follower: Follower | None = None
+        self._shipped = NEVER  # Number of the journal's record that the follower has.
         self._executor = executor if store.numel > placement.inline_numel_max else None
 
     @property
@@ -140,16 +198,70 @@ class SliceQueue:
             self._is_busy = True
             return True
 
+    def follow(self, follower: Follower | None) -> None:
+        """Sends the slice to another process, and all further changes; None: to none any more."""
+        with self._lock:
+            self._follower, self._shipped = follower, NEVER
+            if follower is None:
+                return
+            if self._is_busy:
+                self._queue.append(BeginShipping())
+                return
+            self._is_busy = True
+        if self._has_it(Outbox(self._completion)):
+            self.run()
+
     def run(self) -> None:
-        """Executes all queued actions on this thread, until the queue is empty."""
+        """Executes all queued actions on this thread, until the queue is empty or has to wait."""
         finished = False
         try:
             while batch := self._take():
-                execute(batch, self.store, self._completion)
+                if self._follower is None:
+                    execute(batch, self.store, self._completion)
+                elif not self._execute_followed(batch):
+                    break
             finished = True
         finally:
             if not finished:
                 self._completion.broke(sys.exception())
+
+    def _execute_followed(self, batch: list[Work]) -> bool:
+        """Executes actions while another process follows; returns False if the queue has to wait.
+
+        An answer may read the slice as it is, so no change is made behind one before it has left.
+        """
+        first = next((i for i, work in enumerate(batch) if isinstance(work, Answer)), len(batch))
+        stop = first
+        while stop < len(batch) and isinstance(batch[stop], Answer):
+            stop += 1
+        with self._lock:
+            self._queue.extendleft(reversed(batch[stop:]))
+        outbox = Outbox(self._completion)
+        execute(batch[:stop], self.store, outbox)
+        return self._has_it(outbox)
+
+    def _has_it(self, outbox: Outbox) -> bool:
+        """Sends answers if the other process has all changes, else the changes first.
+
+        Returns:
+            Whether the answers have left.
+        """
+        follower, journal = self._follower, self.store.journal
+        if follower is not None and journal is not None:
+            is_new = journal.number != self._shipped or not journal.is_on
+            self._shipped = journal.number
+            if is_new and follower.ship(partial(self._go_on, outbox)):
+                return False
+        outbox.release()
+        return True
+
+    def _go_on(self, outbox: Outbox) -> None:
+        """Sends answers whose changes the other process has, and executes the next actions."""
+        outbox.release()
+        if self._executor is None:
+            self.run()
+        else:
+            self._executor.submit(self.run)
 
     def _take(self) -> list[Work]:
         """Returns all queued actions; without any, the queue is idle from then on."""
@@ -262,6 +374,10 @@ def _journal_again(action: JournalAgain, store: Store, completion: Completion) -
     store.journal_again()
 
 
+def _begin_shipping(action: BeginShipping, store: Store, completion: Completion) -> None:
+    """Does nothing: the queue ships behind it."""
+
+
 HANDLERS: dict[type[Work], Callable[..., None]] = {
     CopyOut: _copy_out,
     ShowStore: _show_store,
@@ -269,6 +385,7 @@ HANDLERS: dict[type[Work], Callable[..., None]] = {
     CountBefore: _count_before,
     Seal: _seal,
     JournalAgain: _journal_again,
+    BeginShipping: _begin_shipping,
     Add: _add,
     Load: _load,
     Hold: _hold,

@@ -15,11 +15,13 @@ from pscore.net.credentials import read_credentials
 from pscore.observe.boot import boot_id
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.engine.resume import recover
+from psserver.process.followed import FollowedShard, FollowedSlice
 from psserver.service.signpost import Signpost
 from psserver.service.standby_service import StandbyServicer
 from psserver.standby.handover import Giver
 from psserver.standby.mover import Mover, described
-from psserver.standby.pieces import ArrivingJournals
+from psserver.standby.pieces import ArrivingJournals, SentSpan
+from psserver.standby.stream import JournalStream, Sender
 
 if TYPE_CHECKING:
     from psserver.decisions.membership import Member
@@ -64,6 +66,7 @@ class ShardMoves:
         folder = None if journals is None else journals.folder
         self._incoming = None if folder is None else ArrivingJournals(folder)
         self.mover = Mover(folder, self, self._credentials)
+        self._followed = None if journals is None else FollowedShard(engine, journals)
         self.signpost = Signpost()
         self.is_frozen = False
         self.address = ""
@@ -127,6 +130,26 @@ class ShardMoves:
         offer.source = self.address
         offer.tables[:] = dict.fromkeys(json.dumps(table.spec.to_json()) for table in tables)
         return offer
+
+    def follow(self, send: Sender, failed: Callable[[], None]) -> JournalStream:
+        """Opens a stream of all changes of small files and new tables."""
+        assert self._followed is not None
+        return self._followed.follow(send, failed)
+
+    def slices(self, stream: JournalStream) -> Iterator[FollowedSlice]:
+        """Yields the slices that are there, which join the stream one by one."""
+        assert self._followed is not None
+        return self._followed.slices(stream)
+
+    def unfollow(self) -> None:
+        """Ends the stream."""
+        assert self._followed is not None
+        self._followed.unfollow()
+
+    def sent_spans(self) -> list[SentSpan]:
+        """Returns all that counts, with its hashes; nothing may change the journals."""
+        assert self._followed is not None
+        return self._followed.sent_spans()
 
     def require_movable(self, boot: str) -> None:
         """Refuses a move that a worker could not follow.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -62,6 +62,11 @@ class SizedPool(ArenaPool):
         for cell in cells:
             if cell.place not in used:
                 self.give(cell)
+
+    def spans(self, used: Collection[int]) -> Iterator[tuple[int, int]]:
+        """Yields place and bytes of the cells in `used`, and of the sizes of the others."""
+        for place in self.places:
+            yield place, LINE + (len(self.at(place).data) if place in used else 0)
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,8 @@ from pscore.table_spec import TableSpec
 from psserver.engine.engine import Engine
 from psserver.standby.handover import Taker, Taking
 from psserver.standby.mover import Mover
-from psserver.standby.pieces import ArrivingJournals, SentFile
+from psserver.standby.pieces import ArrivingJournals, SentSpan
+from psserver.standby.spans import JournalPiece, Span
 from psserver.stores import kind_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         """
         self._engine, self._mover, self._incoming = engine, mover, incoming
         self._own, self._take_over = own, take_over
+        self._waiting: list[JournalPiece] = []
         self._mark = {} if incoming is None else incoming.prepared
         taken = {} if incoming is None else incoming.taken
         self._taking = Taking.resumed(str(self._mark.get("id", "")), str(taken.get("id", "")))
@@ -86,6 +88,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self._taking.offer(request.id, has_jobs=bool(self._engine.jobs))
         self._mark = {"id": request.id, "instance": request.instance, "source": request.source}
         self._incoming.start()
+        self._waiting = []
         await asyncio.to_thread(self._warm_up, request.tables)
         log.info("a shard moves here", source=request.source)
         return pb.OfferReply(boot=boot_id())
@@ -102,27 +105,47 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             kind_of(spec.content.name).warm_up(spec.content.optimizer(spec.optimizer))
 
     async def Put(self, request: pb.PutRequest, context: Context) -> pb.PutReply:
-        """Writes a piece."""
+        """Writes pieces, or keeps them in memory until those that they count together with come."""
         self._taking.require(request.id)
+        self._waiting += [
+            JournalPiece(
+                path=piece.path,
+                offset=piece.offset,
+                data=piece.data,
+                size=piece.size,
+                reserved=piece.reserved,
+                is_gone=piece.gone,
+            )
+            for piece in request.pieces
+        ]
+        if not request.more:
+            pieces, self._waiting = self._waiting, []
+            self._write(pieces)
+        return pb.PutReply()
+
+    def _write(self, pieces: Sequence[JournalPiece]) -> None:
         assert self._incoming is not None
         try:
-            self._incoming.write(request.path, request.offset, request.data)
+            for piece in pieces:
+                self._incoming.write(piece)
         except OSError as problem:
             raise LimitError(f"no room for the journals of a shard: {problem}") from problem
-        return pb.PutReply()
 
     async def Prepare(
         self, request: pb.PrepareMoveRequest, context: Context
     ) -> pb.PrepareMoveReply:
-        """Compares all files, and records that they are complete."""
+        """Compares all that counts, and records that it is complete."""
         self._taking.require(request.id)
         assert self._incoming is not None
-        files = [
-            SentFile(path=file.path, nbytes=file.nbytes, digest=file.digest)
-            for file in request.files
+        spans = [
+            SentSpan(
+                span=Span(path=part.path, offset=part.offset, nbytes=part.nbytes),
+                digest=part.digest,
+            )
+            for part in request.parts
         ]
         try:
-            await asyncio.to_thread(self._incoming.prepare, files, self._mark)
+            await asyncio.to_thread(self._incoming.prepare, spans, self._mark)
         except OSError as problem:
             raise LimitError(f"no room for the journals of a shard: {problem}") from problem
         self._taking.prepare(request.id)

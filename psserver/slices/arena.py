@@ -26,6 +26,7 @@ MAGIC = b"PLARENA2"
 PAGE = 4096
 LINE = 64
 GROWTH_NBYTES = 1 << 20  # Smallest growth of a file.
+HEAD_NBYTES = 24
 
 
 class Arena(Descriptor):

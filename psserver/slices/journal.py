@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import structlog
@@ -73,7 +73,7 @@ class SliceJournal:
             OSError: There is no room on the disk.
         """
         self._arena = arena
-        self._root = arena.integers_at(root, ROOT_NUMEL)
+        self._root_place, self._root = root, arena.integers_at(root, ROOT_NUMEL)
         self._num_segments = num_segments
         self._heap = Pool(numel, payload_nbytes_max)
         self._is_on = True  # Whether each change is written.
@@ -273,6 +273,18 @@ class SliceJournal:
     def array(self, place: int) -> FloatArray:
         """Returns the array at a place."""
         return self.pool.at(place).array
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yields place and bytes of all in the arena that the record needs, which comes last.
+
+        Nothing may change the slice meanwhile.
+        """
+        yield from self.pool.spans(set(self._places()) - {0, *NUMBERS})
+        for half in (0, 1):
+            is_newest = self._number >= 0 and half == self._number % 2
+            length = int(self._root[3 * half + LENGTH]) if is_newest else 0
+            yield int(self._root[3 * half + PLACE]), MARK_NBYTES + length
+        yield self._root_place, ROOT_NBYTES
 
     # ----- inside
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -155,6 +155,11 @@ class ArenaPool(Pool):
         """Restores the cells of a killed process; those in `used` are in use."""
         self.places = places
         self._free = [self.at(place) for place in places if place not in used]
+
+    def spans(self, used: Collection[int]) -> Iterator[tuple[int, int]]:
+        """Yields place and bytes of all that a later process needs, if it uses those in `used`."""
+        for place in used:
+            yield place, self._nbytes
 
     def _make(self) -> Cell:
         return self.at(self._arena.allocate(self._nbytes))

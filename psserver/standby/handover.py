@@ -1,7 +1,7 @@
 """State machines of a move: the process that gives a shard away, and the one that takes it.
 
-    giver   SERVING --start--> COPYING --freeze--> FROZEN --give--> GIVEN --begun--> MOVED
-               ^-------- give_up ---+------------------+
+    giver   SERVING --start--> COPYING --copied--> FOLLOWED --freeze--> FROZEN --give--> GIVEN
+               ^-------- give_up ---+-----------------+-------------------+    --begun--> MOVED
     taker   EMPTY --offer--> TAKING --prepare--> PREPARED --begin--> SERVING
                                 ^----- offer ---------+
 
@@ -19,15 +19,13 @@ from dataclasses import dataclass
 
 from pscore.errors import RemoteProtocolError
 
-ROUNDS_MAX = 4  # Copies of changed pieces, while workers train.
-SMALL_NBYTES = 1 << 20  # So little is left for the pause at once.
-
 
 class Giver(enum.Enum):
     """The phases of the process that has the shard."""
 
     SERVING = "serving"
     COPYING = "copying"
+    FOLLOWED = "followed"
     FROZEN = "frozen"
     GIVEN = "given"
     MOVED = "moved"
@@ -48,30 +46,19 @@ class Giving:
 
     Attributes:
         phase: Its phase.
-        rounds: Bytes of each copy that was made while workers trained.
     """
 
     phase: Giver
-    rounds: list[int]
 
     @staticmethod
     def resumed(*, is_given: bool) -> Giving:
         """Returns the state of a new process, from the mark that the one before it has left."""
-        return Giving(Giver.GIVEN if is_given else Giver.SERVING, [])
+        return Giving(Giver.GIVEN if is_given else Giver.SERVING)
 
     @property
     def serves(self) -> bool:
         """Whether requests of workers are answered here."""
-        return self.phase in (Giver.SERVING, Giver.COPYING)
-
-    @property
-    def wants_round(self) -> bool:
-        """Whether another copy is worth it before the pause: each is smaller than the last."""
-        if not self.rounds:
-            return True
-        newest = self.rounds[-1]
-        is_less = len(self.rounds) == 1 or newest < self.rounds[-2] // 2
-        return len(self.rounds) < ROUNDS_MAX and newest > SMALL_NBYTES and is_less
+        return self.phase in (Giver.SERVING, Giver.COPYING, Giver.FOLLOWED)
 
     def start(self) -> None:
         """Begins to copy.
@@ -81,16 +68,21 @@ class Giving:
         """
         if self.phase is not Giver.SERVING:
             raise RemoteProtocolError(f"this shard cannot be moved now: it is {self.phase.value}")
-        self.phase, self.rounds = Giver.COPYING, []
+        self.phase = Giver.COPYING
+
+    def copied(self) -> None:
+        """Notes that the taker has all slices, and gets each change before it is answered."""
+        assert self.phase is Giver.COPYING
+        self.phase = Giver.FOLLOWED
 
     def freeze(self) -> None:
         """Ends the answers to workers, until the move succeeds or is given up."""
-        assert self.phase is Giver.COPYING
+        assert self.phase is Giver.FOLLOWED
         self.phase = Giver.FROZEN
 
     def give_up(self) -> None:
         """Returns to workers; only before the shard is given."""
-        assert self.phase in (Giver.COPYING, Giver.FROZEN)
+        assert self.phase in (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN)
         self.phase = Giver.SERVING
 
     def give(self) -> None:

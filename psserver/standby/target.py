@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterable
 
 import grpc
@@ -12,11 +10,11 @@ from pscore.net.credentials import Credentials
 from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from pscore.pb.ps.v1 import standby_pb2_grpc
-from psserver.standby.pieces import JournalPiece, SentFile
+from psserver.standby.pieces import SentSpan
+from psserver.standby.spans import JournalPiece
 
 CALL_TIMEOUT_S = 30.0
-UNDER_WAY_MAX = 8  # Pieces that are sent before the first is answered.
-MBIT_NBYTES = 125_000
+PUT_TIMEOUT_S = 10.0  # Workers wait for the answer.
 
 
 class MoveTarget:
@@ -39,46 +37,44 @@ class MoveTarget:
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from failure
 
-    def put(self, move: str, pieces: Iterable[JournalPiece], mbit: int = 0) -> int:
-        """Sends pieces, several under way at once; returns their bytes.
+    def put(self, move: str, pieces: Iterable[JournalPiece], more: bool) -> None:
+        """Sends pieces, and returns once they are there.
 
         Args:
             move: The move.
             pieces: The pieces.
-            mbit: The most Mbit/s; 0: no limit.
+            more: Whether they count together with those of the next call.
 
         Raises:
             PacelineError: It refuses, or does not answer.
         """
-        calls: deque[grpc.CallFuture[pb.PutReply]] = deque()
-        nbytes, began_s = 0, time.monotonic()
+        request = pb.PutRequest(id=move, more=more)
+        for piece in pieces:
+            request.pieces.add(
+                path=piece.path,
+                offset=piece.offset,
+                data=piece.data,
+                size=piece.size,
+                reserved=piece.reserved,
+                gone=piece.is_gone,
+            )
         try:
-            for piece in pieces:
-                request = pb.PutRequest(
-                    id=move, path=piece.path, offset=piece.offset, data=piece.data
-                )
-                calls.append(self._stub.Put.future(request, timeout=CALL_TIMEOUT_S))
-                nbytes += len(piece.data)
-                if len(calls) >= UNDER_WAY_MAX:
-                    calls.popleft().result()
-                if mbit:
-                    due_s = nbytes / (mbit * MBIT_NBYTES)
-                    time.sleep(max(0.0, began_s + due_s - time.monotonic()))
-            for call in calls:
-                call.result()
+            self._stub.Put(request, timeout=PUT_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from failure
-        return nbytes
 
-    def prepare(self, move: str, files: Iterable[SentFile]) -> None:
-        """Makes it compare all files, and record that the move is complete.
+    def prepare(self, move: str, spans: Iterable[SentSpan]) -> None:
+        """Makes it compare all spans, and record that the move is complete.
 
         Raises:
             PacelineError: It refuses, or does not answer.
         """
         request = pb.PrepareMoveRequest(id=move)
-        for file in files:
-            request.files.add(path=file.path, nbytes=file.nbytes, digest=file.digest)
+        for sent in spans:
+            span = sent.span
+            request.parts.add(
+                path=span.path, offset=span.offset, nbytes=span.nbytes, digest=sent.digest
+            )
         try:
             self._stub.Prepare(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as failure:

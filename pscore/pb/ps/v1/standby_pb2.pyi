@@ -58,39 +58,55 @@ class OfferReply(_message.Message):
     boot: str
     def __init__(self, boot: _Optional[str] = ...) -> None: ...
 
-class PutRequest(_message.Message):
-    __slots__ = ("id", "path", "offset", "data")
-    ID_FIELD_NUMBER: _ClassVar[int]
+class MovedPiece(_message.Message):
+    __slots__ = ("path", "offset", "data", "size", "reserved", "gone")
     PATH_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    id: str
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     path: str
     offset: int
     data: bytes
-    def __init__(self, id: _Optional[str] = ..., path: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    size: int
+    reserved: int
+    gone: bool
+    def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., size: _Optional[int] = ..., reserved: _Optional[int] = ..., gone: bool = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("id", "pieces", "more")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    pieces: _containers.RepeatedCompositeFieldContainer[MovedPiece]
+    more: bool
+    def __init__(self, id: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[MovedPiece, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MovedFile(_message.Message):
-    __slots__ = ("path", "nbytes", "digest")
+class MovedPart(_message.Message):
+    __slots__ = ("path", "offset", "nbytes", "digest")
     PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     path: str
+    offset: int
     nbytes: int
     digest: int
-    def __init__(self, path: _Optional[str] = ..., nbytes: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class PrepareMoveRequest(_message.Message):
-    __slots__ = ("id", "files")
+    __slots__ = ("id", "parts")
     ID_FIELD_NUMBER: _ClassVar[int]
-    FILES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     id: str
-    files: _containers.RepeatedCompositeFieldContainer[MovedFile]
-    def __init__(self, id: _Optional[str] = ..., files: _Optional[_Iterable[_Union[MovedFile, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[MovedPart]
+    def __init__(self, id: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[MovedPart, _Mapping]]] = ...) -> None: ...
 
 class PrepareMoveReply(_message.Message):
     __slots__ = ()

@@ -79,14 +79,14 @@ class StandbyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request, context):
-        """Writes a piece of a file.
+        """Writes pieces of files, in order; one call at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """Compares all files with their hashes, and records that they are complete.
+        """Compares all parts of files with their hashes, and records that they are complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,9 +38,9 @@ class StandbyStub:
     Offer: _grpc.UnaryUnaryMultiCallable[_standby_pb2.OfferRequest, _standby_pb2.OfferReply]
     """Asks an empty process of the same shard to take journals."""
     Put: _grpc.UnaryUnaryMultiCallable[_standby_pb2.PutRequest, _standby_pb2.PutReply]
-    """Writes a piece of a file."""
+    """Writes pieces of files, in order; one call at a time."""
     Prepare: _grpc.UnaryUnaryMultiCallable[_standby_pb2.PrepareMoveRequest, _standby_pb2.PrepareMoveReply]
-    """Compares all files with their hashes, and records that they are complete."""
+    """Compares all parts of files with their hashes, and records that they are complete."""
     Begin: _grpc.UnaryUnaryMultiCallable[_standby_pb2.BeginMoveRequest, _standby_pb2.BeginMoveReply]
     """Serves from the journals from now on; again changes nothing."""
 
@@ -52,9 +52,9 @@ class StandbyAsyncStub(StandbyStub):
     Offer: _aio.UnaryUnaryMultiCallable[_standby_pb2.OfferRequest, _standby_pb2.OfferReply]  # type: ignore[assignment]
     """Asks an empty process of the same shard to take journals."""
     Put: _aio.UnaryUnaryMultiCallable[_standby_pb2.PutRequest, _standby_pb2.PutReply]  # type: ignore[assignment]
-    """Writes a piece of a file."""
+    """Writes pieces of files, in order; one call at a time."""
     Prepare: _aio.UnaryUnaryMultiCallable[_standby_pb2.PrepareMoveRequest, _standby_pb2.PrepareMoveReply]  # type: ignore[assignment]
-    """Compares all files with their hashes, and records that they are complete."""
+    """Compares all parts of files with their hashes, and records that they are complete."""
     Begin: _aio.UnaryUnaryMultiCallable[_standby_pb2.BeginMoveRequest, _standby_pb2.BeginMoveReply]  # type: ignore[assignment]
     """Serves from the journals from now on; again changes nothing."""
 
@@ -81,7 +81,7 @@ class StandbyServicer(metaclass=_abc_1.ABCMeta):
         request: _standby_pb2.PutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_standby_pb2.PutReply, _abc.Awaitable[_standby_pb2.PutReply]]:
-        """Writes a piece of a file."""
+        """Writes pieces of files, in order; one call at a time."""
 
     @_abc_1.abstractmethod
     def Prepare(
@@ -89,7 +89,7 @@ class StandbyServicer(metaclass=_abc_1.ABCMeta):
         request: _standby_pb2.PrepareMoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_standby_pb2.PrepareMoveReply, _abc.Awaitable[_standby_pb2.PrepareMoveReply]]:
-        """Compares all files with their hashes, and records that they are complete."""
+        """Compares all parts of files with their hashes, and records that they are complete."""
 
     @_abc_1.abstractmethod
     def Begin(

@@ -280,3 +280,72 @@ def test_a_copy_is_of_what_is_there_between_two_actions() -> None:
     copy = CopyOut(take=lambda arrays: taken.append(int(arrays["said"])))
     execute([ack("a"), copy, ack("b")], words, words)
     assert taken == [1]
+
+
+# ----- another process follows
+
+
+class Shipped:
+    """Another process that gets the slice when `keep` is called."""
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+        self.waiting: list[Callable[[], None]] = []
+
+    def ship(self, kept: Callable[[], None]) -> bool:
+        self.words.said.append("ship")
+        self.waiting.append(kept)
+        return True
+
+    def keep(self) -> None:
+        self.waiting.pop()()
+
+
+class JournalWords(Words):
+    """Words with a journal, whose record changes with each addition, and answers that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.is_on, self.journal = 0, True, self
+
+    def add(self, action: Add, payload: object) -> None:
+        self.number += 1
+        super().add(action, payload)
+
+    def make_acknowledgement(self, action: Acknowledge) -> Callable[[], None]:
+        return lambda: self.acknowledge(action)
+
+    def make_answer(self, action: Answer, store: object) -> Callable[[], None]:
+        return lambda: self.answer(action, store)
+
+
+def test_answers_and_later_actions_wait_until_the_other_process_has_the_changes() -> None:
+    words: Any = JournalWords()
+    queue, other = SliceQueue(words, words, None), Shipped(words)
+    queue.follow(other)
+    queue.submit([add("a"), ack("a"), answer("p"), add("b"), ack("b")])
+    assert (words.said, queue.is_busy) == (["ship"], True)
+    other.keep()
+    assert words.said == ["ship", "add a to 0", "done a", "ship"]
+    other.keep()
+    assert words.said[4:] == ["ack a", "answer p", "add b to 0", "done b", "ship"]
+    queue.submit([answer("q")])
+    other.keep()
+    assert words.said[9:] == ["ack b", "answer q"]  # Nothing has changed: nothing is sent.
+    assert not queue.is_busy
+    queue.submit([add("c"), ack("c")])
+    queue.follow(None)
+    queue.submit([answer("r")])
+    assert words.said[11:] == ["add c to 0", "done c", "ship"]
+    other.keep()  # It goes on without the other process.
+    assert words.said[14:] == ["ack c", "answer r"]
+
+
+def test_a_queue_at_work_is_followed_from_its_next_action_on() -> None:
+    words: Any = JournalWords()
+    queue, other = SliceQueue(words, words, None), Shipped(words)
+    words.meanwhile = lambda: queue.follow(other)
+    queue.submit([add("a"), ack("a")])
+    assert words.said == ["add a to 0", "done a", "ack a", "ship"]
+    other.keep()
+    assert not queue.is_busy

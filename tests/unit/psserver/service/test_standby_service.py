@@ -15,7 +15,8 @@ from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
 from psserver.service.standby_service import StandbyServicer
 from psserver.standby.mover import Mover, described
-from psserver.standby.pieces import ArrivingJournals, LeavingJournals
+from psserver.standby.pieces import ArrivingJournals
+from psserver.standby.spans import Span, digest_of_span
 
 CONTEXT = cast(Any, None)
 
@@ -48,19 +49,21 @@ def offered(**changes: Any) -> pb.OfferRequest:
 
 
 def sent(folder: Path) -> tuple[list[pb.PutRequest], pb.PrepareMoveRequest]:
-    """Returns the requests that send the journals in a folder."""
+    """Returns the requests that send the journals in a folder: two that count together."""
     (folder / "1-a").mkdir(parents=True)
     (folder / "1-a" / "arena").write_bytes(b"numbers")
-    journals = LeavingJournals(folder)
+    span = Span(path="1-a/arena", offset=0, nbytes=7)
     puts = [
-        pb.PutRequest(id="m", path=one.path, offset=one.offset, data=one.data)
-        for one in journals.changed()
+        pb.PutRequest(
+            id="m",
+            pieces=[pb.MovedPiece(path="1-a/arena", offset=offset, data=data, size=7, reserved=7)],
+            more=offset == 0,
+        )
+        for offset, data in ((0, b"numb"), (4, b"ers"))
     ]
-    files = [
-        pb.MovedFile(path=one.path, nbytes=one.nbytes, digest=one.digest)
-        for one in journals.files()
-    ]
-    return puts, pb.PrepareMoveRequest(id="m", files=files)
+    digest = digest_of_span(folder, span)
+    part = pb.MovedPart(path=span.path, offset=0, nbytes=7, digest=digest)
+    return puts, pb.PrepareMoveRequest(id="m", parts=[part])
 
 
 def test_a_shard_that_is_whole_begins_once_however_often_that_is_asked(tmp_path: Path) -> None:
@@ -70,8 +73,9 @@ def test_a_shard_that_is_whole_begins_once_however_often_that_is_asked(tmp_path:
         puts, prepare = sent(tmp_path / "source")
         begin = pb.BeginMoveRequest(id="m")
         await service.Offer(offered(), CONTEXT)
-        for put in puts:
-            await service.Put(put, CONTEXT)
+        await service.Put(puts[0], CONTEXT)
+        assert list(tmp_path.glob("*/1-a/arena")) == [tmp_path / "source" / "1-a" / "arena"]
+        await service.Put(puts[1], CONTEXT)
         with pytest.raises(RemoteProtocolError, match="not complete"):
             await service.Begin(begin, CONTEXT)
         await service.Prepare(prepare, CONTEXT)
@@ -101,7 +105,7 @@ REFUSED: dict[str, tuple[Call, type[PacelineError], str]] = {
         RemoteProtocolError, "a table of a shard",
     ),
     "pieces of no move": (
-        lambda s: s.Put(pb.PutRequest(id="m", path="a/b"), CONTEXT), RemoteProtocolError, "empty",
+        lambda s: s.Put(pb.PutRequest(id="m"), CONTEXT), RemoteProtocolError, "empty",
     ),
     "files of no move": (
         lambda s: s.Prepare(pb.PrepareMoveRequest(id="m"), CONTEXT), RemoteProtocolError, "empty",
