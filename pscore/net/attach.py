@@ -60,6 +60,8 @@ def attach(
             connection.settimeout(CONNECT_TIMEOUT_S)
             socket.send_fds(connection, [frame], [own.fd])
             answer, fds, _, _ = socket.recv_fds(connection, ATTACH_NBYTES_MAX, 1)
+            if not answer:  # The listener's process has ended meanwhile.
+                raise ConnectionResetError("the connection was closed without an answer")
     except OSError as problem:
         where = endpoint.local + ATTACH_SUFFIX
         raise TransportError(f"cannot share memory through {where}: {problem}") from problem

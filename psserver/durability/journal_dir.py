@@ -277,7 +277,7 @@ class JournalDir:
             raise
 
     def note(self, path: Path) -> None:
-        """Tells the owner that a small file of a job has changed."""
+        """Calls `on_change`."""
         self.on_change(path)
 
     def note_recovered(self) -> None:

@@ -366,8 +366,11 @@ def _check(
         raise ValueError(f"{what} has {numbers} arrays and counts of its optimizer, not {wanted}")
     if record.HasField("digest"):
         number = record.weights
-        weights = buffers[number - 1] if number in NUMBERS else journal.array(number)
-        if digest_of([weights, *map(journal.array, record.state)]) != record.digest:
+        weights = buffers[number - 1] if number in NUMBERS else journal.pool.at(number).array
+        if (
+            digest_of([weights, *(journal.pool.at(place).array for place in record.state)])
+            != record.digest
+        ):
             raise ValueError(
                 f"the weights or the optimizer's state of {what} are not those that were hashed "
                 f"after update {record.version}: bits have changed"

@@ -75,7 +75,7 @@ class FollowedShard:
         """Follows nothing yet; must be made before the shard has a table."""
         self._engine, self._journals = engine, journals
         self._stream: JournalStream | None = None
-        self._copied: FollowedSlice | None = None  # Whose first copy is under way, or was last.
+        self._copied: FollowedSlice | None = None  # The last one of `slices`.
         former = engine.on_table
 
         def on_table(job: RunningJob, running: RunningTable) -> None:

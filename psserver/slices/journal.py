@@ -270,10 +270,6 @@ class SliceJournal:
             role=Role(entry.role),
         )
 
-    def array(self, place: int) -> FloatArray:
-        """Returns the array at a place."""
-        return self.pool.at(place).array
-
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yields place and bytes of all in the arena that the record needs, which comes last.
 

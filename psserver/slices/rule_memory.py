@@ -64,7 +64,7 @@ class RuleMemory:
         if self._pool.record.memory:
             memory = self.at(weights)
             for name, place in self._pool.record.memory.items():
-                memory.state[name] = self._pool.array(place)
+                memory.state[name] = self._pool.pool.at(place).array
 
     def clear(self) -> None:
         """Forgets everything: the rule has changed."""

@@ -42,7 +42,7 @@ class JournalPiece:
     path: str
     offset: int = 0
     data: bytes = b""
-    size: int = 0  # Of the file.
+    size: int = 0  # Bytes of the whole file.
     reserved: int = 0  # Bytes from the start of the file that have room on the disk.
     is_gone: bool = False
 
@@ -99,7 +99,7 @@ class SpanReader:
     """Reads spans, and remembers what it has read."""
 
     def __init__(self, folder: Path) -> None:
-        """Has read nothing below `folder` yet."""
+        """Starts without a reading of files below `folder`."""
         self._folder = folder
         self._read: dict[tuple[str, int, int], int] = {}  # XXH3 of each piece.
 

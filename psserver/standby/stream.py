@@ -138,7 +138,7 @@ class JournalStream:
                 self._changed.notify_all()
 
     def _give_back(self, changes: list[Change], reason: str) -> None:
-        """Lets changes that were not sent wait for `stop`, which may have come already."""
+        """Keeps changes that were not sent until `stop`, which may have come already."""
         with self._changed:
             self._left[:0] = changes
             self._is_sending = False

@@ -1,4 +1,4 @@
-"""A shard is followed while workers push: whatever was answered is there, at each moment, once."""
+"""A shard is followed while workers push: all that was answered is there, once, at any moment."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Machine:
             member = Member(
                 rank=rank, incarnation=100 + rank, restart=0, host="a", pid=1, heard_s=0.0
             )
-            job = self.engine.join(JOB, WORKERS, member)
+            self.engine.join(JOB, WORKERS, member)
         spec = TableSpec(
             name=name,
             tensors=(TensorSpec(name="w", shape=(numel,), dtype="float32"),),
@@ -84,7 +84,7 @@ class Machine:
             optimizer="sgd",
             num_groups=1,
         )
-        self.engine.define(job, spec)
+        self.engine.define(self.engine.jobs[JOB], spec)
         zeros = np.zeros(numel, np.float32).view(np.uint8)
         header = replace_header(push_header(0, 0), role=data_pb2.ROLE_WEIGHTS)
         self.engine.requests.on_push(header, zeros, self.answers.to(-1))
@@ -117,7 +117,7 @@ def replace_header(header: data_pb2.PushHeader, role: data_pb2.Role) -> data_pb2
 
 @dataclass
 class Tape:
-    """The other process, and a picture of it after each group, with what was answered before."""
+    """The other process, and a picture of it after each group, with the answers before."""
 
     folder: Path
     answers: Answers
