@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pscore.compressors.base import Compressor
@@ -93,49 +93,90 @@ def run_in_time(
     rule.require_workers(deployment.num_workers)
     length = len(period(rule))
     lead, measured = length * -(-2 // length), length * -(-num_steps // length)
+    with quiet():
+        job = make_job(deployment, rule, compressor, steps=lead + measured, seed=seed)
+        for worker in job.workers:
+            job.loop.after(0.0, worker.start)
+        job.loop.run()
+    _require_over(job.workers, rule)
+    over = [worker for worker in job.workers if worker.is_over]
+    return _measure(deployment, job.loop, job.links, job.shards, over, lead)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedJob:
+    """The parts of a job in time, before any event.
+
+    Attributes:
+        loop: Virtual time.
+        links: The links between hosts.
+        shards: The shards, with all workers joined and the weights loaded.
+        workers: The workers, which have yet to be started.
+        make_worker: Returns another process for a rank.
+    """
+
+    loop: Loop
+    links: HostLinks
+    shards: list[TimedShard]
+    workers: list[TimedWorker]
+    make_worker: Callable[[int], TimedWorker]
+
+
+def make_job(
+    deployment: Deployment, rule: Rule, compressor: Compressor, *, steps: int, seed: int = 0
+) -> TimedJob:
+    """Returns a job whose workers make some steps of a mode.
+
+    Args:
+        deployment: Hosts, links, model and computing.
+        rule: The mode, without a warm-up.
+        compressor: Compressor of pushes.
+        steps: Steps of each worker.
+        seed: Seed of computing times.
+    """
     loop = Loop()
     spec = table_of(deployment, rule, compressor)
-    with quiet():
-        links = HostLinks(loop, deployment)
-        numels = [each.numel for each in deployment.slices]
-        shards = [
-            TimedShard(
-                index,
-                spec,
-                numels,
-                deployment.rates,
-                loop,
-                num_workers=deployment.num_workers,
-                threads=deployment.threads,
-                secured=lambda worker, host=host: (  # type: ignore[misc]
-                    deployment.tls and deployment.worker_hosts[worker] != host
-                ),
-            )
-            for index, host in enumerate(deployment.shard_hosts)
-        ]
-        layout, optimizer = spec.layout(), OPTIMIZERS[spec.optimizer]()
-        workers = [
-            TimedWorker(
-                rank,
-                deployment,
-                layout,
-                rule,
-                compressor,
-                optimizer,
-                shards,
-                links,
-                loop,
-                num_steps=lead + measured,
-                seed=seed,
-            )
-            for rank in range(deployment.num_workers)
-        ]
-        for worker in workers:
-            loop.after(0.0, worker.start)
-        loop.run()
-    _require_over(workers, rule)
-    over = [worker for worker in workers if worker.is_over]
-    return _measure(deployment, loop, links, shards, over, lead)
+    links = HostLinks(loop, deployment)
+    numels = [each.numel for each in deployment.slices]
+    shards = [
+        TimedShard(
+            index,
+            spec,
+            numels,
+            deployment.rates,
+            loop,
+            num_workers=deployment.num_workers,
+            threads=deployment.threads,
+            secured=lambda worker, host=host: (  # type: ignore[misc]
+                deployment.tls and deployment.worker_hosts[worker] != host
+            ),
+        )
+        for index, host in enumerate(deployment.shard_hosts)
+    ]
+    layout, optimizer = spec.layout(), OPTIMIZERS[spec.optimizer]()
+
+    def make_worker(rank: int) -> TimedWorker:
+        return TimedWorker(
+            rank,
+            deployment,
+            layout,
+            rule,
+            compressor,
+            optimizer,
+            shards,
+            links,
+            loop,
+            num_steps=steps,
+            seed=seed,
+        )
+
+    return TimedJob(
+        loop=loop,
+        links=links,
+        shards=shards,
+        workers=[make_worker(rank) for rank in range(deployment.num_workers)],
+        make_worker=make_worker,
+    )
 
 
 def _require_over(workers: list[TimedWorker], rule: Rule) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from pscore.rules import parse_mode
 from pscore.timing.closed import closed_form, ring_form
-from pscore.timing.deployment import cut_slices
+from pscore.timing.deployment import Deployment, cut_slices
+from pscore.timing.failures import BACK_SOURCE, failure_cost
 from pssim.timing.run import run_in_time
 from psworker.advice.choices import beyond_measured, plan_shards
 from psworker.advice.situation import Situation, read_situation
@@ -38,6 +39,7 @@ class ScanRequest:
         modes: Modes, as text.
         compute_ms: Milliseconds of forward and backward.
         every_message: Whether each point is simulated too.
+        failure_hours: Mean hours from one death of a process to its next; None: none dies.
     """
 
     model: str
@@ -47,6 +49,7 @@ class ScanRequest:
     modes: Sequence[str]
     compute_ms: float
     every_message: bool = False
+    failure_hours: float | None = None
 
 
 def scan(request: ScanRequest) -> list[dict[str, Any]]:
@@ -75,6 +78,7 @@ def _points(request: ScanRequest) -> Iterator[dict[str, Any]]:
                     "step_ms": round(1e3 * found.step_s, 2),
                     "simulated_ms": _simulated_ms(request, situation, shards.hosts, mode),
                     "limit": found.limit,
+                    **_losses(request, deployment, mode, found.step_s),
                     "shards": len(shards.hosts),
                     "shard_memory_nbytes": round(shards.nbytes),
                     "all_reduce_ms": round(1e3 * ring_s, 2),
@@ -94,6 +98,22 @@ def situation_of(request: ScanRequest, workers: int, gbit: float) -> Situation:
         gbit=gbit,
         compute_ms=request.compute_ms,
     )
+
+
+def _losses(
+    request: ScanRequest, deployment: Deployment, mode: str, step_s: float
+) -> dict[str, Any]:
+    """Returns the share of time that is lost by processes that die; nothing if none does."""
+    if request.failure_hours is None:
+        return {}
+    cost = failure_cost(deployment, parse_mode(mode), step_s)
+    share = cost.lost_share(deployment.num_workers, deployment.num_shards, request.failure_hours)
+    return {
+        "lost_share": round(share, 5),
+        "lost_s_of_a_worker": round(cost.worker_s, 2),
+        "lost_s_of_a_shard": round(cost.shard_s, 2),
+        "restarts": BACK_SOURCE,
+    }
 
 
 def break_even_gbit(request: ScanRequest, workers: int, mode: str) -> float | None:

@@ -71,23 +71,47 @@ class TimedShard:
         self._rates = rates
         self._secured = secured
         self._queues: dict[int, deque[Action]] = {}  # Work of slices that have any.
+        self._held: list[Callable[[], None]] | None = None  # Messages while it is stopped.
+        self._num_workers = num_workers
         for rank in range(num_workers):
-            member = Member(
-                rank=rank, incarnation=1 + rank, restart=0, host="", pid=rank, heard_s=0.0
-            )
-            self._job, _ = self._shard.decide_join(JOB, num_workers, member)
+            self._job, _ = self._shard.decide_join(JOB, num_workers, _member(rank))
         table, _ = self._shard.define(self._job, spec)
         for slice_index in table.specs:
             loaded = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
             request = TimedRequest(answer=_ignore)
             self._shard.decide_push(self._job, self._address(slice_index), loaded, request)
 
+    def stop(self) -> None:
+        """Answers nothing until `resume`: another process continues from its journal."""
+        self._held = []
+
+    def resume(self) -> None:
+        """Takes the messages that have come meanwhile: workers have sent them again."""
+        held, self._held = self._held or [], None
+        for message in held:
+            message()
+
+    def lose(self, rank: int) -> None:
+        """Declares a worker lost: no step waits for it."""
+        self._execute(self._shard.decide_leave(JOB, rank, 1 + rank, "killed", failed=True))
+
+    def welcome(self, rank: int) -> None:
+        """Lets another process take the rank of a lost worker."""
+        member = _member(rank, restart=1)
+        self._execute(self._shard.decide_join(JOB, self._num_workers, member)[1])
+
     def push(self, index: int, push: Push, request: TimedRequest) -> None:
         """Receives a push."""
+        if self._held is not None:
+            self._held.append(partial(self.push, index, push, request))
+            return
         self._execute(self._shard.decide_push(self._job, self._address(index), push, request))
 
     def pull(self, index: int, pull: Pull, request: TimedRequest) -> None:
         """Receives a pull."""
+        if self._held is not None:
+            self._held.append(partial(self.pull, index, pull, request))
+            return
         self._execute(self._shard.decide_pull(self._job, self._address(index), pull, request))
 
     def _address(self, index: int) -> Address:
@@ -141,6 +165,18 @@ class TimedShard:
 
     def _tls_s(self, worker: int, nbytes: int) -> float:
         return nbytes / self._rates.tls if self._secured(worker) else 0.0
+
+
+def _member(rank: int, restart: int = 0) -> Member:
+    """Returns the process that takes a rank at first, or after a number of restarts."""
+    return Member(
+        rank=rank,
+        incarnation=1 + rank + (restart << 32),
+        restart=restart,
+        host="",
+        pid=rank,
+        heard_s=0.0,
+    )
 
 
 def _ignore(action: Acknowledge | Answer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -77,13 +77,18 @@ class TimedWorker:
         self._buffers: dict[int, PullBuffer] = {}  # Buffers of the pulls under way.
         self._draws = np.random.default_rng([seed, rank])
         self._ready = self._ready_shares()
-        self._program = self._train(num_steps)
+        self._program: Iterator[Condition | float] = self._train(num_steps)
         self._waits_for: Condition = lambda: False
 
     def start(self) -> None:
         """Starts its program."""
         self._waits_for = lambda: True
         self._advance()
+
+    def kill(self) -> None:
+        """Ends its process: it sends nothing more, and nobody hears its answers."""
+        self._program = iter(())
+        self._waits_for = lambda: False
 
     # ----- its program
 

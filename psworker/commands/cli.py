@@ -411,6 +411,10 @@ def simulate(
     every_message: Annotated[
         bool, typer.Option(help="Simulate every message too: minutes for 1,024 workers.")
     ] = False,
+    failures: Annotated[
+        float | None,
+        typer.Option(help="Mean hours from one death of a process to its next.", min=1e-3),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for a plot.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -425,6 +429,7 @@ def simulate(
         modes=modes or ["ssgd", "od", "local(steps=8)"],
         compute_ms=compute_ms,
         every_message=every_message,
+        failure_hours=failures,
         plot=out,
     )
     lines = simulating.lines_of(points)

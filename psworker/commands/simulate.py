@@ -25,6 +25,7 @@ def simulate(
     modes: Sequence[str],
     compute_ms: float,
     every_message: bool,
+    failure_hours: float | None,
     plot: Path | None,
 ) -> list[dict[str, Any]]:
     """Returns the points of a scan; `ScanRequest` in `pssim/timing/scan.py` describes them.
@@ -41,6 +42,7 @@ def simulate(
         "modes": list(modes),
         "compute_ms": compute_ms,
         "every_message": every_message,
+        "failure_hours": failure_hours,
         "plot": None if plot is None else str(plot),
     }
     command = [sys.executable, "-m", MODULE, to_json(request)]
@@ -68,6 +70,11 @@ def numbers_of(text: str, what: str) -> list[float]:
     return numbers
 
 
+def _lost(point: dict[str, Any]) -> str:
+    """Returns the share of time that a point loses by failures, as text."""
+    return f"  ({point['lost_share']:.2%} lost by failures)" if "lost_share" in point else ""
+
+
 def lines_of(points: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the points as lines for a terminal."""
     lines = [
@@ -79,7 +86,7 @@ def lines_of(points: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{point['workers']:>7} {point['gbit']:>7g}  {point['mode']:<24} "
             f"{point['step_ms']:>11,.0f} {point['all_reduce_ms']:>11,.0f}  {point['shards']:>6}  "
-            f"{point['limit']}{wins}"
+            f"{point['limit']}{wins}{_lost(point)}"
         )
     beyond = sorted({text for point in points for text in point["beyond_measured"]})
     if beyond:

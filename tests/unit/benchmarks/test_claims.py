@@ -1,6 +1,10 @@
 """The page of claims, for results that are given and for a run that failed."""
 
+import argparse
+import importlib
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +50,24 @@ def test_a_result_that_is_whole_is_not_measured_again(
     (tmp_path / "in.json").unlink()
     assert claims.measure("hosts", tmp_path, tmp_path, again=False) == first
     assert claims.measure("hosts", tmp_path, tmp_path, again=True) is None
+
+
+class ParsedError(Exception):
+    """The arguments are those of the command."""
+
+
+@pytest.mark.parametrize("name", claims.COMMANDS)
+def test_a_driver_has_the_arguments_with_which_it_is_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser) -> None:
+        parse(parser)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    given = {"result": tmp_path / "r.json", "out": tmp_path, "data": tmp_path}
+    monkeypatch.setattr(sys, "argv", shlex.split(claims.COMMANDS[name].format(**given)))
+    with pytest.raises(ParsedError):
+        importlib.import_module(sys.argv[0]).main()

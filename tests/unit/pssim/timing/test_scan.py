@@ -54,6 +54,18 @@ def test_a_host_that_is_not_full_has_the_rest_of_the_workers() -> None:
 
 
 @pytest.mark.slow
+def test_more_processes_lose_more_time_and_waiting_for_all_costs_most() -> None:
+    modes = ("ssgd", "asgd")
+    one = replace(REQUEST, gbits=(400.0,), modes=modes, failure_hours=24.0, workers=(16, 64))
+    points = scan(one)
+    few, more = points[:2], points[2:]
+    assert [point["mode"] for point in points] == [*modes, *modes]
+    assert all(a["lost_share"] < b["lost_share"] for a, b in zip(few, more, strict=True))
+    assert all(ssgd["lost_share"] > asgd["lost_share"] for ssgd, asgd in (few, more))
+    assert "lost_share" not in scan(replace(one, failure_hours=None))[0]
+
+
+@pytest.mark.slow
 def test_every_message_agrees_with_the_closed_form() -> None:
     points = scan(replace(REQUEST, workers=(64,), gbits=(10.0,), every_message=True))
     for point in points:
