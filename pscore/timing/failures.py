@@ -19,7 +19,7 @@ from pscore.timing.deployment import Deployment
 from pscore.timing.plans import period
 
 HOUR_S = 3600.0
-NOTICED_S = 4.0  # Of the default lease of 10 s.
+NOTICED_S = 4.0  # Two heartbeats of the default lease of 10 s.
 WORKER_BACK_S = 9.55
 SHARD_BACK_S = 2.2
 BACK_SOURCE = "docs/results/recovery.json: recovery_s of a worker and of a shard, medians"
@@ -81,7 +81,7 @@ def stall_s(num_workers: int, rule: Rule, step_s: float, noticed_s: float = NOTI
     most_s = noticed_s if blocks else max(0.0, noticed_s - step_s)  # If it dies before a pull.
     # The mean of max(0, most - u) over u, uniform in 0 to the spread.
     wait_s = most_s - spread_s / 2 if most_s > spread_s else most_s**2 / (2 * spread_s)
-    late_s = spread_s / 2 if rule.outer_optimizer else 0.0  # Of its successor in its first round.
+    late_s = spread_s / 2 if rule.outer_optimizer else 0.0  # The successor, in its first round.
     return wait_s + late_s
 
 

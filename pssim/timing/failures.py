@@ -20,7 +20,7 @@ class TimedKill:
         is_shard: Whether it is a shard; else it is a worker.
         index: Its index or rank.
         at_s: Its moment, in virtual seconds.
-        noticed_s: Of a worker: seconds after which the shards no longer wait for it.
+        noticed_s: Seconds after which the shards no longer wait for a worker.
         back_s: Seconds until another process is in its place.
     """
 

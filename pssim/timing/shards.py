@@ -86,7 +86,7 @@ class TimedShard:
         self._held = []
 
     def resume(self) -> None:
-        """Takes the messages that have come meanwhile: workers have sent them again."""
+        """Receives the messages that have come meanwhile: workers have sent them again."""
         held, self._held = self._held or [], None
         for message in held:
             message()
@@ -96,7 +96,7 @@ class TimedShard:
         self._execute(self._shard.decide_leave(JOB, rank, 1 + rank, "killed", failed=True))
 
     def welcome(self, rank: int) -> None:
-        """Lets another process take the rank of a lost worker."""
+        """Adds another process at the rank of a lost worker."""
         member = _member(rank, restart=1)
         self._execute(self._shard.decide_join(JOB, self._num_workers, member)[1])
 
