@@ -24,6 +24,7 @@ from pscore.rows.payload import Owned, RowRequest, decode_pull
 from pscore.rules.base import Rule
 from pscore.types import ByteArray, SliceSpec, TensorSegment, TensorSpec
 
+ROW_TABLE = "paceline.row_table"  # In the metadata of an exported table: its declaration.
 ROWS_MAX_DEFAULT = 1 << 20  # For a table without a bound on its ids.
 ROWS_MAX = 1 << 31  # In one slice; places of rows are int32.
 TABLES_MAX = 1024

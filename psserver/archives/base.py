@@ -81,6 +81,18 @@ class Archive(ABC):
         """
 
     @abstractmethod
+    def exported(
+        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str
+    ) -> tuple[Tensors, dict[str, str]]:
+        """Returns the weights of one tensor as a file of their own has them, and its metadata.
+
+        Args:
+            spec: The declaration.
+            arrays: By array and tensor, as `Room.arrays` returned them.
+            tensor: Name of the tensor.
+        """
+
+    @abstractmethod
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
         """Refuses a file that does not hold an array of a table.
 

@@ -116,6 +116,12 @@ class FlatArchive(Archive):
             for part in parts
         }
 
+    def exported(
+        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str
+    ) -> tuple[Tensors, dict[str, str]]:
+        """Returns the parameter under its name."""
+        return {tensor: arrays["weights"][tensor]}, {}
+
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
         """Refuses a file without the parameters of the table.
 

@@ -11,6 +11,7 @@ Where ids wait for their rows also `waiting_ids`, `waiting_versions` and `waitin
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from pscore.errors import RemoteProtocolError
 from pscore.partition import Layout
 from pscore.rows.optimizers import RowOptimizer
 from pscore.rows.partition import slices_of
-from pscore.rows.spec import Rows
+from pscore.rows.spec import ROW_TABLE, Rows
 from pscore.table_spec import TableSpec, count_of
 from pscore.types import ByteArray, IntArray, SliceSpec
 from psserver.archives.base import Archive, Part, Room, Tensors
@@ -156,6 +157,24 @@ class RowArchive(Archive):
                         numel = count * width.get(kind, 1)
                         found[part.index][f"{kind}.{number}"] = dtype, numel
         return found
+
+    def exported(
+        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str
+    ) -> tuple[Tensors, dict[str, str]]:
+        """Returns `ids`, int64 as in torch, and `rows`; other rows follow from the metadata."""
+        content = spec.content
+        assert isinstance(content, Rows)
+        (number,) = [n for n, each in enumerate(spec.tensors) if each.name == tensor]
+        table, shape = content.tables[number], spec.tensors[number].shape
+        about = {
+            "name": tensor,
+            "num_embeddings": shape[0],
+            "init": table.init,
+            "seed": table.seed,
+            "max_norm": table.max_norm,
+        }
+        ids, rows = (arrays[array][tensor] for array in (IDS, WEIGHTS))
+        return {"ids": ids.view(np.int64), "rows": rows}, {ROW_TABLE: json.dumps(about)}
 
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
         """Refuses a file without the row tables.

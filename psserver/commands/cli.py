@@ -455,6 +455,9 @@ def export(
     source: Annotated[
         Path | None, typer.Option("--from", help="Checkpoint to export [the running job].")
     ] = None,
+    table: Annotated[
+        str | None, typer.Option(help="Row table to export, with its ids [the dense weights].")
+    ] = None,
     port: RunPort = None,
     state_dir: RunStateDir = None,
     servers: Servers = None,
@@ -473,7 +476,7 @@ def export(
         found = find(servers, port, state_dir)
         taken = shards.capture(found.addresses, found.credentials, job, weights_only=True)
     with _disk(path):
-        files.export(path, taken)
+        files.export(path, taken, table)
     sys.stdout.write(f"{path}\n")
     sys.stderr.write(f"weights of job {taken.job} at {taken.position}\n")
 

@@ -242,20 +242,50 @@ def newest_table(checkpoint: Checkpoint) -> TableState:
     )
 
 
-def export(path: Path, checkpoint: Checkpoint) -> None:
+def export(path: Path, checkpoint: Checkpoint, tensor: str | None = None) -> None:
     """Writes the weights of a job as one safetensors file.
+
+    Args:
+        path: The file.
+        checkpoint: The job.
+        tensor: Name of a row table or parameter, of which alone the file is; None: all parameters.
 
     Raises:
         OSError: It cannot be written; a former file stays.
+        CommandError: There is no such row table or parameter.
     """
+    metadata: dict[str, str] = {}
+    if tensor is None:
+        tensors = newest_table(checkpoint).arrays["weights"]
+    else:
+        table = _table_with(checkpoint, tensor)
+        archive = archive_of(table.spec.content.name)
+        tensors, metadata = archive.exported(table.spec, table.arrays, tensor)
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
     try:
-        _save(newest_table(checkpoint).arrays["weights"], draft)
+        _save(tensors, draft, metadata)
         draft.replace(path)
         records.sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def _table_with(checkpoint: Checkpoint, tensor: str) -> TableState:
+    """Returns the newest table that has a tensor of this name.
+
+    Raises:
+        CommandError: None has one.
+    """
+    for table in reversed(checkpoint.tables):
+        if any(each.name == tensor for each in table.spec.tensors):
+            return table
+    names = sorted({each.name for table in checkpoint.tables for each in table.spec.tensors})
+    raise CommandError(
+        Exit.USAGE,
+        f"job {checkpoint.job!r} has no row table or parameter {tensor!r}; it has "
+        f"{', '.join(map(repr, names))}",
+    )
 
 
 def _make(folder: Path) -> None:
@@ -392,9 +422,9 @@ def _file_name(table: int, array: str) -> str:
     return f"{stem}.safetensors" if table == 0 else f"table-{table}.{stem}.safetensors"
 
 
-def _save(tensors: Tensors, path: Path) -> None:
+def _save(tensors: Tensors, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     try:
-        save_file(dict(tensors), path)
+        save_file(dict(tensors), path, dict(metadata) if metadata else None)
     except SafetensorError as problem:
         raise OSError(str(problem)) from problem
     records.sync(path)

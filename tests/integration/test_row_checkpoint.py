@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import psworker
 from pscore.net.credentials import ANYONE
 from psserver.remote import checkpoint
 from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.command import Command
 from tests.integration.row_models import Net, batch, first_rows, make_tables
 
 NUM_TAKEN = 3
@@ -46,8 +48,8 @@ def train(me: Station, last: int | None) -> tuple[int, Rows]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step() -> None:
-    job = new_job()
+def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step(tmp_path: Path) -> None:
+    job, exported = new_job(), tmp_path / "users.safetensors"
     with Shards(2) as shards, shards.workers(train, None, job=job) as workers:
         for worker in workers:
             worker.hear()
@@ -63,9 +65,14 @@ def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step() -> None
         for worker in reversed(workers):  # The first one waits for it.
             worker.tell(last)
         (_, expected), _ = [worker.result() for worker in workers]
+        given = ("export", exported, "--table", "users", "--job", job)
+        Command(tmp_path).run(*given, "--servers", shards.servers)
+        module = psworker.load_embedding(exported)
+        assert np.array_equal(module.weight.detach().numpy(), expected["users"])
     with Shards(3) as others:
         checkpoint.restore(others.addresses, ANYONE, taken[-1], job)
         for first, found in others.run(train, last, job=job):
             assert first == versions[-1][0]
             assert found.keys() == expected.keys()
-            assert all(np.array_equal(found[name], expected[name]) for name in found)
+            for name, rows in found.items():
+                np.testing.assert_array_equal(rows, expected[name], name)

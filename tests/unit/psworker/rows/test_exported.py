@@ -1,0 +1,72 @@
+"""Exported row tables as modules of torch: bits of live lookups, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from pscore.errors import ConfigError
+from pscore.rows.spec import RowTable
+from psserver.archives import archive_of
+from psserver.exits import CommandError
+from psserver.remote import checkpoint_files as files
+from psworker.rows.exported import load_embedding
+from tests.row_driver import RowShards, row_spec
+
+ONE = np.array([[1.0, 0.0, 0.0]])
+USERS = ("users", 0, 3, RowTable(seed=1, init="uniform(1)"))
+ITEMS = ("items", 50, 4, RowTable(seed=2, init="normal(1)", max_norm=1.5))
+
+
+def exported(folder: Path, ids: list[int], name: str) -> tuple[Path, RowShards]:
+    """Trains rows of both tables on two shards, and exports one table."""
+    shards = RowShards(row_spec(USERS, ITEMS, num_shards=2))
+    shards.begin()
+    grads = np.random.default_rng(0).standard_normal((len(ids), 4))
+    shards.push(0, 0, [ids, ids], [grads[:, :3], grads], ONE)
+    room = archive_of("rows").room(shards.spec, shards.layout)
+    for part, store in zip(shards.layout.slices, shards.stores(), strict=True):
+        for array, values in store.export().items():
+            if array != "counts":
+                room.target(part, array, values.nbytes)[:] = values.view(np.uint8)
+    state = files.TableState(
+        spec=shards.spec, version=1, slices={}, counts=[1, 1], arrays=room.arrays()
+    )
+    path = folder / f"{name}.safetensors"
+    files.export(path, files.Checkpoint(job="j", num_workers=1, tables=[state]), name)
+    return path, shards
+
+
+def test_a_fixed_table_is_a_module_with_the_bits_of_lookups(tmp_path: Path) -> None:
+    path, shards = exported(tmp_path, [3, 49, 7], "items")
+    module = load_embedding(path, padding_idx=9)
+    live = shards.pull([[], np.arange(50)])[1]
+    live[9] = 0.0
+    np.testing.assert_array_equal(module.weight.detach().numpy(), live)
+    assert np.linalg.norm(live, axis=1).max() <= 1.5
+    assert module.weight.requires_grad
+    assert not module(torch.tensor([9])).any()
+
+
+def test_a_table_of_any_ids_needs_a_number_of_rows_that_has_all_of_them(tmp_path: Path) -> None:
+    path, shards = exported(tmp_path, [3, 49], "users")
+    with pytest.raises(ConfigError, match="has no bound on its ids"):
+        load_embedding(path)
+    with pytest.raises(ConfigError, match="has 1 updated rows beyond num_embeddings 49"):
+        load_embedding(path, 49)
+    np.testing.assert_array_equal(
+        load_embedding(path, 60).weight.detach().numpy(), shards.pull([np.arange(60), []])[0]
+    )
+
+
+def test_other_files_and_names_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": np.ones(3, np.float32)}, path)
+    with pytest.raises(ConfigError, match="is not a row table"):
+        load_embedding(path)
+    with pytest.raises(CommandError, match="no row table or parameter 'tags'; it has 'items'"):
+        exported(tmp_path, [3], "tags")
