@@ -23,7 +23,7 @@ from pscore.rows.hashing import IdArray
 from pscore.rows.spec import COUNTER, RowTable
 from pscore.types import FloatArray, IntArray
 from psserver.rows.mapped import Mapped
-from psserver.rows.slab import NO_PLACES, Places, Slab
+from psserver.rows.slab import NO_PLACES, Places, Slab, SummedRows
 
 ADDING = np.array([1.0, 0.0, 1.0])  # lr, weight_decay and maximize of the sum of pushes.
 CHUNK = 1024
@@ -82,22 +82,22 @@ class RowPolicy:
         return [self.slab] if self.waiting is None else [self.slab, self.waiting]
 
     def decide(
-        self, ids: IdArray, grads: FloatArray, times: FloatArray | None, version: int
+        self, rows: SummedRows, places: IntArray, version: int, *, at_once: bool = False
     ) -> RowDecision:
         """Returns the rows of a step; nothing is changed yet.
 
         Args:
-            ids: `(n,) uint64`, ascending.
-            grads: `(n * dim,) float32`.
-            times: `(n,) float32`, the pushes that name each id; None: its row is made at once.
+            rows: The rows that its pushes name.
+            places: `(n,) int64`, the place of each, or -1.
             version: That of the rows after the step.
+            at_once: Whether all rows are made.
         """
-        places = self.slab.find(ids)
+        ids, grads = rows.ids, rows.values
         waiting, counted, num_dropped = None, np.zeros(0, np.float32), 0
         if self.waiting is not None:
             is_absent = places < 0
             absent = ids[is_absent]
-            given = np.full(len(absent), self._min_count) if times is None else times[is_absent]
+            given = np.full(len(absent), self._min_count) if at_once else rows.times[is_absent]
             is_made = self.admits(absent, given)
             waiting, counted = self._wait(absent, given, is_made, version)
             num_dropped = int(given[~is_made].sum())
@@ -111,9 +111,12 @@ class RowPolicy:
         if self.removes:
             last = version - self._ttl if self._ttl else -1
             removed = self._oldest.take(last, max(0, surplus), ids)
-        rows = self.slab.plan(ids, removed, places)
         return RowDecision(
-            rows=rows, grads=grads, waiting=waiting, times=counted, num_dropped=num_dropped
+            rows=self.slab.plan(ids, removed, places),
+            grads=grads,
+            waiting=waiting,
+            times=counted,
+            num_dropped=num_dropped,
         )
 
     def count(self, decision: RowDecision, version: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from psserver.rows.mapped import Mapped
 INDEX_MIN = 1 << 10
 HIGH = 0  # Word of the slab's file: no place from this one on was ever used.
 NO_PLACES: IntArray = np.empty(0, np.int64)
+NO_PUSH = np.empty(0, np.uint64), np.empty(0, np.float32), 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,52 @@ class Places:
         return np.concatenate([self.places[~self.is_new], self.removed])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlaces:
+    """The places of some ids, as they were found once.
+
+    A row stays at its place until it goes, so they are right as long as none has gone; where an id
+    had none it may have one now.
+
+    Attributes:
+        ids: `(n,) uint64`, ascending.
+        places: `(n,) int64`, or -1.
+        num_gone: Rows that had gone from the slab.
+    """
+
+    ids: IdArray
+    places: IntArray
+    num_gone: int
+
+    def are_of(self, ids: IdArray) -> bool:
+        """Returns whether these are the ids."""
+        return len(ids) == len(self.ids) and bool((ids == self.ids).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedRows:
+    """The rows that pushes name.
+
+    Attributes:
+        ids: `(n,) uint64`, ascending.
+        values: `(n * dim,) float32`, the weighted sum of the rows of each.
+        times: `(n,) float32`, the pushes that name each.
+        at: By push: the positions of its ids among them.
+    """
+
+    ids: IdArray
+    values: FloatArray
+    times: FloatArray
+    at: Sequence[IntArray | slice]
+
+
 class Slab:
-    """Rows with their state, each at a place of its own."""
+    """Rows with their state, each at a place of its own.
+
+    Attributes:
+        count: Rows.
+        num_gone: Rows that have gone since the process began.
+    """
 
     def __init__(
         self, dim: int, rows_max: int, optimizer: RowOptimizer, table: RowTable, memory: Mapped
@@ -69,7 +115,7 @@ class Slab:
         self._keys: IdArray = np.zeros(INDEX_MIN, np.uint64)
         self._places = np.zeros(INDEX_MIN, np.int32)
         self._free: IntArray = NO_PLACES
-        self.count = 0
+        self.count = self.num_gone = 0
         self.rebuild()
 
     @property
@@ -103,6 +149,23 @@ class Slab:
         kernels.find(keys, places, self.init.mask, read_only(ids), out)
         return out
 
+    def find_summed(self, rows: SummedRows, found: Sequence[FoundPlaces | None]) -> IntArray:
+        """Returns the place of each row that pushes name, `(n,) int64`, or -1.
+
+        Args:
+            rows: The rows.
+            found: By push: places that were found before, of these ids or others; None: none were.
+        """
+        places = np.full(len(rows.ids), -1, np.int64)
+        for at, known in zip(rows.at, found, strict=False):
+            is_right = known is not None and known.num_gone == self.num_gone
+            if known is not None and is_right and known.are_of(rows.ids[at]):
+                places[at] = np.maximum(places[at], known.places)
+        is_open = places < 0
+        if is_open.any():
+            places[is_open] = self.find(rows.ids[is_open])
+        return places
+
     def plan(
         self, ids: IdArray, removed: IntArray = NO_PLACES, found: IntArray | None = None
     ) -> Places:
@@ -132,6 +195,7 @@ class Slab:
             kernels.remove(self._keys, self._places, self.init.mask, gone)
             kernels.vacate(self.words, self.stride, plan.removed)
             self._free = np.concatenate([self._free, plan.removed[::-1]])
+            self.num_gone += len(plan.removed)
         new, ids = plan.places[plan.is_new], plan.ids[plan.is_new]
         self.count += len(new) - len(plan.removed)
         if not len(new):
@@ -267,28 +331,29 @@ class Slab:
         self._keys, self._places = keys, taken
 
 
-def sum_up(
-    pushes: Sequence[tuple[IdArray, FloatArray, float]], dim: int
-) -> tuple[IdArray, FloatArray, FloatArray]:
-    """Returns the ids that pushes name, ascending, with the weighted sum of the rows of each.
-
-    Also returns how many pushes name each id, `(n,) float32`.
+def sum_up(pushes: Sequence[tuple[IdArray, FloatArray, float]], dim: int) -> SummedRows:
+    """Returns the rows that pushes name.
 
     Args:
         pushes: Ids, `(n * dim,) float32` and weight of each push, in the order of the ranks.
         dim: Elements of a row.
     """
-    pushes = [push for push in pushes if len(push[0])]
-    if not pushes:
-        return np.empty(0, np.uint64), np.empty(0, np.float32), np.empty(0, np.float32)
-    if len(pushes) == 1 and pushes[0][2] == 1.0:
-        return pushes[0][0], pushes[0][1], np.ones(len(pushes[0][0]), np.float32)
+    given = [push for push in pushes if len(push[0])] or [NO_PUSH]
+    if len(given) == 1 and given[0][2] == 1.0:
+        ids, values, _ = given[0]
+        at = [slice(None) if len(own) else slice(0) for own, _, _ in pushes]
+        return SummedRows(ids=ids, values=values, times=np.ones(len(ids), np.float32), at=at)
     ids = np.concatenate([each for each, _, _ in pushes])
     starts = np.cumsum([0, *(len(each) for each, _, _ in pushes)])
-    union, at = np.empty(len(ids), np.uint64), np.empty(len(ids), np.int64)
-    count = kernels.merge(ids, starts, union, at)
+    union, places = np.empty(len(ids), np.uint64), np.empty(len(ids), np.int64)
+    count = kernels.merge(ids, starts, union, places)
     out = np.empty(count * dim, np.float32)
     addresses = np.array([values.ctypes.data for _, values, _ in pushes], np.int64)
     scales = np.array([weight for _, _, weight in pushes], np.float32)
-    kernels.add_up(addresses, starts, at, scales, dim, out)
-    return union[:count], out, np.bincount(at, minlength=count).astype(np.float32)
+    kernels.add_up(addresses, starts, places, scales, dim, out)
+    return SummedRows(
+        ids=union[:count],
+        values=out,
+        times=np.bincount(places, minlength=count).astype(np.float32),
+        at=[places[start:stop] for start, stop in itertools.pairwise(starts.tolist())],
+    )

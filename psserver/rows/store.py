@@ -26,7 +26,6 @@ from pscore.rows.payload import (
     ALL,
     Owned,
     RowRequest,
-    RowsOfTable,
     decode_push,
     encode_changed,
     fits,
@@ -38,7 +37,7 @@ from pscore.types import ByteArray, FloatArray, IntArray, Push, Role
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.rows.cells import RowJournal
 from psserver.rows.policy import RowDecision, RowPolicy
-from psserver.rows.slab import Places, Slab, sum_up
+from psserver.rows.slab import FoundPlaces, Places, Slab, sum_up
 from psserver.rows.undo import Undo
 from psserver.slices.base import (
     NO_CLOCKS,
@@ -113,6 +112,8 @@ class RowStore:
         self._open: dict[int, list[WeightedGrad]] = {}  # Pushes that are in no update, by step.
         # The ids of pushes that may be on their way, by rank and step; also read by `check`.
         self._claims: dict[tuple[int, int], list[IdArray]] = {}
+        # The places that the last pull of a worker has found, by rank and table.
+        self._pulled: dict[tuple[int, int], FoundPlaces] = {}
         self._num_refused = 0  # Pushes for which a table had no room.
         self.places_lock = threading.Lock()
         self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
@@ -162,22 +163,24 @@ class RowStore:
         is_load = push.role in (Role.WEIGHTS, Role.STATE)
         if not is_load and self.progress is not None and self.progress.has(push):
             return  # It is counted, and its rows have their room.
-        for number, rows in enumerate(found):
-            self._require_room(number, rows)
+        ids = [self._may_make(number, push.worker, rows.ids) for number, rows in enumerate(found)]
+        for number, own in enumerate(ids):
+            self._require_room(number, own)
         if not is_load:
             for worker, step in list(self._claims):
                 if worker == push.worker and step <= push.step - CLAIMS_KEPT:
                     self._claims.pop((worker, step), None)
-            self._claim(push, found)
+            self._claims[push.worker, push.step] = ids
 
     def load(self, action: Load, payload: Payload) -> None:
         """Sets the rows in a payload, and with `Role.STATE` their state if it is there."""
         widths = self._widths_of(payload, action.role)
         found = split_push(payload.data, widths)
-        decisions = [
-            policy.decide(rows.ids, rows.values, None, action.version)
-            for policy, rows in zip(self.policies, found, strict=True)
-        ]
+        decisions = []
+        for policy, rows in zip(self.policies, found, strict=True):
+            given = sum_up([(rows.ids, rows.values, 1.0)], policy.slab.dim)
+            places = policy.slab.find(rows.ids)
+            decisions.append(policy.decide(given, places, action.version, at_once=True))
         if payload.counts:
             self.counts[:] = payload.counts
         self._begin(decisions, action.version)
@@ -220,7 +223,7 @@ class RowStore:
 
     def skip(self, action: Skip) -> None:
         """Gives the rows another version, at which some may go."""
-        self._begin(self._decide([[]] * len(self.policies), action.version), action.version)
+        self._begin(self._decide([[]] * len(self.policies), [], action.version), action.version)
         self._publish(action.version)
 
     def note_late(self, action: Acknowledge) -> None:
@@ -265,6 +268,8 @@ class RowStore:
         wanted, arrays = asked.wanted, []
         ids = list(wanted.ids)
         places = [slab.find(each) for slab, each in zip(self.slabs, ids, strict=True)]
+        if not answer.is_look:
+            self._keep_places(answer.worker, ids, places)
         if wanted.since != ALL:
             changed = [
                 (policy.slab.versions(found) > wanted.since) | (policy.removes & (found < 0))
@@ -288,6 +293,15 @@ class RowStore:
             nbytes=nbytes,
             raw_nbytes=nbytes,
         )
+
+    def _keep_places(self, worker: int, ids: Sequence[IdArray], places: Sequence[IntArray]) -> None:
+        """Keeps the places that a pull has found, for the push of the same rows."""
+        for number, (own, found) in enumerate(zip(ids, places, strict=True)):
+            if len(own):
+                kept = FoundPlaces(
+                    ids=own.copy(), places=found, num_gone=self.slabs[number].num_gone
+                )
+                self._pulled[worker, number] = kept
 
     # ----- checkpoints
 
@@ -349,15 +363,29 @@ class RowStore:
         has_state = role is Role.STATE and not fits(payload.data, self._dims)
         return self._widths if has_state else self._dims
 
-    def _require_room(self, number: int, rows: RowsOfTable) -> None:
+    def _may_make(self, number: int, worker: int, ids: IdArray) -> IdArray:
+        """Returns a copy of those ids of a push that may have no row when its step is made.
+
+        An id that had a row at the worker's last pull has one, unless the table gives rows up.
+        """
+        found = self._pulled.get((worker, number))
+        if found is None or self.policies[number].removes or not found.are_of(ids):
+            return ids.copy()
+        return ids[found.places < 0]
+
+    def _require_room(self, number: int, ids: IdArray) -> None:
         """Refuses the rows of a push for which there is no room beside those on their way.
+
+        Args:
+            number: The table.
+            ids: `(n,) uint64`, those that may have no row yet.
 
         Raises:
             TableFullError: The table is full.
             LimitError: The disk is full.
         """
         policy = self.policies[number]
-        pushes = [*self._claimed(number), rows.ids]
+        pushes = [*self._claimed(number), ids]
         with self.places_lock:
             wanted = policy.room_for(pushes)
         if wanted > policy.slab.rows_max:
@@ -368,10 +396,6 @@ class RowStore:
         except OSError as problem:
             name = self._owned[number].name
             raise LimitError(f"no room for rows of {name!r}: {problem}") from None
-
-    def _claim(self, push: Push, rows: Sequence[RowsOfTable]) -> None:
-        """Notes that the rows of a push may be made."""
-        self._claims[push.worker, push.step] = [each.ids.copy() for each in rows]
 
     def _claimed(self, number: int) -> list[IdArray]:
         """Returns the ids of a table in each push that is on its way."""
@@ -411,7 +435,8 @@ class RowStore:
                 ]
                 for number in range(len(self.slabs))
             ]
-            decisions = self._decide(pushes, update.version)
+            workers = [action.push.worker for action, _ in grads]
+            decisions = self._decide(pushes, workers, update.version)
             self._begin(decisions, update.version)
             for number in active:
                 self.counts[number] += 1
@@ -427,18 +452,25 @@ class RowStore:
                 self._journal.give(payload.cell)
 
     def _decide(
-        self, pushes: Sequence[Sequence[tuple[IdArray, FloatArray, float]]], version: int
+        self,
+        pushes: Sequence[Sequence[tuple[IdArray, FloatArray, float]]],
+        workers: Sequence[int],
+        version: int,
     ) -> list[RowDecision]:
         """Returns the rows that a step makes, changes and removes, by table.
 
         Args:
             pushes: By table: ids, `(n * dim,) float32` and weight of each push.
+            workers: The rank of each.
             version: That of the rows after the step.
         """
-        return [
-            policy.decide(*sum_up(of_table, policy.slab.dim), version)
-            for policy, of_table in zip(self.policies, pushes, strict=True)
-        ]
+        decisions = []
+        for number, (policy, of_table) in enumerate(zip(self.policies, pushes, strict=True)):
+            rows = sum_up(of_table, policy.slab.dim)
+            found = [self._pulled.get((worker, number)) for worker in workers]
+            places = policy.slab.find_summed(rows, found)
+            decisions.append(policy.decide(rows, places, version))
+        return decisions
 
     def _begin(self, decisions: Sequence[RowDecision], version: int) -> None:
         """Makes room for the new rows of a step, removes others, and counts pushes."""
@@ -529,7 +561,8 @@ class RowStore:
                 self._open.setdefault(step.key, []).append((add, payload))
         for entry in (*record.held, *(entry for step in record.open_steps for entry in step.added)):
             data = journal.pool.at(entry.place).data[: entry.nbytes]
-            self._claim(journal.push_of(entry), split_push(data, self._dims))
+            push, found = journal.push_of(entry), split_push(data, self._dims)
+            self._claims[push.worker, push.step] = [rows.ids.copy() for rows in found]
         for number, policy in enumerate(self.policies):
             pushes = self._claimed(number)
             policy.reserve(policy.room_for(pushes), sum(map(len, pushes)))

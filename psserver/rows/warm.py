@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pscore.memory.kernels import all_finite
@@ -26,13 +28,14 @@ def warm_up(optimizer: RowOptimizer) -> None:
     slab = Slab(1, 1, optimizer, RowTable(), Mapped(stride_of(optimizer, 1)))
     undo = Undo(Mapped(ROOM_NBYTES))
     slab.read(ids, slab.find(ids), 1, values)
-    ids, sums, times = sum_up([(ids, values, 1.0)] * 2, 1)
+    rows = sum_up([(ids, values, 1.0)] * 2, 1)
     table = RowTable(min_count=2, ttl=1)
     policy = RowPolicy(table, slab, make_waiting(1, table, Mapped(stride_of(COUNTER, 1))))
-    policy.count(policy.decide(ids, sums, times - 1, 2), 2)
-    plan = policy.decide(ids, sums, times, 2).rows
+    late = replace(rows, times=rows.times - 1)
+    policy.count(policy.decide(late, slab.find_summed(rows, []), 2), 2)
+    plan = policy.decide(rows, slab.find(rows.ids), 2).rows
     slab.begin(plan)
-    slab.step(plan, sums, 1.0, 1, 1, np.full(len(optimizer.hyper_names), 0.5))
+    slab.step(plan, rows.values, 1.0, 1, 1, np.full(len(optimizer.hyper_names), 0.5))
     slab.load(plan, values, 1, slab.versions(plan.places))
     undo.save([(slab, slab.plan(ids))], 0)
     undo.roll_back([slab], 0)

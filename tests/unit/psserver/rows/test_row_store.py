@@ -264,6 +264,46 @@ def test_a_declaration_that_differs_is_named() -> None:
 # ----- the index
 
 
+def test_the_index_is_searched_once_for_a_pull_and_the_push_that_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a full table, and by several workers; a row that was new is looked for again."""
+    small = ("a", 0, 2, RowTable(seed=1, init="zeros", max_rows=20))
+    shards = begun(row_spec(small, B), 2)
+    searched: list[int] = []
+    find = Slab.find
+
+    def look(slab: Slab, ids: np.ndarray) -> np.ndarray:
+        searched.append(len(ids))
+        return find(slab, ids)
+
+    for step in range(3):
+        if step == 2:
+            monkeypatch.setattr(Slab, "find", look)
+        for worker in (0, 1):
+            shards.pull([np.arange(5 * worker, 5 * worker + 15), []], worker=worker,
+                        clock=step, min_version=step, look=False)  # fmt: skip
+        for worker in (0, 1):
+            ids = np.arange(5 * worker, 5 * worker + 15)
+            shards.push(worker, step, [ids, []], ones(15, 0), LR)
+    assert sum(searched) == 30
+    expected = -1.5 * (1.0 + np.isin(np.arange(20), np.arange(5, 15)))
+    np.testing.assert_array_equal(shards.pull([np.arange(20), []])[0][:, 0], expected)
+
+
+def test_a_place_is_looked_for_again_when_rows_have_gone() -> None:
+    """Else the push would reach the row that has the place now."""
+    going = ("a", 0, 2, RowTable(init="zeros", ttl=2))
+    shards = begun(row_spec(going, B, rule=ASGD()), 2)
+    shards.push(0, 0, [[1], []], ones(1, 0), LR)
+    shards.pull([[1], []], look=False, clock=1)
+    for step in range(3):
+        shards.push(1, step, [[7 if step == 2 else 5], []], ones(1, 0), LR)
+    shards.push(0, 1, [[1], []], ones(1, 0), LR)
+    np.testing.assert_array_equal(shards.pull([[1, 7], []])[0], -1.0)
+    shards.stores()[0].check_invariants()
+
+
 def slab(rows_max: int) -> Slab:
     optimizer = ROW_OPTIMIZERS["sgd"]()
     return Slab(2, rows_max, optimizer, RowTable(init="zeros"), Mapped(24 * rows_max))
