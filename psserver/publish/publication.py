@@ -18,6 +18,7 @@ from functools import partial
 
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
+from pscore.publish.possible import require_weights
 from psserver.decisions.orders import Load, Skip, Update
 from psserver.engine.job import RunningTable
 from psserver.engine.slice_queue import ShowStore, Work
@@ -26,28 +27,18 @@ from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
 
-def require_weights(running: RunningTable) -> None:
+def require_published(running: RunningTable) -> None:
     """Refuses to publish a table whose value on the shards is not the model.
 
     Raises:
         ConfigError: It is not.
     """
     table = running.table
-    name, rule = table.spec.name, table.spec.rule
+    name = table.spec.name
     if not all(isinstance(queue.store, SliceStore) for queue in running.queues.values()):
         raise ConfigError(f"table {name!r} cannot be published: it is not a dense vector")
     assert isinstance(table.optimizer, Optimizer)
-    if not table.optimizer.holds_weights:
-        raise ConfigError(
-            f"table {name!r} cannot be published: its workers run the optimizer "
-            "(optimizer_on='worker'), so the shards hold no weights; use optimizer_on='shards', or "
-            "psworker.Publisher in a job of its own"
-        )
-    if rule.gossip:
-        raise ConfigError(
-            f"table {name!r} cannot be published: in mode {rule.name} the workers exchange the "
-            "weights, and the shards do not have them; use psworker.Publisher in a job of its own"
-        )
+    require_weights(name, table.spec.rule, table.optimizer)
 
 
 class Publication:
@@ -81,7 +72,7 @@ class Publication:
         Raises:
             ConfigError: The table's value is not the weights of a model.
         """
-        require_weights(running)
+        require_published(running)
         self.running = running
         self.every = every
         self.lineage = lineage

@@ -22,6 +22,7 @@ from pscore.errors import ConfigError, LimitError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.publish import codec
 from pscore.publish.codec import Form
+from pscore.publish.possible import PUBLISH_EVERY_MAX
 from pscore.table_spec import GROWN, TableSpec, count_of
 from pscore.types import ByteArray
 from psserver.durability.sealed import read_json, write_json
@@ -36,11 +37,10 @@ READERS_MAX = 1024
 SILENT_S_MAX = 30.0  # Then a reader is forgotten.
 REPLY_NBYTES = 16 << 20  # An answer is ended by the slice with which it is longer.
 REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
-EVERY_MAX = 1 << 20
 TABLE = "model"  # The table of an optimizer; a model that has grown has others, `model+1`.
 ALL = "*"  # Stands for all jobs.
 FILE = "publications.json"
-Kept = dict[str, tuple[int, int]]  # By "job/table": lineage and `every`.
+Kept = dict[str, tuple[int, int, int]]  # By "job/table": lineage, `every`, that of the settings.
 WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
 
 
@@ -135,10 +135,10 @@ class Publications:
 
     def _resume(self, job: str, running: RunningTable) -> None:
         name = running.table.spec.name
-        lineage, every = (self._former or {}).get(f"{job}/{name}", (0, 0))
+        lineage, every, given = (self._former or {}).get(f"{job}/{name}", (0, 0, 0))
         found = self._published.get((job, name))
-        if found is None and every:
-            found = self._add(job, running, every)
+        if every and given == self._given(job) and (not found or found.publication.every != every):
+            found = self._replace(job, running, every)  # A worker has asked for it.
         if found is not None:
             if every == found.publication.every:  # Else its numbers have another meaning now.
                 found.publication.lineage = lineage
@@ -158,21 +158,29 @@ class Publications:
             ConfigError: `every` is out of range, or the shards do not hold the model.
             UnknownJobError: The job has no such table.
         """
-        count_of(every, "publish_every", least=1, most=EVERY_MAX)
+        count_of(every, "publish_every", least=1, most=PUBLISH_EVERY_MAX)
         with self._engine.lock:
             running = job.table(index)
             found = self._published.get((job.name, running.table.spec.name))
-            if found is not None and found.publication.running is running:
+            if found is not None and found.publication.running is running:  # noqa: SIM102
                 if found.publication.every == every:
                     return
-                running.observers.remove(found.publication)
-            added = self._add(job.name, running, every)
+            added = self._replace(job.name, running, every)
             added.publication.begin(at_multiples=running.table.step > 0)
             self._write()
 
+    def _replace(self, job: str, running: RunningTable, every: int) -> Published:
+        found = self._published.get((job, running.table.spec.name))
+        if found is not None and found.publication.running is running:
+            running.observers.remove(found.publication)
+        return self._add(job, running, every)
+
+    def _given(self, job: str) -> int:
+        return self._every.get(job, self._every.get(ALL, 0))
+
     def _on_table(self, job: RunningJob, running: RunningTable) -> None:
-        every = self._every.get(job.name, self._every.get(ALL))
-        if every is None or running.table.spec.name.partition(GROWN)[0] != TABLE:
+        every = self._given(job.name)
+        if not every or running.table.spec.name.partition(GROWN)[0] != TABLE:
             return
         try:
             self._add(job.name, running, every)
@@ -346,17 +354,22 @@ class Publications:
             return {}
         kept: Kept = {}
         with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
-            for key, (lineage, every) in read_json(self._path).items():
+            for key, (lineage, every, given) in read_json(self._path).items():
                 kept[key] = (
                     count_of(lineage, "a lineage"),
-                    count_of(every, "publish_every", least=1, most=EVERY_MAX),
+                    count_of(every, "publish_every", least=1, most=PUBLISH_EVERY_MAX),
+                    count_of(given, "publish"),
                 )
         return kept
 
     def _write(self) -> None:
         """Writes the lineages, if they have changed."""
         kept = {
-            f"{job}/{table}": (found.publication.lineage, found.publication.every)
+            f"{job}/{table}": (
+                found.publication.lineage,
+                found.publication.every,
+                self._given(job),
+            )
             for (job, table), found in self._published.items()
         }
         if kept == self._kept or self._former is not None:
@@ -403,7 +416,7 @@ def parse_every(texts: str) -> dict[str, int]:
         name, _, number = option.partition("=")
         if not job or name != "every" or not number.isdecimal():
             raise ConfigError(f"publish is {text!r}, must be JOB:every=K, such as night:every=4")
-        found[job] = count_of(int(number), "every", least=1, most=EVERY_MAX)
+        found[job] = count_of(int(number), "every", least=1, most=PUBLISH_EVERY_MAX)
     return found
 
 

@@ -54,11 +54,14 @@ class Context:
         if closer in self._closers:
             self._closers.remove(closer)
 
-    def table_name(self, name: str) -> str:
-        """Returns `name`, or `name.1` and so on where it has been given out before."""
+    def next_name(self, name: str) -> str:
+        """Returns the name of the next table: `name`, or `name.1` and so on once it is taken."""
         number = self._tables.get(name, 0)
-        self._tables[name] = number + 1
         return name if number == 0 else f"{name}.{number}"
+
+    def take_name(self, name: str) -> None:
+        """Marks the name that `next_name` returns as taken: its table trains."""
+        self._tables[name] = self._tables.get(name, 0) + 1
 
     def close(self) -> None:
         """Closes in order: optimizers pull the global weights, then the worker leaves."""

@@ -1,4 +1,4 @@
-"""Publishes weights for readers: those of any trainer, or those of a `DistributedOptimizer`.
+"""Publishes weights of any trainer for readers.
 
     psworker.init(servers, job="night", rank=0, num_workers=1)
     publisher = psworker.Publisher(model.named_parameters())
@@ -22,14 +22,13 @@ import torch
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign_sum import AssignSum
-from pscore.pb.ps.v1 import publish_pb2
 from pscore.rules.ssgd import SSGD
 from pscore.subscription.reader import TABLE
 from pscore.subscription.weights import STEP, STEP_DIGITS, step_digits
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role, TensorSpec
 from psworker.connection.exchange.exchange import Exchange
-from psworker.connection.membership.session import Session
+from psworker.connection.exchange.publishing import begin_publication
 from psworker.job import context
 from psworker.replica.ports import PullBuffer
 
@@ -83,7 +82,7 @@ class Publisher:
             ),
         )
         self._rank = session.rank
-        begin(session, self._exchange.table, 1)
+        begin_publication(session, self._exchange.table, 1)
         flat = self._flat(first, step)
         layout = self._exchange.layout
         for part in layout.slices:
@@ -136,24 +135,6 @@ class Publisher:
             buffers.append(buffer)
         self._exchange.run(part.index for part in self._exchange.layout.slices)
         return max(max(buffer.clock, buffer.version) for buffer in buffers)
-
-
-def begin(session: Session, table: int, every: int) -> None:
-    """Publishes a table of this worker's job on all shards, with each `every`-th update.
-
-    Raises:
-        ConfigError: The shards do not hold its weights.
-        PacelineError: A shard does not answer, or refuses this worker.
-    """
-    for link in session.links:
-        request = publish_pb2.BeginRequest(
-            job=session.job,
-            worker=session.rank,
-            incarnation=session.incarnation,
-            table=table,
-            every=every,
-        )
-        link.call(link.publications.Begin, request)
 
 
 def _host(array: Any) -> FloatArray:

@@ -9,8 +9,9 @@ import torch
 
 from pscore.compressors.base import Compressor
 from pscore.optimizers.base import Optimizer
+from pscore.publish.possible import PUBLISH_EVERY_MAX, require_weights
 from pscore.rules.base import Rule
-from pscore.table_spec import TableSpec
+from pscore.table_spec import TableSpec, count_of
 from psworker.compression.error_feedback import choose
 from psworker.model.flat import describe, trained
 
@@ -25,6 +26,7 @@ class Declaration:
         pull_compressor: The compressor of the pulls that training uses.
         min_nbytes: Smaller parameters are not compressed; in bytes of float32.
         exclude: Names or patterns of more parameters to leave out.
+        publish_every: Updates from one version for readers to the next; None: there are none.
     """
 
     named: Sequence[tuple[str, torch.nn.Parameter]]
@@ -32,6 +34,21 @@ class Declaration:
     pull_compressor: Compressor
     min_nbytes: int
     exclude: Sequence[str]
+    publish_every: int | None = None
+
+    def require_publishable(self, rule: Rule, plugin: Optimizer) -> None:
+        """Refuses to publish weights that the shards do not have.
+
+        Args:
+            rule: The mode.
+            plugin: The optimizer that the shards run.
+
+        Raises:
+            ConfigError: They do not have them, or `publish_every` is out of range.
+        """
+        if self.publish_every is not None:
+            count_of(self.publish_every, "publish_every", least=1, most=PUBLISH_EVERY_MAX)
+            require_weights("model", rule, plugin)
 
     def spec(
         self,

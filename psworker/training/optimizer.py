@@ -93,6 +93,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             worker's own optimizer steps; `auto`: the shards, if they know the optimizer.
         rows: The optimizer of row tables (docs/rows.md), or several: of `[table.weight, ...]`.
         rows_mode: Their mode, if it is another: `"asgd"` beside `"ssgd"`.
+        publish_every: Updates from one version of the weights for readers to the next; seconds in
+            an asynchronous mode (docs/publish.md). That of rank 0 counts. None: there are none.
 
     Raises:
         UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
@@ -126,6 +128,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         optimizer_on: str = "auto",
         rows: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         rows_mode: str | Rule | None = None,
+        publish_every: int | None = None,
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
@@ -138,6 +141,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             pull_compressor=parse_pull_compressor(pull_compression),
             min_nbytes=compress_min_nbytes,
             exclude=compress_exclude,
+            publish_every=publish_every,
         )
         is_raw = self._declaration.pull_compressor.is_raw
         plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=is_raw)
@@ -151,15 +155,12 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         )
         session = self._context.session
         _replace_others(parameters)
-        first = self._context.table_name(TABLE)
+        first = self._context.next_name(TABLE)
         name = growth.newest(first, session.known_tables)
         if (chosen := self._wish.join(session, name)) != rule:
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
-        spec = self._declaration.spec(name, self, rule, plugin, len(session.links))
         with growth.explain_growth(name):
-            table = TrainingTable(
-                session, spec, parameters, plugin, early.has_views, model, samples=samples
-            )
+            table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
         self._hints = Hints(model)
@@ -171,6 +172,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._drive(table, early)
         self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)
+        self._context.take_name(TABLE)
         self._context.at_close(self.close)
         _open.add(self)
         self._choose_mode()
@@ -295,6 +297,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 raise ConfigError("call set_mode() after step(), and before training has ended")
         rule = parse_mode(mode)
         require_peers(former, rule)
+        self._declaration.require_publishable(rule, former.optimizer)
         self._warn_of_buffers(rule)
         if not handover.moves_optimizer(former.rule, rule):
             with recovery.guard():
@@ -408,6 +411,30 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
     # ----- tables
 
+    def _declare(
+        self,
+        name: str,
+        parameters: Sequence[torch.nn.Parameter],
+        rule: Rule,
+        plugin: Optimizer,
+        samples: float,
+        has_views: bool,
+        model: torch.nn.Module | None = None,
+    ) -> TrainingTable:
+        """Returns a table of the parameters that are trained; arguments are `TrainingTable`'s."""
+        session, declaration = self._context.session, self._declaration
+        declaration.require_publishable(rule, plugin)
+        return TrainingTable(
+            session,
+            declaration.spec(name, self, rule, plugin, len(session.links)),
+            parameters,
+            plugin,
+            has_views,
+            model,
+            samples=samples,
+            publish_every=declaration.publish_every,
+        )
+
     def _drive(self, table: TrainingTable, early: EarlyGradients) -> None:
         """Makes the gradients, the recovery and the steps of a table."""
         self._table = table
@@ -453,11 +480,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         early = EarlyGradients(gradients.overlap.is_wanted, names, has_views=has_views)
         gradients.unwatch()
         former.session.heartbeats.left_out.pop(former.exchange.table, None)
-        name, num_shards = growth.next_name(former.name), len(former.session.links)
-        spec = self._declaration.spec(name, self, rule, plugin, num_shards)
-        table = TrainingTable(
-            former.session, spec, parameters, plugin, has_views, samples=self.samples
-        )
+        name = growth.next_name(former.name)
+        table = self._declare(name, parameters, rule, plugin, self.samples, has_views)
         self._inner.param_groups = self.param_groups
         self._drive(table, early)
         with self._recovery.guard():

@@ -22,6 +22,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.accounts.trace import local_update
 from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.exchange.publishing import begin_publication
 from psworker.connection.membership.session import Session
 from psworker.group.worker_group import WorkerGroup
 from psworker.model.sharded import find_routes, make_flat
@@ -62,6 +63,7 @@ class TrainingTable:
         make_step: Returns the local step of a mode.
         means: The mean gradients, where those are pulled and the workers run the optimizer; None:
             weights are pulled.
+        publish_every: Updates from one version for readers to the next; None: there are none.
     """
 
     means: MeanGradients | None = None
@@ -76,6 +78,7 @@ class TrainingTable:
         model: torch.nn.Module | None = None,
         *,
         samples: float = 1.0,
+        publish_every: int | None = None,
     ) -> None:
         """Declares the parameters at the shards, and moves them into flat memory.
 
@@ -87,6 +90,7 @@ class TrainingTable:
             has_grad_views: Whether large `.grad`s may become views of the flat gradients.
             model: The module, which a sharded model needs.
             samples: Weight of this worker's gradient in the mean.
+            publish_every: Updates from one version for readers to the next; None: there are none.
 
         Raises:
             ConfigError: The model is sharded over other processes than this worker's.
@@ -130,6 +134,7 @@ class TrainingTable:
         self.progress = TrainingProgress(samples, self.replica, self.exchange)
         self.local_step = LocalStep()
         self.make_step: Callable[[Rule], LocalStep] = lambda _: LocalStep()
+        self.publish_every = publish_every
 
     @property
     def session(self) -> Session:
@@ -220,6 +225,8 @@ class TrainingTable:
             raise self.means.refuse(self.replica.step, "comes to")
         self.take_weights()
         self.show_weights()
+        if self.publish_every is not None:  # Shards that have lost the job have to be told again.
+            begin_publication(self.session, self.exchange.table, self.publish_every)
         self._start_local_step()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:

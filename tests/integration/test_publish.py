@@ -1,10 +1,13 @@
 """Published weights: each version is bfloat16 of one step of all shards."""
 
+import contextlib
 import io
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -21,6 +24,9 @@ from psserver.dashboard import terminal
 from psserver.dashboard.history import History
 from psserver.dashboard.watch import Asker, ShardWatch
 from psserver.remote import checkpoint
+from psworker.connection.exchange.publishing import begin_publication
+from psworker.training import table
+from tests.inside import forget_worker, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job
 from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, sgd
@@ -37,10 +43,10 @@ def publishing() -> Iterator[Shards]:
         started.require_alive()
 
 
-def exported(shards: Shards, job: str) -> dict[str, np.ndarray]:
+def exported(shards: Shards, job: str, table: int = 0) -> dict[str, np.ndarray]:
     """Returns a job's weights as `psserver export` writes them, rounded to bfloat16."""
     found = checkpoint.capture(shards.addresses, ANYONE, job, weights_only=True)
-    arrays = dict(found.tables[0].arrays["weights"])
+    arrays = dict(found.tables[table].arrays["weights"])
     return {
         name: round_to_bf16(np.ascontiguousarray(array).reshape(-1)).reshape(array.shape)
         for name, array in arrays.items()
@@ -104,6 +110,67 @@ def test_each_version_is_bf16_of_the_shards_at_its_step(publishing: Shards, mode
         worker.result()
     for name, array in first.items():
         assert (array != weights.arrays[name]).any(), name
+
+
+def publishes_and_grows(station: Station) -> int:
+    """Publishes each second update, is lost, and unfreezes a layer; returns how often it asked."""
+    model: Any = make_model()
+    model[0].requires_grad_(False)
+    given: dict[str, Any] = {"named_parameters": model.named_parameters(), "publish_every": 2}
+    with pytest.raises(psworker.ConfigError, match="the workers exchange the weights"):
+        psworker.DistributedOptimizer(sgd(model.parameters()), mode="dpsgd", **given)
+    given["named_parameters"] = list(model.named_parameters())
+    with pytest.raises(psworker.ConfigError, match="no placeholder of a row table"):
+        psworker.DistributedOptimizer(sgd(model.parameters()), rows=sgd([torch.ones(1)]), **given)
+    with mock.patch.object(table, "begin_publication", wraps=begin_publication) as asked:
+        optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), **given)
+        assert table_of(optimizer).name == "model"
+        for step in range(4):
+            station.tell()
+            station.hear()
+            if step == 1:
+                forget_worker(optimizer)
+                optimizer.zero_grad()
+                backward(model, *batch(step, 0))
+                with contextlib.suppress(psworker.PacelineError):
+                    optimizer.step()
+                assert asked.call_count == 2
+            if step == 2:
+                model[0].requires_grad_(True)
+            while optimizer.clock <= step:
+                optimizer.zero_grad()
+                backward(model, *batch(step, 0))
+                optimizer.step()
+        station.tell()
+        station.hear()
+        with pytest.raises(psworker.ConfigError, match="the workers exchange the weights"):
+            optimizer.set_mode("dpsgd")
+        return asked.call_count
+
+
+@pytest.mark.slow
+def test_a_wrapper_publishes_its_tables_also_when_it_was_lost_and_when_it_has_grown(
+    shards: Shards,
+) -> None:
+    job = new_job()
+    with shards.workers(publishes_and_grows, num_workers=1, job=job) as (worker,):
+        for number, name in enumerate(("model", "model+1")):
+            with psworker.Subscriber(
+                shards.addresses, job=job, dtype="bf16", table=name
+            ) as subscriber:
+                for _ in range(2 - number):
+                    worker.hear()
+                    worker.tell()
+                worker.hear()
+                weights = subscriber.wait(timeout_s=WAIT_S)
+                while weights.step < 2 * number + 2:
+                    weights = subscriber.wait(newer_than=weights.version, timeout_s=WAIT_S)
+                expected = exported(shards, job, number)
+                assert weights.arrays.keys() == expected.keys()
+                for key, array in weights.arrays.items():
+                    np.testing.assert_array_equal(array, expected[key], err_msg=key)
+                worker.tell()
+        assert worker.result() == 3
 
 
 def publishes(station: Station) -> None:

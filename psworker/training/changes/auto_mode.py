@@ -14,6 +14,7 @@ import torch
 
 from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.publish.possible import require_weights
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.timing.auto import FIRST, auto_candidates, parse_wish
@@ -128,6 +129,8 @@ def _can_take(table: TrainingTable, inner: torch.optim.Optimizer, rule: Rule) ->
     """Returns whether `DistributedOptimizer.set_mode` would accept a mode."""
     try:
         require_peers(table, rule)
+        if table.publish_every is not None:
+            require_weights(table.name, rule, table.optimizer)
         refuse_in_group(rule, table.optimizer, table.group)
         if handover.moves_optimizer(table.rule, rule):
             is_raw = table.exchange.spec.pull_compressor.is_raw

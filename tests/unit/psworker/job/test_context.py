@@ -201,8 +201,10 @@ def test_a_forked_child_does_not_leave_for_its_parent(
 def test_tables_of_one_name_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SERVERS", "a:1")
     context = join()
-    assert [context.table_name("model") for _ in range(3)] == ["model", "model.1", "model.2"]
-    assert context.table_name("other") == "other"
+    for name in ("model", "model.1", "model.2"):
+        assert [context.next_name("model") for _ in range(2)] == [name, name]  # Not taken yet.
+        context.take_name("model")
+    assert context.next_name("other") == "other"
 
 
 # ----- shards of one's own
