@@ -19,6 +19,8 @@ SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 8, 7  # Of a panel; a row of the dashboard is 24 wide.
 JOB = 'exported_job=~"$job"'
 BY_WORKER = "by (exported_job, worker)"
+BY_READER = "by (exported_job, host, pid, reader)"
+READER = "{{exported_job}} {{host}} pid {{pid}}"
 NOT_YET = 'answer="not_yet"'
 
 
@@ -282,6 +284,31 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 (
                     'rate(process_cpu_seconds_total{job=~".*paceline.*"}[$__rate_interval])',
                     "{{instance}}",
+                ),
+            ),
+        ),
+    ),
+    "Readers of weights": (
+        Panel(
+            title="Seconds behind the newest version",
+            about="Since when there is a version that a reader does not use yet.",
+            unit="s",
+            expressions=((f"max {BY_READER} (paceline_reader_lag_seconds{{{JOB}}})", READER),),
+        ),
+        Panel(
+            title="Steps behind the newest version",
+            about="Steps of training; in an asynchronous mode 0.",
+            unit="none",
+            expressions=((f"max {BY_READER} (paceline_reader_lag_steps{{{JOB}}})", READER),),
+        ),
+        Panel(
+            title="Bytes to readers per second",
+            about="By form: whole weights, or one of the forms of differences.",
+            unit="Bps",
+            expressions=(
+                (
+                    f"sum by (exported_job, form) ({rate('paceline_published_bytes_total')})",
+                    "{{exported_job}} {{form}}",
                 ),
             ),
         ),

@@ -193,8 +193,9 @@ def readers(
     from psserver.remote import ask
     from psserver.remote import readers as lister
 
-    listed = lister.listed(ask.publications(found.addresses, found.credentials))
-    write(listed, lister.show, as_json=as_json)
+    answers = ask.publications(found.addresses, found.credentials)
+    write(lister.listed(answers), lister.show, as_json=as_json)
+    lister.require_all(answers)
 
 
 @about_servers

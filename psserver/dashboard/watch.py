@@ -15,6 +15,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2, publish_pb2_grpc
 from pscore.threads import OwnedThread
 from psserver.dashboard.history import History
+from psserver.exits import CommandError
 from psserver.remote import readers
 from psserver.remote.status import combine
 
@@ -66,7 +67,7 @@ class Asker:
         self._silent.discard(index)
         return reply
 
-    def publications(self) -> list[publish_pb2.ListReply]:
+    def publications(self) -> list[publish_pb2.ListReply | CommandError]:
         """Returns what the shards publish that have answered `ask`."""
         calls = [
             publish_pb2_grpc.PublicationsStub(channel).List.future(
@@ -75,7 +76,7 @@ class Asker:
             for channel in self._channels
             if channel is not None
         ]
-        found = []
+        found: list[publish_pb2.ListReply | CommandError] = []
         for call in calls:
             with contextlib.suppress(grpc.RpcError):  # It has ended since then, or has moved.
                 found.append(call.result())

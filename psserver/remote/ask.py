@@ -72,11 +72,15 @@ def answers(
     Raises:
         CommandError: None of them answers, or one refuses; the message names it.
     """
-    found = _ask_each(addresses, credentials, _ask_status)
-    silent = [answer for answer in found if isinstance(answer, CommandError)]
-    if len(silent) == len(addresses):
+    return _require_some(_ask_each(addresses, credentials, _ask_status))
+
+
+def _require_some(answers: list[Reply | CommandError]) -> list[Reply | CommandError]:
+    """Returns the answers; raises the first if all are errors."""
+    silent = [answer for answer in answers if isinstance(answer, CommandError)]
+    if silent and len(silent) == len(answers):
         raise silent[0]
-    return found
+    return answers
 
 
 def follow(addresses: list[str], answers: Sequence[object]) -> None:
@@ -181,18 +185,18 @@ def _is_serving(call: grpc.CallFuture[health_pb2.HealthCheckResponse]) -> bool:
 
 def publications(
     addresses: Sequence[str], credentials: Credentials = ANYONE
-) -> list[publish_pb2.ListReply]:
-    """Returns what each shard at `addresses` publishes, in this order.
+) -> list[publish_pb2.ListReply | CommandError]:
+    """Returns what each shard at `addresses` publishes, in this order, or why it is not known.
 
     Raises:
-        CommandError: One of them does not answer, or refuses.
+        CommandError: None of them answers, or one refuses.
     """
 
     def ask(channel: grpc.Channel) -> grpc.CallFuture[publish_pb2.ListReply]:
         stub = publish_pb2_grpc.PublicationsStub(channel)
         return stub.List.future(publish_pb2.ListRequest(), timeout=ANSWER_S_MAX)
 
-    return _ask_all(addresses, credentials, ask)
+    return _require_some(_ask_each(addresses, credentials, ask))
 
 
 def _ask_all(

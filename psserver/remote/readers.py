@@ -8,28 +8,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from pscore.pb.ps.v1 import publish_pb2 as pb
+from psserver.exits import CommandError, Exit
 from psserver.publish.publications import READERS_MAX
 from psserver.remote.status import published_lines
 
 
-def listed(replies: Sequence[pb.ListReply]) -> list[dict[str, Any]]:
+def listed(answers: Sequence[pb.ListReply | CommandError]) -> list[dict[str, Any]]:
     """Returns each publication once, with the newest version that all shards have.
 
     Args:
-        replies: The shards' answers.
+        answers: The shards' answers; those that are errors are left out.
     """
     found: dict[tuple[str, str], list[pb.PublicationStatus]] = {}
-    for reply in replies:
-        for one in reply.publications:
+    for answer in answers:
+        for one in () if isinstance(answer, CommandError) else answer.publications:
             found.setdefault((one.job, one.table), []).append(one)
     return [_combined(parts) for _, parts in sorted(found.items())]
 
 
-def add(status: dict[str, Any], replies: Sequence[pb.ListReply]) -> None:
+def add(status: dict[str, Any], answers: Sequence[pb.ListReply | CommandError]) -> None:
     """Adds to each job of a status (`status.combine`) what is published of it."""
-    found = listed(replies)
+    found = listed(answers)
     for job in status["jobs"]:
         job["published"] = [one for one in found if one["job"] == job["name"]]
+
+
+def require_all(answers: Sequence[object]) -> None:
+    """Raises an error that names all shards that have not answered.
+
+    Args:
+        answers: The shards' answers, or errors.
+
+    Raises:
+        CommandError: One of them is an error.
+    """
+    silent = [answer.message for answer in answers if isinstance(answer, CommandError)]
+    if silent:
+        raise CommandError(Exit.NO_ANSWER, "; ".join(dict.fromkeys(silent)))
 
 
 def _combined(parts: Sequence[pb.PublicationStatus]) -> dict[str, Any]:

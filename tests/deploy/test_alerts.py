@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
+from pscore.pb.ps.v1 import publish_pb2, publish_pb2_grpc
 from tests.deploy.test_prometheus import RULES, ask, end, free_ports, running
 
 BIN = Path(sys.executable).parent
@@ -46,7 +48,10 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Linear(2048, 1024)
 optimizer = psworker.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), mode=os.environ["MODE"]
+    torch.optim.SGD(model.parameters(), lr=1e-3),
+    model.named_parameters(),
+    mode=os.environ["MODE"],
+    publish_every=1,
 )
 slow = Path(__file__).parent / f"slow-{psworker.rank()}"
 while not (Path(__file__).parent / "enough").exists():
@@ -67,7 +72,8 @@ def quick() -> str:
     text = re.sub(r"\[\d+m\]", "[10s]", text)
     text = re.sub(r"for: \d+m", "for: 5s", text)
     assert text.count("> 3600") == 1
-    return text.replace("> 3600", "> 8")
+    assert text.count("> 120") == 1
+    return text.replace("> 3600", "> 8").replace("> 120", "> 2")
 
 
 class Site:
@@ -313,6 +319,38 @@ def test_old_gradients(site: Site, tmp_path: Path) -> None:
             site.fires("Stale")
             lagging.unlink()
             site.clears("Stale")
+
+
+def test_a_reader_that_is_behind_and_one_that_gets_weights_whole(
+    site: Site, tmp_path: Path
+) -> None:
+    """The reader says itself which version it uses, and how many slices have come whole."""
+    said = publish_pb2.Reader(id=7, host="far", pid=9, number=0)
+    over, resyncs = Event(), Event()
+    with shard(tmp_path) as one, workers(one, count=1), grpc.insecure_channel(one.servers) as line:
+        stub = publish_pb2_grpc.PublicationsStub(line)
+
+        def read() -> None:
+            while not over.wait(0.5):
+                asked = publish_pb2.WatchRequest(job="job", table="model", after=-1, reader=said)
+                stub.Watch(asked)
+                if resyncs.is_set():
+                    said.number = 1 << 40  # Newer than any.
+                    said.resyncs += 1
+
+        site.aim(one.metrics)
+        thread = Thread(target=read)
+        thread.start()
+        try:
+            assert site.fires("ReaderBehind")["host"] == "far"
+            resyncs.set()
+            assert site.fires("ReaderResyncs")["pid"] == "9"
+            site.clears("ReaderBehind")
+            resyncs.clear()
+            site.clears("ReaderResyncs")
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_slices_without_a_journal(

@@ -45,7 +45,7 @@ import psworker
 model = torch.nn.Linear(512, 512)
 inner = torch.optim.SGD(model.parameters(), lr=1e-3)
 optimizer = psworker.DistributedOptimizer(
-    inner, model.named_parameters(), mode="ssgd", compression="2bit"
+    inner, model.named_parameters(), mode="ssgd", compression="2bit", publish_every=1
 )
 end_s = time.monotonic() + 240
 while time.monotonic() < end_s:
@@ -55,6 +55,15 @@ while time.monotonic() < end_s:
     time.sleep(0.2 * psworker.rank())
     optimizer.step()
     optimizer.report(loss=loss, tokens=8)
+"""
+
+READER = """
+import psworker
+
+subscriber = psworker.Subscriber(job="scraped")
+weights = subscriber.wait()
+while True:
+    weights = subscriber.wait(newer_than=weights.version)
 """
 
 
@@ -188,6 +197,11 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
                 *("--on-failure", "continue", "--", str(script)),
                 env={**os.environ, "PACELINE_SERVERS": made.servers},
                 stdout=subprocess.DEVNULL,
+            )
+        )
+        stack.enter_context(
+            running(
+                sys.executable, "-c", READER, env={**os.environ, "PACELINE_SERVERS": made.servers}
             )
         )
         stack.enter_context(

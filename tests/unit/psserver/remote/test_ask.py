@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2, publish_pb2_grpc
 from psserver.exits import CommandError
-from psserver.remote import ask
+from psserver.remote import ask, readers
 
 NUM_CLOSED = 3
 WAIT_S = 200.0
@@ -25,6 +25,16 @@ class Control(control_pb2_grpc.ControlServicer):
         return pb.StatusReply(pid=3)
 
 
+class Published(publish_pb2_grpc.PublicationsServicer):
+    """A shard with one publication."""
+
+    def List(  # noqa: N802
+        self, request: publish_pb2.ListRequest, context: object
+    ) -> publish_pb2.ListReply:
+        one = publish_pb2.PublicationStatus(job="night", table="model", newest=7, every=4)
+        return publish_pb2.ListReply(publications=[one])
+
+
 def serve(address: str) -> grpc.Server:
     servicer = health.HealthServicer()
     for name in ("", "liveness", "readiness"):
@@ -32,6 +42,10 @@ def serve(address: str) -> grpc.Server:
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     control_pb2_grpc.add_ControlServicer_to_server(Control(), server)  # type: ignore[abstract]
+    publish_pb2_grpc.add_PublicationsServicer_to_server(
+        Published(),  # type: ignore[abstract]
+        server,
+    )
     assert server.add_insecure_port(address)
     server.start()
     return server
@@ -84,3 +98,21 @@ def test_the_limit_of_a_silent_shard_is_named_and_no_wait_for_a_closed_port(
         closed = f"127.0.0.1:{found.getsockname()[1]}"
     with pytest.raises(CommandError, match=f"nothing answers at {closed}; "):
         ask.statuses([closed])
+
+
+def test_publications_are_shown_though_a_shard_is_silent(
+    monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    monkeypatch.setattr(ask, "ANSWER_S_MAX", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    server = serve(address)
+    answers = ask.publications([address, silent])
+    server.stop(None).wait()
+    (one,) = readers.listed(answers)
+    assert (one["job"], one["version"]) == ("night", 7)
+    with pytest.raises(CommandError, match=f"nothing answers at {silent} within"):
+        readers.require_all(answers)
+    readers.require_all(answers[:1])
+    with pytest.raises(CommandError, match="nothing answers"):
+        ask.publications([silent])

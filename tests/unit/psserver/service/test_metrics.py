@@ -17,7 +17,9 @@ from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
 from psserver.decisions.worker_reports import ReportedPace, StageReport
 from psserver.engine.engine import Engine
+from psserver.publish.publications import Publications
 from psserver.service.metrics import MetricsPage, ShardCollector
+from psserver.service.publish_metrics import PublicationCollector
 from psserver.service.web import REQUEST_NBYTES_MAX, WebServer
 from scripts import grafana
 
@@ -251,7 +253,8 @@ def test_head_has_no_body() -> None:
 def test_the_dashboard_and_the_alerts_name_metrics_that_exist() -> None:
     engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
     there = set()
-    for family in ShardCollector(engine).collect():
+    published = PublicationCollector(engine, Publications(engine, {}, None))
+    for family in (*ShardCollector(engine).collect(), *published.collect()):
         ends = {
             "counter": ("_total",),
             "gauge": ("",),
