@@ -43,8 +43,14 @@ class Archive(ABC):
         """Returns those arrays of a slice without which there are no weights."""
 
     @abstractmethod
-    def room(self, spec: TableSpec, layout: Layout) -> Room:
-        """Returns memory for a table."""
+    def room(self, spec: TableSpec, layout: Layout, base: Mapping[str, Tensors]) -> Room:
+        """Returns memory for a table.
+
+        Args:
+            spec: The declaration.
+            layout: The slices.
+            base: The arrays of an earlier copy, to which slices may give the changes only.
+        """
 
     @abstractmethod
     def parts(

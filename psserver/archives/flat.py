@@ -54,7 +54,7 @@ class FlatArchive(Archive):
         """Returns the weights."""
         return ["weights"]
 
-    def room(self, spec: TableSpec, layout: Layout) -> Room:
+    def room(self, spec: TableSpec, layout: Layout, base: Mapping[str, Tensors]) -> Room:
         """Returns flat vectors."""
         return FlatRoom(spec, layout)
 

@@ -30,6 +30,7 @@ from psserver.archives.base import Archive, Part, Room, Tensors
 
 KINDS = {"ids": "<u8", "rows": "<f4", "versions": "<i8"}  # Arrays of a slice, by row table.
 WAITING = {"waiting_ids": "<u8", "waiting_times": "<f4", "waiting_versions": "<i8"}
+GONE = "gone", "waiting_gone"  # In a copy of changes: the ids that are no longer there.
 IDS, WEIGHTS, VERSIONS = "ids", "weights", "versions"
 FILE_DTYPES = {IDS: "U64", VERSIONS: "I64", "waiting_ids": "U64", "waiting_versions": "I64"}
 # Others are F32.
@@ -38,24 +39,25 @@ FILE_DTYPES = {IDS: "U64", VERSIONS: "I64", "waiting_ids": "U64", "waiting_versi
 class RowRoom(Room):
     """The arrays of each slice, put together at the end."""
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, layout: Layout, base: Mapping[str, Tensors]) -> None:
         """Starts without arrays."""
-        self._spec = spec
-        self._found: dict[str, list[ByteArray]] = {}
+        self._spec, self._layout, self._base = spec, layout, base
+        self._found: dict[str, dict[int, ByteArray]] = {}  # By array and slice.
 
     def target(self, part: SliceSpec, array: str, nbytes: int) -> ByteArray:
         """Returns new memory."""
         found = np.zeros(nbytes, np.uint8)
-        self._found.setdefault(array, []).append(found)
+        self._found.setdefault(array, {})[part.index] = found
         return found
 
     def arrays(self) -> dict[str, Tensors]:
         """Returns the rows of all slices in the order of their ids."""
         optimizer = _optimizer_of(self._spec)
+        self._merge()
         result: dict[str, dict[str, np.ndarray]] = {}
         for number, tensor in enumerate(self._spec.tensors):
             ids, rows, versions = (
-                np.concatenate(self._found[f"{kind}.{number}"]).view(dtype)
+                np.concatenate(list(self._found[f"{kind}.{number}"].values())).view(dtype)
                 for kind, dtype in KINDS.items()
             )
             order = np.argsort(ids)
@@ -70,15 +72,36 @@ class RowRoom(Room):
         for number, tensor in enumerate(
             self._spec.tensors if any(map(_waits, self._found)) else ()
         ):
-            nothing = [np.zeros(0, np.uint8)]
+            nothing = {-1: np.zeros(0, np.uint8)}
             found = {
-                kind: np.concatenate(self._found.get(f"{kind}.{number}", nothing)).view(dtype)
+                kind: np.concatenate(
+                    list(self._found.get(f"{kind}.{number}", nothing).values())
+                ).view(dtype)
                 for kind, dtype in WAITING.items()
             }
             order = np.argsort(found["waiting_ids"])
             for kind, array in found.items():
                 result.setdefault(kind, {})[tensor.name] = array[order]
         return dict(result)
+
+    def _merge(self) -> None:
+        """Adds the rows of the base that have not changed, in slices of which changes have come."""
+        changed = sorted(self._found.get("gone.0", {}))
+        if not changed:
+            return
+        parts = RowArchive().parts(self._spec, self._layout, self._base, changed)
+        former = {(part.index, array): values for part, array, values in parts}
+        for number, kinds in itertools.product(range(len(self._spec.tensors)), (KINDS, WAITING)):
+            ids_of, gone_of = f"{next(iter(kinds))}.{number}", f"{GONE[kinds is WAITING]}.{number}"
+            for index in changed if ids_of in self._found else ():
+                ids = former[index, ids_of]
+                new = [self._found[name][index].view("<u8") for name in (ids_of, gone_of)]
+                is_kept = ~np.isin(ids, np.concatenate(new))
+                for kind in kinds if len(ids) else ():
+                    name = f"{kind}.{number}"
+                    kept = former[index, name].reshape(len(ids), -1)[is_kept].reshape(-1)
+                    found = self._found[name]
+                    found[index] = np.concatenate([kept.view(np.uint8), found[index]])
 
 
 class RowArchive(Archive):
@@ -90,9 +113,9 @@ class RowArchive(Archive):
         """Returns the rows: a row and its state are one."""
         return [array for array in arrays if not _waits(array)]
 
-    def room(self, spec: TableSpec, layout: Layout) -> Room:
+    def room(self, spec: TableSpec, layout: Layout, base: Mapping[str, Tensors]) -> Room:
         """Returns memory for the rows of all slices."""
-        return RowRoom(spec)
+        return RowRoom(spec, layout, base)
 
     def parts(
         self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors], own: Sequence[int]

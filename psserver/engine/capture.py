@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from pscore.errors import ConfigError, LimitError, RemoteProtocolError
-from pscore.types import ANY_STEP, Origin
+from pscore.types import ANY_STEP, IntArray, Origin
 from psserver.decisions.table import Table
 from psserver.engine.engine import Engine
 from psserver.engine.host_memory import available_nbytes
 from psserver.engine.job import AtVersion, RunningJob, RunningTable
 from psserver.engine.residuals import ResidualCollection
 from psserver.engine.slice_queue import CopyOut
+from psserver.slices.base import Mark
 
 Arrays = dict[str, np.ndarray]
 
@@ -35,6 +37,8 @@ class CaptureState(enum.Enum):
     DONE = "all arrays are here"
 
 
+NO_BASE: Mapping[str, Mark] = {}
+NO_MARK: IntArray = np.zeros(0, np.int64)
 PENDING = (CaptureState.WAITING, CaptureState.COLLECTING)
 
 
@@ -70,7 +74,12 @@ class TableCapture:
     """
 
     def __init__(
-        self, job: RunningJob, table: RunningTable, version: int, lock: threading.RLock
+        self,
+        job: RunningJob,
+        table: RunningTable,
+        version: int,
+        lock: threading.RLock,
+        base: Mapping[str, Mark] = NO_BASE,
     ) -> None:
         """Schedules the copies; called under the lock.
 
@@ -79,6 +88,7 @@ class TableCapture:
             table: The table.
             version: Wanted of all slices; -1: that of each slice now.
             lock: The engine's.
+            base: By slice: the mark of an earlier copy, since which the changes will do.
         """
         self.job = job.name
         self.slices: dict[int, Arrays] = {}
@@ -86,6 +96,7 @@ class TableCapture:
         self._running = table
         self._table = table.table
         self._version = version
+        self._base = base
         self._engine_lock = lock
         self._lock = threading.Lock()  # Lock of `slices` and `_state`.
         self._state = CaptureState.WAITING
@@ -106,7 +117,7 @@ class TableCapture:
         if not clocks:
             self._state = CaptureState.DONE
         for index, clock in clocks.items():
-            copy = CopyOut(take=partial(self._take, index))
+            copy = CopyOut(take=partial(self._take, index), mark=self._base.get(str(index)))
             self._about[index] = {"version": wanted, "clocks": {}}
             if wanted == -1:  # No step in common: the numbers belong to the workers' own steps.
                 own = {str(rank): steps.clock for rank, steps in clock.counted.items()}
@@ -182,7 +193,8 @@ class TableCapture:
                 str(index): {
                     **self._about[index],
                     "counts": arrays["counts"].tolist(),
-                    "arrays": sorted(name for name in arrays if name != "counts"),
+                    "mark": arrays.get("mark", NO_MARK).tolist(),
+                    "arrays": sorted(name for name in arrays if name not in ("counts", "mark")),
                     "nbytes": {name: array.nbytes for name, array in arrays.items()},
                 }
                 for index, arrays in self.slices.items()
@@ -215,7 +227,13 @@ class TableCapture:
 
 
 def capture(
-    engine: Engine, name: str, table: str, version: int, *, weights_only: bool
+    engine: Engine,
+    name: str,
+    table: str,
+    version: int,
+    *,
+    weights_only: bool,
+    base: Mapping[str, Mark] = NO_BASE,
 ) -> TableCapture:
     """Copies a table for a checkpoint, with the residuals of its workers.
 
@@ -225,6 +243,7 @@ def capture(
         table: Its name.
         version: Wanted of all slices; -1: that of each slice now.
         weights_only: Whether residuals are left out.
+        base: By slice: the mark of an earlier copy, since which the changes will do.
 
     Raises:
         ConfigError: There is no such table.
@@ -237,7 +256,7 @@ def capture(
             raise ConfigError(f"no table {table!r} of a job {name!r} on shard {engine.shard.index}")
         running = job.tables[found.index]
         _require_memory(job, found, engine.shard.index, weights_only=weights_only)
-        copy = TableCapture(job, running, version, engine.lock)
+        copy = TableCapture(job, running, version, engine.lock, base)
         if not weights_only:
             copy.collect_residuals()
         return copy

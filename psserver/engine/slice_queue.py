@@ -26,7 +26,7 @@ from pscore.rules.base import Rule
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.progress import Token
 from psserver.engine.placement import Placement
-from psserver.slices.base import Payload, Store
+from psserver.slices.base import Mark, Payload, Store
 
 DEFAULTS = Placement()
 NEVER = -2  # No number of a record.
@@ -37,6 +37,7 @@ class CopyOut:
     """Copy all arrays of the slice, as they are between two actions, and call `take` with them."""
 
     take: Callable[[dict[str, np.ndarray]], None]
+    mark: Mark | None = None  # The mark of an earlier copy: the changes since then will do.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +351,7 @@ def _answer(action: Answer, store: Store, completion: Completion) -> None:
 
 
 def _copy_out(action: CopyOut, store: Store, completion: Completion) -> None:
-    action.take(store.export())
+    action.take(store.export() if action.mark is None else store.export(action.mark))
 
 
 def _show_store(action: ShowStore, store: Store, completion: Completion) -> None:

@@ -41,7 +41,7 @@ from psserver.mending.mender import Mender
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
 from psserver.remote.checkpoint import JobShards, capture, holds_weights, is_finished
-from psserver.remote.checkpoint_files import expire, write
+from psserver.remote.checkpoint_files import Checkpoint, expire, in_files, write
 
 log = structlog.get_logger()
 LOCK = ".schedule"
@@ -63,6 +63,7 @@ class CheckpointSchedule:
         self._last = threading.Event()
         self._refused: set[str] = set()  # Jobs without weights on the shards.
         self._taken: dict[str, Mark] = {}  # By job: its mark at its newest checkpoint.
+        self._bases: dict[str, Checkpoint] = {}  # By job: the newest one, in its files.
         self._pool = ThreadPoolExecutor(JOBS_MAX, thread_name_prefix="checkpoint")
         self._under_way: dict[str, Future[None]] = {}  # By job: its newest checkpoint.
         self._lock_fd: int | None = None
@@ -168,8 +169,10 @@ class CheckpointSchedule:
         if mark == self._taken.get(job):
             return
         try:
-            taken = capture(self._plan.addresses, credentials, job, weights_only=False)
+            base = self._bases.pop(job, None)
+            taken = capture(self._plan.addresses, credentials, job, weights_only=False, base=base)
             path = write(self._folder, taken, keep=KEEP)
+            self._bases[job] = in_files(path, taken)
         except (PacelineError, OSError, MemoryError) as problem:
             log.warning(
                 "no checkpoint written; the last one is kept",

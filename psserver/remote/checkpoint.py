@@ -27,6 +27,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.table_spec import BESIDE, GROWN, TableSpec
 from psserver.archives import archive_of
+from psserver.archives.base import Tensors
 from psserver.decisions.job import State
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
@@ -37,6 +38,7 @@ CALL_TIMEOUT_S = 30.0
 WAIT_MS = 2000
 RESIDUALS_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
 ATTEMPTS = 8
+NO_ARRAYS: Mapping[str, Tensors] = {}
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -89,7 +91,12 @@ class JobShards:
 
 
 def capture(
-    addresses: Sequence[str], credentials: Credentials, job: str | None, *, weights_only: bool
+    addresses: Sequence[str],
+    credentials: Credentials,
+    job: str | None,
+    *,
+    weights_only: bool,
+    base: Checkpoint | None = None,
 ) -> Checkpoint:
     """Returns a job as it is at one step.
 
@@ -98,6 +105,7 @@ def capture(
         credentials: With the token for everything.
         job: Its name; may be left out if there is one only.
         weights_only: Leave the optimizer's state and the mode's memory out.
+        base: An earlier checkpoint of the job: of rows only the changes since then are fetched.
 
     Raises:
         CommandError: There is no such job, or a shard does not answer.
@@ -127,12 +135,13 @@ def capture(
             if entry.num_slices
         ]
         states: dict[str, TableState] = {}
+        former = {table.spec.name: table for table in (base.tables if base else ())}
         for leads in _together(found.tables):
             newest = max(
                 (entry.version_max - entry.lead for entry in entries if entry.name in leads),
                 default=-1,
             )
-            states |= _capture_tables(shards, found.job, leads, newest, weights_only)
+            states |= _capture_tables(shards, found.job, leads, newest, weights_only, former)
         checkpoint.tables += [states[table.name] for table in found.tables]
         return checkpoint
     finally:
@@ -179,7 +188,12 @@ def _together(tables: Sequence[control_pb2.TableStatus]) -> list[dict[str, int]]
 
 
 def _capture_tables(
-    shards: JobShards, job: str, leads: Mapping[str, int], newest: int, weights_only: bool
+    shards: JobShards,
+    job: str,
+    leads: Mapping[str, int],
+    newest: int,
+    weights_only: bool,
+    former: Mapping[str, TableState],
 ) -> dict[str, TableState]:
     """Copies tables at the newest step, or at one soon to come if that is gone already.
 
@@ -189,6 +203,7 @@ def _capture_tables(
         leads: By name of a table: its version, less its step.
         newest: The newest step of any of them.
         weights_only: Whether residuals are left out.
+        former: Tables of an earlier checkpoint, by name.
     """
     step: int | None = newest  # None: each slice as it is.
     margin, gone = 1, newest - 1  # Steps up to `gone` are no longer available.
@@ -200,6 +215,7 @@ def _capture_tables(
                 id=secrets.token_hex(8),
                 version=-1 if step is None else step + lead,
                 weights_only=weights_only,
+                base=json.dumps(former[table].marks) if table in former else "",
             )
             for table, lead in leads.items()
         ]
@@ -209,7 +225,9 @@ def _capture_tables(
             if all(reply.state == pb.CAPTURE_DONE for reply in everything):
                 states = {}
                 for request, of_table in zip(requests, replies, strict=True):
-                    state = _read(shards, request.id, of_table, weights_only)
+                    base = former.get(request.table)
+                    arrays = NO_ARRAYS if base is None else base.arrays
+                    state = _read(shards, request.id, of_table, weights_only, arrays)
                     _require_weights(state, job)
                     states[request.table] = state
                 return states
@@ -306,16 +324,22 @@ def _capture_at(
 
 
 def _read(
-    shards: JobShards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
+    shards: JobShards,
+    name: str,
+    replies: Sequence[pb.CaptureReply],
+    weights_only: bool,
+    base: Mapping[str, Tensors],
 ) -> TableState:
     about = [json.loads(reply.about) for reply in replies]
     spec = TableSpec.from_json(about[0]["spec"])
     layout, archive = spec.layout(), archive_of(spec.content.name)
-    room = archive.room(spec, layout)
+    room = archive.room(spec, layout, base)
+    marks: dict[str, list[int]] = {}
     counts = [0] * len(spec.tensors)
     slices: dict[str, Any] = {}
     for part in layout.slices:
         entry = about[part.shard]["slices"][str(part.index)]
+        marks[str(part.index)] = entry.get("mark", [])
         slices[str(part.index)] = {"version": entry["version"], "clocks": entry["clocks"]}
         for segment, count in zip(part.segments, entry["counts"], strict=True):
             counts[segment.tensor] = count
@@ -335,6 +359,7 @@ def _read(
         slices=slices,
         counts=counts,
         arrays=room.arrays(),
+        marks=marks,
     )
 
 

@@ -33,7 +33,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class TableState:
     slices: dict[str, Any]  # By index: version, and steps of each worker.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: Mapping[str, Tensors]  # By array and tensor.
+    marks: dict[str, list[int]] = field(default_factory=dict)  # By slice: the mark of the copy.
 
     @property
     def updates(self) -> tuple[int, int]:
@@ -157,6 +158,21 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             shutil.rmtree(draft, ignore_errors=True)
         _prune(folder, checkpoint.job, sequence, keep)
     return target
+
+
+def in_files(path: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint that was written to a folder, with its arrays there and not in memory.
+
+    Raises:
+        OSError, SafetensorError: A file cannot be read.
+    """
+    tables = [
+        replace(
+            table, arrays={array: _File(path / _file_name(number, array)) for array in table.arrays}
+        )
+        for number, table in enumerate(checkpoint.tables)
+    ]
+    return replace(checkpoint, tables=tables)
 
 
 def adopt(folder: Path, name: str, fill: Callable[[Path], None]) -> Path:

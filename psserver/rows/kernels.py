@@ -123,9 +123,7 @@ def versions_of(words: WordArray, stride: int, places: IntArray, out: IntArray) 
 def ages(words: WordArray, stride: int, out: IntArray) -> None:
     """Writes the version of each place below the length of `out`; the largest for a free one."""
     for place in range(len(out)):
-        base = place * stride
-        is_used = words[base + FLAGS_WORD] & USED
-        out[place] = words[base + VERSION_WORD] if is_used else NO_VERSION
+        out[place] = words[place * stride + VERSION_WORD]
 
 
 @kernel

@@ -287,9 +287,18 @@ class Slab:
         """Returns the id at each place."""
         return self._longs[places * self.stride // 2]
 
-    def rows(self) -> tuple[IdArray, IntArray]:
-        """Returns the ids of all rows, ascending, and their places."""
-        ids, places = self._scan()
+    def rows(self, since: int | None = None) -> tuple[IdArray, IntArray]:
+        """Returns the ids of all rows, ascending, and their places.
+
+        Args:
+            since: A version, after which the rows have changed; None: all rows.
+        """
+        if since is None:
+            ids, places = self._scan()
+        else:
+            ages = self.ages()
+            places = np.flatnonzero((ages > since) & (ages < kernels.NO_VERSION))
+            ids = self.ids_at(places)
         order = np.argsort(ids)
         return ids[order], places[order]
 

@@ -9,6 +9,7 @@ answer are of one version; they change nothing, and rows that were never updated
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from pscore.rules.base import Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.rows.cells import RowJournal
+from psserver.rows.gone import GoneIds
 from psserver.rows.policy import RowDecision, RowPolicy
 from psserver.rows.slab import FoundPlaces, Places, Slab, sum_up
 from psserver.rows.undo import Undo
@@ -43,6 +45,7 @@ from psserver.slices.base import (
     NO_CLOCKS,
     NO_OBSERVER,
     Asked,
+    Mark,
     Observer,
     Payload,
     Reading,
@@ -54,6 +57,7 @@ RAW = NoCompression()
 # Ids, rows and versions in a checkpoint: of the rows, and of the ids that wait.
 ARRAYS = ("ids", "rows", "versions"), ("waiting_ids", "waiting_times", "waiting_versions")
 BUFFERS_KEPT = 4
+TOKEN_BITS, MARK_LENGTH = 62, 2  # The mark of a copy is the process's token, and a version.
 CLAIMS_KEPT = 4  # Steps of a worker whose rows may not be in the slabs yet.
 # In a record: the arrays are not in the arena. As its `weights` also which word has its version.
 IN_SLABS, SECOND = 1, 2
@@ -114,6 +118,8 @@ class RowStore:
         self._claims: dict[tuple[int, int], list[IdArray]] = {}
         # The places that the last pull of a worker has found, by rank and table.
         self._pulled: dict[tuple[int, int], FoundPlaces] = {}
+        self._token, self._version = secrets.randbits(TOKEN_BITS), -1
+        self._gone = GoneIds()
         self._num_refused = 0  # Pushes for which a table had no room.
         self.places_lock = threading.Lock()
         self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
@@ -184,6 +190,7 @@ class RowStore:
         if payload.counts:
             self.counts[:] = payload.counts
         self._begin(decisions, action.version)
+        self._gone = GoneIds(action.version + 1)
         for policy in self.policies:
             policy.forget()
         for slab, decision, rows, width in zip(self.slabs, decisions, found, widths, strict=True):
@@ -305,11 +312,26 @@ class RowStore:
 
     # ----- checkpoints
 
-    def export(self) -> dict[str, np.ndarray]:
-        """Returns copies of all that outlives the process, by name; no open steps."""
-        arrays: dict[str, np.ndarray] = {"counts": self.counts.copy()}
+    def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
+        """Returns copies of all that outlives the process, by name; no open steps.
+
+        With a mark they are the rows that have changed since then, and the ids that have gone; all
+        rows if it is of another process, or too long ago.
+        """
+        token, version = mark if mark is not None and len(mark) == MARK_LENGTH else (-1, -1)
+        if token != self._token or not self._gone.has_all_since(version):
+            return self._export(None)
+        gone = self._gone.since(version, len(self._all_slabs))
+        names = [names[-1].replace("versions", "gone") for names, _ in self._named()]
+        return self._export(version) | dict(zip(names, gone, strict=True))
+
+    def _export(self, since: int | None) -> dict[str, np.ndarray]:
+        arrays: dict[str, np.ndarray] = {
+            "counts": self.counts.copy(),
+            "mark": np.array([self._token, self._version]),
+        }
         for names, slab in self._named():
-            ids, places = slab.rows()
+            ids, places = slab.rows(since)
             values = np.empty(len(ids) * slab.width, np.float32)
             slab.read(ids, places, slab.width, values)
             arrays |= zip(names, (ids, values, slab.versions(places)), strict=True)
@@ -341,6 +363,7 @@ class RowStore:
         if self.progress is not None:
             for rank, clock in clocks.items():
                 self.progress.advance(rank, clock)
+        self._gone = GoneIds(version + 1)
         self._publish(version)
 
     def _named(self) -> list[tuple[list[str], Slab]]:
@@ -477,6 +500,8 @@ class RowStore:
         plans = [plan for decision in decisions for plan in decision.plans]
         pairs = list(zip(self._all_slabs, plans, strict=True))
         self._save(pairs)
+        for number, (slab, plan) in enumerate(pairs):
+            self._gone.note(version, number, slab.ids_at(plan.removed))
         with self.places_lock:
             for slab, plan in pairs:
                 slab.begin(plan)
@@ -494,6 +519,7 @@ class RowStore:
 
     def _publish(self, version: int) -> None:
         """Makes the rows as they are those of a version, in the journal too."""
+        self._version = version
         with self._observer.publishing(version):
             # The record names one of two words: a kill before its commit leaves the other whole.
             record = None if self._journal is None else self._journal.record
@@ -543,6 +569,8 @@ class RowStore:
         if self._undo is not None:
             self._undo.roll_back(self._all_slabs, journal.number)
         record = journal.record
+        self._version = record.version
+        self._gone = GoneIds(record.version)
         if record.version >= 0:
             self.counts[:] = list(record.counts)
         if record.totals:

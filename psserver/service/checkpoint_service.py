@@ -119,6 +119,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             request.table,
             request.version,
             weights_only=request.weights_only,
+            base=_base_of(request.base),
         )
         found = ReadCapture(copy=copy, touched_s=self._engine.now())
         self.captures[request.id] = found
@@ -186,3 +187,16 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             log.warning("a checkpoint was not written to its end", job=self.uploads[name].job)
             del self.uploads[name]
         self._schedule_expiry()
+
+
+def _base_of(text: str) -> dict[str, tuple[int, ...]]:
+    """Returns the marks of a copy that a client has, by slice.
+
+    Raises:
+        RemoteProtocolError: They are not in this form.
+    """
+    try:
+        found = json.loads(text or "{}")
+        return {str(index): tuple(map(int, mark)) for index, mark in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as problem:
+        raise RemoteProtocolError("the base of a copy is not one") from problem

@@ -18,6 +18,7 @@ from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Cell
 
+Mark = tuple[int, ...]  # The process and the version of a copy.
 NO_CLOCKS: Mapping[int, int] = {}
 
 
@@ -147,8 +148,12 @@ class Store(Protocol):
 
     # ----- checkpoints
 
-    def export(self) -> dict[str, np.ndarray]:
-        """Returns copies of all that outlives the process, by name; no open sums."""
+    def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
+        """Returns copies of all that outlives the process, by name; no open sums.
+
+        Args:
+            mark: The array `mark` of an earlier copy: the changes since then will do.
+        """
 
     def restore(
         self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NO_CLOCKS

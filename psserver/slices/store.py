@@ -26,6 +26,7 @@ from psserver.slices.base import (
     NO_CLOCKS,
     NO_OBSERVER,
     Asked,
+    Mark,
     Observer,
     Payload,
     Reading,
@@ -133,7 +134,7 @@ class SliceStore:
 
     # ----- checkpoints
 
-    def export(self) -> dict[str, np.ndarray]:
+    def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
         """Returns copies of all that outlives the process, by name; no open sums."""
         arrays: dict[str, np.ndarray] = {
             "weights": self.weights.copy(),

@@ -65,6 +65,15 @@ def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step(tmp_path:
         for worker in reversed(workers):  # The first one waits for it.
             worker.tell(last)
         (_, expected), _ = [worker.result() for worker in workers]
+        whole, merged = (
+            checkpoint.capture(shards.addresses, ANYONE, job, weights_only=False, base=base)
+            for base in (None, taken[0])
+        )
+        for one, other in zip(whole.tables, merged.tables, strict=True):
+            assert one.arrays.keys() == other.arrays.keys()
+            for array, tensors in one.arrays.items():
+                for name, values in tensors.items():
+                    np.testing.assert_array_equal(other.arrays[array][name], values, name)
         given = ("export", exported, "--table", "users", "--job", job)
         Command(tmp_path).run(*given, "--servers", shards.servers)
         module = psworker.load_embedding(exported)

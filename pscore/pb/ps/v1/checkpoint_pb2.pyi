@@ -19,20 +19,22 @@ CAPTURE_PASSED: CaptureState
 CAPTURE_RESIDUALS: CaptureState
 
 class CaptureRequest(_message.Message):
-    __slots__ = ("job", "table", "id", "version", "wait_ms", "weights_only")
+    __slots__ = ("job", "table", "id", "version", "wait_ms", "weights_only", "base")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     job: str
     table: str
     id: str
     version: int
     wait_ms: int
     weights_only: bool
-    def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ..., weights_only: bool = ...) -> None: ...
+    base: str
+    def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ..., weights_only: bool = ..., base: _Optional[str] = ...) -> None: ...
 
 class CaptureReply(_message.Message):
     __slots__ = ("state", "version_min", "version_max", "about", "by_step", "missing", "waiting_for")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from psserver.archives import archive_of
 from psserver.archives.base import Tensors
 from psserver.exits import CommandError
 from psserver.remote import checkpoint_files as files
+from psserver.rows import gone
 from tests.row_driver import RowShards, row_spec
 
 HYPER = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
@@ -44,13 +46,22 @@ def trained(num_shards: int, steps: int, tables: Any = TABLES) -> RowShards:
     return shards
 
 
-def captured(shards: RowShards) -> dict[str, Tensors]:
+def marks_of(shards: RowShards) -> list[tuple[int, ...]]:
+    return [tuple(store.export()["mark"].tolist()) for store in shards.stores()]
+
+
+def captured(
+    shards: RowShards,
+    base: dict[str, Tensors] | None = None,
+    marks: Sequence[tuple[int, ...]] = (),
+) -> dict[str, Tensors]:
     """Returns the numbers of all slices, as the reader of a checkpoint puts them together."""
     archive = archive_of("rows")
-    room = archive.room(shards.spec, shards.layout)
-    for part, store in zip(shards.layout.slices, shards.stores(), strict=True):
-        for name, array in store.export().items():
-            if name != "counts":
+    room = archive.room(shards.spec, shards.layout, base or {})
+    for index, (part, store) in enumerate(zip(shards.layout.slices, shards.stores(), strict=True)):
+        arrays = store.export(marks[index]) if marks else store.export()
+        for name, array in arrays.items():
+            if name not in ("counts", "mark"):
                 data = array.view(np.uint8)
                 room.target(part, name, data.nbytes)[:] = data
     return room.arrays()
@@ -122,6 +133,55 @@ def test_a_bounded_table_keeps_its_newest_rows_on_another_number_of_shards() -> 
     for owner in range(4):
         oldest = versions[kept & (owners == owner)].min()
         assert (versions[~kept & (owners == owner)] <= oldest).all()
+
+
+def require_equal(found: dict[str, Tensors], wanted: dict[str, Tensors]) -> None:
+    assert found.keys() == wanted.keys()
+    for array, tensors in wanted.items():
+        for name, values in tensors.items():
+            np.testing.assert_array_equal(found[array][name], values, f"{array} of {name}")
+
+
+@pytest.mark.parametrize("gap", [1, 4])
+@pytest.mark.parametrize("tables", [TABLES, GOING], ids=["all", "going"])
+def test_an_earlier_copy_and_the_changes_since_are_the_whole(tables: Any, gap: int) -> None:
+    """Rows that have changed, gone or come back, and ids that wait; each copy is the next base."""
+    shards = trained(2, 1, tables)
+    base, marks = captured(shards), marks_of(shards)
+    for step in range(1, 21):
+        push(shards, step)
+        if step % gap == gap - 1:
+            found = captured(shards, base, marks)
+            require_equal(found, captured(shards))
+            changes = shards.stores()[0].export(marks[0])
+            assert "gone.0" in changes
+            assert len(changes["ids.0"]) <= 90 * gap
+            base, marks = found, marks_of(shards)
+
+
+def test_changes_that_are_not_known_are_a_whole_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill, after rows were loaded, and when more ids have gone than are noted."""
+    shards = RowShards(row_spec(*GOING, optimizer="sparse_adam"), 1, tmp_path)
+    shards.begin()
+    push(shards, 0)
+    (mark,) = marks_of(shards)
+    push(shards, 1)
+    assert "gone.0" in shards.stores()[0].export(mark)
+    shards.kill(0)
+    base = captured(shards)
+    assert "gone.0" not in shards.stores()[0].export(mark)
+    (mark,) = marks_of(shards)
+    shards.load([[1 << 50], []], [np.ones((1, 12)), np.ones((0, 9))])
+    assert "gone.0" not in shards.stores()[0].export(mark)
+    require_equal(captured(shards, base, [mark]), captured(shards))
+    monkeypatch.setattr(gone, "IDS_MAX", 30)
+    push(shards, 2)
+    (mark,) = marks_of(shards)
+    for step in range(3, 9):
+        push(shards, step)
+    assert "gone.0" not in shards.stores()[0].export(mark)
 
 
 def test_tables_without_an_updated_row_are_saved_and_come_back() -> None:

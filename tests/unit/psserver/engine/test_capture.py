@@ -91,6 +91,17 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("base", ["[", "[1]", '{"0": 1}', '{"0": ["x"]}', "[" * 10_000])
+def test_a_base_of_another_form_is_refused(base: str) -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        request = pb.CaptureRequest(job=JOB, table="model", id="a", version=1, base=base)
+        with pytest.raises(Refused, match="RemoteProtocolError: the base of a copy"):
+            await CheckpointClient(front).service.Capture(request, Context())
+
+    play(scene)
+
+
 def test_a_version_that_is_left_out_is_copied_too() -> None:
     """Nobody pushes steps 1 to 3: the weights of version 1 get the next ones."""
 

@@ -28,10 +28,10 @@ def exported(folder: Path, ids: list[int], name: str) -> tuple[Path, RowShards]:
     shards.begin()
     grads = np.random.default_rng(0).standard_normal((len(ids), 4))
     shards.push(0, 0, [ids, ids], [grads[:, :3], grads], ONE)
-    room = archive_of("rows").room(shards.spec, shards.layout)
+    room = archive_of("rows").room(shards.spec, shards.layout, {})
     for part, store in zip(shards.layout.slices, shards.stores(), strict=True):
         for array, values in store.export().items():
-            if array != "counts":
+            if array not in ("counts", "mark"):
                 room.target(part, array, values.nbytes)[:] = values.view(np.uint8)
     state = files.TableState(
         spec=shards.spec, version=1, slices={}, counts=[1, 1], arrays=room.arrays()
