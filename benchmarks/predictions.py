@@ -31,10 +31,11 @@ from typing import Any
 from benchmarks import hosts, kit
 from benchmarks.netlab import available, bits_per_s
 from pscore.compressors import parse_compressor
+from pscore.net.congestion import system_paces
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.timing.closed import closed_form
-from pscore.timing.deployment import Deployment, TimedSlice
+from pscore.timing.deployment import PACED, Deployment, MachineRates, TimedSlice
 from pscore.types import TensorSpec
 from pssim.timing.run import run_in_time
 
@@ -112,6 +113,7 @@ def deployment_of(case: hosts.Case) -> Deployment:
         round_trip_s=TRIP_S + 2 * case.delay_s,
         compute_s=case.compute_s,
         slow=case.slow,
+        rates=MachineRates(far_share=PACED if system_paces() else 1.0),
     )
 
 

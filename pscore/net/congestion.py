@@ -22,11 +22,13 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from pscore.errors import ThreadError
 from pscore.threads import OwnedThread
 
+SYSTEM = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # The system's own choice.
 UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
 PACED = b"bbr"  # Begin of the names of congestion controls that pace.
 NEAR_US = 5000  # Longest of the shortest round trips within a data centre, in microseconds.
@@ -42,6 +44,14 @@ class Options(Protocol):
 
     def getsockopt(self, level: int, option: int, nbytes: int, /) -> bytes:
         """Returns the value of an option."""
+
+
+def system_paces() -> bool:
+    """Returns whether connections to far hosts are paced, by this system's own choice."""
+    try:
+        return SYSTEM.read_bytes().startswith(PACED)
+    except OSError:
+        return False
 
 
 def defer_pacing(endpoint: socket.socket) -> bytes:

@@ -18,6 +18,8 @@ from pscore.partition import SLICE_NUMEL_MAX, make_layout
 from pscore.types import TensorSpec
 
 FORWARD_SHARE = 1 / 3  # Share of a step's computing before the first gradient can be ready.
+FAR_S = 5e-3  # Longest round trip without pacing (pscore/net/congestion.py).
+PACED = 0.8  # Share of a link that paced connections fill.
 GBIT = 125e6  # Bytes per second of 1 Gbit/s.
 
 
@@ -27,6 +29,8 @@ class MachineRates:
 
     Attributes:
         link_share: Payload bytes that a link carries, over its nominal bandwidth.
+        far_share: Share of that which connections carry over a round trip beyond `FAR_S`: `PACED`
+            where the system paces them (BBR).
         memory: Bytes per second between two processes of one host.
         receive: Bytes per second that a thread of a shard receives and adds.
         send: Bytes per second that a thread of a shard sends.
@@ -43,6 +47,7 @@ class MachineRates:
     """
 
     link_share: float = 0.93
+    far_share: float = 1.0
     memory: float = 3.2e9
     receive: float = 2.0e9
     send: float = 4.0e9
@@ -65,6 +70,7 @@ GPU_SOURCE = (
 
 RATE_SOURCES = {
     "link_share": "assumed: 4.4 % are headers (docs/links.md), 2.5 % pauses of connections",
+    "far_share": "docs/links.md: BBR leaves links idle for a fifth of the time",
     "memory": "docs/dataplane.md: 3.2 GB/s between two processes of one machine",
     "receive": "docs/results/transport.jsonl: CPU seconds of the TCP plane, half of them a shard's",
     "send": "docs/results/transport.jsonl: CPU seconds of the TCP plane, a quarter of them",
@@ -159,7 +165,8 @@ class Deployment:
 
     def payload_rate(self, host: int) -> float:
         """Returns the payload bytes per second that a host's link carries, each way."""
-        return self.link * self.link_factors.get(host, 1.0) * self.rates.link_share
+        far_share = self.rates.far_share if self.round_trip_s > FAR_S else 1.0
+        return self.link * self.link_factors.get(host, 1.0) * self.rates.link_share * far_share
 
     def shares(self) -> list[float]:
         """Returns the share of the model that each shard has."""

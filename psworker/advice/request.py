@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pscore.errors import ConfigError
+from pscore.net.congestion import system_paces
 from pscore.net.credentials import EVERY, read_credentials
 from pscore.net.wire import FLOAT_NBYTES
 from psworker.advice.situation import Situation, parse_sites, read_situation, split_hosts
@@ -55,6 +56,7 @@ class AdviceRequest:
             tls=self.tls,
             overlap=self.overlap,
             on_gpu=None if self.gpus is None else self.gpus > 0,
+            paces=system_paces(),
         )
 
     def of_job(self, job: str, addresses: Sequence[str]) -> Situation:

@@ -9,9 +9,11 @@ from typing import Any
 from pscore.errors import ConfigError
 from pscore.optimizers import OPTIMIZERS
 from pscore.timing.deployment import (
+    FAR_S,
     GBIT,
     GPU_RATES,
     GPU_SOURCE,
+    PACED,
     RATE_SOURCES,
     Deployment,
     MachineRates,
@@ -189,6 +191,7 @@ def read_situation(
     tls: bool = False,
     overlap: bool = True,
     on_gpu: bool | None = None,
+    paces: bool = False,
 ) -> Situation:
     """Returns the situation that the flags of a command describe.
 
@@ -203,6 +206,7 @@ def read_situation(
         tls: Whether connections between hosts are encrypted.
         overlap: Whether pushes may leave during backward.
         on_gpu: Whether the model is on a GPU; None: that is assumed.
+        paces: Whether connections to far hosts are paced.
 
     Raises:
         ConfigError: A number is out of its range, or a name is unknown.
@@ -211,10 +215,9 @@ def read_situation(
     _require_numbers(gbit, compute_ms, latency_ms, between_gbit)
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
-    num_state = len(OPTIMIZERS[optimizer].state_names)
-    has_sites = between_gbit is not None
+    num_state, has_sites = len(OPTIMIZERS[optimizer].state_names), between_gbit is not None
     trip_ms = TRIP_MS if latency_ms is None else latency_ms
-    rates = MachineRates() if on_gpu is False else GPU_RATES
+    rates = _rates_of(trip_ms, on_gpu=on_gpu, paces=paces)
     places = "sites" if has_sites else "hosts"
     sources = {
         "parameters": Sourced(f"{numel:,}", source),
@@ -260,10 +263,19 @@ def _require_numbers(
         require_between("--between-gbit", between_gbit, GBIT_MIN, GBIT_MAX)
 
 
+def _rates_of(trip_ms: float, *, on_gpu: bool | None, paces: bool) -> MachineRates:
+    """Returns the costs of a machine at some distance from the others."""
+    rates = MachineRates() if on_gpu is False else GPU_RATES
+    return replace(rates, far_share=PACED) if paces and trip_ms / 1e3 > FAR_S else rates
+
+
 def _of_machine(rates: MachineRates, *, overlap: bool, on_gpu: bool | None) -> dict[str, Sourced]:
     """Returns the numbers of a machine that matter most, with their sources."""
     return {
-        "payload": Sourced(f"{rates.link_share:.0%} of the link", RATE_SOURCES["link_share"]),
+        "payload": Sourced(
+            f"{rates.link_share * rates.far_share:.0%} of the link",
+            RATE_SOURCES["link_share" if rates.far_share == 1.0 else "far_share"],
+        ),
         "device": Sourced(
             "a CPU" if on_gpu is False else "a GPU of each worker",
             GIVEN if on_gpu is False else GPU_SOURCE,

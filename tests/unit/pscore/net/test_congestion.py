@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,11 @@ def test_a_process_forked_while_another_thread_looks_still_makes_connections(
     may_go_on.set()
     assert os.waitstatus_to_exitcode(status) == 0
     assert congestion.FOLLOWED.take(connection) == b"bbr"
+
+
+def test_the_system_paces_with_bbr_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(congestion, "SYSTEM", tmp_path / "choice")
+    assert not congestion.system_paces()
+    for name, paces in (("cubic", False), ("bbr", True), ("bbr2", True)):
+        congestion.SYSTEM.write_text(f"{name}\n")
+        assert congestion.system_paces() is paces

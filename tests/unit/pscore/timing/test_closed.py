@@ -193,3 +193,10 @@ def test_a_coarse_layout_has_a_bounded_number_of_slices() -> None:
     assert len(cut_slices(4 * M, 2, per_shard_max=8)) == len(cut_slices(4 * M, 2))
     with pytest.raises(ConfigError, match="0 elements"):
         cut_slices(0, 2)
+
+
+def test_a_far_link_is_filled_in_part_where_the_system_paces() -> None:
+    paced = replace(deployment(), rates=replace(deployment().rates, far_share=0.8))
+    near, far = (replace(paced, round_trip_s=seconds) for seconds in (4e-3, 20e-3))
+    assert far.payload_rate(0) == pytest.approx(0.8 * near.payload_rate(0))
+    assert near.payload_rate(0) == deployment().payload_rate(0)

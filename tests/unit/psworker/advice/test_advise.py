@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,3 +237,17 @@ def test_hosts_and_gpus_have_to_fit() -> None:
 def test_the_error_is_the_worst_of_the_predicted_runs() -> None:
     run = json.loads((DOCS / "results" / "predictions.json").read_text())
     assert ERROR >= max(run["worst_error"], run["closed_worst_error"]) > ERROR - 0.01
+
+
+def test_pacing_counts_on_far_links_only() -> None:
+    asked: dict[str, Any] = {
+        "model": "1M",
+        "groups": (1, 1),
+        "gbit": 1.0,
+        "compute_ms": 1.0,
+        "paces": True,
+    }
+    near, far = (read_situation(**asked, latency_ms=ms) for ms in (1.0, 20.0))
+    assert near.sources["payload"].value == "93% of the link"
+    assert far.sources["payload"].value == "74% of the link"
+    assert "BBR" in far.sources["payload"].source
