@@ -123,6 +123,16 @@ class RowShards:
         self.engines[shard] = self._start(shard)
         assert recover(self.engines[shard]) == [JOB]
 
+    @property
+    def journals(self) -> list[JournalDir | None]:
+        """The journals of each shard."""
+        return list(self._journals)
+
+    def continue_from(self, folder: Path) -> None:
+        """Replaces the process of shard 0 by one with the journals in another folder."""
+        self._folder = folder
+        self.kill(0)
+
     def stores(self) -> list[RowStore]:
         """Returns the stores of all slices, in the order of the slices."""
         found: dict[int, SliceQueue] = {}

@@ -14,6 +14,7 @@ import pytest
 
 from pscore.compressors.none import NoCompression
 from pscore.pb.ps.v1 import data_pb2
+from pscore.rows.spec import RowTable
 from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
@@ -27,6 +28,7 @@ from psserver.engine.resume import recover
 from psserver.process.followed import FollowedShard
 from psserver.standby.pieces import ArrivingJournals
 from psserver.standby.spans import JournalPiece
+from tests.row_driver import RowShards, row_spec
 from tests.unit.psserver.front import push_header, stores_of
 
 JOB, WORKERS, STEPS = "run", 2, 16
@@ -270,3 +272,55 @@ def test_spans_are_all_that_counts(tmp_path: Path) -> None:
         machine.followed.unfollow()
 
     asyncio.run(scene())
+
+
+def test_rows_are_followed_and_those_of_the_other_process_are_the_same_after_each_step(
+    tmp_path: Path,
+) -> None:
+    tables = (("a", 0, 2, RowTable(seed=1, init="uniform(1)")), ("b", 40, 3, RowTable(seed=2)))
+    shards = RowShards(row_spec(*tables, optimizer="sparse_adam"), WORKERS, tmp_path / "primary")
+    shards.begin()
+    hyper = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
+    wanted: list[list[FloatArray]] = []
+    everything = [np.arange(200), np.arange(40)]
+
+    def push(step: int) -> None:
+        for worker in range(WORKERS):
+            drawn = np.random.default_rng((step, worker))
+            ids = [drawn.choice(200, 60, replace=False), drawn.choice(40, 9, replace=False)]
+            grads = [drawn.standard_normal((60, 2)), drawn.standard_normal((9, 3))]
+            shards.push(worker, step, ids, grads, hyper)
+
+    async def scene() -> Tape:
+        machine, tape = shards.engines[0], Tape(tmp_path, Answers())
+        (journals,) = shards.journals
+        assert journals is not None
+        followed = FollowedShard(machine, journals)
+        push(0)
+        stream = followed.follow(tape.send, followed.unfollow)
+        for one in followed.slices(stream):
+            await one.send()
+        assert stream.flush(10)
+        stream.is_whole = tape.takes_pictures = True
+        for step in range(1, 4):
+            push(step)
+            while machine.is_busy:
+                await asyncio.sleep(0)
+            wanted.append(shards.pull(everything, with_state=True))
+        tape.arriving.prepare(followed.sent_spans(), MARK)
+        followed.unfollow()
+        return tape
+
+    tape = asyncio.run(scene())
+    found = []
+    for picture, _ in tape.pictures:
+        folder = tmp_path / f"{picture.name}-begun"
+        (folder / "0").mkdir(parents=True)
+        JournalDir(folder / "0").close()
+        for job in picture.glob("*/"):
+            job.rename(folder / "0" / job.name)
+        shards.continue_from(folder)
+        found.append(shards.pull(everything, with_state=True))
+    for each in wanted:
+        assert any(all(map(np.array_equal, each, other)) for other in found)
+    assert all(map(np.array_equal, wanted[-1], found[-1]))
