@@ -12,6 +12,7 @@ import torch
 import psworker
 from pscore.net.credentials import ANYONE
 from psserver.remote import checkpoint
+from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.command import Command
 from tests.integration.row_models import Net, batch, first_rows, make_tables
@@ -65,9 +66,11 @@ def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step(tmp_path:
         for worker in reversed(workers):  # The first one waits for it.
             worker.tell(last)
         (_, expected), _ = [worker.result() for worker in workers]
+        path = files.write(tmp_path / "checkpoints", taken[0], keep=1)
+        former = files.in_files(path, taken[0])
         whole, merged = (
             checkpoint.capture(shards.addresses, ANYONE, job, weights_only=False, base=base)
-            for base in (None, taken[0])
+            for base in (None, former)
         )
         for one, other in zip(whole.tables, merged.tables, strict=True):
             assert one.arrays.keys() == other.arrays.keys()
