@@ -127,7 +127,7 @@ def metrics() -> str:
     ends = {"counter": "_total", "info": "_info"}
     rows = []
     engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
-    published = PublicationCollector(engine, Publications(engine, {}, None))
+    published = PublicationCollector(Publications(engine, {}, None))
     for family in (*ShardCollector(engine).collect(), *published.collect()):
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
         kind = f"{family.type.capitalize()}. " if family.type in ("histogram", "summary") else ""

@@ -105,6 +105,11 @@ class Assembly:
         return max(shard.lineage for shard in self._shards)
 
     @property
+    def lineages(self) -> tuple[int, ...]:
+        """The lineage of each shard."""
+        return tuple(shard.lineage for shard in self._shards)
+
+    @property
     def target(self) -> int | None:
         """Number of the version that the reader wants; None: a shard has none yet."""
         asked = [shard for shard in self._shards if shard.slices]
@@ -137,15 +142,12 @@ class Assembly:
     @property
     def must_look(self) -> bool:
         """Whether each shard has to be asked once more, since a lineage has changed."""
-        if self._now() == self._lineages:
+        if self.lineages == self._lineages:
             return False
         return self._looks is None or any(
             shard.slices and shard.looks <= before
             for shard, before in zip(self._shards, self._looks, strict=True)
         )
-
-    def _now(self) -> tuple[int, ...]:
-        return tuple(shard.lineage for shard in self._shards)
 
     # ----- what to do
 
@@ -227,5 +229,5 @@ class Assembly:
         """Makes the version that is ready the one that the reader uses."""
         version = self.ready
         assert version is not None
-        self.taken, self._lineages = version, self._now()
+        self.taken, self._lineages = version, self.lineages
         return version

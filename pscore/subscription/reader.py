@@ -16,8 +16,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
@@ -56,6 +57,30 @@ class Target(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The table behind a version, as the shards describe it."""
+
+    spec: TableSpec
+    every: int  # Updates, or seconds, from one version to the next.
+    lineages: Sequence[int]  # One of each shard.
+
+
+class ReaderFollower(Protocol):
+    """A holder of the bytes that a reader gets, which passes them on: a relay."""
+
+    def landed(self, entry: data_pb2.FetchedSlice, payload: ByteArray) -> None:
+        """Keeps the bytes that lead to a version of one slice, which is not shown yet.
+
+        Args:
+            entry: The slice.
+            payload: Its deltas, or all of it in bfloat16; bytes of a larger answer.
+        """
+
+    def taken(self, weights: PublishedWeights, source: Source) -> None:
+        """Shows a version that all slices have."""
+
+
 class Reader:
     """A reader of one table; used by one thread at a time."""
 
@@ -68,6 +93,7 @@ class Reader:
         dtype: str = "float32",
         token_file: str | None = None,
         map: Map | None = None,
+        follower: ReaderFollower | None = None,
     ) -> None:
         """Connects to nothing yet.
 
@@ -81,6 +107,7 @@ class Reader:
             token_file: File with a token that reads the job (`night:read TOKEN`).
             map: Called with each name and array; returns the names and arrays that take its place,
                 for tensors that are fused or named otherwise.
+            follower: Gets each version as its bytes have come, for other readers; None: none.
 
         Raises:
             ConfigError: There is no address or no job, or an argument or file is wrong.
@@ -105,7 +132,10 @@ class Reader:
             for index, address in enumerate(addresses)
         ]
         self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="subscriber")
-        self._dtype, self._map = dtype, map
+        self._dtype, self._map, self._follower = dtype, map, follower
+        self._reader.relays = follower is not None
+        self._spec: TableSpec | None = None
+        self._every = 0
         self._known = ""  # Fingerprint of the declaration that `_layout` follows from.
         self._layout: Layout | None = None
         self._assembly: Assembly | None = None
@@ -243,7 +273,7 @@ class Reader:
         assert self._layout is not None
         step, version = assembly.step, assembly.take()
         self._is_shown = True
-        return PublishedWeights(
+        weights = PublishedWeights(
             version=version,
             step=step_of(self._layout, self._work, step),
             exact=self._exact,
@@ -251,6 +281,11 @@ class Reader:
             bits=self._work,
             layout=self._layout,
         )
+        if self._follower is not None:
+            assert self._spec is not None
+            source = Source(spec=self._spec, every=self._every, lineages=assembly.lineages)
+            self._follower.taken(weights, source)
+        return weights
 
     def _reason(self, newer_than: WeightsVersion | None, timeout_s: float) -> str:
         than = "" if newer_than is None else f" newer than {tuple(newer_than)}"
@@ -286,7 +321,7 @@ class Reader:
         if reply.HasField("table"):
             self._follow(TableSpec.from_proto(reply.table))
         if self._assembly is not None:
-            self._exact = reply.exact
+            self._exact, self._every = reply.exact, reply.every
             self._assembly.seen(index, reply.lineage, reply.newest)
 
     def _follow(self, spec: TableSpec) -> None:
@@ -299,7 +334,7 @@ class Reader:
                 f"job {self.job!r} has {spec.num_shards} shards, and {len(self._lines)} servers "
                 "are given: give all of them, in order"
             )
-        self._known, self._layout = known, spec.layout()
+        self._known, self._spec, self._layout = known, spec, spec.layout()
         taken = None if self._assembly is None else self._assembly.taken
         self._assembly = Assembly(
             shard_of={part.index: part.shard for part in self._layout.slices},
@@ -357,3 +392,5 @@ class Reader:
             entry.step,
             whole=entry.base == EMPTY,
         )
+        if self._follower is not None:
+            self._follower.landed(entry, payload)

@@ -199,6 +199,46 @@ def readers(
 
 
 @about_servers
+def relay(
+    found: FoundServers,
+    *,
+    job: Annotated[str, typer.Option(help="Name of the job.", envvar="PACELINE_JOB")],
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Host, and port of shard 0; the next ports are those of the other shards.",
+            metavar="HOST:PORT",
+        ),
+    ] = "127.0.0.1:7170",
+    table: Annotated[str, typer.Option(help="Name of the table.")] = "model",
+    mbit: Annotated[
+        int, typer.Option(help="Most Mbit/s to each reader on another host; 0: no limit.", min=0)
+    ] = 0,
+    tls_cert: Annotated[str | None, typer.Option(help="Certificate of the relay.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Private key of that certificate.")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="Tokens: that of the job reads it, and admits readers.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond loopback without TLS and tokens.")
+    ] = False,
+) -> None:
+    """Serve a job's published weights to the readers of a site, which then load its shards once."""
+    from psserver.access.files import Trust
+    from psserver.commands.relaying import relay_weights
+
+    relay_weights(
+        found,
+        listen,
+        Trust(cert=tls_cert, key=tls_key, token_file=token_file),
+        job=job,
+        table=table,
+        mbit=mbit,
+        is_insecure=insecure,
+    )
+
+
+@about_servers
 def publish(
     found: FoundServers,
     *,

@@ -50,7 +50,7 @@ def run_page(
         ConfigError: An argument is wrong.
         CommandError: The address cannot be bound, or no shard answers.
     """
-    host, port = _split(listen)
+    host, port = split_listen(listen)
     token = found.credentials.token
     context = _context(cert, key)
     if not (is_loopback(host) or is_insecure) and (context is None or not token):
@@ -118,8 +118,8 @@ def run_top(found: FoundServers, job: str | None, *, once: bool) -> None:
         watch.end()
 
 
-def _split(listen: str) -> tuple[str, int]:
-    """Returns host and port.
+def split_listen(listen: str) -> tuple[str, int]:
+    """Returns the host and port of `--listen`.
 
     Raises:
         ConfigError: It is not an address.

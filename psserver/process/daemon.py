@@ -151,7 +151,7 @@ class Daemon:
             lambda: self.is_ready,
             self._authorizer,
             identity,
-            [PublicationCollector(self.engine, self._publications)],
+            [PublicationCollector(self._publications)],
         )
         self._web = WebServer(
             page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)

@@ -19,6 +19,7 @@ from functools import partial
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.publish.possible import require_weights
+from pscore.table_spec import TableSpec
 from psserver.decisions.orders import Load, Skip, Update
 from psserver.engine.job import RunningTable
 from psserver.engine.slice_queue import ShowStore, Work
@@ -168,6 +169,11 @@ class Publication:
             self._on_version()
 
     # ----- for readers, on any thread
+
+    @property
+    def spec(self) -> TableSpec:
+        """The declaration of the table."""
+        return self.running.table.spec
 
     @property
     def newest(self) -> PublishedVersion | None:

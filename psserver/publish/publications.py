@@ -9,87 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import structlog
 
-from pscore.errors import ConfigError, LimitError
-from pscore.pb.ps.v1 import data_pb2
+from pscore.errors import ConfigError
 from pscore.publish import codec
 from pscore.publish.codec import Form
 from pscore.publish.possible import PUBLISH_EVERY_MAX
-from pscore.table_spec import GROWN, TableSpec, count_of
-from pscore.types import ByteArray
+from pscore.table_spec import GROWN, count_of
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.publish.publication import Publication
-from psserver.publish.ring import FoundVersion, PublishedVersion
+from psserver.publish.tables import Published, PublishedTables
 
 log = structlog.get_logger()
 
-READERS_MAX = 1024
-SILENT_S_MAX = 30.0  # Then a reader is forgotten.
-REPLY_NBYTES = 16 << 20  # An answer is ended by the slice with which it is longer.
-REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
 TABLE = "model"  # The table of an optimizer; a model that has grown has others, `model+1`.
 ALL = "*"  # Stands for all jobs.
 FILE = "publications.json"
 Kept = dict[str, tuple[int, int, int]]  # By "job/table": lineage, `every`, that of the settings.
-WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
 
 
-@dataclass(slots=True, kw_only=True)
-class ReaderState:
-    """A process that reads published weights, as it has described itself."""
-
-    host: str
-    pid: int
-    heard_s: float
-    lineage: int = 0
-    number: int = -1  # The version that it uses; -1: none yet.
-    resyncs: int = 0
-    relays: bool = False
-    behind_s: float | None = None  # Since when there is a version that it does not use.
-
-
-@dataclass(slots=True, eq=False)
-class Published:
-    """A publication with its readers."""
-
-    publication: Publication
-    readers: dict[int, ReaderState] = field(default_factory=dict)
-    nbytes: Counter[str] = field(default_factory=Counter)  # Sent, by form.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The newest version of a table on this shard."""
-
-    lineage: int = 0
-    newest: int = -1
-    every: int = 0
-    exact: bool = True
-    spec: TableSpec | None = None
-    waiting_for: str = ""
-
-    def is_newer(self, lineage: int, number: int) -> bool:
-        """Returns whether it is newer than a version of a lineage."""
-        return self.newest >= 0 and (self.lineage, self.newest) > (lineage, number)
-
-
-class Publications:
-    """The publications of one shard.
-
-    Attributes:
-        rate: Most bytes per second to a reader on another host; 0: no limit.
-        on_version: Called from any thread when a table has a new version.
-    """
+class Publications(PublishedTables[Publication]):
+    """The publications of one shard."""
 
     def __init__(
         self,
@@ -111,14 +58,12 @@ class Publications:
             rate: Most bytes per second to a reader on another host; 0: no limit.
             now_s: The time in seconds since 1970.
         """
+        super().__init__(engine.lock, engine.now, engine.shard.index, rate)
         self._executor = executor
-        self.rate = rate
-        self.on_version: Callable[[], None] = lambda: None
         self._engine = engine
         self._every = dict(every)
         self._path = None if folder is None else folder / FILE
         self._now_s = now_s
-        self._published: dict[tuple[str, str], Published] = {}  # By job and table.
         self._kept: Kept = {}  # In the file.
         self._former: Kept | None = self._read()  # From a former process, until `begin`.
         self._newest_lineage = max((entry[0] for entry in self._former.values()), default=0)
@@ -169,7 +114,7 @@ class Publications:
             added.publication.begin(at_multiples=running.table.step > 0)
             self._write()
 
-    def _replace(self, job: str, running: RunningTable, every: int) -> Published:
+    def _replace(self, job: str, running: RunningTable, every: int) -> Published[Publication]:
         found = self._published.get((job, running.table.spec.name))
         if found is not None and found.publication.running is running:
             running.observers.remove(found.publication)
@@ -188,7 +133,7 @@ class Publications:
         except ConfigError as problem:
             log.warning("not published", job=job.name, reason=str(problem))
 
-    def _add(self, job: str, running: RunningTable, every: int) -> Published:
+    def _add(self, job: str, running: RunningTable, every: int) -> Published[Publication]:
         publication = Publication(
             running,
             every,
@@ -220,71 +165,19 @@ class Publications:
                 publication = found.publication
                 publication.begin(at_multiples=False)
                 publication.tick(self._now_s())
-                silent = self._engine.now() - SILENT_S_MAX
-                for number, reader in list(found.readers.items()):
-                    if reader.heard_s < silent:
-                        del found.readers[number]
             self._write()
+        self.forget_silent()
 
-    def _is_here(self, job: str, found: Published) -> bool:
+    def _get(self, job: str, table: str) -> Published[Publication] | None:
+        found = self._published.get((job, table))
+        return found if found is not None and self._is_here(job, found) else None
+
+    def _is_here(self, job: str, found: Published[Publication]) -> bool:
         running = self._engine.jobs.get(job)
         table = found.publication.running
         return running is not None and running.tables.get(table.table.index) is table
 
-    # ----- readers
-
-    def watch(
-        self, job: str, table: str, number: int = 0, reader: ReaderState | None = None
-    ) -> View:
-        """Returns the newest version of a table.
-
-        Args:
-            job: Its job.
-            table: Its name.
-            number: Random number of the reader; 0: none.
-            reader: The reader, which is noted.
-
-        Raises:
-            LimitError: There are too many readers.
-        """
-        with self._engine.lock:
-            found = self._published.get((job, table))
-            if found is None or not self._is_here(job, found):
-                return View(waiting_for=self._why_none(job, table))
-            publication = found.publication
-            newest = publication.newest
-            if number and reader is not None:
-                self._note(found, number, reader, newest)
-            return View(
-                lineage=publication.lineage,
-                newest=-1 if newest is None else newest.number,
-                every=publication.every,
-                exact=publication.exact,
-                spec=publication.running.table.spec,
-                waiting_for="" if newest is not None else self._next_one(publication),
-            )
-
-    def _note(
-        self, found: Published, number: int, reader: ReaderState, newest: PublishedVersion | None
-    ) -> None:
-        before = found.readers.get(number)
-        if before is None and len(found.readers) >= READERS_MAX:
-            raise LimitError(
-                f"{READERS_MAX} readers on shard {self._engine.shard.index}, the most for a table; "
-                "let the others read from relays (psserver relay)"
-            )
-        is_behind = newest is not None and reader.number < newest.number
-        if is_behind:
-            since = None if before is None else before.behind_s
-            reader.behind_s = self._engine.now() if since is None else since
-        found.readers[number] = reader
-
-    def forget(self, job: str, table: str, number: int) -> None:
-        """Forgets a reader that has ended."""
-        with self._engine.lock:
-            found = self._published.get((job, table))
-            if found is not None:
-                found.readers.pop(number, None)
+    # ----- why a reader waits
 
     def _why_none(self, job: str, table: str) -> str:
         running = self._engine.jobs.get(job)
@@ -298,54 +191,6 @@ class Publications:
             f"table {table!r} of job {job!r} is not published {where}: start the shards with "
             f"--publish {job}:every=1"
         )
-
-    def _next_one(self, publication: Publication) -> str:
-        spec = publication.running.table.spec
-        unit = "updates" if publication.exact else "s"
-        return (
-            f"table {spec.name!r} has no version on shard {self._engine.shard.index} yet: one is "
-            f"published every {publication.every} {unit}"
-        )
-
-    def fetch(self, header: data_pb2.FetchHeader) -> tuple[data_pb2.FetchReply, list[ByteArray]]:
-        """Returns the answer to a reader: the slices that have the version, as many as fit.
-
-        The arrays are not changed any more.
-        """
-        with self._engine.lock:
-            found = self._published.get((header.job, header.table))
-            if found is None or not self._is_here(header.job, found):
-                return data_pb2.FetchReply(), []
-        publication = found.publication
-        reply = data_pb2.FetchReply(lineage=header.lineage)
-        arrays: list[ByteArray] = []
-        sent: Counter[str] = Counter()
-        num_deltas = 0
-        for held in header.slices:
-            version = publication.find(
-                held.slice, header.lineage, header.target, held.number, held.fingerprint
-            )
-            if version is not None:
-                arrays += _describe(version, held, reply, sent)
-                num_deltas += len(version.deltas)
-            if sum(sent.values()) >= REPLY_NBYTES or num_deltas >= REPLY_DELTAS:
-                break
-        with self._engine.lock:
-            found.nbytes += sent
-        return reply, arrays
-
-    # ----- views
-
-    def listed(self) -> list[tuple[str, str, Published]]:
-        """Returns job and table of each publication, with a copy of its counts and readers."""
-        with self._engine.lock:
-            return [
-                (
-                    *key,
-                    replace(found, readers=dict(found.readers), nbytes=Counter(found.nbytes)),
-                )
-                for key, found in sorted(self._published.items())
-            ]
 
     # ----- lineages on the disk
 
@@ -381,27 +226,6 @@ class Publications:
             write_json(self._path, kept)
         except OSError as problem:
             log.error("lineages are not kept beside the journals", reason=str(problem))
-
-
-def _describe(
-    found: FoundVersion, held: data_pb2.HeldSlice, reply: data_pb2.FetchReply, sent: Counter[str]
-) -> Sequence[ByteArray]:
-    """Adds a slice to an answer, and returns its payload."""
-    version = found.version
-    entry = reply.slices.add(
-        slice=held.slice,
-        number=version.number,
-        fingerprint=version.fingerprint,
-        step=version.step,
-        base=-1 if found.whole is not None else held.number,
-    )
-    if found.whole is not None:
-        sent[WHOLE] += found.whole.nbytes
-        return [found.whole.view(np.uint8)]
-    for delta in found.deltas:
-        entry.deltas.add(form=int(delta.form), nbytes=delta.payload.nbytes)
-        sent[delta.form.name.lower()] += delta.payload.nbytes
-    return [delta.payload for delta in found.deltas]
 
 
 def parse_every(texts: str) -> dict[str, int]:

@@ -46,9 +46,10 @@ class VersionRing:
         self._lineage = 0
         self._bits: BitArray | None = None  # The newest version.
         self._is_shared = False  # Whether a reader may be reading `_bits`.
-        # Versions, oldest first, each with the delta to it from the one before; the first has none.
+        # Versions, oldest first, each with the deltas to it from the one before: one, or several
+        # that a relay has got together; the first has none.
         # Invariant: the deltas are together smaller than `_bits`, or than `KEPT_NBYTES_MIN`.
-        self._versions: deque[tuple[PublishedVersion, Delta | None]] = deque()
+        self._versions: deque[tuple[PublishedVersion, Sequence[Delta]]] = deque()
         self._kept_nbytes = 0
 
     @property
@@ -65,7 +66,7 @@ class VersionRing:
         A version of another lineage than the one before is the first of its own.
         """
         with self._lock:
-            delta = None
+            deltas: Sequence[Delta] = ()
             if self._bits is None or lineage != self._lineage:
                 self._bits = round_to_bf16(weights)
                 self._versions.clear()
@@ -73,25 +74,45 @@ class VersionRing:
             else:
                 if self._is_shared:
                     self._bits = self._bits.copy()
-                delta = move(self._bits, weights)
+                deltas = (move(self._bits, weights),)
             self._is_shared = False
             self._lineage = lineage
             version = PublishedVersion(
                 number=number, step=step, fingerprint=fingerprint(self._bits)
             )
-            self._append(version, delta, max(self._bits.nbytes, KEPT_NBYTES_MIN))
+            self._append(version, deltas, max(self._bits.nbytes, KEPT_NBYTES_MIN))
             return version
 
-    def _append(self, version: PublishedVersion, delta: Delta | None, nbytes_max: int) -> None:
-        self._versions.append((version, delta))
-        if delta is not None:
-            self._kept_nbytes += _kept(delta)
+    def adopt(
+        self,
+        lineage: int,
+        version: PublishedVersion,
+        bits: BitArray,
+        deltas: Sequence[Delta] | None,
+    ) -> None:
+        """Makes a version of another ring the newest one, byte for byte.
+
+        Args:
+            lineage: Its lineage.
+            version: The version.
+            bits: All of it, `(numel,) uint16`, which is not changed any more.
+            deltas: Lead on to it from the newest version here; None: it came whole.
+        """
+        with self._lock:
+            if deltas is None or lineage != self._lineage:
+                self._versions.clear()
+                self._kept_nbytes, deltas = 0, ()
+            self._lineage, self._bits, self._is_shared = lineage, bits, True
+            self._append(version, deltas, max(bits.nbytes, KEPT_NBYTES_MIN))
+
+    def _append(self, version: PublishedVersion, deltas: Sequence[Delta], nbytes_max: int) -> None:
+        self._versions.append((version, deltas))
+        self._kept_nbytes += _kept(deltas)
         while self._kept_nbytes >= nbytes_max and len(self._versions) > 1:
             self._versions.popleft()
             first, dropped = self._versions[0]
-            assert dropped is not None
             self._kept_nbytes -= _kept(dropped)
-            self._versions[0] = first, None
+            self._versions[0] = first, ()
 
     def find(
         self, lineage: int, target: int, held: int, held_fingerprint: int
@@ -114,9 +135,9 @@ class VersionRing:
             if newest.number < target:
                 return None
             deltas: list[Delta] | None = None  # From the held version on.
-            for version, delta in self._versions:
-                if deltas is not None and delta is not None:
-                    deltas.append(delta)
+            for version, step in self._versions:
+                if deltas is not None:
+                    deltas += step
                 if version.number == held and version.fingerprint == held_fingerprint:
                     deltas = []
                 if version.number >= target:
@@ -128,5 +149,5 @@ class VersionRing:
             return FoundVersion(version=newest, whole=self._bits)
 
 
-def _kept(delta: Delta) -> int:
-    return delta.payload.nbytes + OVERHEAD_NBYTES
+def _kept(deltas: Sequence[Delta]) -> int:
+    return sum(delta.payload.nbytes + OVERHEAD_NBYTES for delta in deltas)

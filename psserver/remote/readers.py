@@ -9,7 +9,7 @@ from typing import Any
 
 from pscore.pb.ps.v1 import publish_pb2 as pb
 from psserver.exits import CommandError, Exit
-from psserver.publish.publications import READERS_MAX
+from psserver.publish.tables import READERS_MAX
 from psserver.remote.status import published_lines
 
 

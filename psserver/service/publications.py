@@ -11,7 +11,8 @@ from pscore.pb.ps.v1 import publish_pb2 as pb
 from pscore.pb.ps.v1 import publish_pb2_grpc
 from pscore.text import printable
 from psserver.engine.engine import Engine
-from psserver.publish.publications import Publications, Published, ReaderState, View
+from psserver.publish.publications import Publications
+from psserver.publish.tables import Published, PublishedTables, ReaderState, View
 
 if TYPE_CHECKING:
     import grpc
@@ -22,12 +23,11 @@ WAIT_S_MAX = 10.0  # One call; the reader asks again.
 HOST_LENGTH_MAX = 256
 
 
-class PublicationsServicer(publish_pb2_grpc.PublicationsServicer):
-    """The service of published weights of one shard; made on the event loop's thread."""
+class ReadersServicer(publish_pb2_grpc.PublicationsServicer):
+    """The service of published weights for readers; made on the event loop's thread."""
 
-    def __init__(self, engine: Engine, publications: Publications) -> None:
+    def __init__(self, publications: PublishedTables[Any]) -> None:
         """Serves what `publications` has."""
-        self._engine = engine
         self._publications = publications
         self._loop = asyncio.get_running_loop()
         self._new = asyncio.Event()  # Set at the next version of any table, and replaced then.
@@ -60,7 +60,7 @@ class PublicationsServicer(publish_pb2_grpc.PublicationsServicer):
         reader = ReaderState(
             host=printable(request.reader.host, HOST_LENGTH_MAX),
             pid=request.reader.pid,
-            heard_s=self._engine.now(),
+            heard_s=self._publications.now(),
             lineage=request.reader.lineage,
             number=request.reader.number,
             resyncs=request.reader.resyncs,
@@ -68,20 +68,29 @@ class PublicationsServicer(publish_pb2_grpc.PublicationsServicer):
         )
         return self._publications.watch(request.job, request.table, request.reader.id, reader)
 
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListReply:
+        """Returns the publications of the shard, each with its readers."""
+        return pb.ListReply(publications=statuses(self._publications))
+
+
+class PublicationsServicer(ReadersServicer):
+    """The service of published weights of one shard, for workers too."""
+
+    def __init__(self, engine: Engine, publications: Publications) -> None:
+        """Serves what `publications` has, and adds tables of `engine` to it."""
+        super().__init__(publications)
+        self._engine, self._tables = engine, publications
+
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
         """Publishes a table of a worker."""
         job = self._engine.heard(request.job, request.worker, request.incarnation)
-        self._publications.publish(job, request.table, request.every)
+        self._tables.publish(job, request.table, request.every)
         return pb.BeginReply()
 
-    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListReply:
-        """Returns the publications of the shard, each with its readers."""
-        return pb.ListReply(publications=statuses(self._engine, self._publications))
 
-
-def statuses(engine: Engine, publications: Publications) -> list[pb.PublicationStatus]:
+def statuses(publications: PublishedTables[Any]) -> list[pb.PublicationStatus]:
     """Returns the publications of a shard, each with its readers."""
-    now_s = engine.now()
+    now_s = publications.now()
     return [_status(*found, now_s) for found in publications.listed()]
 
 
@@ -98,7 +107,7 @@ def _reply(view: View, known: str) -> pb.WatchReply:
     return reply
 
 
-def _status(job: str, table: str, published: Published, now_s: float) -> pb.PublicationStatus:
+def _status(job: str, table: str, published: Published[Any], now_s: float) -> pb.PublicationStatus:
     publication = published.publication
     newest = publication.newest
     reply = pb.PublicationStatus(

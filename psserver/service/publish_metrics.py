@@ -6,10 +6,9 @@ There are series for the readers that a shard has heard of lately, at most 1,024
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from psserver.engine.engine import Engine
-from psserver.publish.publications import Publications
+from psserver.publish.tables import PublishedTables
 from psserver.service.publications import statuses
 
 if TYPE_CHECKING:
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
 class PublicationCollector:
     """Reads the publications of one shard when Prometheus asks."""
 
-    def __init__(self, engine: Engine, publications: Publications) -> None:
-        """Reads `publications` of `engine`."""
-        self._engine = engine
+    def __init__(self, publications: PublishedTables[Any]) -> None:
+        """Reads `publications`."""
         self._publications = publications
 
     def collect(self) -> Iterator[Metric]:
@@ -60,7 +58,7 @@ class PublicationCollector:
             "Slices that a reader got whole, from any shard, although it had held them.",
             labels=reader,
         )
-        for one in statuses(self._engine, self._publications):
+        for one in statuses(self._publications):
             key = [one.job, one.table]
             version.add_metric(key, one.newest)
             kept.add_metric(key, one.memory_nbytes)

@@ -61,6 +61,39 @@ def test_the_deltas_of_a_ring_are_bounded_in_bytes() -> None:
     assert ring.nbytes <= 2 * 2 * NUMEL + 1
 
 
+def test_a_ring_adopts_versions_of_another_byte_for_byte() -> None:
+    """Also several at once: their deltas then lead from the first to the last."""
+    rng, first, second = np.random.default_rng(2), VersionRing(), VersionRing()
+    weights = rng.standard_normal(NUMEL).astype(np.float32)
+    kept: dict[int, np.ndarray] = {}
+    held = known = -1
+    for number in range(10):
+        weights[rng.integers(0, NUMEL, 50)] += 1.0
+        published(first, number, weights)
+        kept[number] = codec.round_to_bf16(weights)
+        if number in (0, 3, 4, 9):  # The others are passed over.
+            found = first.find(7, number, held, known)
+            assert found is not None
+            second.adopt(7, found.version, kept[number], found.deltas if number else None)
+            held, known = number, found.version.fingerprint
+    for held, target in ((0, 9), (3, 9), (4, 9), (0, 3)):
+        known = codec.fingerprint(kept[held])
+        theirs, ours = first.find(7, target, held, known), second.find(7, target, held, known)
+        assert theirs is not None
+        assert ours is not None
+        assert ours.version == theirs.version
+        assert [(one.form, one.payload.tobytes()) for one in ours.deltas] == [
+            (one.form, one.payload.tobytes()) for one in theirs.deltas
+        ]
+    passed_over = second.find(7, 9, 5, codec.fingerprint(kept[5]))
+    assert passed_over is not None
+    assert passed_over.whole is not None
+    np.testing.assert_array_equal(passed_over.whole, kept[9])
+    assert second.find(7, 4, 5, 0) is not None  # A target that is no version here: the newest.
+    second.adopt(8, passed_over.version, kept[9], None)
+    assert second.find(7, 9, 4, 0) is None
+
+
 @pytest.mark.parametrize("text", ["night", "night:every=x", ":every=1", "night:every=0"])
 def test_publications_are_named_in_one_form(text: str) -> None:
     assert parse_every("night:every=4,*:every=1") == {"night": 4, "*": 1}

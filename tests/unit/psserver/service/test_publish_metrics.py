@@ -19,7 +19,7 @@ TABLE: dict[str, Any] = {"job": JOB, "table": "model"}
 def shown(front: Front, publications: Publications) -> dict[str, float]:
     """Returns the samples of a page, by name and labels beside the table's."""
     registry = CollectorRegistry()
-    registry.register(PublicationCollector(front.engine, publications))
+    registry.register(PublicationCollector(publications))
     return {
         " ".join([one.name, *(f"{k}={v}" for k, v in one.labels.items() if k not in TABLE)]): (
             one.value

@@ -1,0 +1,194 @@
+"""`psserver relay`: one process that reads a job's published weights, and serves them to others.
+
+It has one port for each shard of the job, so readers name it as they would name the shards. It
+keeps nothing on the disk: a relay that is started again gives each reader whole weights once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from pscore.errors import PacelineError
+from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
+from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2_grpc
+from pscore.subscription.reader import Reader
+from pscore.text import join_address
+from pscore.threads import OwnedThread
+from psserver.access.authorizer import AuthInterceptor
+from psserver.access.files import Trust
+from psserver.decisions.shard import Shard
+from psserver.engine.engine import Engine
+from psserver.exits import CommandError, Exit
+from psserver.publish.relayed import RelayedVersions, RelayShard
+from psserver.service.data_socket import make_listener
+from psserver.service.publications import ReadersServicer
+from psserver.service.refusals import ErrorInterceptor
+from psserver.service.relay_control import RelayControl
+
+log = structlog.get_logger()
+TICK_S = 1.0
+WAIT_S = 1.0  # One wait for a version; then the relay looks whether it ends.
+LEASE_S = 10.0  # A lease of workers: there are none here.
+END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayPlan:
+    """The settings of a relay."""
+
+    servers: Sequence[str]  # Addresses of all shards, or of another relay, in order.
+    job: str
+    table: str
+    host: str  # Address to listen on.
+    port: int  # Port of shard 0, the others follow; 0: free ones.
+    trust: Trust
+    rate: int  # Most bytes per second to each reader on another host; 0: no limit.
+
+
+class RelayProcess:
+    """A relay that listens."""
+
+    def __init__(self, plan: RelayPlan) -> None:
+        """Prepares everything; must be called inside the event loop.
+
+        Raises:
+            ConfigError: An argument or file is wrong.
+        """
+        self._plan = plan
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
+        self._is_over = threading.Event()
+        self._problem: BaseException | None = None
+        self._authorizer = plan.trust.authorizer()
+        self._name = f"paceline-relay-{secrets.token_hex(8)}"
+        self._versions = RelayedVersions(
+            plan.job, plan.table, len(plan.servers), time.monotonic, plan.rate
+        )
+        self._reader = Reader(
+            plan.servers,
+            job=plan.job,
+            table=plan.table,
+            dtype="bf16",
+            token_file=plan.trust.token_file,
+            follower=self._versions,
+        )
+
+    async def run(self) -> None:
+        """Serves until a signal ends it.
+
+        Raises:
+            CommandError: A port cannot be bound.
+            PacelineError: A shard refuses this reader.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            ports = [await self._serve(shard, stack) for shard in self._versions.shards]
+            addresses = ",".join(join_address(self._plan.host, port) for port in ports)
+            sys.stdout.write(f"PACELINE_SERVERS={addresses}\n")
+            sys.stdout.flush()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._ending.set)
+            thread = OwnedThread(self._read, "relay", self._broke)
+            thread.start()
+            while not self._ending.is_set():
+                for shard in self._versions.shards:
+                    shard.forget_silent()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), TICK_S)
+            self._is_over.set()
+            await asyncio.to_thread(thread.join, END_S)
+        if self._problem is not None:
+            raise self._problem
+
+    async def _serve(self, shard: RelayShard, stack: contextlib.AsyncExitStack) -> int:
+        """Serves one shard of the relay until the stack is closed; returns its port."""
+        plan, index = self._plan, self._versions.shards.index(shard)
+        engine = Engine(Shard(index, len(plan.servers), LEASE_S), now=time.monotonic)
+        try:
+            data = make_listener(
+                engine,
+                plan.host,
+                0,
+                f"{self._name}-{index}",
+                authorizer=self._authorizer,
+                context=plan.trust.context(),
+                fetches=shard,
+            )
+        except OSError as problem:
+            raise _not_bound(plan.host, 0, str(problem)) from problem
+        stack.callback(data.stop)
+        server = grpc.aio.server(
+            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX)),
+            interceptors=[
+                AuthInterceptor(self._authorizer, engine.heard),
+                ErrorInterceptor(self._broke),
+            ],
+        )
+        # Methods that they lack are unknown to callers.
+        control = RelayControl(index, len(plan.servers), data)  # type: ignore[abstract]
+        readers = ReadersServicer(shard)  # type: ignore[abstract]
+        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+        publish_pb2_grpc.add_PublicationsServicer_to_server(readers, server)
+        number = plan.port + index if plan.port else 0
+        address, credentials = join_address(plan.host, number), plan.trust.grpc_credentials()
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError as problem:
+            raise _not_bound(plan.host, number, "the port is taken") from problem
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        data.start()
+        return int(port)
+
+    def _read(self) -> None:
+        """Reads version after version, on a thread of its own."""
+        newest = None
+        try:
+            while not self._is_over.is_set():
+                try:
+                    newest = self._reader.wait(newer_than=newest, timeout_s=WAIT_S).version
+                except TimeoutError as problem:
+                    self._versions.say(str(problem))
+            self._reader.close()
+        except PacelineError as problem:
+            self._broke(problem)
+
+    def _broke(self, problem: BaseException) -> None:
+        """Ends the process; may be called from any thread."""
+        self._problem = problem
+        self._loop.call_soon_threadsafe(self._ending.set)
+
+
+def _not_bound(host: str, port: int, reason: str) -> CommandError:
+    return CommandError(
+        Exit.PORT_TAKEN,
+        f"cannot listen on {join_address(host, port)}: {reason}; choose another address with "
+        "--listen",
+    )
+
+
+def run_relay(plan: RelayPlan) -> None:
+    """Relays until a signal ends it.
+
+    Raises:
+        CommandError: A port cannot be bound.
+        PacelineError: An argument is wrong, or a shard refuses this reader.
+    """
+
+    async def run() -> None:
+        await RelayProcess(plan).run()
+
+    asyncio.run(run())

@@ -1,0 +1,276 @@
+"""Published tables, as readers see them: the newest version, and the bytes that lead to it.
+
+A shard publishes the tables that it trains (publications.py), a relay the one that it reads
+(relayed.py). Readers find both alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from pscore.errors import LimitError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
+from pscore.types import ByteArray
+from psserver.publish.ring import FoundVersion, PublishedVersion
+
+READERS_MAX = 1024
+SILENT_S_MAX = 30.0  # Then a reader is forgotten.
+REPLY_NBYTES = 16 << 20  # An answer is ended by the slice with which it is longer.
+REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
+WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
+
+
+class PublishedTable(Protocol):
+    """The versions of one table on one shard."""
+
+    @property
+    def lineage(self) -> int:
+        """Number of the lineage."""
+
+    @property
+    def every(self) -> int:
+        """Updates from one version to the next; seconds in an asynchronous mode."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether all slices of a version are of one step."""
+
+    @property
+    def spec(self) -> TableSpec:
+        """The declaration of the table."""
+
+    @property
+    def newest(self) -> PublishedVersion | None:
+        """The newest version that all slices have; its fingerprint is that of one slice."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all versions that are kept."""
+
+    def find(
+        self, index: int, lineage: int, target: int, held: int, known: int
+    ) -> FoundVersion | None:
+        """Returns a version of a slice for a reader (`VersionRing.find`); None: there is none yet.
+
+        Args:
+            index: Number of the slice.
+            lineage: Lineage of the target.
+            target: Its number.
+            held: Number of the version that the reader holds; -1: none.
+            known: Its fingerprint.
+        """
+
+
+P = TypeVar("P", bound=PublishedTable)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReaderState:
+    """A process that reads published weights, as it has described itself."""
+
+    host: str
+    pid: int
+    heard_s: float
+    lineage: int = 0
+    number: int = -1  # The version that it uses; -1: none yet.
+    resyncs: int = 0
+    relays: bool = False
+    behind_s: float | None = None  # Since when there is a version that it does not use.
+
+
+@dataclass(slots=True, eq=False)
+class Published(Generic[P]):
+    """A publication with its readers."""
+
+    publication: P
+    readers: dict[int, ReaderState] = field(default_factory=dict)
+    nbytes: Counter[str] = field(default_factory=Counter)  # Sent, by form.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The newest version of a table on this shard."""
+
+    lineage: int = 0
+    newest: int = -1
+    every: int = 0
+    exact: bool = True
+    spec: TableSpec | None = None
+    waiting_for: str = ""
+
+    def is_newer(self, lineage: int, number: int) -> bool:
+        """Returns whether it is newer than a version of a lineage."""
+        return self.newest >= 0 and (self.lineage, self.newest) > (lineage, number)
+
+
+class PublishedTables(Generic[P]):
+    """The published tables of one shard, and their readers.
+
+    Attributes:
+        now: Returns the time in seconds, of any beginning.
+        rate: Most bytes per second to a reader on another host; 0: no limit.
+        on_version: Called from any thread when a table has a new version.
+    """
+
+    def __init__(
+        self,
+        lock: AbstractContextManager[object],
+        now: Callable[[], float],
+        index: int,
+        rate: int = 0,
+    ) -> None:
+        """Starts without a table.
+
+        Args:
+            lock: Guards all of it, and may be taken again by its owner.
+            now: Returns the time in seconds, of any beginning.
+            index: Number of the shard.
+            rate: Most bytes per second to a reader on another host; 0: no limit.
+        """
+        self.now, self.rate = now, rate
+        self.on_version: Callable[[], None] = lambda: None
+        self._tables_lock, self._index = lock, index
+        self._published: dict[tuple[str, str], Published[P]] = {}  # By job and table.
+
+    def watch(
+        self, job: str, table: str, number: int = 0, reader: ReaderState | None = None
+    ) -> View:
+        """Returns the newest version of a table.
+
+        Args:
+            job: Its job.
+            table: Its name.
+            number: Random number of the reader; 0: none.
+            reader: The reader, which is noted.
+
+        Raises:
+            LimitError: There are too many readers.
+        """
+        with self._tables_lock:
+            found = self._get(job, table)
+            if found is None:
+                return View(waiting_for=self._why_none(job, table))
+            publication = found.publication
+            newest = publication.newest
+            if number and reader is not None:
+                self._note(found, number, reader, newest)
+            return View(
+                lineage=publication.lineage,
+                newest=-1 if newest is None else newest.number,
+                every=publication.every,
+                exact=publication.exact,
+                spec=publication.spec,
+                waiting_for="" if newest is not None else self._next_one(publication),
+            )
+
+    def _get(self, job: str, table: str) -> Published[P] | None:
+        """Returns a table that is published here; called under the lock."""
+        return self._published.get((job, table))
+
+    def _why_none(self, job: str, table: str) -> str:
+        """Returns the reason that a table is not published here; called under the lock."""
+        return f"table {table!r} of job {job!r} is not published on shard {self._index}"
+
+    def _next_one(self, publication: P) -> str:
+        unit = "updates" if publication.exact else "s"
+        return (
+            f"table {publication.spec.name!r} has no version on shard {self._index} yet: one is "
+            f"published every {publication.every} {unit}"
+        )
+
+    def _note(
+        self, found: Published[P], number: int, reader: ReaderState, newest: PublishedVersion | None
+    ) -> None:
+        before = found.readers.get(number)
+        if before is None and len(found.readers) >= READERS_MAX:
+            raise LimitError(
+                f"{READERS_MAX} readers on shard {self._index}, the most for a table; let the "
+                "others read from relays (psserver relay)"
+            )
+        is_behind = newest is not None and reader.number < newest.number
+        if is_behind:
+            since = None if before is None else before.behind_s
+            reader.behind_s = self.now() if since is None else since
+        found.readers[number] = reader
+
+    def forget(self, job: str, table: str, number: int) -> None:
+        """Forgets a reader that has ended."""
+        with self._tables_lock:
+            found = self._published.get((job, table))
+            if found is not None:
+                found.readers.pop(number, None)
+
+    def forget_silent(self) -> None:
+        """Forgets readers that have been silent for `SILENT_S_MAX`."""
+        with self._tables_lock:
+            before = self.now() - SILENT_S_MAX
+            for found in self._published.values():
+                for number, reader in list(found.readers.items()):
+                    if reader.heard_s < before:
+                        del found.readers[number]
+
+    def fetch(self, header: data_pb2.FetchHeader) -> tuple[data_pb2.FetchReply, list[ByteArray]]:
+        """Returns the answer to a reader: the slices that have the version, as many as fit.
+
+        The arrays are not changed any more.
+        """
+        with self._tables_lock:
+            found = self._get(header.job, header.table)
+            if found is None:
+                return data_pb2.FetchReply(), []
+        publication = found.publication
+        reply = data_pb2.FetchReply(lineage=header.lineage)
+        arrays: list[ByteArray] = []
+        sent: Counter[str] = Counter()
+        num_deltas = 0
+        for held in header.slices:
+            version = publication.find(
+                held.slice, header.lineage, header.target, held.number, held.fingerprint
+            )
+            if version is not None:
+                arrays += _describe(version, held, reply, sent)
+                num_deltas += len(version.deltas)
+            if sum(sent.values()) >= REPLY_NBYTES or num_deltas >= REPLY_DELTAS:
+                break
+        with self._tables_lock:
+            found.nbytes += sent
+        return reply, arrays
+
+    def listed(self) -> list[tuple[str, str, Published[P]]]:
+        """Returns job and table of each publication, with a copy of its counts and readers."""
+        with self._tables_lock:
+            return [
+                (
+                    *key,
+                    replace(found, readers=dict(found.readers), nbytes=Counter(found.nbytes)),
+                )
+                for key, found in sorted(self._published.items())
+            ]
+
+
+def _describe(
+    found: FoundVersion, held: data_pb2.HeldSlice, reply: data_pb2.FetchReply, sent: Counter[str]
+) -> Sequence[ByteArray]:
+    """Adds a slice to an answer, and returns its payload."""
+    version = found.version
+    entry = reply.slices.add(
+        slice=held.slice,
+        number=version.number,
+        fingerprint=version.fingerprint,
+        step=version.step,
+        base=-1 if found.whole is not None else held.number,
+    )
+    if found.whole is not None:
+        sent[WHOLE] += found.whole.nbytes
+        return [found.whole.view(np.uint8)]
+    for delta in found.deltas:
+        entry.deltas.add(form=int(delta.form), nbytes=delta.payload.nbytes)
+        sent[delta.form.name.lower()] += delta.payload.nbytes
+    return [delta.payload for delta in found.deltas]
