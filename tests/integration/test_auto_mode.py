@@ -82,8 +82,12 @@ def make(mode: str, **options: Any) -> tuple[torch.nn.Parameter, Any]:
 
 
 def train(me: Station, mode: str, options: dict[str, Any], number: int = STEPS) -> Any:
-    """Trains; tells the mode behind its steps, and ends when told. Returns weights and modes."""
+    """Trains; tells that it has joined, then its last mode; ends when told to.
+
+    Returns its weights, and the mode of each step.
+    """
     weight, optimizer = make(mode, **options)
+    me.tell("joined")
     modes = []
     while optimizer.steps < number:
         modes.append(optimizer.rule.name)
@@ -114,6 +118,12 @@ def status(shards: Shards, job: str) -> pb.JobStatus:
     return next(one for one in reply.jobs if one.job == job)
 
 
+def heard(workers: list[Any]) -> list[str]:
+    """Returns the modes that workers tell at their ends."""
+    assert [worker.hear() for worker in workers] == ["joined"] * len(workers)
+    return [worker.hear() for worker in workers]
+
+
 def end(workers: list[Any]) -> list[Any]:
     for worker in workers:
         worker.tell()
@@ -130,7 +140,7 @@ def test_behind_a_slow_link_workers_add_up_gradients_themselves(
     shards, env = slow
     job = new_job()
     with shards.workers(train, AUTO, {}, job=job, env=env) as workers:
-        said = [worker.hear() for worker in workers]
+        said = heard(workers)
         seen = status(shards, job)
         found = end(workers)
     assert said[0] == said[1]
@@ -145,11 +155,12 @@ def test_behind_a_slow_link_workers_add_up_gradients_themselves(
 def test_a_job_on_one_host_keeps_its_mode_and_a_worker_that_comes_later_too() -> None:
     job = new_job()
     with Shards(1, lease_s=1.5) as shards, shards.workers(train, AUTO, {}, job=job) as workers:
-        assert [worker.hear() for worker in workers] == ["ssgd(backup=0)"] * 2
+        assert heard(workers) == ["ssgd(backup=0)"] * 2
         assert status(shards, job).chosen.startswith("auto keeps ssgd at step 6: ")
         workers[1].kill()
         shards.wait_until_lost(job, 1)
         with shards.workers(train, AUTO, {}, 2 * STEPS, ranks=[1], job=job) as others:
+            assert others[0].hear() == "joined"  # Else the job would end, and start over.
             workers[0].tell()
             workers[0].result()
             assert others[0].hear() == "ssgd(backup=0)"
@@ -165,13 +176,14 @@ def test_a_risk_allows_a_delay_and_a_worker_that_comes_later_takes_it(
     job, mode = new_job(), f"auto(steps={WINDOW}, risk=any)"
     to = train, mode, {"compression": "fp16"}
     with shards.workers(*to, job=job, env=env) as workers:
-        said = [worker.hear() for worker in workers]
+        said = heard(workers)
         assert said[0] == said[1]
         assert said[0].startswith(("od(", "ssd("))
         assert status(shards, job).chosen.startswith(f"auto takes {said[0].partition('(')[0]}")
         workers[1].kill()
         shards.wait_until_lost(job, 1)
         with shards.workers(*to, 2 * STEPS, ranks=[1], job=job, env=env) as others:
+            assert others[0].hear() == "joined"  # Else the job would end, and start over.
             workers[0].tell()
             workers[0].result()
             assert others[0].hear() == said[0]
