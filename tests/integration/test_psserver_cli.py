@@ -351,6 +351,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "open_steps",
         "num_lost",
         "checkpoint_age_s",
+        "chosen",
         "reported",
         "workers",
         "tables",
