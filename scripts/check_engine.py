@@ -176,34 +176,56 @@ def gpus(log: Log) -> None:
     if os.getuid() != 0:
         log.say("      not run: only root makes a second host")
         return
-    with (
-        GpuHost() as host,
-        Project(
-            "pacegpus", BASE, SERVERS, host.engine, CUDA_IMAGE=IMAGE, STEPS="100000"
-        ) as project,
-    ):
-        for count in (1, 2, 4, 8, 2):
-            host.plug(count)
-            seen = devices_seen(project)
-            log.say(f"      a host with {count}: {count} workers use {', '.join(seen)}")
-            if len(seen) != count:
-                raise CheckError(f"{count} workers were expected, each with a GPU of its own")
-        up = ("--profile", "gpu", "up", "--detach", "--no-build", "gpu-workers")
-        for chosen in ("0", "0,1", "0"):
-            project.compose(*up, CUDA_VISIBLE_DEVICES=chosen)
-            count = len(chosen.split(","))
-            wait(f"{count} workers", partial(has_workers, project, "mnist-gpu", count))
-        text = project.docker("logs", project.only("gpu-workers"))
-        (line,) = set(re.findall(r"no GPU that torch can use: .*", text))
-        log.say(f"      from 1 GPU to 2 and back to 1, in one job; the example says: {line}")
-        before = int(project.job("shard0", "mnist-gpu")["step"])
-        host.reboot()
-        wait("the job", partial(has_workers, project, "mnist-gpu", 1))
-        after = int(wait("steps", lambda: (now := gpu_step(project)) > before and now))
-        log.say(
-            f"      the host reboots in order at step {before}: shards and workers come back with "
-            f"it, and the job is at step {after}"
-        )
+    first, chosen = commands("deploy.md", "GPUs")[0].splitlines()
+    variables = {"CUDA_IMAGE": IMAGE, "STEPS": "100000"}
+    with tempfile.TemporaryDirectory() as folder, GpuHost() as host:
+        shell = Shell(Path(folder), "pacegpus", False, DOCKER_HOST=host.engine, **variables)
+        with Project("pacegpus", BASE, SERVERS, host.engine, shell.root, **variables) as project:
+            for count in (1, 2, 4, 8, 2, 1):
+                host.plug(count)
+                seen = devices_seen(project)
+                log.say(f"      a host with {count}: {count} workers use {', '.join(seen)}")
+                if len(seen) != count:
+                    raise CheckError(f"{count} workers were expected, each with a GPU of its own")
+            one = chosen.replace("=0,1", "=0")
+            for command, has, count in ((first, 1, 1), (chosen, 2, 2), (one, 2, 1)):
+                host.plug(has)
+                shell(command)
+                wait(f"{count} workers", partial(has_workers, project, "mnist-gpu", count))
+                log.say(f"      {command!r}: {count} workers are live")
+            check_gpu_job(log, project, host)
+        several_with_gpus(log, shell, host)
+
+
+def check_gpu_job(log: Log, project: Project, host: GpuHost) -> None:
+    """Looks at the example's line about its GPU; then reboots the host."""
+    text = project.docker("logs", project.only("gpu-workers"))
+    (line,) = set(re.findall(r"no GPU that torch can use: .*", text))
+    log.say(f"      the example says: {line}")
+    before = int(project.job("shard0", "mnist-gpu")["step"])
+    host.reboot()
+    wait("the job", partial(has_workers, project, "mnist-gpu", 1))
+    after = int(wait("steps", lambda: (now := gpu_step(project)) > before and now))
+    log.say(
+        f"      the host reboots in order at step {before}: shards and workers come back with "
+        f"it, and the job is at step {after}"
+    )
+
+
+def several_with_gpus(log: Log, shell: Shell, host: GpuHost) -> None:
+    """Runs the command for several hosts on one that has a shard, and workers for its GPUs."""
+    certs, up = commands("deploy.md", "Several hosts")[0].splitlines()
+    address = f"{host.there}:{PORTS['PORT']}"
+    shell(certs.replace("10.0.0.1", host.there))
+    choice = {"SERVERS": address, "SHARDS": "1", "COMPOSE_PROFILES": "shard,gpu"}
+    shell.write_env({**PORTS, **choice})
+    host.plug(2)
+    with Project(
+        "pacegpus", ["deploy/compose/host.yml"], address, host.engine, shell.root
+    ) as project:
+        shell(up)
+        wait("2 workers", lambda: len(project.live("shard", "mnist")) == PAIR)
+        log.say("      several hosts with GPUs: 2 workers of a host with 2 are live")
 
 
 def devices_seen(project: Project) -> list[str]:
@@ -295,7 +317,7 @@ def one_shard_per_container(log: Log) -> None:
                 place = ("--name", f"{network}{index}", "--network-alias", f"shard{index}")
                 run(*words, *place, SHARD_IMAGE, *command.split())
             health = ("docker", "exec", f"{network}1", "psserver", "health", "--servers", SERVERS)
-            said = wait("both shards", lambda: run(*health), 60)
+            said = wait("both shards", lambda: run(*health))
             log.say(f"      one shard per container, as printed: {' '.join(said.split())}")
         finally:
             for index in range(PAIR):
@@ -654,7 +676,7 @@ def step(project: Project) -> int:
 def advance(project: Project, since: int | None = None) -> int:
     """Returns the step of the elastic job once it is ten further than `since`, or than now."""
     start = wait("a status", lambda: step(project) + 1) - 1 if since is None else since
-    return int(wait("ten more steps", lambda: (now := step(project)) >= start + 10 and now, 120))
+    return int(wait("ten more steps", lambda: (now := step(project)) >= start + 10 and now))
 
 
 def crash(project: Project, name: str) -> None:

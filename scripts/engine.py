@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
+LIMIT_S = 600.0  # Against a hang only.
 IMAGE, SHARD_IMAGE = "paceline:local", "paceline:shard"
+# For a shell: drops an argument.
+NO_BUILD = 'for word; do shift; [ "$word" = --build ] || set -- "$@" "$word"; done; '
 
 
 class CheckError(Exception):
@@ -40,13 +43,13 @@ def tail(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-12:])
 
 
-def wait(what: str, is_so: Callable[[], Any], timeout_s: float = 240.0) -> Any:
+def wait(what: str, is_so: Callable[[], Any]) -> Any:
     """Returns the first true answer; asks each half second.
 
     Raises:
         CheckError: None came in time.
     """
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         try:
             if found := is_so():
@@ -54,7 +57,7 @@ def wait(what: str, is_so: Callable[[], Any], timeout_s: float = 240.0) -> Any:
         except CheckError:
             pass  # A container that is just starting answers nothing.
         time.sleep(0.5)
-    raise CheckError(f"{what}: not within {timeout_s:.0f} s")
+    raise CheckError(f"{what}: not within {LIMIT_S:.0f} s")
 
 
 def composer() -> list[str]:
@@ -67,18 +70,20 @@ class Shell:
     """Runs commands as a page prints them, in a clone of this repository.
 
     Where this machine has compose as a program of its own, `docker compose` calls that. Images are
-    built with the host's network, which also works with an engine without bridges.
+    built with the host's network, which also works with an engine without bridges; where the
+    engine reaches no registry, `up --build` takes the images that it has.
 
     Attributes:
         root: The clone. Its name is that of the compose project.
     """
 
-    def __init__(self, folder: Path, name: str, **variables: str) -> None:
+    def __init__(self, folder: Path, name: str, builds: bool = True, **variables: str) -> None:
         """Clones the repository.
 
         Args:
             folder: Holds the clone, and the program `docker` that the commands call.
             name: Name of the clone.
+            builds: Whether `--build` of compose does so.
             variables: Variables of the commands.
         """
         self.root = folder / name
@@ -89,7 +94,8 @@ class Shell:
         program = programs / "docker"
         program.write_text(
             "#!/bin/sh\ncase $1 in\n"
-            f'compose) shift; exec {" ".join(composer())} "$@";;\n'
+            f"compose) shift; {'' if builds else NO_BUILD}"
+            f'exec {" ".join(composer())} "$@";;\n'
             f'build) shift; exec {docker} build --network host "$@";;\n'
             f'esac\nexec {docker} "$@"\n'
         )
@@ -203,13 +209,12 @@ class Project:
                 ),
             )
 
-    def wait_end(self, service: str, timeout_s: float = 240.0) -> str:
+    def wait_end(self, service: str) -> str:
         """Returns the log of a container that has ended with status 0."""
         name = self.only(service)
         wait(
             f"the end of {service}",
             lambda: self.inspect(name)["State"]["Status"] == "exited",
-            timeout_s,
         )
         log = self.docker("logs", name)
         if (code := self.inspect(name)["State"]["ExitCode"]) != 0:
@@ -288,17 +293,17 @@ class SecondHost:
                 env=self._environment, stdout=log, stderr=log,
             )  # fmt: skip
         there = {"DOCKER_HOST": self.engine}
-        wait("the second engine", lambda: run("docker", "info", env=there), 60)
+        wait("the second engine", lambda: run("docker", "info", env=there))
 
     def reboot(self) -> None:
         """Ends the engine in order, which stops its containers, and starts it again."""
         self._daemon.terminate()
-        self._daemon.wait(120)
+        self._daemon.wait(300)
         self._start()
 
     def __exit__(self, *_: object) -> None:
         self._daemon.terminate()
-        self._daemon.wait(120)
+        self._daemon.wait(300)
         # The engine leaves a mount behind, which would keep the namespace and the link.
         for mount in (self._folder / "exec" / "netns").glob("*"):
             run("umount", "--lazy", str(mount), check=False)

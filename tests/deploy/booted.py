@@ -7,6 +7,7 @@ machine is changed, and none of its services is started there.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,11 @@ import sysconfig
 import venv
 from pathlib import Path
 
+from scripts.printed import commands
 from tests.house.source import ROOT
+
+PAGE = (ROOT / "docs" / "systemd.md").read_text(encoding="utf-8")
+MAKE = "sudo python3 -m venv /opt/paceline && sudo /opt/paceline/bin/pip install ."
 
 # Runs in a mount namespace of its own, which takes its mounts with it.
 ENTER = """
@@ -28,12 +33,11 @@ cd {root}/merged/etc
 rm -rf systemd/system/*.wants systemd/system/default.target
 # Without one, the first boot would enable every unit.
 tr --delete - < /proc/sys/kernel/random/uuid > machine-id
-cp {files}/units/* systemd/system/
-mkdir -p systemd/system/multi-user.target.wants systemd/system/psserver@.service.d paceline
+cp {files}/inside.service systemd/system/
+mkdir -p systemd/system/multi-user.target.wants systemd/system/psserver@.service.d
 ln -s ../inside.service systemd/system/multi-user.target.wants/
 cp {files}/quick.conf systemd/system/psserver@.service.d/
-install --mode 600 {files}/secrets/* paceline/
-cp {files}/*.env paceline/
+echo '127.0.0.1 localhost gpu1.example gpu2.example' > hosts
 mkdir -p ../opt/python ../opt/paceline ../opt/dependencies ../opt/work
 cd /
 for boot in 1 2; do
@@ -55,30 +59,35 @@ ExecStart=/opt/paceline/bin/python /opt/work/inside.py
 ExecStopPost=/usr/bin/systemctl --no-block poweroff
 StandardOutput=append:/opt/work/log
 StandardError=inherit
-TimeoutStartSec=240
+TimeoutStartSec=700
 """
 # A minute is too long for a test, and an interpreter has its library where it was installed.
-QUICK = "[Service]\nWatchdogSec=6\nEnvironment=LD_LIBRARY_PATH=/opt/python/lib\n"
-SHARED = """\
-PACELINE_CLUSTER=night
-PACELINE_SHARDS=2
-PACELINE_HOST=0.0.0.0
-PACELINE_SHARD_ADDRESSES=127.0.0.1:7070,127.0.0.1:7080
-"""
+QUICK = "[Service]\nWatchdogSec=15\nEnvironment=LD_LIBRARY_PATH=/opt/python/lib\n"
 
 
-def install(folder: Path, psserver: Path) -> None:
-    """Writes the files of docs/systemd.md: the units, an environment, secrets and settings."""
-    shutil.copytree(ROOT / "deploy" / "systemd", folder / "units")
-    (folder / "units" / "inside.service").write_text(INSIDE)
+def printed() -> str:
+    """Returns the commands of docs/systemd.md for a machine that has both shards.
+
+    The environment of its first line is there, and root needs no sudo.
+    """
+    make, *rest = commands("systemd.md")[0].splitlines()
+    assert make == MAKE
+    row = re.search(
+        r"^\| two shards on one machine \| `(\S+)` with `(\S+)`; `(.+)` \|$", PAGE, re.M
+    )
+    assert row is not None
+    second = f"echo {row[2]} > {row[1]}"
+    # Where the second shard is, its port is that of the row.
+    text = "\n".join(["set -eux", 'sudo() { "$@"; }', *rest[:-1], second, row[3]])
+    return text.replace("gpu2.example:7070", "gpu2.example:7080")
+
+
+def install(folder: Path) -> None:
+    """Writes a copy of the environment, and the page's commands with the files that they copy."""
+    (folder / "inside.service").write_text(INSIDE)
     (folder / "quick.conf").write_text(QUICK)
-    (folder / "shards.env").write_text(SHARED)
-    (folder / "shard-1.env").write_text("PACELINE_PORT=7080\n")
-    words = (psserver, "certs", folder / "certs", "--host", "127.0.0.1")
-    subprocess.run(words, check=True, capture_output=True)
-    (folder / "secrets").mkdir()
-    for name in ("server.pem", "server.key", "ca.pem", "token", "client.pem", "client.key"):
-        shutil.copy(folder / "certs" / name, folder / "secrets" / name)
+    shutil.copytree(ROOT / "deploy" / "systemd", folder / "work" / "deploy" / "systemd")
+    (folder / "work" / "commands").write_text(printed())
     made = folder / "paceline"
     venv.create(made, with_pip=False, symlinks=True)
     (packages,) = made.glob("lib/python*/site-packages")
@@ -111,6 +120,6 @@ def boot_twice(folder: Path) -> str:
     )  # fmt: skip
     subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", text],
-        check=True, timeout=500,
+        check=True, timeout=1500,
     )  # fmt: skip
     return (folder / "work" / "log").read_text()

@@ -49,6 +49,7 @@ exec setpriv --reuid {user} --regid {group} --groups {fs_group} --no-new-privs \
 """
 READ_ONLY = "mount -o remount,bind,ro /"
 APP = Path("/app")
+LIMIT_S = 400.0  # Against a hang only.
 # User, group and group of files that OpenShift gives a pod which names none.
 OPENSHIFT = {"runAsUser": 1000650000, "runAsGroup": 0, "fsGroup": 1000650000}
 
@@ -178,7 +179,7 @@ class Cluster:
         program = (
             "import ssl, sys, urllib.request\n"
             "unchecked = ssl._create_unverified_context()\n"
-            "urllib.request.urlopen(sys.argv[1], timeout=2, context=unchecked)"
+            "urllib.request.urlopen(sys.argv[1], timeout=10, context=unchecked)"
         )
         asked = subprocess.run(
             ["ip", "netns", "exec", self._switch, sys.executable, "-c", program, url],
@@ -262,13 +263,13 @@ class Cluster:
         """Sends a signal to the container's first process."""
         os.kill(self._first(pod), number)
 
-    def wait(self, what: str, is_done: Callable[[], bool], timeout_s: float) -> None:
+    def wait(self, what: str, is_done: Callable[[], bool]) -> None:
         """Waits for a condition.
 
         Raises:
             TimeoutError: It did not come; the message has the end of each pod's log.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + LIMIT_S
         while not is_done():
             if time.monotonic() > deadline_s:
                 tails = (
@@ -276,7 +277,7 @@ class Cluster:
                     for name, pod in self.pods.items()
                     if pod.starts
                 )
-                raise TimeoutError(f"{what} after {timeout_s} s\n" + "\n".join(tails))
+                raise TimeoutError(f"{what} after {LIMIT_S} s\n" + "\n".join(tails))
             time.sleep(0.3)
 
     def _add(self, document: Document, count: int) -> None:

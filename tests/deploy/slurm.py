@@ -159,7 +159,7 @@ class Slurm:
         assert matched is not None
         return matched[1]
 
-    def wait(self, what: str, is_there: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait(self, what: str, is_there: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Waits for a condition.
 
         Raises:

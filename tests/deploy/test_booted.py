@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ pytestmark = [
         reason="no systemd to boot: apt-get install systemd systemd-container",
     ),
     pytest.mark.skipif(os.getuid() != 0, reason="only root boots a container"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 
 
@@ -64,13 +63,14 @@ def test_units_live_through_kills_a_hanging_shard_and_a_restart_of_the_machine(
     files = tmp_path / "files"
     work = files / "work"
     work.mkdir(parents=True)
-    booted.install(files, Path(sys.executable).parent / "psserver")
+    booted.install(files)
     shutil.copy(Path(__file__).parent / "inside.py", work / "inside.py")
     (work / "train.py").write_text(SCRIPT)
     log = booted.boot_twice(files)
     found = json.loads((work / "found.json").read_text())
     said = (work / "worker.log").read_text() if (work / "worker.log").exists() else ""
     assert "problem" not in found, f"{found}\n{said}\n{log[-6000:]}"
+    assert found["commands"][0] == 0, found["commands"][1]
     assert found["active"] == ["active", "active"]
     assert "1 shard(s) ready at 127.0.0.1:7070" in found["text"][0]
     assert found["user"] > 60000  # A dynamic user.

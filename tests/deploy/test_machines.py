@@ -13,7 +13,7 @@ from tests.deploy.shells import FIRST, HOSTS, SECOND, Shell, two_hosts
 from tests.house.source import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(os.getuid() != 0, reason="only root makes a network namespace"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2"),
 ]

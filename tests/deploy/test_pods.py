@@ -53,7 +53,7 @@ def started(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
         for name in shards:
             cluster.start(name)
         for name in shards:
-            cluster.wait(f"{name} is not ready", partial(cluster.is_ready, name), 60)
+            cluster.wait(f"{name} is not ready", partial(cluster.is_ready, name))
         yield cluster
 
 
@@ -65,13 +65,13 @@ def end(cluster: Cluster, name: str) -> str:
     """Returns the log of a pod that has ended with 0."""
     process = cluster.pods[name].process
     assert process is not None
-    cluster.wait(f"{name} has not ended", partial(has_ended, process), 150)
+    cluster.wait(f"{name} has not ended", partial(has_ended, process))
     log = cluster.pods[name].log.read_text()
     assert process.returncode == 0, log[-3000:]
     return log
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
     with started(tmp_path, rendered("indexed-job.yaml")) as cluster:
         shards = [name for name in cluster.pods if name.startswith("paceline-")]
@@ -79,7 +79,7 @@ def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
         assert (len(shards), len(workers)) == (2, 2)
         for name in workers:
             cluster.start(name)
-        cluster.wait("no epoch", lambda: "accuracy" in cluster.pods["mnist-0"].log.read_text(), 120)
+        cluster.wait("no epoch", lambda: "accuracy" in cluster.pods["mnist-0"].log.read_text())
         # A node is drained of a shard and a worker; both come back on another one, the shard with
         # its claim and without a checkpoint: the first one would be taken after 300 s.
         assert cluster.drain("paceline-1") == 0
@@ -95,7 +95,7 @@ def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
             assert cluster.drain(name) == 0
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_pods_of_an_elastic_job_come_and_go(tmp_path: Path) -> None:
     """Two pods train, a third one joins, and the first one is deleted."""
     documents = rendered("elastic-job.yaml")
@@ -111,16 +111,16 @@ def test_the_pods_of_an_elastic_job_come_and_go(tmp_path: Path) -> None:
         for name in (first, second):
             cluster.start(name)
         for name in (first, second):
-            cluster.wait(f"no step of {name}", partial(trains, name), 120)
+            cluster.wait(f"no step of {name}", partial(trains, name))
         cluster.start(third)
-        cluster.wait("no step of the third worker", partial(trains, third), 120)
+        cluster.wait("no step of the third worker", partial(trains, third))
         assert "step 0:" not in cluster.pods[third].log.read_text()  # It began where the job was.
         assert cluster.drain(first) == -signal.SIGTERM
         for name in (second, third):
             assert "800 steps" in end(cluster, name)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_neither_load_nor_strangers_end_a_shard_that_works_and_one_that_hangs_is_found(
     tmp_path: Path,
 ) -> None:
@@ -131,16 +131,16 @@ def test_neither_load_nor_strangers_end_a_shard_that_works_and_one_that_hangs_is
         assert cluster.is_alive(name)
         with cluster.flooded(name, 8070, 100), cluster.flooded(name, 7070, 100):
             assert cluster.is_alive(name)
-        cluster.wait("not ready after a flood", partial(cluster.is_ready, name), 60)
+        cluster.wait("not ready after a flood", partial(cluster.is_ready, name))
         cluster.signal(name, signal.SIGSTOP)
-        cluster.wait("a shard that hangs is alive", lambda: not cluster.is_alive(name), 300)
+        cluster.wait("a shard that hangs is alive", lambda: not cluster.is_alive(name))
         cluster.signal(name, signal.SIGCONT)
-        cluster.wait("a shard that works is not alive", lambda: cluster.is_alive(name), 60)
+        cluster.wait("a shard that works is not alive", lambda: cluster.is_alive(name))
         # The engine restarts a shard's process that dies: its container ends.
         cluster.signal(name, signal.SIGKILL)
         process = cluster.pods[name].process
         assert process is not None
-        cluster.wait("the container goes on", partial(has_ended, process), 60)
+        cluster.wait("the container goes on", partial(has_ended, process))
         assert process.returncode != 0
         cluster.start(name)
-        cluster.wait("not ready after a restart", partial(cluster.is_ready, name), 60)
+        cluster.wait("not ready after a restart", partial(cluster.is_ready, name))

@@ -35,7 +35,7 @@ RULES = ROOT / "deploy" / "chart" / "files" / "rules.yaml"
 ALERTMANAGER = next(
     filter(None, map(shutil.which, ("prometheus-alertmanager", "alertmanager"))), None
 )
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(900)
 
 SCRIPT = """
 import time
@@ -47,7 +47,7 @@ inner = torch.optim.SGD(model.parameters(), lr=1e-3)
 optimizer = psworker.DistributedOptimizer(
     inner, model.named_parameters(), mode="ssgd", compression="2bit", publish_every=1
 )
-end_s = time.monotonic() + 240
+end_s = time.monotonic() + 900
 while time.monotonic() < end_s:
     optimizer.zero_grad()
     loss = model(torch.randn(8, 512)).square().mean()
@@ -82,7 +82,7 @@ def free_ports(count: int) -> int:
 
 def ask(port: int, path: str, **fields: str) -> Any:
     url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(fields)}"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)["data"]
 
 
@@ -228,7 +228,7 @@ def shown(port: int, expression: str) -> list[float]:
 
 def test_every_expression_of_the_dashboard_returns_series(scraped: Scraped) -> None:
     port = scraped.port
-    wanted, deadline_s = grafana.expressions(), time.monotonic() + 60
+    wanted, deadline_s = grafana.expressions(), time.monotonic() + 300
     while missing := [each for each in wanted if not shown(port, each)]:
         assert time.monotonic() < deadline_s, missing
         time.sleep(2.0)
@@ -252,7 +252,7 @@ def test_the_alert_of_a_killed_worker_reaches_the_receiver_of_an_alertmanager(
     if not scraped.has_alertmanager:
         pytest.skip("no Alertmanager is installed: apt-get install prometheus-alertmanager")
     (job,) = scraped.status()["jobs"]
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while not shown(scraped.port, "paceline_workers_lost_total"):  # A first value, to rise from.
         assert time.monotonic() < deadline_s
         time.sleep(1.0)

@@ -55,7 +55,7 @@ pytestmark = [
         reason="no Slurm: apt-get install slurmctld slurmd slurm-client munge iproute2",
     ),
     pytest.mark.skipif(os.getuid() != 0, reason="only root starts a Slurm"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 
@@ -102,9 +102,9 @@ class Training:
         """Waits until the output has a word so often; or, without one, until the job has ended."""
         try:
             if word:
-                self.slurm.wait(what, lambda: text(self.output).count(word) >= count, 300)
+                self.slurm.wait(what, lambda: text(self.output).count(word) >= count)
             else:
-                self.slurm.wait(what, lambda: self.slurm.state(self.job) == "COMPLETED", 600)
+                self.slurm.wait(what, lambda: self.slurm.state(self.job) == "COMPLETED")
         except BaseException as problem:
             paths = [self.output, *self.folder.glob("paceline-*/*.log")]
             logs = [f"{path}\n{text(path)[-3000:]}" for path in paths]
@@ -163,7 +163,7 @@ def test_a_job_that_is_preempted_with_notice_continues(training: Training) -> No
     training.wait("a quarter", "a quarter is done")
     words = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
     other = training.slurm.call("sbatch", "--parsable", *words, "--wrap=sleep 1").strip()
-    training.slurm.wait("the urgent job", lambda: training.slurm.state(other) == "COMPLETED", 200)
+    training.slurm.wait("the urgent job", lambda: training.slurm.state(other) == "COMPLETED")
     training.wait("end", "")
     assert "preempted at" in text(training.output)
     training.check()
@@ -189,7 +189,7 @@ def test_tasks_of_an_array_share_a_node(slurm: Slurm, tmp_path: Path) -> None:
         *(str(script), str(tmp_path / "model.pt")),
         cwd=tmp_path,
     ).strip()
-    slurm.wait("end", lambda: slurm.call("squeue", "-h", "-j", job).strip() == "", 600)
+    slurm.wait("end", lambda: slurm.call("squeue", "-h", "-j", job).strip() == "")
     outputs = [text(tmp_path / f"out-{index}") for index in range(2)]
     assert all(f"ends at step {STEPS}" in output for output in outputs), "\n".join(outputs)
     used = [re.findall(r"node1:(\d+)", output) for output in outputs]
@@ -204,10 +204,10 @@ def test_the_commands_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
     said = slurm.call("bash", "-euc", submit.replace("tail -f", "#"), cwd=tmp_path)
     job = re.findall(r"Submitted batch job (\d+)", said)[0]
     output = tmp_path / f"slurm-{job}.out"
-    slurm.wait("a quarter", lambda: text(output).count("a quarter is done") == 8, 300)
+    slurm.wait("a quarter", lambda: text(output).count("a quarter is done") == 8)
     ready = login.replace("JOBID", job).replace("psserver dashboard", "psserver status")
     assert f"slurm-{job}" in slurm.call("bash", "-euc", ready, cwd=tmp_path)
-    slurm.wait("end", lambda: slurm.state(job) == "COMPLETED", 600)
+    slurm.wait("end", lambda: slurm.state(job) == "COMPLETED")
 
 
 def text(path: Path) -> str:

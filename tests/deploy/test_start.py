@@ -12,7 +12,7 @@ import pytest
 from tests.house.source import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(os.getuid() != 0, reason="only root makes a network namespace"),
     pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare"),
 ]

@@ -44,7 +44,7 @@ with optimizer.global_weights():
 print(f"rank {psworker.rank()} ends with loss {loss.item():.8f}", flush=True)
 """
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)
 
 
 class Agent:
@@ -88,7 +88,7 @@ class Agent:
 
 
 def wait(agent: Agent, what: str, is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 120
+    end_s = time.monotonic() + 400
     while not is_so():
         assert time.monotonic() < end_s, f"{what}: {agent.said[-3000:]}"
         assert agent.process.poll() is None, agent.said[-3000:]
@@ -122,7 +122,7 @@ def test_a_gang_that_torchrun_starts_again_continues_at_the_step_of_the_shards(
     try:
         wait(agent, "steps", lambda: agent.steps() >= 300)
         os.kill(agent.workers()[1].pid, signal.SIGKILL)
-        assert agent.process.wait(200) == 0, agent.said[-3000:]
+        assert agent.process.wait(600) == 0, agent.said[-3000:]
     finally:
         agent.close()
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", agent.said)]

@@ -23,7 +23,7 @@ from pscore.net.wire import PROTOCOL
 from pscore.version import VERSION
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
@@ -130,7 +130,7 @@ def test_the_demo_trains_on_the_images_in_the_wheel(installed: Installed) -> Non
 
 
 def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 

@@ -43,7 +43,6 @@ MODES = {
     if not rule.gossip  # Never compressed.
 }
 RAW = ("none", "none")
-COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.
 # Compressors of gradients and of pulled weights, by mode; those of another mode are these.
 PAIRS = {
     "ssgd": ("fp16", "2bit"),
@@ -148,10 +147,17 @@ def train_all(me: Station) -> None:
 
 
 @pytest.fixture(scope="module")
+def shards() -> Iterator[Shards]:
+    """A worker that compiles kernels on a slow machine sends no heartbeat: no lease may be over."""
+    with Shards(2, lease_s=3000) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def paths(shards: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
     """Of each case: one process makes them all, since each would have to compile kernels."""
     with shards.workers(train_all, num_workers=1) as (worker,):
-        yield {case: worker.hear(COMPILED_S) for case in CASES}
+        yield {case: worker.hear() for case in CASES}
 
 
 @pytest.mark.parametrize(("name", "pair"), CASES, ids=str)
@@ -230,7 +236,7 @@ def disturb(me: Station) -> None:
 def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> None:
     """The step that was lost is drawn again: its number comes twice."""
     with shards.workers(disturb, num_workers=1) as (worker,):
-        found = {mode: worker.hear(COMPILED_S) for mode in PLAIN}
+        found = {mode: worker.hear() for mode in PLAIN}
     for mode, (undisturbed, disturbed) in found.items():
         assert same(undisturbed, found["ssgd"][0]), mode
         assert same(disturbed, undisturbed), mode
@@ -277,7 +283,7 @@ def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shar
             for _ in range(6):
                 for worker in workers:
                     worker.tell()
-                    worker.hear(COMPILED_S)
+                    worker.hear()
             for worker in workers:
                 worker.tell()
         (_, late) = (worker.result() for worker in workers)
