@@ -513,38 +513,53 @@ def two_hosts(log: Log) -> None:
 
 
 def swarm(log: Log) -> None:
-    """Deploys deploy/stack.yml into a Swarm of one node, and scales it."""
+    """Runs the page's commands for a Swarm on two engines: two nodes, with a shard each."""
     state = run("docker", "info", "--format", "{{.Swarm.LocalNodeState}}").strip()
-    if state != "inactive":
-        log.say(f"      not run: this engine is in a Swarm already ({state})")
+    if os.getuid() != 0 or state != "inactive":
+        log.say(f"      not run: only root makes a second node; this engine's Swarm is {state}")
         return
-    run("docker", "swarm", "init", "--advertise-addr", "127.0.0.1")
-    name = "pacestack"
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            make_certs(folder, "shard0", "shard1")
-            place = "node.role == manager"
-            env = {"CERTS": folder, "SHARD0_NODE": place, "SHARD1_NODE": place, "STEPS": "100000"}
-            words = [
-                "stack",
-                "deploy",
-                "--resolve-image",
-                "never",
-                "--compose-file",
-                "deploy/stack.yml",
-                name,
-            ]
-            run("docker", *words, env=env)
-        for count in (2, 4, 2):
-            run("docker", "service", "scale", "--detach", f"{name}_worker={count}")
-            wait(f"{count} workers", partial(has_swarm_workers, name, count))
-            log.say(f"      {count} workers of {name}_worker are live")
-    except CheckError:
-        log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
-        raise
-    finally:
-        run("docker", "stack", "rm", name, check=False)
-        run("docker", "swarm", "leave", "--force", check=False)
+    certs, label, deploy, scale = commands("deploy.md", "Swarm")[0].splitlines()
+    name = deploy.split()[-1]
+    with tempfile.TemporaryDirectory() as folder, SecondHost() as other:
+        shell = Shell(Path(folder), "paceswarm", STEPS="100000")
+        try:
+            nodes = join_swarm(other, deploy.partition(" ")[0].removeprefix("IMAGE="))
+            shell(certs)
+            for printed, node in zip(("NODE_A", "NODE_B"), nodes, strict=True):
+                label = label.replace(printed, node)
+            shell(label)
+            shell(deploy)
+            for command, count in (("", 2), (scale, 4), (scale.replace("=4", "=2"), 2)):
+                if command:
+                    shell(command)
+                wait(f"{count} workers", partial(has_swarm_workers, name, count))
+                log.say(f"      {command or deploy!r}: {count} workers are live")
+            tasks = run("docker", "stack", "ps", "--filter", "desired-state=running", name)
+            log.say(f"      the nodes {' and '.join(nodes)} run {tail(tasks)}")
+        except CheckError:
+            log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
+            raise
+        finally:
+            run("docker", "stack", "rm", name, check=False)
+            for engine in ({"DOCKER_HOST": other.engine}, {}):
+                run("docker", "swarm", "leave", "--force", env=engine, check=False)
+
+
+def join_swarm(other: SecondHost, image: str) -> list[str]:
+    """Makes a Swarm of this engine and the second one, which have the workers' image by a name.
+
+    Returns:
+        Ids of both nodes.
+    """
+    there = {"DOCKER_HOST": other.engine}
+    run("docker", "swarm", "init", "--advertise-addr", other.here)
+    token = run("docker", "swarm", "join-token", "--quiet", "worker").strip()
+    place = ("--advertise-addr", other.there, f"{other.here}:2377")
+    run("docker", "swarm", "join", "--token", token, *place, env=there)
+    for engine in ({}, there):
+        run("docker", "tag", IMAGE, image, env=engine)
+    ids = ("docker", "info", "--format", "{{.Swarm.NodeID}}")
+    return [run(*ids, env=engine).strip() for engine in ({}, there)]
 
 
 SECTIONS: dict[str, Callable[[Log], None]] = {

@@ -77,7 +77,7 @@ class Shell:
         root: The clone. Its name is that of the compose project.
     """
 
-    def __init__(self, folder: Path, name: str, builds: bool = True, **variables: str) -> None:
+    def __init__(self, folder: Path, name: str, builds: bool = True, /, **variables: str) -> None:
         """Clones the repository.
 
         Args:

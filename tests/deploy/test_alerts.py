@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from pscore.pb.ps.v1 import publish_pb2, publish_pb2_grpc
+from scripts.printed import commands
 from tests.deploy.test_prometheus import RULES, ask, end, free_ports, running
 
 BIN = Path(sys.executable).parent
@@ -84,7 +85,6 @@ class Site:
         self.targets = folder / "targets.json"
         self.aim()
         (folder / "rules.yaml").write_text(quick())
-        (folder / "token").write_text("")
         plain = {"job_name": "paceline", "file_sd_configs": [{"files": [str(self.targets)]}]}
         plain["file_sd_configs"][0]["refresh_interval"] = "1s"  # type: ignore[index]
         self.config: dict[str, Any] = {
@@ -465,23 +465,23 @@ def test_a_clock_that_is_wrong(site: Site) -> None:
 
 
 def test_a_certificate_that_ends(tmp_path: Path) -> None:
-    certs = tmp_path / "certs"
-
     def make(days: int) -> None:
-        words = ("certs", str(certs), "--host", "127.0.0.1", "--days", str(days), "--force")
+        words = ("certs", str(tmp_path), "--host", "127.0.0.1", "--days", str(days), "--force")
         subprocess.run([BIN / "psserver", *words], check=True, capture_output=True)
 
     make(7)
     one = Shard(
         tmp_path,
-        *("--tls-cert", f"{certs}/server.pem", "--tls-key", f"{certs}/server.key"),
-        *("--token-file", f"{certs}/token"),
+        *("--tls-cert", f"{tmp_path}/server.pem", "--tls-key", f"{tmp_path}/server.key"),
+        *("--token-file", f"{tmp_path}/token"),
     )
     port = one.port + 30
     site = Site(tmp_path, port)
     (scraped,) = site.config["scrape_configs"]
-    scraped |= {"scheme": "https", "tls_config": {"ca_file": f"{certs}/ca.pem"}}
-    scraped |= {"authorization": {"credentials_file": f"{certs}/token"}}
+    printed = commands("monitoring.md", "Prometheus", "yaml")[0]
+    scraped |= yaml.safe_load(re.sub(r"^    # (\w+: )", r"    \1", printed, flags=re.M))[
+        "scrape_configs"
+    ][0] | {"static_configs": []}
     site.write()
     words = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     words += [f"--web.listen-address=127.0.0.1:{port}"]
@@ -496,5 +496,10 @@ def test_a_certificate_that_ends(tmp_path: Path) -> None:
             one.start()
             site.clears("CertificateEnds")
             until(lambda: site.value("up") == [1.0], "the new certificate is not taken")
+            line = commands("monitoring.md")[0].splitlines()[1]
+            subprocess.run(
+                ["bash", "-c", line.replace("shard0:8070", f"127.0.0.1:{one.metrics}")],
+                cwd=tmp_path, check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
         finally:
             one.stop()

@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from scripts import grafana
+from scripts.printed import commands
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 RULES = ROOT / "deploy" / "chart" / "files" / "rules.yaml"
+TARGETS = "shard0:8070, shard1:8070"  # On the page.
 ALERTMANAGER = next(
     filter(None, map(shutil.which, ("prometheus-alertmanager", "alertmanager"))), None
 )
@@ -111,6 +114,7 @@ class Scraped:
     """A training with its Prometheus, and the alerts that a receiver has got."""
 
     port: int
+    metrics: int  # Port of shard 0's page.
     servers: str
     has_alertmanager: bool
     told: list[dict[str, Any]] = field(default_factory=list)
@@ -162,15 +166,16 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     folder = tmp_path_factory.mktemp("scraped")
     first = free_ports(2)
     metrics, port = first + 10, first + 20
-    made = Scraped(port, f"127.0.0.1:{first},127.0.0.1:{first + 1}", ALERTMANAGER is not None)
+    servers = f"127.0.0.1:{first},127.0.0.1:{first + 1}"
+    made = Scraped(port, metrics, servers, ALERTMANAGER is not None)
     script = folder / "train.py"
     script.write_text(SCRIPT)
     targets = [f"127.0.0.1:{metrics + n}" for n in range(2)]
-    config: dict[str, Any] = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "paceline", "static_configs": [{"targets": targets}]}],
-    }
+    config: dict[str, Any] = yaml.safe_load(
+        commands("monitoring.md", "Prometheus", "yaml")[0].replace(TARGETS, ", ".join(targets))
+    )
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    shutil.copy(RULES, folder)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with ExitStack() as stack:
         state = ("--state-dir", str(folder / "state"))
@@ -224,6 +229,12 @@ def shown(port: int, expression: str) -> list[float]:
     ready = expression.replace("$__rate_interval", "15s").replace("$job", ".*")
     found = [float(series["value"][1]) for series in ask(port, "query", query=ready)["result"]]
     return [value for value in found if math.isfinite(value)]
+
+
+def test_the_page_of_a_shard_is_there_as_printed(scraped: Scraped) -> None:
+    line = commands("monitoring.md")[0].splitlines()[0].replace("8070", str(scraped.metrics))
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert "\npaceline_shard_workers" in done.stdout
 
 
 def test_every_expression_of_the_dashboard_returns_series(scraped: Scraped) -> None:
