@@ -102,7 +102,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        first = free_ports(2)
+        first = free_ports(30)
         self.state = folder / "state"
         self.port = first
         self.servers = f"127.0.0.1:{first},127.0.0.1:{first + 1}"

@@ -164,7 +164,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed: apt-get install prometheus")
     folder = tmp_path_factory.mktemp("scraped")
-    first = free_ports(2)
+    first = free_ports(30)
     metrics, port = first + 10, first + 20
     servers = f"127.0.0.1:{first},127.0.0.1:{first + 1}"
     made = Scraped(port, metrics, servers, ALERTMANAGER is not None)
@@ -274,4 +274,4 @@ def test_the_alert_of_a_killed_worker_reaches_the_receiver_of_an_alertmanager(
     alert = scraped.told[0]
     assert (alert["status"], alert["labels"]["alertname"]) == ("firing", "PacelineWorkerLost")
     assert alert["labels"]["exported_job"] == "scraped"
-    assert "a worker of scraped was lost" in alert["annotations"]["summary"]
+    assert "1 lost worker(s) of scraped" in alert["annotations"]["summary"]

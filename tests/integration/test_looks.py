@@ -147,16 +147,16 @@ def train_all(me: Station) -> None:
 
 
 @pytest.fixture(scope="module")
-def shards() -> Iterator[Shards]:
+def patient() -> Iterator[Shards]:
     """A worker that compiles kernels on a slow machine sends no heartbeat: no lease may be over."""
     with Shards(2, lease_s=3000) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def paths(shards: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
+def paths(patient: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
     """Of each case: one process makes them all, since each would have to compile kernels."""
-    with shards.workers(train_all, num_workers=1) as (worker,):
+    with patient.workers(train_all, num_workers=1) as (worker,):
         yield {case: worker.hear() for case in CASES}
 
 
@@ -233,9 +233,9 @@ def disturb(me: Station) -> None:
 
 
 @pytest.mark.slow
-def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> None:
+def test_a_change_of_the_mode_and_a_return_leave_the_bits(patient: Shards) -> None:
     """The step that was lost is drawn again: its number comes twice."""
-    with shards.workers(disturb, num_workers=1) as (worker,):
+    with patient.workers(disturb, num_workers=1) as (worker,):
         found = {mode: worker.hear() for mode in PLAIN}
     for mode, (undisturbed, disturbed) in found.items():
         assert same(undisturbed, found["ssgd"][0]), mode
