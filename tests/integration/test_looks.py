@@ -70,8 +70,9 @@ CHANGE, LOST, STEPS = 5, 8, 12  # The loss is noticed in that step or in the nex
 CAPTURED = (0, 4, CHANGE + 1, STEPS - 1)
 
 
-def at_shards(job: str) -> Weights:
-    """Returns the weights of a job as `psserver export` writes them."""
+def at_shards(job: str, optimizer: psworker.DistributedOptimizer) -> Weights:
+    """Returns the weights of a job as `psserver export` writes them, once its pushes count."""
+    settle(optimizer)
     addresses = os.environ["PACELINE_SERVERS"].split(",")
     found = checkpoint.capture(addresses, ANYONE, job, weights_only=True)
     return dict(found.tables[0].arrays["weights"])
@@ -122,11 +123,11 @@ def train(job: str, name: str, pair: tuple[str, str], looks: bool) -> list[Weigh
     path = []
     for step in range(STEPS):
         if looks and step != LOST + 1:
-            look(model, optimizer, at_shards(job) if step in CAPTURED else None)
+            look(model, optimizer, at_shards(job, optimizer) if step in CAPTURED else None)
         if step == CHANGE:
             optimizer.set_mode(MODES[name][1])
             if looks:
-                look(model, optimizer, at_shards(job))
+                look(model, optimizer, at_shards(job, optimizer))
         if step == LOST:
             lose(optimizer)
         optimizer.zero_grad()
@@ -187,7 +188,7 @@ def look_when_lost(me: Station, job: str) -> None:
             backward(model, *batch(0, step))
             optimizer.step()
         with optimizer.global_weights():
-            assert same(weights_of(model), at_shards(f"{job}-{number}"))
+            assert same(weights_of(model), at_shards(f"{job}-{number}", optimizer))
         psworker.shutdown()
 
 
@@ -215,7 +216,7 @@ def draw_by_steps(mode: str, job: str, disturbed: bool) -> Weights:
     is_lost = False
     while (step := optimizer.steps) < STEPS:
         if disturbed and step == CHANGE:
-            look(model, optimizer, at_shards(job))
+            look(model, optimizer, at_shards(job, optimizer))
             optimizer.set_mode(PLAIN[mode])
         if disturbed and step == LOST and not is_lost:
             is_lost = True
@@ -252,7 +253,7 @@ def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weig
     for step in range(6):
         me.hear()
         if looks:
-            look(model, optimizer, at_shards(job))
+            look(model, optimizer, at_shards(job, optimizer))
         optimizer.zero_grad()
         backward(model, *batch(me.rank, step))
         optimizer.step()
