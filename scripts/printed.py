@@ -14,7 +14,7 @@ def commands(page: str, heading: str = "", language: str = "bash") -> list[str]:
     Args:
         page: File in docs/.
         heading: Heading of the section to read, without its hashes; empty: that of the page.
-        language: Of the blocks, as after their first mark.
+        language: Word after the first mark of a block, such as `yaml`.
     """
     found: dict[str, list[str]] = {}
     title, fence = "", None

@@ -34,7 +34,7 @@ except ModuleNotFoundError:  # An instance is refused.
     Backend = BackendConfig = object
 
 PR_SET_PDEATHSIG = 1
-READY_S = 60.0  # A shard has to listen within this time.
+READY_S = 60.0  # A shard is started again for so long, and so long Ray looks for room.
 STOP_S = 30.0
 
 
@@ -45,25 +45,30 @@ class ShardActor:
         """Starts the shard, and waits until it listens; Ray calls it again after a restart.
 
         Raises:
-            ServerUnavailableError: It did not listen in time; its message is in Ray's log.
+            ServerUnavailableError: It ended each time, or its port is taken.
         """
         host = ray.util.get_node_ip_address()
         self._address = f"{host}:{port}"
         words = [sys.executable, "-P", "-m", "psserver", "start", "--shard-index", str(index)]
         environment = {"PACELINE_HOST": host, **settings, "PACELINE_PORT": str(port)}
         end_s = time.monotonic() + READY_S
+        reason = "another process listens there: stop it, or give another `port`"
         while time.monotonic() < end_s:
             # A shard of the actor before this one may still write its journal.
             if not _listens(host, port):
                 self._process = subprocess.Popen(
                     words, env={**os.environ, **environment}, preexec_fn=_end_with_parent
                 )
-                while self._process.poll() is None and time.monotonic() < end_s:
+                reason = "it ended each time; Ray's log of its actor has its messages"
+                # However long it reads its journal or a checkpoint: its supervisor has a limit.
+                while self._process.poll() is None:
                     if _listens(host, port):
                         return
                     time.sleep(0.1)
             time.sleep(0.5)
-        raise psworker.ServerUnavailableError(f"shard {index} does not listen at {self._address}")
+        raise psworker.ServerUnavailableError(
+            f"shard {index} does not start at {self._address}: {reason}"
+        )
 
     def address(self) -> str:
         """Returns the shard's address."""
@@ -143,7 +148,8 @@ class Shards:
             self.addresses()
         except ray.exceptions.RayError as problem:
             self.stop()
-            raise psworker.ServerUnavailableError(f"a shard did not start: {problem}") from problem
+            last = str(problem).strip().splitlines()[-1]  # After Ray's own, and a traceback.
+            raise psworker.ServerUnavailableError(f"a shard did not start: {last}") from problem
 
     def addresses(self) -> list[str]:
         """Returns the addresses of all shards, in order; waits for one that Ray restarts."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import psworker
 from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
-from psworker.integrations import DEVICES, PLACES, hide_launcher, lightning, transformers
+from psworker.integrations import DEVICES, PLACES, hide_launcher, lightning, ray, transformers
 from psworker.job.environment import Environment
 
 TORCHRUN = {
@@ -93,3 +94,14 @@ def test_lightning_clips_the_mean_where_there_is_one(
     plugin.clip_grad_by_norm(SimpleNamespace(optimizer=wrapper), 0.5)  # Lightning's wrapper.
     plugin.clip_grad_by_norm(wrapper, 0.5)
     assert seen == clipped * 2
+
+
+def test_a_shard_of_ray_names_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+    monkeypatch.setattr(ray, "ray", here)
+    monkeypatch.setattr(ray, "READY_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(psworker.ServerUnavailableError) as raised:
+            ray.ShardActor(1, port, {})
+    assert str(raised.value).startswith(f"shard 1 does not start at 127.0.0.1:{port}: another")
