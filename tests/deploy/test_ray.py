@@ -48,7 +48,7 @@ class Cluster:
         common = ["--object-store-memory=200000000", "--disable-usage-stats"]
         head = ["--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={self.folder}"]
         self.state = log.parent / "state"
-        self.nodes = []
+        self.nodes: list[list[psutil.Process]] = []
         for number, count in enumerate(num_cpus, 1):
             words = [f"--num-cpus={count}", *common]
             own = [f"--node-ip-address=127.0.0.{number}", "--address=127.0.0.1:6399"]
