@@ -18,7 +18,7 @@ QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 # What one change breaks most often; `test` has the rest, kernels, journals, pipelines and commands among it.
 FAST := tests/house tests/unit/psserver/decisions tests/unit/psserver/engine tests/unit/psserver/access \
 	tests/unit/psworker/replica tests/unit/psworker/gossip tests/unit/psworker/job tests/golden \
-	tests/paper/test_asgd.py tests/paper/test_od.py tests/paper/test_ssp.py tests/paper/test_dcasgd.py \
+	tests/paper/test_asgd.py tests/paper/test_od.py \
 	tests/paper/test_diloco.py --ignore tests/house/test_site.py --ignore tests/house/test_dependencies.py
 
 .PHONY: .cupy simulate speed-against help setup run test test-fast test-slow test-lowest format check check-deploy docs proto bench results bench-peers soak fuzz test-gpu test-ray test-recipes clean
