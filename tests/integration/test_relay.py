@@ -97,8 +97,6 @@ def test_readers_behind_two_relays_get_the_bytes_of_the_shards_while_all_are_kil
             weights = behind.wait(newer_than=weights.version, timeout_s=WAIT_S)
         assert weights.version == last.version
         assert weights.bits.tobytes() == last.bits.tobytes()
-        listed = command.run("readers", "--servers", servers).stdout
-        assert "1 readers" in listed or "2 readers" in listed
 
 
 @pytest.mark.slow
