@@ -21,6 +21,8 @@ RANKS: dict[str, tuple[int, str]] = {  # By module that makes the lock.
     "psserver.engine.engine": (1, "engine"),
     "psserver.engine.slice_queue": (2, "slice queue"),
     "psserver.slices.weights": (3, "weights"),
+    "psserver.rows.store": (3, "places of rows"),
+    "psserver.rows.mapped": (LAST, "reserved bytes"),
     "pscore.net.send_queue": (4, "connection"),
     "pscore.net.budget": (5, "budget"),
     "psserver.slices.arena": (LAST, "arena"),
