@@ -1,9 +1,10 @@
-"""Nouns of both sides, as frozen dataclasses; without network."""
+"""Nouns of both sides, which never change; without network."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,8 +116,7 @@ class Origin:
     step: int = 0  # Steps of training that lay behind each worker then.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
+class Push(NamedTuple):
     """One push without its payload, as a shard decides about it."""
 
     worker: int  # Rank.
@@ -130,8 +130,7 @@ class Push:
     minibatch: int = -1  # Each slice counts it once, from any worker; -1: it has no number.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pull:
+class Pull(NamedTuple):
     """One pull, as a shard decides about it."""
 
     worker: int

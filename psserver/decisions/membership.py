@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.directory import PeerReport
@@ -99,6 +100,14 @@ class Member:
     stage: StageReport | None = None  # Of a worker of a pipeline, in its newest heartbeat.
 
 
+class Attendance(NamedTuple):
+    """The workers that take part at a moment; the lists are not to be changed."""
+
+    live: list[int]  # Ranks, in order.
+    expected: list[int]  # Ranks that a step waits for, in order.
+    wanted: int  # Live workers that a step needs in order to close.
+
+
 class Membership:
     """The workers of one job on one shard.
 
@@ -129,6 +138,8 @@ class Membership:
         self.is_elastic = min_workers > 0
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
+        # Kept between two changes: every push asks. Invariant: as `_attend` would return it.
+        self._attendance: Attendance | None = None
         self.has_ended = False  # Whether the last worker that left had ended without an error.
         self.num_lost = 0  # Declared lost, or ended with an error, since this process has the job.
         self.spent: dict[int, tuple[int, ...]] = {}  # By rank: workers that `begin_again` forgot.
@@ -172,6 +183,7 @@ class Membership:
         member.lease_ends_s = member.heard_s + self.lease_s
         member.presence = TRANSITIONS[self._presence(member.rank), MemberEvent.JOIN]
         self.members[member.rank] = member
+        self._attendance = None
         self.has_ended = False
         return member.rank
 
@@ -206,6 +218,7 @@ class Membership:
             member.lease_ends_s = member.heard_s + self.lease_s
             member.is_suspect = True
             self.members[member.rank] = member
+        self._attendance = None
         self.has_ended = has_ended
         self.spent = dict(spent or {})
 
@@ -215,6 +228,7 @@ class Membership:
         A job whose workers were all lost continues with new ones, and waits for all of them as it
         did at its start.
         """
+        self._attendance = None
         for member in list(self.members.values()):
             if TRANSITIONS[member.presence, MemberEvent.NEW_LIFE] is Presence.ABSENT:
                 self.spent[member.rank] = (*member.spent, member.incarnation)[-SPENT_MAX:]
@@ -267,6 +281,7 @@ class Membership:
         if (member.presence, event) not in TRANSITIONS:
             return False
         member.presence, member.reason = TRANSITIONS[member.presence, event], reason
+        self._attendance = None
         self.num_lost += failed
         self.has_ended = self.is_idle and not failed
         return True
@@ -282,7 +297,7 @@ class Membership:
             member.presence = TRANSITIONS[member.presence, MemberEvent.SILENCE]
             member.reason = "its lease ran out"
             self.num_lost += 1
-            self.has_ended = False
+            self._attendance, self.has_ended = None, False
         return over
 
     def expected(self) -> list[int]:
@@ -290,17 +305,11 @@ class Membership:
 
         A step of an elastic job does not wait for absent workers.
         """
-        if self.is_elastic:
-            return self.live()
-        return [
-            rank
-            for rank in range(self.num_workers)
-            if rank not in self.members or self.members[rank].presence is Presence.LIVE
-        ]
+        return (self._attendance or self._attend()).expected
 
     def live(self) -> list[int]:
         """Returns the ranks of the live workers, in order."""
-        return sorted(self._in(Presence.LIVE))
+        return (self._attendance or self._attend()).live
 
     @property
     def size(self) -> str:
@@ -317,11 +326,7 @@ class Membership:
         If all were lost, a step waits until the job continues: otherwise it would have the
         gradients of some workers only. If one has finished, open steps close for the others.
         """
-        if self.is_idle:
-            return 0 if self._in(Presence.LEFT) else max(1, self.min_workers)
-        if not self.is_elastic:
-            return 0
-        return max(0, self.min_workers - len(self._in(Presence.LEFT)))
+        return (self._attendance or self._attend()).wanted
 
     @property
     def num_away(self) -> int:
@@ -329,7 +334,7 @@ class Membership:
 
         It is 0 if no worker is live: a job that its user has stopped looks the same.
         """
-        num_live = len(self._in(Presence.LIVE))
+        num_live = len(self.live())
         if not num_live:
             return 0
         if self.is_elastic:
@@ -339,11 +344,11 @@ class Membership:
     @property
     def is_short(self) -> bool:
         """Whether an elastic job, or one whose workers were all lost, waits for more workers."""
-        return len(self._in(Presence.LIVE)) < self.wanted()
+        return len(self.live()) < self.wanted()
 
     def shortage(self) -> str:
         """Returns how many workers are missing, for people: `1 more worker (1 of at least 2)`."""
-        there = len(self._in(Presence.LIVE)) + len(self._in(Presence.LEFT))
+        there = len(self.live()) + len(self._in(Presence.LEFT))
         least = max(1, self.min_workers)
         missing = max(0, least - there)
         workers = "worker" if missing == 1 else "workers"
@@ -357,14 +362,14 @@ class Membership:
     @property
     def is_idle(self) -> bool:
         """Whether workers have joined and none of them is live now."""
-        return bool(self.members) and not self._in(Presence.LIVE)
+        return bool(self.members) and not self.live()
 
     def is_deserted(self, rank: int) -> bool:
         """Returns whether the job has no worker left, for a new process that asks for `rank`.
 
         Suspect workers count as gone if the process asks for the rank of one of them.
         """
-        live = [self.members[other] for other in self._in(Presence.LIVE)]
+        live = [self.members[other] for other in self.live()]
         asked = self.members.get(rank)
         is_asked = asked is not None and asked.is_suspect
         return all(member.is_suspect for member in live) and (is_asked or not live)
@@ -382,6 +387,18 @@ class Membership:
             if member.incarnation == incarnation:
                 return rank
         return None
+
+    def _attend(self) -> Attendance:
+        """Returns the workers that a step waits for, and keeps them until one comes or goes."""
+        live, num_left = sorted(self._in(Presence.LIVE)), len(self._in(Presence.LEFT))
+        expected, wanted = live, max(0, self.min_workers - num_left)
+        if not self.is_elastic:
+            away = self.members.keys() - live
+            expected, wanted = [rank for rank in range(self.num_workers) if rank not in away], 0
+        if self.members and not live:
+            wanted = 0 if num_left else max(1, self.min_workers)
+        self._attendance = Attendance(live, expected, wanted)
+        return self._attendance
 
     def _presence(self, rank: int) -> Presence:
         member = self.members.get(rank)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pscore.types import Push
 from psserver.decisions.progress import Progress
 
@@ -21,7 +19,7 @@ class Minibatches(Progress):
 
     def once(self, push: Push) -> Push:
         """Returns a push as its step takes it: without a weight if its minibatch is counted."""
-        return replace(push, samples=0.0, present=0) if self.is_repeated(push) else push
+        return push._replace(samples=0.0, present=0) if self.is_repeated(push) else push
 
     def note(self, push: Push) -> None:
         """Counts the minibatch of a push, if it names one."""

@@ -23,6 +23,11 @@ class OpenStep:
 
     # Workers of an asynchronous mode whose push was left out, as others have ended.
     passed: set[int] = field(default_factory=set)
+    # Workers whose push is added. Invariant: those of `added`.
+    workers: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workers = {push.worker for push, _ in self.added}
 
     @property
     def is_last(self) -> bool:
@@ -31,7 +36,7 @@ class OpenStep:
 
     def ranks(self) -> set[int]:
         """Returns the workers whose push is in."""
-        return set(self.held) | {push.worker for push, _ in self.added}
+        return self.workers.union(self.held)
 
     def add(self, push: Push, token: Token, weight: float, factor: float = 1.0) -> Add:
         """Adds a push and returns the order to do so.
@@ -43,15 +48,11 @@ class OpenStep:
             factor: Applied to its gradient besides.
         """
         self.added.append((push, weight))
+        self.workers.add(push.worker)
         is_first = len(self.added) == 1
         return Add(
             token=token, open_step=self.key, push=push, weight=weight * factor, is_first=is_first
         )
-
-    @property
-    def num_in(self) -> int:
-        """Workers whose push is added."""
-        return len({push.worker for push, _ in self.added})
 
     def fill(
         self, ranks: Sequence[int], fan_in: int, *, in_order: bool, is_weighted: bool
@@ -64,14 +65,13 @@ class OpenStep:
             in_order: Whether in the order of the ranks: the step waits for all of them.
             is_weighted: Whether each gradient has its number of samples as weight.
         """
-        added = {push.worker for push, _ in self.added}
         actions: list[Action] = []
         for rank in ranks if in_order else list(self.held):
-            if rank in self.held and self.num_in < fan_in:
+            if rank in self.held and len(self.workers) < fan_in:
                 push, token = self.held.pop(rank)
                 weight = push.samples if is_weighted or push.samples == 0 else 1.0
                 actions.append(self.add(push, token, weight))
-            elif in_order and rank not in added:
+            elif in_order and rank not in self.workers:
                 break
         return actions
 
@@ -79,12 +79,13 @@ class OpenStep:
         """Returns the order to make `version` by the weighted mean of all that was added."""
         assert not self.held, f"step {self.key} closed without {sorted(self.held)}"
         # The newest step's: late pushes may be of the warm-up.
-        first = min((push for push, _ in self.added), key=lambda push: (-push.step, push.worker))
-        assert first.hyper is not None
-        total = sum(weight for _, weight in self.added)
-        present = 0
+        first, total, present = self.added[0][0], 0.0, 0
         for push, weight in self.added:
+            if (push.step, -push.worker) > (first.step, -first.worker):
+                first = push
+            total += weight
             present |= push.present if weight > 0 else 0
+        assert first.hyper is not None
         return Update(
             open_step=self.key,
             scale=1.0 / total if total > 0 else 0.0,
@@ -97,6 +98,7 @@ class OpenStep:
         """Asserts what the comments at the fields say."""
         assert self.held or self.added, f"step {self.key} is open and empty"
         assert all(push.worker == rank for rank, (push, _) in self.held.items())
+        assert self.workers == {push.worker for push, _ in self.added}
         if by_step:
             pushes = [push for push, _ in (*self.held.values(), *self.added)]
             named = {(push.worker, push.step) for push in pushes}

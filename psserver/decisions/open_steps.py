@@ -46,16 +46,17 @@ class OpenSteps:
             return False
         if not (push.may_wait and self.rule.by_step) or push.step < version:
             return True
-        open_step = self.steps.get(push.step, OpenStep(push.step))
-        workers = self._workers
-        expected = open_step.ranks().union(workers.expected(push.step), [push.worker])
-        if workers.least(self.rule, len(expected)) < len(expected):
+        open_step = self.steps.get(push.step) or OpenStep(push.step)
+        workers, ranks = self._workers, open_step.ranks()
+        awaited = {*workers.expected(push.step), push.worker} - ranks
+        num_expected = len(ranks) + len(awaited)
+        if workers.least(self.rule, num_expected) < num_expected:
             return True  # Gradients are added in the order of their arrival.
-        return parking.admits(push, open_step, expected)
+        return parking.admits(push, awaited, is_held=bool(open_step.held))
 
     def collect(self, push: Push, token: Token) -> list[Action] | None:
         """Mode by step: returns the orders for a push of an open step; None if the step is full."""
-        open_step = self.steps.get(push.step, OpenStep(push.step))
+        open_step = self.steps.get(push.step) or OpenStep(push.step)
         if self.rule.window_s is None and self._is_full(open_step, push.worker):
             return None
         self.steps[push.step] = open_step
@@ -70,7 +71,7 @@ class OpenSteps:
 
         Held pushes of that step follow, if they have waited for this worker.
         """
-        open_step = self.steps.setdefault(version, OpenStep(version))
+        open_step = self.steps.get(version) or self.steps.setdefault(version, OpenStep(version))
         return [open_step.add(push, token, push.samples), *self.fill(version)]
 
     def arrive(self, push: Push, token: Token, version: int) -> Add:
@@ -81,7 +82,7 @@ class OpenSteps:
             token: Its token.
             version: The newest version.
         """
-        open_step = self.steps.setdefault(0, OpenStep(0))
+        open_step = self.steps.get(0) or self.steps.setdefault(0, OpenStep(0))
         num_workers = self._workers.participants.num_workers
         is_mean = self.rule.fan_in(num_workers, num_workers) > 1
         factor = self.rule.scale(version - push.base_version)
@@ -90,7 +91,7 @@ class OpenSteps:
     def fill(self, step: int) -> list[Action]:
         """Mode by step: adds the held pushes of a step whose turn has come."""
         open_step, workers = self.steps[step], self._workers
-        ranks = sorted(open_step.ranks() | set(workers.expected(step)))
+        ranks = sorted(open_step.ranks().union(workers.expected(step)))
         # Else others may join, or an own late push is in already.
         is_alone = len(ranks) == 1 and not (workers.participants.is_elastic or open_step.added)
         fan_in, least = workers.fan_in(self.rule, len(ranks)), workers.least(self.rule, len(ranks))
@@ -116,7 +117,7 @@ class OpenSteps:
         if open_step is None or open_step.held or not open_step.added:
             return False
         num_expected = len(open_step.ranks().union(self._workers.expected(step)))
-        return is_met or open_step.num_in >= self._workers.least(self.rule, num_expected)
+        return is_met or len(open_step.workers) >= self._workers.least(self.rule, num_expected)
 
     def has_arrivals(self) -> bool:
         """Asynchronous mode: returns whether as many pushes are added as one update takes."""
@@ -138,7 +139,7 @@ class OpenSteps:
         """Returns whether as many pushes are added as a step takes."""
         workers = self._workers
         num_expected = len(open_step.ranks().union(others, workers.expected(open_step.key)))
-        return open_step.num_in >= workers.fan_in(self.rule, num_expected)
+        return len(open_step.workers) >= workers.fan_in(self.rule, num_expected)
 
     # ----- state
 

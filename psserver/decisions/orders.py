@@ -1,15 +1,17 @@
-"""The orders of a slice's clock (slice_clock.py), which its queue (slice_queue.py) executes."""
+"""The orders of a slice's clock (slice_clock.py), which its queue (slice_queue.py) executes.
+
+They are tuples: several are made for each push, and a tuple is made fastest.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pscore.types import HyperArray, Push, Role, Verdict
 from psserver.decisions.progress import Token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """Take the weights (and state) in `token`'s payload as they are."""
 
     token: Token
@@ -17,16 +19,14 @@ class Load:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class Hold(NamedTuple):
     """Keep `token`'s payload; it is added later. The sender's buffer must be free after this."""
 
     token: Token
     push: Push
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Add:
+class Add(NamedTuple):
     """Add `weight` times `token`'s gradient to an open step's sum, after compensation."""
 
     token: Token
@@ -41,8 +41,7 @@ class Add:
         return self.push.worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(NamedTuple):
     """Make one optimizer step with an open step's sum times `scale`, and drop the sum."""
 
     open_step: int  # Key of the open step (`OpenStep.key`).
@@ -52,16 +51,14 @@ class Update:
     version: int  # Version of the weights after it.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skip:
+class Skip(NamedTuple):
     """Give the unchanged weights another version: no worker pushes the steps in between."""
 
     former: int  # Their version before.
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acknowledge:
+class Acknowledge(NamedTuple):
     """Answer a push."""
 
     token: Token
@@ -70,8 +67,7 @@ class Acknowledge:
     push: Push | None = None  # One that has been counted, and will not be added.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """Answer a pull with the weights as they are now."""
 
     token: Token

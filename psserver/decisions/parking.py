@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Set
 
 from pscore.errors import RemoteProtocolError
 from pscore.types import Push
-from psserver.decisions.open_step import OpenStep
 from psserver.decisions.progress import Token
 
 PARKED_MAX = 64  # Per worker; a worker waits for acknowledgements long before.
@@ -61,7 +60,8 @@ class Parking:
         Raises:
             RemoteProtocolError: `PARKED_MAX` pushes of this worker are parked already.
         """
-        if sum(worker == push.worker for _, worker in self._pushes) >= PARKED_MAX:
+        parked = [worker for _, worker in self._pushes] if len(self) >= PARKED_MAX else []
+        if parked.count(push.worker) >= PARKED_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes already "
                 f"wait for version {version}"
@@ -85,7 +85,7 @@ class Parking:
         """Returns the workers whose push of `step` is parked."""
         return {rank for parked, rank in self._pushes if parked == step}
 
-    def admits(self, push: Push, open_step: OpenStep, expected: Set[int]) -> bool:
+    def admits(self, push: Push, awaited: Set[int], *, is_held: bool) -> bool:
         """Returns whether a push that may wait can be counted now.
 
         It can when every lower rank is in, and either all others have arrived too, so that the
@@ -93,13 +93,12 @@ class Parking:
 
         Args:
             push: One with `may_wait`, in a mode that adds gradients in the order of the ranks.
-            open_step: The contents of its step.
-            expected: All workers that the step takes a push from, this one included.
+            awaited: Workers that its step takes a push from and has none of yet.
+            is_held: Whether the step holds a push.
         """
-        ranks = open_step.ranks()
-        if any(rank < push.worker and rank not in ranks for rank in expected):
+        if min(awaited, default=push.worker) < push.worker:
             return False
-        return bool(open_step.held) or expected <= ranks | self.ranks(push.step) | {push.worker}
+        return is_held or awaited <= self.ranks(push.step) | {push.worker}
 
     def take(self, has_room: Callable[[Push], bool]) -> Iterator[tuple[Push, Token]]:
         """Removes and returns the pushes that have room, in the order of steps and ranks.

@@ -37,6 +37,7 @@ from psserver.decisions.table import Table, make_table
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
 NAME_LENGTH_MAX = 256
+COUNTED = (Add, Hold, Acknowledge)  # Orders with a push that has been counted.
 
 
 class Address(NamedTuple):
@@ -355,6 +356,5 @@ def _count(job: Job, actions: Sequence[Action]) -> None:
     for action in actions:
         if isinstance(action, Update):
             job.counters.num_updates += 1
-        elif isinstance(action, Add | Hold | Acknowledge) and action.push is not None:
-            push = action.push
+        elif isinstance(action, COUNTED) and (push := action.push) is not None:
             job.steps[push.worker] = max(job.steps.get(push.worker, 0), push.step + 1)

@@ -61,6 +61,7 @@ from psserver.decisions.progress import Progress, Token
 from psserver.decisions.slice_state import SliceState
 from psserver.decisions.window import Window
 
+LOADS = (Role.WEIGHTS, Role.STATE)
 AHEAD_MAX = 4096  # Steps received from a worker while an earlier one is missing.
 
 
@@ -81,7 +82,7 @@ class SliceClock(SliceState):
             RemoteProtocolError: There are no weights yet, the push claims a version to come, or too
                 many pushes of its worker are parked or ahead of a missing one.
         """
-        if push.role in (Role.WEIGHTS, Role.STATE):
+        if push.role in LOADS:
             return self._load(push, token)
         if self.version < 0:
             raise RemoteProtocolError(
@@ -93,7 +94,7 @@ class SliceClock(SliceState):
                 f"the newest is {self.version}"
             )
         self.window.tick(now_s)
-        counted = self._workers.counted.setdefault(push.worker, Progress())
+        counted = self._workers.progress(push.worker)
         if push.step in counted:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
@@ -304,7 +305,8 @@ class SliceClock(SliceState):
 
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that have room now; returns whether there were any."""
-        was = len(self.parking)
+        if not (was := len(self.parking)):
+            return False
         admits = self._open.admits
         for push, token in self.parking.take(lambda it: admits(it, self.version, self.parking)):
             actions += self._count(push, token)
@@ -372,7 +374,7 @@ class SliceClock(SliceState):
         is_exempt = pull.is_look or pull.begins or not pull.clock
         if is_exempt or self._open.rule.window_s is None:
             return False
-        is_in = pull.clock - 1 in self._workers.counted.get(pull.worker, Progress())
+        is_in = self._workers.has(pull.worker, pull.clock - 1)
         return not is_in or self.window.holds(pull.worker)
 
     def _acknowledge(self, token: Token, verdict: Verdict, push: Push | None = None) -> Acknowledge:

@@ -60,6 +60,15 @@ class SliceWorkers:
         counted = self.counted.get(worker)
         return 0 if counted is None else counted.clock
 
+    def has(self, worker: int, step: int) -> bool:
+        """Returns whether a step of `worker` was received."""
+        counted = self.counted.get(worker)
+        return counted is not None and step in counted
+
+    def progress(self, worker: int) -> Progress:
+        """Returns the progress of `worker`, to be changed."""
+        return self.counted.get(worker) or self.counted.setdefault(worker, Progress())
+
     def num_counted(self, worker: int) -> int:
         """Returns one more than the last step received from `worker`; 0: none was."""
         counted = self.counted.get(worker)
@@ -81,8 +90,8 @@ class SliceWorkers:
         """
         step = self.clock(worker)
         if by_step:
-            step, counted = max(step, version), self.counted.get(worker, Progress())
-            while step in counted:
+            step = max(step, version)
+            while self.has(worker, step):
                 step += 1
         return step
 
@@ -102,7 +111,7 @@ class SliceWorkers:
             self.newcomers.start(worker, self.next_step(worker, version, by_step=True))
             return
         self.newcomers.start_now(worker)
-        counted = self.counted.setdefault(worker, Progress())
+        counted = self.progress(worker)
         others = [self.clock(rank) for rank in self.expected(0) if rank != worker]
         counted.clock = max(counted.clock, min(others, default=self._first_clock))
         counted.ahead.clear()

@@ -75,7 +75,7 @@ class Counters:
         share.num_pulls_put_off += not is_answered
 
     def _of(self, job: str) -> JobShare:
-        return self.jobs.setdefault(job, JobShare())
+        return self.jobs.get(job) or self.jobs.setdefault(job, JobShare())
 
     def keep(self, jobs: Collection[str]) -> None:
         """Forgets the shares of all other jobs; the shard's own counters keep them."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from pscore.types import SAMPLES_MAX, ByteArray, Pull, Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
+from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
 from psserver.engine.job import Reply, Request, RunningJob, RunningTable
@@ -36,7 +38,8 @@ from psserver.slices.base import Asked, Payload, Store
 RAW = NoCompression()
 NO_BYTES: ByteArray = np.empty(0, np.uint8)
 STEPS_MAX = 1 << 48  # Most steps of a job.
-VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
+VERDICTS = [data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict]
+ROLES = tuple(Role)
 LOADS = (Role.WEIGHTS, Role.STATE)
 
 
@@ -65,7 +68,7 @@ class Requests:
             PacelineError: Its sender or slice is not known, or it is longer than any payload.
         """
         with self.lock:
-            _, table, address = self._address(header.sender, header.slice)
+            _, table, _, address = self._address(header.sender, header.slice)
             content, compressor = table.spec.content, table.spec.compressor
         part = table.specs[address.slice]
         longest = content.request_nbytes_max
@@ -99,8 +102,8 @@ class Requests:
         idle: list[SliceQueue] = []
         with self.lock:
             begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
-            job, table, address = self._address(header.sender, header.slice)
-            clock, worker = table.clock(header.slice), header.sender.worker
+            job, table, clock, address = self._address(header.sender, header.slice)
+            worker = header.sender.worker
             request = Request(job, address, clock, worker, reply, release=release)
             request.is_shared = header.shared
             if header.shared:
@@ -148,7 +151,7 @@ class Requests:
             PacelineError: The pull is refused.
         """
         with self.lock:
-            job, table, address = self._address(header.sender, header.slice)
+            job, table, clock, address = self._address(header.sender, header.slice)
             pull = Pull(
                 worker=header.sender.worker,
                 clock=header.clock,
@@ -159,7 +162,7 @@ class Requests:
             )
             if pull.begins and pull.clock > STEPS_MAX:
                 raise DecodeError(f"worker {pull.worker} begins at step {pull.clock}")
-            request = Request(job, address, table.clock(header.slice), pull.worker, reply)
+            request = Request(job, address, clock, pull.worker, reply)
             request.deadline_s = self.now() + wait_s
             request.asked = _asked(header, table, data)
             self.waiting[request] = None
@@ -204,7 +207,7 @@ class Requests:
         """
         if self.on_decided is not None:
             self.on_decided(job.job, actions)
-        for address, group in itertools.groupby(actions, key=lambda item: item[0]):
+        for address, group in itertools.groupby(actions, key=itemgetter(0)):
             table = job.tables[address.table]
             batch = [action for _, action in group]
             for action in batch:
@@ -310,11 +313,13 @@ class Requests:
 
     # ----- inside
 
-    def _address(self, sender: data_pb2.Sender, index: int) -> tuple[RunningJob, Table, Address]:
+    def _address(
+        self, sender: data_pb2.Sender, index: int
+    ) -> tuple[RunningJob, Table, SliceClock, Address]:
         job = self.shard.heard(sender.job, sender.worker, sender.incarnation, self.now())
         table = job.table(sender.table)
-        table.clock(index)
-        return self.jobs[job.name], table, Address(sender.job, sender.table, index)
+        clock = table.clock(index)
+        return self.jobs[job.name], table, clock, Address(job.name, table.index, index)
 
 
 def _shared_grad(job: RunningJob, table: Table, address: Address, worker: int) -> ByteArray:
@@ -370,7 +375,7 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
     """
     if not 0 <= header.role < len(Role):
         raise DecodeError(f"role of a push is {header.role}, must be 0..{len(Role) - 1}")
-    role = Role(header.role)
+    role = ROLES[header.role]
     num_segments = len(table.specs[header.slice].segments)
     if len(header.counts) not in (0, num_segments):
         raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")

@@ -13,7 +13,6 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -434,10 +433,10 @@ class RowStore:
         """Returns a copy of a payload, in the arena if there is one."""
         nbytes = payload.data.nbytes
         if self._journal is None:
-            return replace(payload, data=payload.data.copy())
+            return payload._replace(data=payload.data.copy())
         cell = self._journal.take_for(nbytes)
         np.copyto(cell.data[:nbytes], payload.data)
-        return replace(payload, data=cell.data[:nbytes], cell=cell)
+        return payload._replace(data=cell.data[:nbytes], cell=cell)
 
     def _count(self, action: Add) -> None:
         """Counts a push in the journal, if there is one; the caller commits."""
@@ -600,4 +599,4 @@ def _moved(payload: Payload, journal: RowJournal) -> Payload:
     """Returns a kept payload in the arena, if it lies on the heap and there is room."""
     assert payload.cell is not None
     cell = journal.moved(payload.cell)
-    return replace(payload, data=cell.data[: payload.data.nbytes], cell=cell)
+    return payload._replace(data=cell.data[: payload.data.nbytes], cell=cell)

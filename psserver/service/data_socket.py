@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from pscore.errors import ConfigError, DecodeError, ThreadError
@@ -219,13 +220,15 @@ class DataHandler:
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
         self._grant.require(header.sender.job)
-        self._requests.admit(header, nbytes)
-        self._note_sender(header.sender)
-        buffers = self._connection.buffers
-        data = buffers.take(nbytes, "a push")
+        data, release, buffers = NO_BYTES, None, self._connection.buffers
+        if nbytes:
+            self._requests.admit(header, nbytes)
+            self._note_sender(header.sender)
+            data = buffers.take(nbytes, "a push")
+            release = partial(buffers.give, data)
         incoming.read_into(memoryview(data))
-        release = (lambda: buffers.give(data)) if nbytes else None
         self._requests.on_push(header, data, reply, release, here=nbytes > 0)
+        self._note_sender(header.sender)
 
     def _note_sender(self, sender: pb.Sender) -> None:
         """Records a worker that the engine knows."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,8 +21,7 @@ Mark = tuple[int, ...]  # The process and the version of a copy.
 NO_CLOCKS: Mapping[int, int] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Payload:
+class Payload(NamedTuple):
     """The bytes of one push, and how to read them."""
 
     data: ByteArray  # (nbytes,)
@@ -33,8 +31,7 @@ class Payload:
     cell: Cell | None = None  # The copy that `Store.hold` has made.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(NamedTuple):
     """The request of a pull, beside its order."""
 
     wanted: object = None  # The payload, as the table's content reads it.
@@ -43,8 +40,7 @@ class Asked:
     compressor: Compressor | None = None  # That of the table's pulls.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """The payload that answers a pull."""
 
     arrays: Sequence[FloatArray | ByteArray]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pscore.optimizers.base import Optimizer, SliceStep
-from pscore.types import FloatArray, IntArray, SegmentTable, SliceSpec
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable, SliceSpec
 from psserver.decisions.orders import Update
 from psserver.slices.journal import SliceJournal
 from psserver.slices.pool import Cell, Pool, give
@@ -31,6 +31,8 @@ class OptimizerState:
         self._optimizer = optimizer
         self._pool = pool
         self.counts: IntArray = np.zeros(len(self._segments), dtype=np.int64)
+        # The last hyper-parameters, and whether a step with them keeps the state.
+        self._kept: tuple[HyperArray | None, bool] = None, False
         self._active: tuple[int, IntArray] = (0, np.zeros(len(self._segments), dtype=np.int64))
         if isinstance(pool, SliceJournal) and not pool.is_new:
             self.cells = [pool.pool.at(place) for place in pool.record.state]
@@ -81,7 +83,9 @@ class OptimizerState:
             grad: `(numel,) float32`, the sum of the gradients.
             update: The order, with the sum's scale and the hyper-parameters.
         """
-        keeps = self._optimizer.keeps_state(update.hyper)
+        if self._kept[0] is not update.hyper:  # Most steps have the array of the step before.
+            self._kept = update.hyper, self._optimizer.keeps_state(update.hyper)
+        keeps = self._kept[1]
         cells = self.cells if keeps else self.next_cells()
         self._optimizer.step(
             SliceStep(

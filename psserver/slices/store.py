@@ -10,7 +10,6 @@ to another too, and each order ends with the record that names the new ones (jou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -243,7 +242,7 @@ class SliceStore:
         cell = self._pool.take()
         data = cell.data[: payload.data.nbytes]
         np.copyto(data, payload.data)
-        kept = replace(payload, data=data, cell=cell, is_borrowed=False)
+        kept = payload._replace(data=data, cell=cell, is_borrowed=False)
         if self._journal is not None and self.progress is not None:
             self.progress.add(action.push)
             is_compressed = not payload.compressor.is_raw

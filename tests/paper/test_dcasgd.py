@@ -1,7 +1,5 @@
 """Delay-compensated ASGD: the equation and where W_bak is taken, by hand and over 200 steps."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -76,7 +74,7 @@ def test_a_look_is_not_a_pull_to_train_on(with_state: bool) -> None:
     store.read(pulled)
     taken = store.export()["memory.weights_backup.0"].copy()
     store.weights[:] += 1.0
-    seen, *_ = store.read(replace(pulled, is_look=True))
+    seen, *_ = store.read(pulled._replace(is_look=True))
     assert seen is store.weights
     np.testing.assert_array_equal(store.export()["memory.weights_backup.0"], taken)
     store.read(pulled)

@@ -5,7 +5,6 @@ import pytest
 from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
 from psserver.decisions.limits import Limits
-from psserver.decisions.membership import Presence
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Job, Shard
 from tests.unit.psserver.decisions.test_jobs_and_tables import push, ready
@@ -49,7 +48,7 @@ def test_after_the_change_everybody_is_waited_for_again() -> None:
 def test_parked_pushes_of_a_lost_worker_are_not_counted_under_the_new_mode() -> None:
     shard, job, address = ready(2)
     push(shard, job, address, 1, 1)  # A step too far, and not acknowledged.
-    job.membership.members[1].presence = Presence.LOST
+    job.membership.leave(1, job.membership.members[1].incarnation, "lost", failed=True)
     aside(shard, job, 0)
     shard.change(job, 0, 0, NEW)
     push(shard, job, address, 0, 0)

@@ -1,6 +1,5 @@
 """Pushes that name their minibatch: each slice counts one once, from whichever worker it comes."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +91,7 @@ def test_a_killed_process_knows_the_minibatches_in_its_journal(
     process.send(*sent[0])
     for number in range(dies_after):
         token, first, grad = sent[1 + number]
-        named = replace(first, minibatch=first.step * 3 + first.worker, samples=1.0)
+        named = first._replace(minibatch=first.step * 3 + first.worker, samples=1.0)
         process.send(token, named, grad)
     again = Process(Arena(tmp_path / "a"), SSGD(), "sgd", root)
     assert again.clock.minibatches == process.clock.minibatches

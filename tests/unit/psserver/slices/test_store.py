@@ -1,7 +1,7 @@
 """The numbers of one slice: the effect of each action, and the guarantees to a reader."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -241,7 +241,7 @@ def test_a_look_is_not_remembered() -> None:
     load(made, np.zeros(NUMEL, np.float32))
     made.read(PULLED)
     load(made, np.ones(NUMEL, np.float32))
-    made.read(replace(PULLED, with_state=True, is_look=True))
+    made.read(PULLED._replace(with_state=True, is_look=True))
     made.add(add(first=True), payload(np.ones(NUMEL, np.float32)))
     made.update(update(1))
     assert made.weights[0] == 1 - 0.5 * 3
@@ -280,7 +280,7 @@ def test_a_rule_sees_each_update_with_the_weights_before_it() -> None:
 def test_reading_brings_weights_and_on_request_the_state() -> None:
     made = store(optimizer=Adam())
     assert len(made.read(PULLED)) == 1
-    arrays: Sequence[FloatArray] = made.read(replace(PULLED, with_state=True))
+    arrays: Sequence[FloatArray] = made.read(PULLED._replace(with_state=True))
     assert len(arrays) == 1 + len(Adam.state_names)
     assert np.array_equal(arrays[0], made.weights)
 

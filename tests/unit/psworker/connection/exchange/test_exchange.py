@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -442,7 +441,7 @@ def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_
     exchange, session = make(compression)
     shared = SimpleNamespace(array=np.zeros(LAYOUT.numel, np.float32), holds=lambda *_: True)
     monkeypatch.setattr(exchange.payloads, "_shared", shared)
-    push = replace(a_push(), may_wait=True)
+    push = a_push()._replace(may_wait=True)
     exchange.push(0, push, gradient(0, float("nan")), compress=True)
     (outgoing,) = session.planes[0].pushes
     header, is_shared = outgoing.header, compression == "none"
