@@ -7,4 +7,4 @@ import torch
 
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Returns whether the host cannot read a tensor: work on it is queued and runs later."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu

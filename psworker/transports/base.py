@@ -26,7 +26,7 @@ log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is logged after this time, and then each time it has doubled.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class OutgoingPush:
     """One push on its way to a shard.
 

@@ -27,6 +27,7 @@ from psworker.connection.accounts.missed import Missed
 from psworker.connection.accounts.trace import note_pull, note_push
 from psworker.connection.accounts.traffic import Traffic, pulled_nbytes
 from psworker.connection.exchange.answer_wait import AnswerWait
+from psworker.connection.exchange.headers import PreparedHeaders
 from psworker.connection.exchange.payloads import Payloads
 from psworker.connection.exchange.residuals import Residuals
 from psworker.connection.exchange.shared_grads import SharedGrads
@@ -85,6 +86,8 @@ class Exchange:
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
         self.table, self.origin = session.define(spec)
+        self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
+        self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
         self._shared = SharedGrads(session, memory, self._sender) if share else None
         self.grads = None if self._shared is None else self._shared.array
         self._estimates = self._make_estimates()
@@ -136,16 +139,8 @@ class Exchange:
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Requests one slice: its weights, or the estimate of them."""
-        header = data_pb2.PullHeader(
-            sender=self._sender(),
-            slice=index,
-            clock=clock,
-            min_version=min_version,
-            with_state=with_state,
-            wait_ms=WAIT_MS,
-            begins=pull_buffer.begins,
-            look=pull_buffer.is_look,
-        )
+        header = self._pull_header(index, pull_buffer, with_state=with_state)
+        header.clock, header.min_version = clock, min_version
         state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
         call = PullCall(
             header=header,
@@ -347,14 +342,35 @@ class Exchange:
         self.together.note(transport, nbytes)
         return transport
 
+    def _pull_header(
+        self, index: int, pull_buffer: PullBuffer, *, with_state: bool
+    ) -> data_pb2.PullHeader:
+        sender = self._sender()
+
+        def make() -> data_pb2.PullHeader:
+            return data_pb2.PullHeader(
+                sender=sender,
+                slice=index,
+                with_state=with_state,
+                wait_ms=WAIT_MS,
+                begins=pull_buffer.begins,
+                look=pull_buffer.is_look,
+            )
+
+        about = sender, with_state, pull_buffer.begins, pull_buffer.is_look
+        return self._pull_headers.copy(index, about, make)
+
     def _sender(self) -> data_pb2.Sender:
+        """Returns the table and this worker as they stand in messages; not to be changed."""
         session = self.session
-        return data_pb2.Sender(
-            job=session.job,
-            table=self.table,
-            worker=session.rank,
-            incarnation=session.incarnation,
-        )
+        now = session.job, self.table, session.rank, session.incarnation
+        if now != self._known_as[0]:
+            job, table, worker, incarnation = now
+            self._known_as = (
+                now,
+                data_pb2.Sender(job=job, table=table, worker=worker, incarnation=incarnation),
+            )
+        return self._known_as[1]
 
 
 def _is_answered(push: Future[data_pb2.PushReply]) -> bool:

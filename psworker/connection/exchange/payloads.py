@@ -26,6 +26,7 @@ from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceSide
 from psworker.connection.accounts.trace import note_payload
 from psworker.connection.accounts.traffic import Traffic
+from psworker.connection.exchange.headers import PreparedHeaders
 from psworker.connection.exchange.shared_grads import SharedGrads
 from psworker.model.device import is_on_device
 from psworker.transports import OutgoingPush
@@ -58,7 +59,7 @@ class Payloads:
             own: The slices that this process pushes.
             shared: Memory for copies of gradients from a GPU; None: memory that no shard maps is
                 allocated when the first one comes.
-            sender: Returns the table and this worker as they stand in messages.
+            sender: Returns the table and this worker as they stand in messages; not to be changed.
             traffic: Counts the pushes and their payload bytes.
             timeline: Records the time of each compression; None: nothing is recorded.
         """
@@ -66,6 +67,7 @@ class Payloads:
         self._compressor = compressor
         self._shared = shared
         self._sender = sender
+        self._headers = PreparedHeaders(data_pb2.PushHeader)
         self._traffic = traffic
         self._timeline = timeline
         self._counting = threading.Lock()  # Guards `_traffic`: pushes leave on several threads.
@@ -140,21 +142,12 @@ class Payloads:
             and self._shared is not None
             and self._shared.holds(index, grad)
         )
-        header = data_pb2.PushHeader(
-            sender=self._sender(),
-            slice=index,
-            step=push.step,
-            base_version=push.base_version,
-            role=data_pb2.Role.Name(int(push.role)),
-            samples=push.samples,
-            present=wire.pack_bits(push.present, len(self._layout.slices[index].segments)),
-            hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
-            shared=is_shared,
-            may_wait=is_shared and push.may_wait,
-            minibatch=minibatch + 1,
-            compressor="" if feedback is None or flush else self._compressor.name,
-        )
+        compressor = "" if feedback is None or flush else self._compressor.name
+        header = self._header(index, push, compressor, is_shared=is_shared)
+        header.minibatch = minibatch + 1
         waits = is_on_device(grad)
+        if is_shared and not waits:
+            return OutgoingPush(header=header, payload=partial(self._count, grad.nbytes))
         if waits:
             encode = self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
         elif feedback is None:
@@ -225,10 +218,40 @@ class Payloads:
             return ()
         if self._timeline is not None and header.compressor:
             note_payload(self._timeline, begin_ns, header, data.nbytes)
+        self._count(data.nbytes if push.present else 0)
+        return () if header.shared or push.present == 0 else (data,)
+
+    def _header(
+        self, index: int, push: Push, compressor: str, *, is_shared: bool
+    ) -> data_pb2.PushHeader:
+        """Returns the header of a push of a slice, by a compressor's name, without a minibatch."""
+        sender = self._sender()
+
+        def make() -> data_pb2.PushHeader:
+            return data_pb2.PushHeader(
+                sender=sender,
+                slice=index,
+                role=data_pb2.Role.Name(int(push.role)),
+                compressor=compressor,
+                samples=push.samples,
+                present=wire.pack_bits(push.present, len(self._layout.slices[index].segments)),
+                hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
+                shared=is_shared,
+                may_wait=is_shared and push.may_wait,
+            )
+
+        values = b"" if push.hyper is None else push.hyper.tobytes()
+        said = sender, push.role, push.samples, push.present, values, push.may_wait
+        header = self._headers.copy(index, (*said, is_shared, compressor), make)
+        header.step, header.base_version = push.step, push.base_version
+        return header
+
+    def _count(self, nbytes: int) -> Sequence[memoryview]:
+        """Counts a push of a gradient of `nbytes`; returns the payload of one in shared memory."""
         with self._counting:
             self._traffic.num_pushes += 1
-            self._traffic.pushed_nbytes += data.nbytes if push.present else 0
-        return () if header.shared or push.present == 0 else (data,)
+            self._traffic.pushed_nbytes += nbytes
+        return ()
 
     def _seed(self) -> str:
         """Returns a string that seeds the random numbers of this worker's pushes."""

@@ -47,6 +47,7 @@ class SharedGrads:
         else:
             self.array = self._segment.floats(0, layout.numel)
             self.attach()
+        self._home = self.array.ctypes.data
 
     def _allocate(self) -> Segment | None:
         # A shard knows one memory of a worker, and the processes of a group have one each.
@@ -82,5 +83,5 @@ class SharedGrads:
         """Returns whether a slice's gradient is, or will be, in memory that its shard can read."""
         if not self.is_mapped(index):
             return False
-        home = self.array.ctypes.data + 4 * self._layout.slices[index].start
-        return is_on_device(grad) or grad.data_ptr() == home
+        home = self._home + 4 * self._layout.slices[index].start
+        return grad.data_ptr() == home or is_on_device(grad)

@@ -24,6 +24,8 @@ from psworker.group.worker_group import WorkerGroup
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000  # After this long the shard answers with the workers that are missing.
+_forks: list[int] = []  # Longer in a process that was forked from this one.
+os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 _finished: dict[str, int] = {}  # By job: incarnation under which this process has finished last.
 
 
@@ -79,7 +81,7 @@ class Session:
             RemoteProtocolError: A shard refuses this worker.
         """
         self.job = job
-        self._pid, self._has_left = os.getpid(), False
+        self._pid, self._num_forks, self._has_left = os.getpid(), len(_forks), False
         self._has_tables = False  # Else it has taken no part in the job's run.
         self.num_workers = num_workers
         self.min_workers = min_workers
@@ -342,7 +344,7 @@ class Session:
         Raises:
             ConfigError: This is another process.
         """
-        if os.getpid() != self._pid:
+        if len(_forks) != self._num_forks:
             raise ConfigError(
                 f"process {os.getpid()} was forked from worker {self.rank} of job {self.job!r} "
                 f"(process {self._pid}), which alone takes part in it; start processes that train "
