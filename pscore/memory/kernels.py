@@ -95,14 +95,14 @@ def _add_two(
 
 
 @kernel
-def _sum_all(addresses: IntArray, scales: FloatArray, out: FloatArray) -> None:
+def _sum_all(places: IntArray, scales: FloatArray, out: FloatArray) -> None:
     # Two at a time: several streams read side by side get more of the memory bandwidth.
-    is_begun = addresses[0] == out.ctypes.data
+    is_begun = places[0] == out.ctypes.data
     k = 1 if is_begun else 0
-    while k < len(addresses):
-        source = carray(floats_at(addresses[k]), len(out))
-        if k + 1 < len(addresses):
-            other = carray(floats_at(addresses[k + 1]), len(out))
+    while k < len(places):
+        source = carray(floats_at(places[k]), len(out))
+        if k + 1 < len(places):
+            other = carray(floats_at(places[k + 1]), len(out))
             if is_begun:
                 _add_two(source, other, out, scales[k], scales[k + 1])
             else:
@@ -112,6 +112,38 @@ def _sum_all(addresses: IntArray, scales: FloatArray, out: FloatArray) -> None:
         else:
             _assign_scaled(source, out, scales[k])
         is_begun = True
+        k += 2
+
+
+@kernel
+def sum_block(
+    first: FloatArray, others: IntArray, scales: FloatArray, low: int, out: FloatArray
+) -> None:
+    """Sets `out` to a part of the sum of `scale * source`, with the bits of `sum_all`.
+
+    For other kernels, which then use it while it is in the cache.
+
+    Args:
+        first: The first source, `(numel,) float32`, contiguous.
+        others: `(n,) int64`, addresses of the other ones.
+        scales: `(1 + n,) float32`, one for each source.
+        low: The part's first element.
+        out: `(size,) float32`, contiguous; it receives the part.
+    """
+    source = carray(floats_at(first.ctypes.data + 4 * low), out.size)
+    if others.size == 0:
+        _assign_scaled(source, out, scales[0])
+        return
+    other = carray(floats_at(others[0] + 4 * low), out.size)
+    _assign_two(source, other, out, scales[0], scales[1])
+    k = 1
+    while k < others.size:
+        source = carray(floats_at(others[k] + 4 * low), out.size)
+        if k + 1 < others.size:
+            other = carray(floats_at(others[k + 1] + 4 * low), out.size)
+            _add_two(source, other, out, scales[k + 1], scales[k + 2])
+        else:
+            _add_scaled(source, out, scales[k + 1])
         k += 2
 
 
@@ -190,5 +222,9 @@ def sum_all(sources: Sequence[FloatArray], scales: Sequence[float], out: FloatAr
         scales: One for each source.
         out: `(numel,) float32`, contiguous.
     """
-    addresses = np.array([source.ctypes.data for source in sources], np.int64)
-    _sum_all(addresses, np.array(scales, np.float32), out)
+    _sum_all(addresses(sources), np.array(scales, np.float32), out)
+
+
+def addresses(arrays: Sequence[FloatArray]) -> IntArray:
+    """Returns where contiguous arrays lie, `(len(arrays),) int64`; they must outlive its use."""
+    return np.array([array.ctypes.data for array in arrays], np.int64)

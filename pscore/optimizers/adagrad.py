@@ -31,6 +31,7 @@ class Adagrad(Optimizer):
     """`torch.optim.Adagrad`: lr_decay, weight decay, initial_accumulator_value, eps, maximize."""
 
     name: ClassVar[str] = "adagrad"
+    adds: ClassVar[bool] = True
     torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"Adagrad": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",

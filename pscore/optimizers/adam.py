@@ -35,6 +35,7 @@ class Adam(Optimizer):
     """
 
     name: ClassVar[str] = "adam"
+    adds: ClassVar[bool] = True
     torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"Adam": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",

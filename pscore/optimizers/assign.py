@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, move_idle, read_only
+from pscore.memory.kernels import kernel, move_idle, read_only, sum_block
 from pscore.optimizers.base import DeviceStep, Optimizer, SliceStep
+from pscore.optimizers.driver import is_summed
 from pscore.types import FloatArray, IntArray
 
 
@@ -21,6 +22,7 @@ class Assign(Optimizer):
     """The mean of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
 
     name: ClassVar[str] = "assign"
+    adds: ClassVar[bool] = True
     hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
 
     @classmethod
@@ -48,6 +50,7 @@ class Assign(Optimizer):
             step.segments.bounds,
             step.counts,
             step.active,
+            *step.sum_for_kernel(),
         )
 
 
@@ -60,11 +63,19 @@ def _step(
     bounds: IntArray,
     counts: IntArray,
     active: IntArray,
+    others: IntArray,
+    shares: FloatArray,
 ) -> None:
     factor = np.float32(scale)
     move_idle(weights, out, bounds, active)
     for index in range(counts.size):
         if active[index] != 0:
-            for i in range(bounds[index, 0], bounds[index, 1]):
-                out[i] = grad[i] * factor
+            start, stop = bounds[index, 0], bounds[index, 1]
+            if is_summed(shares):
+                sum_block(grad, others, shares, start, out[start:stop])
+                for i in range(start, stop):
+                    out[i] *= factor
+            else:
+                for i in range(start, stop):
+                    out[i] = grad[i] * factor
             counts[index] += 1

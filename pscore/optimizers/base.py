@@ -15,9 +15,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from pscore.errors import UnsupportedOptimizerError
-from pscore.memory.kernels import read_only
+from pscore.memory.kernels import addresses, read_only
 from pscore.optimizers.driver import KernelStep
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+NO_OTHERS: IntArray = np.empty(0, np.int64)
+WHOLE: FloatArray = np.ones(1, np.float32)
 
 
 class SliceStep(NamedTuple):
@@ -27,7 +30,7 @@ class SliceStep(NamedTuple):
         weights: `(numel,) float32`, the weights before the step; kept unless it is `out`.
         out: `(numel,) float32`, receives the weights after the step, all elements of it: inactive
             segments and padding are copied.
-        grad: `(numel,) float32`, the sum of the gradients; not changed.
+        grad: `(numel,) float32`, the sum of the gradients, or the first of them; not changed.
         scale: Factor on `grad`: one over the sum of the gradients' weights.
         state: One `(numel,) float32` for each of `Optimizer.state_names`.
         segments: The parameters in this slice.
@@ -36,6 +39,8 @@ class SliceStep(NamedTuple):
         hyper: `(num_groups, len(hyper_names)) float64`.
         state_out: Receives the state after the step, all elements of it, and `state` is kept. None:
             `state` is changed in place.
+        others: Further gradients, each `(numel,) float32`, contiguous, to be added to `grad`.
+        shares: The factor of each gradient in that sum: of `grad`, then of `others`.
     """
 
     weights: FloatArray
@@ -48,6 +53,8 @@ class SliceStep(NamedTuple):
     active: IntArray
     hyper: HyperArray
     state_out: Sequence[FloatArray] | None = None
+    others: Sequence[FloatArray] = ()
+    shares: Sequence[float] = (1.0,)
 
     def for_kernel(self, decoupled: bool = False) -> KernelStep:
         """Returns the step as kernels take it; `weights`, `grad`, `state` as read-only views."""
@@ -63,8 +70,15 @@ class SliceStep(NamedTuple):
             self.counts,
             self.active,
             self.hyper,
+            *self.sum_for_kernel(),
             decoupled,
         )
+
+    def sum_for_kernel(self) -> tuple[IntArray, FloatArray]:
+        """Returns the addresses of the other gradients, and the factors of all, for kernels."""
+        if not self.others and self.shares[0] == 1.0:
+            return NO_OTHERS, WHOLE
+        return addresses(self.others), np.array(self.shares, np.float32)
 
 
 class DeviceStep(NamedTuple):
@@ -127,6 +141,8 @@ class Optimizer(ABC):
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
         scalar_names: Those of them that torch keeps as one number for each parameter.
         holds_weights: Whether the value of its table is the model's weights.
+        adds: Whether `step` takes several gradients (`SliceStep.others`); a class with a `step` of
+            its own that does not sets it to False.
         torch_has_step: Whether torch's state holds the number of steps as `step`.
     """
 
@@ -136,6 +152,7 @@ class Optimizer(ABC):
     state_names: ClassVar[tuple[str, ...]] = ()
     scalar_names: ClassVar[tuple[str, ...]] = ()
     holds_weights: ClassVar[bool] = True
+    adds: ClassVar[bool] = False
     torch_has_step: ClassVar[bool] = False
 
     @classmethod

@@ -34,6 +34,7 @@ class DelayedNesterov(Optimizer):
     """The delayed Nesterov step; `every` is N, `activation` is c."""
 
     name: ClassVar[str] = "delayed_nesterov"
+    adds: ClassVar[bool] = True
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "momentum", "every", "activation")
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer", "move_sum")
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba.np.numpy_support import carray
 
-from pscore.memory.kernels import floats_at, inlined, kernel, move, move_idle
+from pscore.memory.kernels import floats_at, inlined, kernel, move, move_idle, sum_block
 from pscore.types import FloatArray, HyperArray, IntArray
 
 # Elements that a kernel copies to its output and then changes there: small enough to stay in the
@@ -27,6 +28,9 @@ class KernelStep(NamedTuple):
     """A `SliceStep` as kernels take it, as `SliceStep.for_kernel` returns it.
 
     Attributes:
+        grad: The first gradient; the step is made with the sum of all.
+        others: `(n,) int64`, addresses of the other ones.
+        shares: `(1 + n,) float32`, the factor of each gradient in the sum.
         decoupled: Whether weight decay shrinks the weights, in optimizers for which the
             hyper-parameters do not say it.
     """
@@ -42,6 +46,8 @@ class KernelStep(NamedTuple):
     counts: IntArray
     active: IntArray
     hyper: HyperArray
+    others: IntArray
+    shares: FloatArray
     decoupled: bool
 
 
@@ -50,6 +56,8 @@ def change_blocks(
     step: KernelStep, compute_factors: Callable[..., Factors], change: Callable[..., None]
 ) -> None:
     """Makes a step of every active segment block by block, and copies all else.
+
+    Several gradients are added block by block too: each is read once, and their sum is nowhere.
 
     Args:
         step: One to three state arrays.
@@ -62,6 +70,8 @@ def change_blocks(
     for k in range(len(step.state)):
         move_idle(step.state[k], step.state_out[k], step.bounds, step.active)
     weights, out, grad = step.weights, step.out, step.grad
+    is_sum = is_summed(step.shares)
+    total = np.empty(BLOCK if is_sum else 0, np.float32)
     before, after = step.state, step.state_out
     for index in range(step.groups.size):
         if step.active[index] == 0:
@@ -71,10 +81,19 @@ def change_blocks(
         start, stop = step.bounds[index, 0], step.bounds[index, 1]
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            w, state = _cut(out, low, high), cut_each(after, low, high)
+            w, state, g = _cut(out, low, high), cut_each(after, low, high), _cut(grad, low, high)
+            if is_sum:
+                g = _cut(total, 0, high - low)
+                sum_block(grad, step.others, step.shares, low, g)
             move(_cut(weights, low, high), w)
             _move_each(cut_each(before, low, high), state)
-            change(w, _cut(grad, low, high), state, factors)
+            change(w, g, state, factors)
+
+
+@kernel
+def is_summed(shares: FloatArray) -> bool:
+    """Returns whether a step's gradient differs from the first one; for other kernels."""
+    return shares.size > 1 or shares[0] != np.float32(1.0)
 
 
 @kernel

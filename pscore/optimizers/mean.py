@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pscore.memory.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only, sum_block
 from pscore.optimizers.base import Optimizer, SliceStep
+from pscore.optimizers.driver import is_summed
 from pscore.types import FloatArray, IntArray
 
 
@@ -24,6 +25,7 @@ class Mean(Optimizer):
     """The mean of the pushes takes the value's place; `lr` is there by protocol and is 0."""
 
     name: ClassVar[str] = "mean"
+    adds: ClassVar[bool] = True
     hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
     holds_weights: ClassVar[bool] = False
 
@@ -41,6 +43,7 @@ class Mean(Optimizer):
             step.segments.bounds,
             step.counts,
             step.active,
+            *step.sum_for_kernel(),
         )
 
 
@@ -52,6 +55,8 @@ def _step(
     bounds: IntArray,
     counts: IntArray,
     active: IntArray,
+    others: IntArray,
+    shares: FloatArray,
 ) -> None:
     factor = np.float32(scale)
     written = 0
@@ -61,7 +66,11 @@ def _step(
         if active[index] == 0:
             out[start:stop] = np.float32(np.nan)
         else:
-            _scaled(grad[start:stop], out[start:stop], factor)
+            if is_summed(shares):
+                sum_block(grad, others, shares, start, out[start:stop])
+                _scaled(out[start:stop], out[start:stop], factor)
+            else:
+                _scaled(grad[start:stop], out[start:stop], factor)
             counts[index] += 1
         written = stop
     out[written:] = np.float32(0.0)

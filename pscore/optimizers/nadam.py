@@ -38,6 +38,7 @@ class NAdam(Optimizer):
     """`torch.optim.NAdam`: betas, eps, weight decay of both kinds, momentum_decay, maximize."""
 
     name: ClassVar[str] = "nadam"
+    adds: ClassVar[bool] = True
     torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"NAdam": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",

@@ -37,6 +37,7 @@ class RAdam(Optimizer):
     """`torch.optim.RAdam`: betas, eps, weight decay of both kinds, maximize."""
 
     name: ClassVar[str] = "radam"
+    adds: ClassVar[bool] = True
     torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"RAdam": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",

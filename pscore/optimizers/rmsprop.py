@@ -39,6 +39,7 @@ class RMSprop(Optimizer):
     """
 
     name: ClassVar[str] = "rmsprop"
+    adds: ClassVar[bool] = True
     torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"RMSprop": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",

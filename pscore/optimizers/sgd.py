@@ -30,6 +30,7 @@ class SGD(Optimizer):
     """`torch.optim.SGD`: momentum, dampening, Nesterov, weight decay, maximize."""
 
     name: ClassVar[str] = "sgd"
+    adds: ClassVar[bool] = True
     torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"SGD": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",

@@ -31,6 +31,7 @@ class SlowMo(Optimizer):
     """The slow step; `lr` is the inner learning rate of the round."""
 
     name: ClassVar[str] = "slowmo"
+    adds: ClassVar[bool] = True
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "slow_lr", "slow_momentum")
     state_names: ClassVar[tuple[str, ...]] = ("slow_momentum_buffer",)
 

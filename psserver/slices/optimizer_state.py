@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pscore.optimizers.base import Optimizer, SliceStep
@@ -73,14 +75,20 @@ class OptimizerState:
         journal.record.state[:] = [cell.place for cell in self.cells]
 
     def step(
-        self, weights: FloatArray, out: FloatArray, grad: FloatArray, update: Update
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grads: Sequence[FloatArray],
+        shares: Sequence[float],
+        update: Update,
     ) -> list[Cell]:
         """Makes one optimizer step; returns the arrays of the state after it, for `replace`.
 
         Args:
             weights: `(numel,) float32`, the weights before the step; kept unless it is `out`.
             out: `(numel,) float32`, receives the weights after it.
-            grad: `(numel,) float32`, the sum of the gradients.
+            grads: One or more `(numel,) float32`, contiguous, whose sum is the gradient.
+            shares: The factor of each of them in the sum.
             update: The order, with the sum's scale and the hyper-parameters.
         """
         if self._kept[0] is not update.hyper:  # Most steps have the array of the step before.
@@ -91,7 +99,9 @@ class OptimizerState:
             SliceStep(
                 weights=weights,
                 out=out,
-                grad=grad,
+                grad=grads[0],
+                others=grads[1:],
+                shares=shares,
                 scale=update.scale,
                 state=self.arrays,
                 segments=self._segments,

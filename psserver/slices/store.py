@@ -87,7 +87,14 @@ class SliceStore:
         self._state = OptimizerState(spec, optimizer, self._pool)
         self.counts = self._state.counts
         self._sums = Sums(
-            spec.numel, rule, self._pool, self._memory, self.copies, observer, self.progress
+            spec.numel,
+            rule,
+            self._pool,
+            self._memory,
+            self.copies,
+            observer,
+            self.progress,
+            adds=optimizer.adds,
         )
         if journal is not None and not journal.is_new:
             self._recover(journal)
@@ -257,13 +264,13 @@ class SliceStore:
     def update(self, action: Update) -> None:
         """Makes one optimizer step with an open step's mean, and frees its sum."""
         sum_ = self._sums.take(action.open_step)
-        self._step(sum_.array, action)
+        self._step([sum_.array], [1.0], action)
         give(self._pool, sum_)
 
     def add_and_update(self, grads: Sequence[WeightedGrad], update: Update) -> None:
         """Makes the last additions of an update and its optimizer step: their sum is not kept."""
-        with self._sums.total(update.open_step, grads) as sum_:
-            self._step(sum_, update)
+        with self._sums.total(update.open_step, grads) as (arrays, shares):
+            self._step(arrays, shares, update)
 
     def skip(self, action: Skip) -> None:
         """Gives the weights another version; with a journal a copy of them, as an update does."""
@@ -313,10 +320,10 @@ class SliceStore:
 
     # ----- optimizer steps
 
-    def _step(self, grad: FloatArray, update: Update) -> None:
+    def _step(self, grads: Sequence[FloatArray], shares: Sequence[float], update: Update) -> None:
         with self._observer.stepping(update):
             spare = self._spare()
-            state = self._state.step(self.weights, spare.array, grad, update)
+            state = self._state.step(self.weights, spare.array, grads, shares, update)
             if self._rule.remembers_updates:
                 self._rule.on_update(spare.array, self._memory.at(self.weights))
                 self._memory.write()

@@ -12,7 +12,7 @@ from pscore.memory import kernels
 from pscore.rules.base import Rule
 from pscore.types import FloatArray
 from psserver.decisions.orders import Add
-from psserver.slices.base import Observer, Payload, WeightedGrad
+from psserver.slices.base import NOTHING, Observer, Payload, WeightedGrad
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Cell, Pool, Scratch, give
@@ -35,6 +35,8 @@ class Sums:
         copies: Weights,
         observer: Observer,
         progress: JournaledProgress | None,
+        *,
+        adds: bool,
     ) -> None:
         """Starts without an open step.
 
@@ -46,6 +48,7 @@ class Sums:
             copies: The slice's weights, which a correction reads.
             observer: Sees additions, for a timeline.
             progress: Each worker's progress in the journal; None: there is no journal.
+            adds: Whether the optimizer's step takes several gradients.
         """
         self._numel = numel
         self._rule = rule
@@ -54,6 +57,7 @@ class Sums:
         self._copies = copies
         self._observer = observer
         self._progress = progress
+        self._adds = adds
         self._cells: dict[int, Cell] = {}  # By open step. Invariant: none without an `Add` to it.
 
     def __len__(self) -> int:
@@ -96,30 +100,34 @@ class Sums:
         return self._cells.pop(open_step)
 
     @contextmanager
-    def total(self, open_step: int, grads: Sequence[WeightedGrad]) -> Iterator[FloatArray]:
+    def total(
+        self, open_step: int, grads: Sequence[WeightedGrad]
+    ) -> Iterator[tuple[list[FloatArray], list[float]]]:
         """Removes an open step's sum and yields it with its last gradients: it is not kept.
 
-        A raw gradient that is alone in its step is read in place, without a sum.
+        Raw gradients are yielded where they lie: the optimizer's step adds them in its own pass.
 
         Args:
             open_step: The step.
             grads: The gradients that are not added yet, at least one.
 
         Yields:
-            `(numel,) float32`, valid in the context.
+            Arrays `(numel,) float32`, valid in the context, and the factor of each in the sum.
         """
         for action, _ in grads:
             self._count(action)
         former = self._cells.pop(open_step, None)
         assert (former is None) == grads[0][0].is_first
-        is_alone = former is None and len(grads) == 1 and grads[0][0].weight == 1.0
-        if is_alone and self._is_raw(grads):
-            yield grads[0][1].data.view("<f4")
+        is_raw = self._is_raw(grads)
+        arrays, shares = _sources(former, grads) if is_raw else ([], [])
+        if is_raw and (self._adds or shares == [1.0]):
+            with self._observer.adding(grads) if len(arrays) > 1 else NOTHING:
+                yield arrays, shares
         else:
             with SCRATCH.borrow(self._numel) as sum_:
                 with self._observer.adding(grads):
                     self._write(former, grads, sum_)
-                yield sum_
+                yield [sum_], [1.0]
         give(self._pool, former, *(payload.cell for _, payload in grads))
 
     # ----- inside
@@ -132,11 +140,8 @@ class Sums:
 
     def _write(self, former: Cell | None, grads: Sequence[WeightedGrad], out: FloatArray) -> None:
         """Sets `out` to a former sum, if there is one, plus gradients; `out` may be that sum's."""
-        before = [] if former is None else [former.array]
         if self._is_raw(grads):
-            arrays = [payload.data.view("<f4") for _, payload in grads]
-            scales = [add.weight for add, _ in grads]
-            kernels.sum_all([*before, *arrays], [1.0] * len(before) + scales, out)
+            kernels.sum_all(*_sources(former, grads), out)
             return
         if former is not None and former.array is not out:
             np.copyto(out, former.array)
@@ -159,3 +164,12 @@ class Sums:
         """Returns whether each gradient is added in place, without decoding."""
         is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in grads)
         return is_raw and not self._rule.compensates
+
+
+def _sources(
+    former: Cell | None, grads: Sequence[WeightedGrad]
+) -> tuple[list[FloatArray], list[float]]:
+    """Returns the arrays of a sum, a former one first, and the factor of each."""
+    arrays = [payload.data.view("<f4") for _, payload in grads]
+    shares = [add.weight for add, _ in grads]
+    return (arrays, shares) if former is None else ([former.array, *arrays], [1.0, *shares])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscore.errors import UnsupportedOptimizerError
+from pscore.memory.kernels import sum_all
 from pscore.optimizers import (
     OPTIMIZERS,
     Optimizer,
@@ -397,6 +398,42 @@ def test_a_step_in_place_has_the_same_bits(name: str) -> None:
             )
         )
         np.testing.assert_array_equal(grad, given_grad)
+    np.testing.assert_array_equal(ours.weights, other.weights)
+    np.testing.assert_array_equal(ours.state, other.state)
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [3.0], [2.0, 0.5, 1.0], [1.0, 4.0, 1.0, 0.1]])
+@pytest.mark.parametrize("name", OPTIMIZERS.own)
+def test_a_step_that_adds_its_gradients_has_the_bits_of_their_sum(
+    name: str, shares: list[float]
+) -> None:
+    ours, other = (Slice(OPTIMIZERS[name](), SIZES, GROUPS) for _ in range(2))
+    assert ours.optimizer.adds
+    rng = np.random.default_rng(7)
+    hyper = hyper_for(ours.optimizer)
+    active = np.array([1, 1, 0, 1, 1])
+    for _ in range(2):
+        grads = [rng.standard_normal(ours.numel, np.float32) for _ in shares]
+        given = [grad.copy() for grad in grads]
+        total = np.empty(ours.numel, np.float32)
+        sum_all(grads, shares, total)
+        ours.step(total, active, hyper, scale=0.5)
+        other.optimizer.step(
+            SliceStep(
+                other.weights,
+                other.weights,
+                grads[0],
+                0.5,
+                other.state,
+                other.segments,
+                other.counts,
+                active,
+                hyper,
+                others=grads[1:],
+                shares=shares,
+            )
+        )
+        np.testing.assert_array_equal(grads, given)
     np.testing.assert_array_equal(ours.weights, other.weights)
     np.testing.assert_array_equal(ours.state, other.state)
 

@@ -11,7 +11,7 @@ from pscore.compressors.fp16 import FP16
 from pscore.compressors.none import NoCompression
 from pscore.errors import DecodeError
 from pscore.optimizers.adam import Adam
-from pscore.optimizers.base import Optimizer
+from pscore.optimizers.base import Optimizer, SliceStep
 from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Memory, Rule
@@ -205,6 +205,27 @@ def test_one_pass_may_be_all_of_a_sum_or_its_end(kinds: str, before: int, rule: 
         apart.add(*term)
     apart.update(update(1, 1 / 6))
     assert np.array_equal(together.weights, apart.weights)
+
+
+class OneGradient(SGD):
+    """An optimizer of another package, which knows of no further gradients."""
+
+    adds = False
+
+    def step(self, step: SliceStep) -> None:
+        super().step(step._replace(others=(), shares=(1.0,)))
+
+
+@pytest.mark.parametrize("weights", [(2.0,), (1.0, 1.0), (3.0, 1.0, 0.5)])
+def test_an_optimizer_that_does_not_add_is_given_the_sum(weights: tuple[float, ...]) -> None:
+    ours, other = store(SSGD(), OneGradient()), store(SSGD())
+    for made in (ours, other):
+        terms = [
+            (add(weight, first=rank == 0, worker=rank), payload(values(rank)))
+            for rank, weight in enumerate(weights)
+        ]
+        made.add_and_update(terms, update(1, 0.5))
+    assert np.array_equal(ours.weights, other.weights)
 
 
 def test_a_sum_in_one_pass_takes_no_memory_of_the_slice() -> None:
