@@ -48,7 +48,7 @@ def train(me: Station, schedule: str) -> Any:
 @pytest.mark.parametrize("schedule", ["1f1b", "ScheduleGPipe"])
 def test_training_continues_when_shard_0_is_killed(tmp_path: Path, schedule: str) -> None:
     command, workers = Command(tmp_path), []
-    with command.detached("--shards", 2) as run:
+    with command.detached("--shards", 2, "--lease-s", 60) as run:
         where = {"PACELINE_SERVERS": ",".join(run["addresses"]), "PACELINE_JOB": new_job()}
         try:
             for rank in range(sum(REPLICAS)):
