@@ -43,6 +43,7 @@ JOURNALLED_S = 3.0  # In which a shard journals again all that had no room.
 SILENT_S = 15.0  # Three intervals of the scheduled checkpoints.
 OPEN_S_MAX = 10.0  # For connections that wait to be accepted.
 KILLS = ("worker", "shard", "coordinator")
+ANSWER_S = 60.0  # For one answer of a shard; one that has just started may be slow.
 FIGURES |= {"status_answers": 0, "status_s": 0.0}  # While `status` was polled.
 FIGURES |= {"idle_connections": 0}  # To each port, of the last time.
 
@@ -116,7 +117,7 @@ def watchers(addresses: Sequence[str]) -> None:
             stub = control_pb2_grpc.ControlStub(channel)
             while not over.wait(1.0 / STATUS_HZ):
                 try:
-                    stub.Status(pb.StatusRequest(), timeout=10.0)
+                    stub.Status(pb.StatusRequest(), timeout=ANSWER_S)
                     answered[number] += 1
                 except grpc.RpcError as problem:
                     failed[number] = str(problem.code())

@@ -22,8 +22,13 @@ from tests.integration.recipes import PAGE, State, endless, execute, plain, reci
 
 TOLERANCE = 1e-6  # Relative to the largest element of a tensor.
 # A last bit of float32 now and then becomes one of 8 (bfloat16) or 11 bits; torch rounds after each
-# occurrence of a row.
-ROUNDED = {"Autocast": 1e-2, "Autocast with GradScaler": 1e-2, "Sparse embeddings": 3e-6}
+# occurrence of a row, and the norm of clipping multiplies last bits that differ with the processor.
+ROUNDED = {
+    "Autocast": 1e-2,
+    "Autocast with GradScaler": 1e-2,
+    "Clipping": 3e-6,
+    "Sparse embeddings": 3e-6,
+}
 OWN_BATCH = "BatchNorm, and evaluation on rank 0"  # Each worker's model sees its own batch.
 SSGD_ONLY = {"Weights that the script changes"}  # The workers hold the weights.
 

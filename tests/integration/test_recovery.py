@@ -58,9 +58,12 @@ def test_no_push_is_lost_where_a_shard_is_killed_in_a_moment_of_another_process(
 
     Only a worker whose lease outlasts the start of a shard sends again.
     """
-    moments = ("resend", "rejoin", "constructor", "checkpoint")
-    kinds = [f"kill in a {moment}" for moment in moments]
-    figures = kill_loop(tmp_path, *kinds, mode="asgd", lease_s=10)
-    for moment in moments:
-        assert figures[f"{moment}_kills"] >= 1, figures
-    assert figures["stuck_waits"] == 0
+    missing = ["resend", "rejoin", "constructor", "checkpoint"]
+    for _ in range(3):  # On a busy machine a process may come to its moment too late.
+        kinds = [f"kill in a {moment}" for moment in missing]
+        figures = kill_loop(tmp_path, *kinds, mode="asgd", lease_s=10)
+        assert figures["stuck_waits"] == 0
+        missing = [moment for moment in missing if not figures[f"{moment}_kills"]]
+        if not missing:
+            break
+    assert not missing
