@@ -382,6 +382,44 @@ def drain(
 
 
 @app.command()
+def standby(
+    to: Annotated[str, typer.Argument(help="Address of an empty process of the same shard.")],
+    *,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
+    servers: Servers = None,
+    shard: Annotated[
+        int, typer.Option(help="Place of the shard among the addresses [0].", min=0)
+    ] = 0,
+    mbit: Annotated[int, typer.Option(help="Most Mbit/s for the copy [no limit].", min=0)] = 0,
+) -> None:
+    """Make an empty process the standby of a shard: it gets each change before it is answered."""
+    from psserver.commands.find import find
+    from psserver.remote.drain import move
+
+    found = find(servers, port, state_dir)
+    if shard >= len(found.addresses):
+        raise ConfigError(f"--shard is {shard}, and there are {len(found.addresses)} addresses")
+    here = found.addresses[shard]
+    move(here, to, mbit, found.credentials, lambda text: _say(f"{text}\n"), stays=True)
+    sys.stdout.write(
+        f"{to} is the standby of {here}; after the loss of that, run psserver promote {to}\n"
+    )
+
+
+@app.command()
+def promote(
+    to: Annotated[str, typer.Argument(help="Address of the standby.")],
+) -> None:
+    """Make a standby serve, whose shard's machine is lost: be sure that that is off."""
+    from pscore.net.credentials import read_credentials
+    from psserver.remote.drain import promote as promote_standby
+
+    jobs = promote_standby(to, read_credentials())
+    sys.stdout.write(f"{to} serves; jobs that continue: {', '.join(jobs) or 'none'}\n")
+
+
+@app.command()
 def logs(
     *,
     port: RunPort = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,7 +68,7 @@ class ShardMoves:
         self._incoming = None if folder is None else ArrivingJournals(folder)
         self.mover = Mover(folder, self, self._credentials)
         self._followed = None if journals is None else FollowedShard(engine, journals)
-        self.signpost = Signpost()
+        self.signpost = Signpost(self._await_kept)
         self.is_frozen = False
         self.address = ""
         self.stop_data: Callable[[], bool] = lambda: True
@@ -190,6 +191,29 @@ class ShardMoves:
         while self._engine.is_busy:
             await asyncio.sleep(POLL_S / 10)
 
+    async def fence(self) -> None:
+        """Ends the answers to workers for good; what waits in the queues is dropped."""
+        self.signpost.hold()
+        self.is_frozen = True
+        await asyncio.to_thread(self.stop_data)
+
+    async def renew(self) -> None:
+        """Gives the shard another number, and waits until all live workers know it."""
+        assert self._journals is not None
+        assert self.control is not None
+        self._journals.adopt(secrets.randbits(63))
+        self.control.renew(self._journals.instance)
+        while not {(job, one.incarnation) for job, one in self._live()} <= self.control.told:
+            await asyncio.sleep(POLL_S)
+
+    def reopen(self) -> None:
+        """Resumes the jobs of a former process, and answers workers."""
+        self.signpost.release()
+        self.is_frozen = False
+        for name in recover(self._engine):
+            log.warning("job continues where it was", job=name)
+        self._took_over()
+
     async def thaw(self) -> None:
         """Resumes the answers to workers."""
         self.start_data()
@@ -201,6 +225,12 @@ class ShardMoves:
         self.signpost.show(address, self._credentials())
 
     # ----- inside
+
+    async def _await_kept(self) -> None:
+        """Waits until another process that follows has all that was changed."""
+        stream = None if self._followed is None else self._followed.stream
+        if stream is not None and stream.is_whole:
+            await asyncio.to_thread(stream.await_kept)
 
     def _described(self) -> pb.OfferRequest:
         shard = self._engine.shard

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from psserver.service.control import Context
 
 log = structlog.get_logger()
+SILENT_S = 5.0  # After so long without a sign of life a standby may be promoted.
 
 
 class StandbyServicer(standby_pb2_grpc.StandbyServicer):
@@ -51,6 +52,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self._engine, self._mover, self._incoming = engine, mover, incoming
         self._own, self._take_over = own, take_over
         self._waiting: list[JournalPiece] = []
+        self._heard_s = 0.0  # Time of the last pieces.
         self._mark = {} if incoming is None else incoming.prepared
         taken = {} if incoming is None else incoming.taken
         self._taking = Taking.resumed(str(self._mark.get("id", "")), str(taken.get("id", "")))
@@ -62,7 +64,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             addresses = parse_addresses(request.to)
             if len(addresses) != 1:
                 raise ConfigError(f"a shard moves to one address, and {request.to!r} names several")
-            mover.start(addresses[0], request.mbit)
+            mover.start(addresses[0], request.mbit, stays=request.stays)
         return pb.MoveReply(
             phase=mover.giving.phase.value,
             to=mover.to,
@@ -107,6 +109,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
     async def Put(self, request: pb.PutRequest, context: Context) -> pb.PutReply:
         """Writes pieces, or keeps them in memory until those that they count together with come."""
         self._taking.require(request.id)
+        self._heard_s = self._engine.now()
         self._waiting += [
             JournalPiece(
                 path=piece.path,
@@ -150,6 +153,44 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             raise LimitError(f"no room for the journals of a shard: {problem}") from problem
         self._taking.prepare(request.id)
         return pb.PrepareMoveReply()
+
+    async def Followed(self, request: pb.FollowedRequest, context: Context) -> pb.FollowedReply:
+        """Notes that the shard is complete here: from now on this process may be promoted."""
+        self._taking.follow(request.id)
+        log.info("this process is a standby", source=self._mark.get("source"))
+        return pb.FollowedReply()
+
+    async def Release(
+        self, request: pb.ReleaseStandbyRequest, context: Context
+    ) -> pb.ReleaseStandbyReply:
+        """Forgets a shard that has moved or moves here, unless it is served."""
+        serves = self._taking.release()
+        if not serves and self._incoming is not None:
+            self._waiting = []
+            self._incoming.remove()
+        return pb.ReleaseStandbyReply(serves=serves)
+
+    async def Promote(self, request: pb.PromoteRequest, context: Context) -> pb.PromoteReply:
+        """Serves in the place of the shard's process, which sends nothing any more."""
+        self._taking.require_promotable()
+        silent_s = self._engine.now() - self._heard_s
+        source = self._mark.get("source")
+        if silent_s < SILENT_S:
+            raise ConfigError(
+                f"the shard's process at {source} still sends: use `psserver drain`, or stop it"
+            )
+        assert self._incoming is not None
+        try:
+            self._incoming.complete(self._mark)
+            self._incoming.note_begun()
+        except OSError as problem:
+            raise LimitError(f"no room to take the shard over: {problem}") from problem
+        self._taking.promote()
+        self._take_over()
+        log.warning("standby promoted", source=source, silent_s=round(silent_s, 1))
+        if lost := [name for name, _ in self._engine.shard.lifetimes.lost.values()]:
+            raise ConfigError(f"jobs that cannot be continued: {', '.join(lost)}; see the log")
+        return pb.PromoteReply(jobs=list(self._engine.jobs))
 
     async def Begin(self, request: pb.BeginMoveRequest, context: Context) -> pb.BeginMoveReply:
         """Serves from the journals."""

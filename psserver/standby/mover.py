@@ -26,12 +26,14 @@ from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.durability.journal_dir import FORMAT
 from psserver.durability.sealed import read_json, write_json
 from psserver.standby.handover import Giver, Giving
-from psserver.standby.pieces import GIVEN, SentSpan
+from psserver.standby.pieces import GIVEN, STANDBY, SentSpan
 from psserver.standby.stream import JournalStream, Sender
 from psserver.standby.target import MoveTarget
 
 log = structlog.get_logger()
 AGAIN_S = 0.2  # Before `begin` is repeated.
+RETRY_S = 3.0  # Before a standby that was away is asked again.
+PART_S = 5.0  # Longest wait for a standby's answer before the shard goes on without it.
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
 
@@ -73,6 +75,15 @@ class Host(Protocol):
     async def thaw(self) -> None:
         """Resumes them."""
 
+    async def fence(self) -> None:
+        """Ends the answers to workers for good; what waits in the queues is dropped."""
+
+    async def renew(self) -> None:
+        """Gives the shard another number, and waits until all live workers know it."""
+
+    def reopen(self) -> None:
+        """Resumes the jobs of a former process, and answers workers."""
+
     def show_moved(self, address: str) -> None:
         """Passes later calls on to `address`."""
 
@@ -98,33 +109,52 @@ class Mover:
             credentials: Returns the token for everything.
         """
         self._folder, self._host, self._credentials = folder, host, credentials
-        given = given_in(folder)
-        self.giving = Giving.resumed(is_given=bool(given))
-        self.to, self._move = given.get("to", ""), given.get("id", "")
+        given, standby = mark_in(folder, GIVEN), mark_in(folder, STANDBY)
+        self.giving = Giving.resumed(is_given=bool(given), has_standby=bool(standby))
+        self.to = given.get("to", standby.get("to", ""))
+        self._move = given.get("id", standby.get("id", ""))
         self._stream: JournalStream | None = None
+        self._stays = False  # Whether the target is to be a standby.
+        self._may_serve = False  # Whether the target may have been promoted.
+        self._wakes = asyncio.Event()  # Set when a standby is to have the shard, or is away.
+        self._loop: asyncio.AbstractEventLoop | None = None  # Runs the tasks, from `start` on.
         self.problem, self.pause_s = "", 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, to: str, mbit: int) -> None:
-        """Begins to move the shard to `to`, with at most `mbit` Mbit/s before the pause.
+    def start(self, to: str, mbit: int, *, stays: bool = False) -> None:
+        """Begins to move the shard to `to`, with at most `mbit` Mbit/s for the copy.
+
+        Args:
+            to: The process that gets it.
+            mbit: The most Mbit/s; 0: no limit.
+            stays: Whether that is to be the shard's standby, and the shard stays.
 
         Raises:
             PacelineError: It is being moved, has been, or cannot be moved.
         """
+        if self._stays and self.giving.phase is Giver.FOLLOWED and to == self.to and not stays:
+            self._stays = False
+            self._wakes.set()
+            return
         offer = self._host.offer()
         self.giving.start()
         self._move = offer.id = secrets.token_hex(8)
+        self._stays, self._may_serve = stays, False
+        self._wakes.clear()
+        self._loop = asyncio.get_running_loop()
         self.to, self.problem, self.pause_s = to, "", 0.0
-        self._task = asyncio.get_running_loop().create_task(self._run(offer, mbit))
+        self._task = asyncio.create_task(self._run(offer, mbit))
 
     def restart(self) -> None:
         """Forgets that the shard was given away: it has come back."""
         self.giving, self.to, self._move = Giving.resumed(is_given=False), "", ""
 
     def resume(self) -> None:
-        """Repeats `begin` where a former process had given the shard away."""
+        """Goes on where a former process had given the shard away, or had a standby."""
         if self.giving.phase is Giver.GIVEN:
-            self._task = asyncio.get_running_loop().create_task(self._finish(time.monotonic()))
+            self._task = asyncio.create_task(self._finish(time.monotonic()))
+        elif self.giving.phase is Giver.ASKING:
+            self._task = asyncio.create_task(self._ask_standby())
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -143,18 +173,19 @@ class Mover:
             reply = await asyncio.to_thread(target.offer, offer)
             self._host.require_movable(reply.boot)
             await self._copy(target, mbit)
+            if self._stays:
+                await self._stand(target)
             await self._host.announce(self.to)
             self.giving.freeze()
             began_s = time.monotonic()
             await self._give(target)
         except (PacelineError, OSError) as problem:
             self.problem = str(problem) or type(problem).__name__
-            log.error("a move is given up; the shard stays", to=self.to, reason=self.problem)
-            self._host.unfollow()
-            await self._host.announce("")
-            if self.giving.phase is Giver.FROZEN:
-                await self._host.thaw()
-            self.giving.give_up()
+            log.error("another process does not follow any more", to=self.to, reason=self.problem)
+            if self._may_serve and not await self._part():
+                await self._lose()
+                return
+            await self._go_on_alone()
             return
         finally:
             target.close()
@@ -162,11 +193,109 @@ class Mover:
         self.giving.give()
         await self._finish(began_s)
 
+    async def _go_on_alone(self) -> None:
+        self._host.unfollow()
+        await self._host.announce("")
+        if self.giving.phase is Giver.FROZEN:
+            await self._host.thaw()
+        self.giving.give_up()
+        if self._stays:
+            self._task = asyncio.create_task(self._follow_again())
+
+    async def _follow_again(self) -> None:
+        """Tries to get the standby back, again and again."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            if self.giving.phase is not Giver.SERVING:
+                return
+            try:
+                self.start(self.to, 0, stays=True)
+            except PacelineError as problem:
+                self.problem = str(problem)
+            else:
+                return
+
+    # ----- a standby
+
+    async def _stand(self, target: MoveTarget) -> None:
+        """Keeps the target as a standby, until the shard is to move there.
+
+        Raises:
+            PacelineError: It does not follow any more.
+        """
+        assert self._folder is not None
+        assert self._stream is not None
+        write_json(self._folder / STANDBY, {"to": self.to, "id": self._move})
+        self._may_serve = True
+        await asyncio.to_thread(target.followed, self._move)
+        await self._host.announce(self.to)
+        log.info("the shard has a standby", standby=self.to)
+        await self._wakes.wait()
+        if self._stream.problem:
+            raise TransportError(self._stream.problem)
+
+    def _note_failed(self) -> None:
+        """Ends the stream, or wakes the task if the target may have been promoted; any thread."""
+        if self._may_serve:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._wakes.set)
+        else:
+            self._host.unfollow()
+
+    async def _part(self) -> bool:
+        """Makes sure that the standby does not serve, nor will; returns False if it does.
+
+        Nothing is answered meanwhile. If the standby cannot be asked, the shard gets another
+        number: workers that know it join no process with the former one.
+        """
+        assert self._folder is not None
+        deadline_s = time.monotonic() + PART_S
+        while True:
+            target = MoveTarget(self.to, self._credentials())
+            try:
+                if await asyncio.to_thread(target.release):
+                    return False
+                break
+            except (PacelineError, OSError) as problem:
+                self.problem = str(problem) or type(problem).__name__
+            finally:
+                target.close()
+            if time.monotonic() >= deadline_s:
+                await self._host.renew()
+                log.error("the standby is away; the shard goes on without it", standby=self.to)
+                break
+            await asyncio.sleep(AGAIN_S)
+        (self._folder / STANDBY).unlink(missing_ok=True)
+        self._may_serve = False
+        return True
+
+    async def _lose(self) -> None:
+        """Ends to serve: the standby was promoted."""
+        assert self._folder is not None
+        began_s = time.monotonic()
+        write_json(self._folder / GIVEN, {"to": self.to, "id": self._move})
+        await self._host.fence()
+        self._host.unfollow()
+        self.giving.lose()
+        await self._finish(began_s)
+
+    async def _ask_standby(self) -> None:
+        """Serves again after a kill, unless the standby was promoted meanwhile."""
+        if not await self._part():
+            await self._lose()
+            return
+        self._host.reopen()
+        self.giving.give_up()
+        self._stays = True
+        self._task = asyncio.create_task(self._follow_again())
+
+    # ----- the copy, and the end
+
     async def _copy(self, target: MoveTarget, mbit: int) -> None:
         """Sends all slices, one after the other; each is followed from then on."""
         began_s, nbytes = time.monotonic(), 0
         send = partial(target.put, self._move)
-        self._stream = stream = self._host.follow(send, self._host.unfollow)
+        self._stream = stream = self._host.follow(send, self._note_failed)
         for one in self._host.slices(stream):
             nbytes += await one.send()
             if mbit:
@@ -189,6 +318,7 @@ class Mover:
         spans = await asyncio.to_thread(self._host.sent_spans)
         await asyncio.to_thread(target.prepare, self._move, spans)
         write_json(self._folder / GIVEN, {"to": self.to, "id": self._move})
+        (self._folder / STANDBY).unlink(missing_ok=True)
 
     async def _finish(self, began_s: float) -> None:
         """Repeats `begin` until the target answers, and shows workers where the shard is."""
@@ -217,15 +347,15 @@ class Mover:
         )
 
 
-def given_in(folder: Path | None) -> dict[str, str]:
-    """Returns the mark of a shard that was given away; empty if there is none.
+def mark_in(folder: Path | None, name: str) -> dict[str, str]:
+    """Returns a mark beside the journals; empty if there is none.
 
     Raises:
         OSError, ValueError: It cannot be read.
     """
-    if folder is None or not (folder / GIVEN).exists():
+    if folder is None or not (folder / name).exists():
         return {}
-    return {name: str(value) for name, value in read_json(folder / GIVEN).items()}
+    return {key: str(value) for key, value in read_json(folder / name).items()}
 
 
 def described(shard: int, num_shards: int, cluster: str) -> pb.OfferRequest:

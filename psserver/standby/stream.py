@@ -20,6 +20,7 @@ from pscore.threads import OwnedThread
 from psserver.standby.spans import JournalPiece, SliceSpans, SpanReader, read_small
 
 CALL_NBYTES = 8 << 20  # Pieces of one call.
+SIGN_S = 1.0  # Seconds without a change after which an empty call shows that this process lives.
 Sender = Callable[[list[JournalPiece], bool], None]
 
 
@@ -92,6 +93,11 @@ class JournalStream:
             self._changed.wait_for(lambda: self.problem or self._is_idle, timeout_s)
             return self._is_idle and not self.problem
 
+    def await_kept(self) -> None:
+        """Waits until all that was put has been sent, or the stream is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or (self._is_idle and not self.problem))
+
     def fail(self, reason: str) -> None:
         """Sends nothing more; changes wait for `stop`. May be called by any thread."""
         with self._changed:
@@ -149,7 +155,7 @@ class JournalStream:
     def _take(self) -> tuple[list[Change], list[JournalPiece]] | None:
         """Returns all changes, with the content of the small files; None: nothing is sent more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._left or self.problem)
+            self._changed.wait_for(lambda: self._left or self.problem, SIGN_S)
         with self._engine_lock, self._changed:
             if self.problem:
                 return None

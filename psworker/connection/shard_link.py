@@ -132,7 +132,7 @@ class Link:
                 self.uneven = reply.uneven
                 if self.uneven:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
-            self._check(reply.instance)
+            self._check(reply.instance, reply.former_instance)
             self.epochs = dict(reply.epochs)
             self._next = "" if reply.next_address == self.address else reply.next_address
             self.fastest_step_s = reply.fastest_step_s
@@ -150,12 +150,18 @@ class Link:
         """Seconds since a heartbeat was answered."""
         return time.monotonic() - self.patience.heard_s
 
-    def _check(self, instance: int) -> None:
-        """Checks that the shard's process is the one that this worker has joined.
+    def _check(self, instance: int, former: int) -> None:
+        """Checks that the shard's process is the one that this worker has joined, or its heir.
+
+        Args:
+            instance: Number of the shard.
+            former: Its number before it went on without its standby, which has that number still.
 
         Raises:
             ReplacedError: It is another, which lacks unsaved state; this worker must rejoin.
         """
+        if self.instance and self.instance == former:
+            self.instance = instance
         if self.instance not in (0, instance):
             raise ReplacedError(f"the shard at {self.address} has been restarted")
 
@@ -192,7 +198,7 @@ class Link:
     def endpoint(self) -> Endpoint:
         """Returns the place of the shard's data sockets, which it asks the shard for."""
         reply = self.describe()
-        self._check(reply.instance)
+        self._check(reply.instance, reply.former_instance)
         host = self.address.rpartition(":")[0].strip("[]")
         is_unix = self.address.startswith("unix:")
         return Endpoint(

@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MoveRequest(_message.Message):
-    __slots__ = ("to", "mbit")
+    __slots__ = ("to", "mbit", "stays")
     TO_FIELD_NUMBER: _ClassVar[int]
     MBIT_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     to: str
     mbit: int
-    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ...) -> None: ...
+    stays: bool
+    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ..., stays: bool = ...) -> None: ...
 
 class MoveReply(_message.Message):
     __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s")
@@ -111,6 +113,36 @@ class PrepareMoveRequest(_message.Message):
 class PrepareMoveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FollowedRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class FollowedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseStandbyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseStandbyReply(_message.Message):
+    __slots__ = ("serves",)
+    SERVES_FIELD_NUMBER: _ClassVar[int]
+    serves: bool
+    def __init__(self, serves: bool = ...) -> None: ...
+
+class PromoteRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PromoteReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, jobs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BeginMoveRequest(_message.Message):
     __slots__ = ("id",)
