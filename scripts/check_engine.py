@@ -523,7 +523,7 @@ def swarm(log: Log) -> None:
     with tempfile.TemporaryDirectory() as folder, SecondHost() as other:
         shell = Shell(Path(folder), "paceswarm", STEPS="100000")
         try:
-            nodes = join_swarm(other, deploy.partition(" ")[0].removeprefix("IMAGE="))
+            nodes = join_swarm(other, dict(re.findall(r"(\w+)=(\S+)", deploy)))
             shell(certs)
             for printed, node in zip(("NODE_A", "NODE_B"), nodes, strict=True):
                 label = label.replace(printed, node)
@@ -545,8 +545,8 @@ def swarm(log: Log) -> None:
                 run("docker", "swarm", "leave", "--force", env=engine, check=False)
 
 
-def join_swarm(other: SecondHost, image: str) -> list[str]:
-    """Makes a Swarm of this engine and the second one, which have the workers' image by a name.
+def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
+    """Makes a Swarm of this engine and the second one, which have the images by the page's names.
 
     Returns:
         Ids of both nodes.
@@ -557,7 +557,9 @@ def join_swarm(other: SecondHost, image: str) -> list[str]:
     place = ("--advertise-addr", other.there, f"{other.here}:2377")
     run("docker", "swarm", "join", "--token", token, *place, env=there)
     for engine in ({}, there):
-        run("docker", "tag", IMAGE, image, env=engine)
+        run("docker", "tag", IMAGE, images["IMAGE"], env=engine)
+        run("docker", "tag", SHARD_IMAGE, images["SHARD_IMAGE"], env=engine)
+    run("docker", "rmi", IMAGE, SHARD_IMAGE, env=there)  # As on a node that pulls from a registry.
     ids = ("docker", "info", "--format", "{{.Swarm.NodeID}}")
     return [run(*ids, env=engine).strip() for engine in ({}, there)]
 

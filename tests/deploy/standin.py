@@ -128,12 +128,8 @@ def kubectl(words: list[str]) -> None:
     kinds = {"statefulset": "StatefulSet", "job": "Job", "secret": "Secret"}
     if words[:2] == ["apply", "-f"]:
         keep(sys.stdin.read() if words[2] == "-" else Path(words[2]).read_text())
-    elif words[:2] == ["apply", "-k"]:
-        done = subprocess.run(
-            [os.environ["KUBECTL"], "kustomize", words[2]], capture_output=True, text=True
-        )
-        require(done.returncode == 0, done.stderr)
-        keep(done.stdout)
+    elif words[0] == "kustomize":
+        subprocess.run([os.environ["KUBECTL"], *words], check=True)
     elif words[:3] == ["create", "secret", "generic"]:
         keep(yaml.safe_dump(secret(words[3], words[4:])))
     elif words[0] in ("exec", "port-forward"):

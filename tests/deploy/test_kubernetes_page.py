@@ -88,9 +88,8 @@ def test_the_notes_of_a_release_are_commands_for_it(
 
 
 def test_without_helm(shell: Shell) -> None:
-    (commands_,) = commands(PAGE, "Without Helm")
-    (shell.cluster / "images").write_text("paceline:shard\npaceline:local\n")
-    shell.run(commands_)
+    variables, shards, build, *_ = commands(PAGE)[0].splitlines()
+    shell.run(variables, shards, build, *commands(PAGE, "Without Helm"))
 
 
 def test_certificates_of_cert_manager(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

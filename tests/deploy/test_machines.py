@@ -1,14 +1,17 @@
-"""The commands of docs/machines.md, as printed, on two hosts that are network namespaces."""
+"""The commands of docs/machines.md and docs/running.md as printed, in network namespaces."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.printed import commands
 from tests.deploy.shells import FIRST, HOSTS, SECOND, Shell, two_hosts
 from tests.house.source import ROOT
 
@@ -27,11 +30,13 @@ model = torch.nn.Linear(4, 1)
 optimizer = psworker.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
 )
-while optimizer.steps < 20:
+first = optimizer.steps
+while optimizer.steps < int(os.environ.get("STEPS", "20")):
     optimizer.zero_grad()
     (model(torch.ones(2, 4)) ** 2).mean().backward()
     optimizer.step()
-print("rank", psworker.rank(), "of", psworker.size(), "local", os.environ["LOCAL_RANK"], flush=True)
+local = os.environ.get("LOCAL_RANK", "none")
+print("rank", psworker.rank(), "of", psworker.size(), "local", local, "from", first, flush=True)
 """
 
 
@@ -61,13 +66,17 @@ def test_the_commands_of_the_page_train_on_both_hosts(shells: dict[str, Shell]) 
             said[host] = said.get(host, "") + text
             assert running.returncode == 0, text
 
-    for hosts, commands in blocks():
-        if "psworker run" not in commands:
+    for hosts, lines in blocks():
+        if "psworker run" not in lines:
             finish()  # Both hosts train at the same time.
-        pending += [(host, shells[host].start(commands)) for host in hosts]
-        if "psworker run" not in commands:
+        if "psserver stop" in lines:
+            differ, come_and_go = re.findall("`([^`]*psworker run [^`]* train.py)`", PAGE)
+            check_machines_that_differ(shells, differ)
+            check_machines_that_come_and_go(shells, come_and_go)
+        pending += [(host, shells[host].start(lines)) for host in hosts]
+        if "psworker run" not in lines:
             finish()
-        if "psserver certs" in commands:  # As the page says, with its modes.
+        if "psserver certs" in lines:  # As the page says, with its modes.
             copied = shells[SECOND].folder / "secrets"
             shutil.copytree(shells[FIRST].folder / "secrets", copied)
     finish()
@@ -77,6 +86,91 @@ def test_the_commands_of_the_page_train_on_both_hosts(shells: dict[str, Shell]) 
     assert f"stopped {FIRST}:7070, {SECOND}:7070" in said[FIRST]
     done = shells[FIRST].run("psserver status")
     assert "nothing answers" in done[1]
+
+
+def check_machines_that_differ(shells: dict[str, Shell], command: str) -> None:
+    """Two workers on the first host, and one on the second by the page's command."""
+    first = command.replace("RANK=2", "RANK=0").replace("--workers 1", "--workers 2")
+    assert first != command
+    running = [shells[FIRST].start(first), shells[SECOND].start(command)]
+    said = "".join(each.communicate()[0] for each in running)
+    assert [each.returncode for each in running] == [0, 0], said
+    assert sorted(re.findall(r"rank (\d) of 3", said)) == ["0", "1", "2"]
+
+
+def check_machines_that_come_and_go(shells: dict[str, Shell], command: str) -> None:
+    """The second host joins while the first trains, and trains on when that one has left."""
+    shell = shells[SECOND]
+    running = []
+    for host, count in ((FIRST, 2), (SECOND, 4)):
+        running.append(shells[host].start(f"STEPS=1000000 exec {command}"))
+        await_workers(shell, "night", count)
+    for process, count in zip(running, (2, 0), strict=True):
+        process.terminate()
+        process.communicate()
+        await_workers(shell, "night", count)
+
+
+def await_workers(shell: Shell, job: str, count: int) -> None:
+    wait(f"{count} workers", lambda: live(shell, job) == count)
+
+
+def live(shell: Shell, job: str) -> int:
+    """Returns the number of a job's workers, or of all, that have made a step and not left."""
+    only = f"--job {job}" if job else ""
+    code, said = shell.run(f"psserver status --json {only} 2>/dev/null")
+    jobs = json.loads(said)["jobs"] if code == 0 else []
+    return sum(it["state"] == "live" and it["step"] > 0 for each in jobs for it in each["workers"])
+
+
+def wait(what: str, is_so: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 300  # Against a hang.
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.3)
+
+
+def test_the_commands_of_one_machine(shells: dict[str, Shell]) -> None:
+    """Those of docs/running.md; the shards are stopped after the checkpoint, not before it."""
+    shell = shells[FIRST]
+    train, start = commands("running.md", "Start")
+    status, dashboard, top, stop = commands("running.md", "Watch and stop")[0].splitlines()
+    (keep,) = commands("running.md", "Checkpoints")
+    code, said = shell.run(train)
+    assert code == 0, said
+    ranks = sorted(re.findall(r"rank (\d of \d)", said))
+    assert ranks == ["0 of 1", "0 of 2", "0 of 2", "1 of 2", "1 of 2"]
+    code, said = shell.run(start)
+    assert code == 0, said
+    shell.exports.append("export " + re.findall(r"PACELINE_SERVERS=\S+", start)[0])
+    assert shell.exports[-1].split()[1] in said
+    running = [shell.start("STEPS=1000000 exec psworker run --workers 2 -- train.py")]
+    await_workers(shell, "", 2)
+    code, said = shell.run(keep + status)
+    assert code == 0, said
+    assert "again" in said
+    for page, word in ((dashboard, "8090"), (top, "run-")):
+        running.append(shell.start("exec " + page))
+        assert running[-1].stdout is not None
+        for line in running[-1].stdout:
+            if word in line:
+                break
+        else:
+            raise AssertionError(page)
+    assert shell.run(
+        "python -c 'import urllib.request as r; r.urlopen(\"http://127.0.0.1:8090\")'"
+    ) == (0, "")
+    for process in running:
+        process.terminate()
+        process.communicate()
+    code, said = shell.run("psworker run --workers 2 --job again -- train.py")
+    assert code == 0, said
+    assert {int(step) > 0 for step in re.findall(r"from (\d+)", said)} == {True}
+    load = "import safetensors.torch as it; print(it.load_file('model.safetensors').keys())"
+    code, said = shell.run(f'python -c "{load}"')
+    assert "weight" in said, said
+    code, said = shell.run(stop)
+    assert code == 0, said
 
 
 def test_a_shard_that_listens_on_loopback_says_so_where_it_cannot_be_reached(
