@@ -7,3 +7,8 @@ Parts of programs are in folders: `learning` (accuracy), `survival` (the kill lo
 of a network lab), `drawing` (pictures), `exchanges` (workers without weights on a server), `peers`
 (other systems).
 """
+
+import os
+
+# Processes are started all the time: with this variable each of them would compile every module.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
