@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -19,6 +20,7 @@ import psutil
 from safetensors.numpy import load_file
 
 from benchmarks import kit
+from psserver.process.spare import SPARE
 
 NUM_FILES = 512  # Files that a shard may have open: few, so that a benchmark can use them up.
 CHECKPOINT_S = 5.0
@@ -102,8 +104,12 @@ class Shards:
         for child in psutil.Process(self.supervisor.pid).children():
             with contextlib.suppress(psutil.Error):
                 command = child.cmdline()  # Empty if it has just ended.
-                if command[-2:-1] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
+                if command[-2:-1] != ["shard"] or child.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if command[-1] != SPARE:
                     found[int(json.loads(command[-1])["index"])] = child.pid
+                elif named := re.fullmatch(r"shard-(\d+)-of-\d+", child.name()):
+                    found[int(named[1])] = child.pid
         return found
 
     def alive(self) -> dict[str, int]:

@@ -18,7 +18,8 @@ import structlog
 
 from pscore.errors import ThreadError
 from pscore.threads import OwnedThread
-from psserver.process.supervisor import SAFE, ended
+from psserver.process.spare import SAFE
+from psserver.process.supervisor import ended
 
 log = structlog.get_logger()
 PAUSE_S_MIN = 0.5

@@ -68,6 +68,7 @@ from psserver.process.shard_plan import (
     report_to_json,
     with_own_port,
 )
+from psserver.process.spare import SPARE, await_plan
 from psserver.publish.publications import Publications, parse_every
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
 from psserver.service.callers import Callers
@@ -621,8 +622,16 @@ def import_plugins() -> None:
 
 
 def main(text: str) -> None:
-    """Runs the process of one shard; `text` is its plan."""
-    plan = ShardPlan.from_json(text)
+    """Runs the process of one shard.
+
+    Args:
+        text: Its plan as JSON; `SPARE`: standard input will bring it.
+    """
+    plan = await_plan() if text == SPARE else ShardPlan.from_json(text)
+    if plan is None:
+        os._exit(Exit.OK)
+    with contextlib.suppress(OSError):  # The name that `top` and `ps` show.
+        Path("/proc/self/comm").write_text(f"shard-{plan.index}-of-{plan.num_shards}")
     stream = setup.rotating(plan.log_file, plan.log_max_mb)
     setup.configure(plan.log_format, plan.log_level, stream, shard=plan.index)
     sys.excepthook = log_crash

@@ -1,7 +1,8 @@
 """The parent of the shards: starts a process for each, waits until all answer, keeps them alive.
 
 A shard ends when its standard input does, so none outlives the process that holds it, however that
-one ends. A shard that dies by itself is started again, after a pause that doubles up to a limit.
+one ends. A shard that dies by itself is started again, after a pause that doubles up to a limit; a
+spare process (spare.py) then becomes the shard, since most of a start is loading.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ import structlog
 from psserver.exits import CommandError, Exit
 from psserver.process.notify import ServiceManager
 from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan, report_from_json
+from psserver.process.spare import SpareProcess, start_process
 
 log = structlog.get_logger()
 
@@ -34,35 +36,35 @@ RESTARTS_MAX = 10  # One after the other, without having lived for `SETTLED_S`.
 SETTLED_S = 10.0
 WATCHDOG_PARTS = 3  # Signs of life within the time that systemd allows.
 LINE_NBYTES_MAX = 64 << 10
-# A file of the user's named like a module must not be found, unless Paceline itself is found there.
-SAFE = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
+SPARE_AFTER_S = 5.0  # Until a spare process is started, when all shards are ready.
 
 
 class ShardProcess:
     """One shard as its parent sees it."""
 
-    def __init__(self, plan: ShardPlan, log_file: Path | None = None) -> None:
+    def __init__(
+        self, plan: ShardPlan, log_file: Path | None = None, spare: SpareProcess | None = None
+    ) -> None:
         """Starts the process.
 
         Args:
             plan: The plan of the shard.
             log_file: Where its log lines go; None for our own standard error.
+            spare: A process that becomes the shard, if there is one.
+
+        Raises:
+            OSError: The machine has no room for it.
         """
         self.plan = plan
         self.log_file = log_file
         self.report: Report | None = None
         self.started_s = self.heard_s = time.monotonic()
         self._line = b""
-        stderr = None if log_file is None else _open_log(log_file)
-        self._popen = subprocess.Popen(
-            [sys.executable, *SAFE, "-m", "psserver", "shard", plan.to_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            process_group=0,  # Ctrl-C at a terminal is ours to pass on.
-        )
-        if stderr is not None:
-            stderr.close()
+        if spare is not None and (popen := spare.take(plan)) is not None:
+            self._popen = popen
+            return
+        with nullcontext() if log_file is None else _open_log(log_file) as stderr:
+            self._popen = start_process(plan.to_json(), stderr)
 
     @property
     def pid(self) -> int:
@@ -221,6 +223,8 @@ class Supervisor:
     on_end: Callable[[], None]
     before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
     service: ServiceManager = field(default_factory=ServiceManager)
+    spare: SpareProcess = field(default_factory=lambda: SpareProcess())
+    spare_due_s: float = 0.0  # When one is started; 0: not now.
     shards: list[SupervisedShard] = field(default_factory=list)
 
     def run(self) -> Exit:
@@ -238,7 +242,7 @@ class Supervisor:
                     return Exit.OK
                 for shard in self.shards:
                     shard.plan = _fixed(shard)
-                self.on_ready(self.shards)
+                self._all_ready()
                 code = self._keep(wake)
                 if code is Exit.OK and self._processes():
                     self.before_stop()
@@ -266,13 +270,16 @@ class Supervisor:
                 for shard in self.shards:
                     if shard.due_s and shard.due_s <= time.monotonic():
                         self._start_again(shard, selector)
+                if self.spare_due_s and self.spare_due_s <= time.monotonic():
+                    self.spare_due_s = 0.0
+                    self.spare.start()
         return Exit.OK
 
     def _start_again(self, shard: SupervisedShard, selector: selectors.BaseSelector) -> None:
         """Starts a shard's next process; if the machine has no room for one, it is tried later."""
         shard.due_s = 0.0
         try:
-            shard.process = ShardProcess(shard.plan, shard.log_file)
+            shard.process = ShardProcess(shard.plan, shard.log_file, self.spare)
         except OSError as problem:
             shard.due_s = time.monotonic() + PAUSE_S_MAX
             log.error(
@@ -295,8 +302,14 @@ class Supervisor:
                 shard=process.plan.index,
                 pid=process.pid,
             )
-            self.on_ready(self.shards)
+            self._all_ready()
         return True
+
+    def _all_ready(self) -> None:
+        """Announces the shards; a spare process is due when nothing else has happened for long."""
+        self.on_ready(self.shards)
+        if self.restart:
+            self.spare_due_s = time.monotonic() + SPARE_AFTER_S
 
     def _note_end(self, process: ShardProcess) -> bool:
         """Notes that a shard has ended; returns False if that is the end of all of them."""
@@ -335,7 +348,8 @@ class Supervisor:
 
     def _pause_s(self) -> float | None:
         """Returns the time until the next restart, or sign of life to systemd, is due."""
-        pauses = [max(0.0, shard.due_s - time.monotonic()) for shard in self.shards if shard.due_s]
+        dues_s = [self.spare_due_s, *(shard.due_s for shard in self.shards)]
+        pauses = [max(0.0, due_s - time.monotonic()) for due_s in dues_s if due_s]
         if self.service.watchdog_s:
             pauses.append(self.service.watchdog_s / WATCHDOG_PARTS)
         return min(pauses, default=None)
@@ -344,6 +358,7 @@ class Supervisor:
         return [shard.process for shard in self.shards if shard.process is not None]
 
     def _stop(self) -> bool:
+        self.spare.end()
         processes = self._processes()
         for shard in self.shards:
             shard.process = None

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from psserver.exits import CommandError, Exit
 from psserver.process import supervisor
 from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan
+from psserver.process.spare import SpareProcess
 from psserver.process.supervisor import (
     ShardProcess,
     SupervisedShard,
@@ -46,9 +47,12 @@ class Fake(ShardProcess):
     scripts: dict[int, Iterator[tuple[Report | None, int | None]]]
     started: list["Fake"]
 
-    def __init__(self, plan: ShardPlan, log_file: Path | None = None) -> None:
+    def __init__(
+        self, plan: ShardPlan, log_file: Path | None = None, spare: SpareProcess | None = None
+    ) -> None:
         self.plan = plan
         self.log_file = log_file
+        self.spare = spare
         self.report = None
         self.started_s = 0.0 if plan.lease_s > 1000 else 1e9
         self._next, self._status = next(self.scripts[plan.index])
@@ -221,10 +225,12 @@ def test_a_machine_without_room_for_a_process_is_asked_again(
     failing = iter([True])
 
     class Failing(Fake):
-        def __init__(self, plan: ShardPlan, log_file: Path | None = None) -> None:
+        def __init__(
+            self, plan: ShardPlan, log_file: Path | None = None, spare: SpareProcess | None = None
+        ) -> None:
             if len(Fake.started) == 2 and next(failing, False):
                 raise OSError(28, "No space left on device")
-            super().__init__(plan, log_file)
+            super().__init__(plan, log_file, spare)
 
     monkeypatch.setattr(supervisor, "ShardProcess", Failing)
     monkeypatch.setattr(supervisor, "RESTARTS_MAX", 1)
@@ -236,3 +242,34 @@ def test_a_machine_without_room_for_a_process_is_asked_again(
         "shard cannot be started; the start is tried again",
         "shard restarted",
     ]
+
+
+class Spare(SpareProcess):
+    """Counts what the supervisor asks of its spare process."""
+
+    asked: list[str]
+
+    def start(self) -> None:
+        self.asked.append("start")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(self) -> None:
+        self.asked.append("end")
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_spare_process_is_started_behind_the_shards_if_one_may_be_needed(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    monkeypatch.setattr(supervisor, "SPARE_AFTER_S", 1e-4)
+    monkeypatch.setattr(supervisor, "SpareProcess", Spare)
+    Spare.asked = []
+    script = (READY, None) if restart else (READY, 0)
+    code, _, _ = run({0: iter([script])}, restart=restart)
+    assert code is Exit.OK
+    assert Spare.asked == (["start"] if restart else []) + ["end", "end"]
+
+
+def test_the_spare_process_is_for_shards_that_are_started_again(fake: type[Fake]) -> None:
+    run({0: iter([(READY, KILLED), (READY, 0)])})
+    assert [shard.spare is None for shard in fake.started] == [True, False]
