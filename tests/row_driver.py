@@ -10,7 +10,8 @@ import numpy as np
 
 from pscore.compressors.none import NoCompression
 from pscore.pb.ps.v1 import data_pb2
-from pscore.rows.partition import slices_of
+from pscore.rows.hashing import IdArray
+from pscore.rows.partition import buckets_of, slices_of
 from pscore.rows.payload import decode_values, encode_pull, encode_push
 from pscore.rows.spec import Rows, RowTable
 from pscore.rules import SSGD
@@ -51,6 +52,12 @@ def row_spec(
         num_groups=1,
         content=Rows(tables=tuple(table for *_, table in tables), parts=parts),
     )
+
+
+def crowded(seed: int, count: int, every: int = 256) -> IdArray:
+    """Returns ids below 2^20 of a table with `seed`, ascending, all in each `every`-th bucket."""
+    ids = np.arange(1 << 20, dtype=np.uint64)
+    return ids[buckets_of(ids, seed) % every == 0][:count]
 
 
 class Answers:

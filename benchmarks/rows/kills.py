@@ -1,8 +1,9 @@
 """Rows under kills: every push of rows counts exactly once, in its own rows.
 
-Two workers train one table without a bound of ids on two shards with journals, in `asgd`. Every few
-seconds a shard or a worker is killed (SIGKILL). A shard is started again by its supervisor; a
-worker is forked again at once, and draws other ids.
+Two workers train one table without a bound of ids on two shards with journals, in `asgd`; a second
+run does so in `ssgd`, with rows that come late and go (going.py). Every few seconds a shard or a
+worker is killed (SIGKILL). A shard is started again by its supervisor; a worker is forked again at
+once, and draws other ids.
 
 The gradient of a row is a number that belongs to its id, in all columns, and the learning rate is
 1. So in the end a row divided by this number is the times that it was pushed. Each worker writes
@@ -13,6 +14,7 @@ worker only the last two pushes may be counted or not.
     double    rows that were counted more often
     torn      rows whose columns differ
     shifted   rows with a part of another row's gradient: not a multiple of their own number
+    removed   rows that have gone, in the second run
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import signal
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,11 +33,13 @@ import numpy as np
 
 from benchmarks import kit
 from benchmarks.forked import Forked, ending, prepare
+from benchmarks.rows import going
 from benchmarks.survival.shards import Shards, free_ports
 
 JOB = "row-kills"
 NUM_SHARDS, NUM_WORKERS, DIM = 2, 2, 4
 NUM_IDS, TOUCHED = 1 << 18, 10_000
+MORE_STEPS = 5  # Of each worker after the last kill.
 SHARE_OF_WORKERS = 0.25  # Of the kills.
 OPEN = 2  # Pushes of a killed worker that may be counted or not.
 STEP = struct.Struct("<q")
@@ -54,7 +59,15 @@ def _number_of(ids: np.ndarray) -> np.ndarray:
 
 
 def work(line: Connection, rank: int, life: int, environment: dict[str, str], folder: Path) -> None:
-    """Trains as one worker until it is told to end; then it looks up all rows if it is asked."""
+    """Trains as one worker until it is told to end; then it looks up all rows if it is asked.
+
+    Args:
+        line: To the measuring process.
+        rank: Rank.
+        life: How often it was killed before.
+        environment: Variables of the job.
+        folder: Gets the steps that were begun, and the rows.
+    """
     os.environ.update(environment)
     import torch
 
@@ -92,17 +105,17 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
 class Run:
     """The workers and shards of one run."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        """Prepares them; starts nothing yet."""
-        self._folder, self._rng = folder, random.Random(seed)
+    def __init__(self, folder: Path, work: Callable[..., None] = work, seed: int = 0) -> None:
+        """Prepares them, with `work` as that of a worker; starts nothing yet."""
+        self._folder, self._work, self._rng = folder, work, random.Random(seed)
         (folder / "state").mkdir()
         flags = ["--shards", str(NUM_SHARDS), "--lease-s", "60"]
         self._shards = Shards(folder, folder / "state", flags, port=free_ports(NUM_SHARDS))
         self._lives = [0] * NUM_WORKERS
         self._workers: list[Forked] = []
 
-    def train(self, seconds: float, every_s: float) -> dict[str, float]:
-        """Trains under kills; returns the account.
+    def train(self, seconds: float, every_s: float) -> int:
+        """Trains under kills; returns how many there were.
 
         Args:
             seconds: Time of the kills, from the first step on.
@@ -112,14 +125,17 @@ class Run:
         self._workers = [self._worker(rank) for rank in range(NUM_WORKERS)]
         with ending(self._workers):
             try:
-                while not all(self._steps(rank) for rank in range(NUM_WORKERS)):
+                while not all(len(lives[-1]) for lives in self.steps):
                     self._tend(0.05)
                 faults, end_s = 0, time.monotonic() + seconds
                 while time.monotonic() < end_s:
                     self._tend(every_s * self._rng.uniform(0.5, 1.5))
                     faults += self._kill()
+                while not all(len(lives[-1]) for lives in self.steps):
+                    self._tend(0.05)
+                newest = max(self.steps[rank][last][-1] for rank, last in enumerate(self._lives))
                 for worker in self._workers:
-                    worker.tell()
+                    worker.tell(int(newest) + MORE_STEPS)
                 for worker in self._workers:
                     worker.hear()
                 for rank, worker in enumerate(self._workers):
@@ -128,13 +144,13 @@ class Run:
                     worker.hear()
             finally:
                 self._shards.stop()
-        return {"faults": faults, **self._account()}
+        return faults
 
     def _worker(self, rank: int) -> Forked:
         addresses = self._shards.addresses
         environment = kit.worker_environment(addresses, rank, NUM_WORKERS, "auto", JOB)
         environment["TORCHELASTIC_RESTART_COUNT"] = str(self._lives[rank])
-        return Forked(work, rank, self._lives[rank], environment, self._folder)
+        return Forked(self._work, rank, self._lives[rank], environment, self._folder)
 
     def _tend(self, seconds: float) -> None:
         """Waits, and raises what a worker has raised."""
@@ -153,43 +169,50 @@ class Run:
         self._workers[rank] = self._worker(rank)
         return True
 
-    def _steps(self, rank: int, life: int = 0) -> int:
-        """Returns how many steps a worker has begun."""
-        path = self._folder / f"{rank}-{life}.steps"
-        return path.stat().st_size // STEP.size if path.exists() else 0
-
-    def _account(self) -> dict[str, float]:
-        """Returns how many rows are wrong, by kind, and how many pushes there were."""
-        least, most = np.zeros(NUM_IDS, np.int64), np.zeros(NUM_IDS, np.int64)
-        pushes = 0
+    @property
+    def steps(self) -> list[list[np.ndarray]]:
+        """The steps that each worker has begun in each life."""
+        found = []
         for rank, last in enumerate(self._lives):
-            for life in range(last + 1):
-                count = self._steps(rank, life)
-                pushes += count
-                known = count if life == last else count - OPEN
-                for step in range(count):
-                    ids = _drawn(rank, life, step)
-                    most[ids] += 1
-                    least[ids] += step < known
-        rows = -np.load(self._folder / "rows.npy")
-        numbers = _number_of(np.arange(NUM_IDS))
-        times = rows[:, 0] / numbers
-        is_shifted = (rows % numbers[:, None] != 0).any(1)
-        return {
-            "lost": int((~is_shifted & (times < least)).sum()),
-            "double": int((~is_shifted & (times > most)).sum()),
-            "torn": int((rows != rows[:, :1]).any(1).sum()),
-            "shifted": int(is_shifted.sum()),
-            "pushes": pushes,
-        }
+            paths = [self._folder / f"{rank}-{life}.steps" for life in range(last + 1)]
+            read = [path.read_bytes() if path.exists() else b"" for path in paths]
+            whole = [data[: len(data) // STEP.size * STEP.size] for data in read]
+            found.append([np.frombuffer(data, "<i8") for data in whole])
+        return found
 
 
-def measure(quick: bool) -> dict[str, float]:
-    """Returns the account of a run under kills.
+def account(folder: Path, steps: list[list[np.ndarray]]) -> dict[str, float]:
+    """Returns how many rows are wrong, by kind, and how many pushes there were."""
+    least, most = np.zeros(NUM_IDS, np.int64), np.zeros(NUM_IDS, np.int64)
+    for rank, lives in enumerate(steps):
+        for life, begun in enumerate(lives):
+            known = len(begun) if life == len(lives) - 1 else len(begun) - OPEN
+            for step in range(len(begun)):
+                ids = _drawn(rank, life, step)
+                most[ids] += 1
+                least[ids] += step < known
+    rows = -np.load(folder / "rows.npy")
+    numbers = _number_of(np.arange(NUM_IDS))
+    times = rows[:, 0] / numbers
+    is_shifted = (rows % numbers[:, None] != 0).any(1)
+    return {
+        "lost": int((~is_shifted & (times < least)).sum()),
+        "double": int((~is_shifted & (times > most)).sum()),
+        "torn": int((rows != rows[:, :1]).any(1).sum()),
+        "shifted": int(is_shifted.sum()),
+        "pushes": sum(len(begun) for lives in steps for begun in lives),
+    }
 
-    Args:
-        quick: Whether it lasts 40 seconds instead of ten minutes.
-    """
+
+def measure(_: bool) -> dict[str, float]:
+    """Returns the account of both runs under kills together; the second lasts `SECONDS`."""
     prepare()
-    with tempfile.TemporaryDirectory(prefix="paceline-row-kills-") as folder:
-        return Run(Path(folder)).train(QUICK_SECONDS if quick else SECONDS, EVERY_S)
+    cases = (work, account, QUICK_SECONDS), (going.work, going.account, SECONDS)
+    sums: dict[str, float] = dict.fromkeys(("faults", *WRONG, "pushes", "removed", "seconds"), 0)
+    for train, count, seconds in cases:
+        with tempfile.TemporaryDirectory(prefix="paceline-row-kills-") as folder:
+            run = Run(Path(folder), train)
+            counted = {"faults": run.train(seconds, EVERY_S), "seconds": seconds}
+            for name, value in {**counted, **count(Path(folder), run.steps)}.items():
+                sums[name] += value
+    return sums

@@ -28,3 +28,16 @@ def slices_of(ids: IdArray, seed: int, num_slices: int) -> IntArray:
 def bucket_range(index: int, num_slices: int) -> tuple[int, int]:
     """Returns the first bucket of a slice, and that behind its last one."""
     return -(-index * BUCKETS // num_slices), -(-(index + 1) * BUCKETS // num_slices)
+
+
+def shares_of(rows: int, buckets: range, least: int = 0) -> IntArray:
+    """Returns the share of each bucket in the rows of all, `(len(buckets),) int64`.
+
+    Args:
+        rows: Rows of all buckets.
+        buckets: Those of which the shares are wanted.
+        least: The smallest share.
+    """
+    edges = np.arange(buckets.start, buckets.stop + 1) * rows // BUCKETS
+    shares: IntArray = np.maximum(np.diff(edges), least)
+    return shares

@@ -19,7 +19,7 @@ from pscore.net.wire import PAYLOAD_NBYTES_MAX
 from pscore.partition import Layout, fingerprint
 from pscore.rows.init import parse_init
 from pscore.rows.optimizers import ROW_OPTIMIZERS, RowOptimizer, RowSGD
-from pscore.rows.partition import BUCKETS, bucket_range
+from pscore.rows.partition import BUCKETS, bucket_range, shares_of
 from pscore.rows.payload import Owned, RowRequest, decode_pull
 from pscore.rules.base import Rule
 from pscore.types import ByteArray, SliceSpec, TensorSegment, TensorSpec
@@ -36,6 +36,8 @@ HEADER_NBYTES = 16  # A row's header in a slab: id, version, flags and times see
 INDEX_NBYTES = 48  # The most that a row takes in the index.
 FLOAT_NBYTES = 4
 COUNT_MAX, TTL_MAX = 1 << 16, 1 << 31
+WAITING_MIN = 4  # Ids of a bucket that may wait.
+LRU_MIN = 4 * BUCKETS  # Four rows a bucket.
 COUNTER: RowOptimizer = RowSGD()  # An id that waits is a row of one number: pushes add to it.
 MARGIN_DEVIATIONS, MARGIN_ROWS = 6.0, 64  # Above the mean number of rows in a slice.
 
@@ -51,7 +53,8 @@ class RowTable:
         max_norm: Largest Euclidean norm of a row; 0: none.
         min_count: Pushes with an id's gradient that make its row; 0 and 1: the first.
         ttl: Updates after which a row goes that none of them has changed; 0: it stays.
-        lru: Most updated rows on all shards, above which the oldest go; 0: there is no bound.
+        lru: Most updated rows on all shards, above which the oldest go, in each bucket those above
+            its share; 0: there is no bound.
     """
 
     seed: int = 0
@@ -154,19 +157,26 @@ class Rows(Content):
     def rows_max(self, table: int, tensor: TensorSpec, part: SliceSpec) -> int:
         """Returns the most rows of a row table in a slice: its share, and a margin.
 
-        With `lru` there is no margin, so that all slices have no more rows together.
+        With `lru` the margin is for steps with more new rows of a bucket than its share.
         """
-        if lru := self.tables[table].lru:
-            return max(1, lru * part.numel // BUCKETS)
-        total = self.tables[table].max_rows or tensor.shape[0] or ROWS_MAX_DEFAULT
-        if part.numel == BUCKETS:
+        total = self.room(table, tensor)
+        if part.numel == BUCKETS and not self.tables[table].lru:
             return total
         share = total * part.numel / BUCKETS
-        return min(total, math.ceil(share + MARGIN_DEVIATIONS * math.sqrt(share)) + MARGIN_ROWS)
+        most = math.ceil(share + MARGIN_DEVIATIONS * math.sqrt(share)) + MARGIN_ROWS
+        return most if self.tables[table].lru else min(total, most)
+
+    def room(self, table: int, tensor: TensorSpec) -> int:
+        """Returns the most rows of a row table on all shards."""
+        declared = self.tables[table].lru or self.tables[table].max_rows
+        return declared or tensor.shape[0] or ROWS_MAX_DEFAULT
 
     def waiting_max(self, table: int, tensor: TensorSpec, part: SliceSpec) -> int:
         """Returns the most ids of a row table in a slice that wait for their rows."""
-        return self.rows_max(table, tensor, part) if self.tables[table].min_count > 1 else 0
+        if self.tables[table].min_count <= 1:
+            return 0
+        buckets = range(part.start, part.stop)
+        return int(shares_of(self.room(table, tensor), buckets, WAITING_MIN).sum())
 
     @property
     def request_nbytes_max(self) -> int:
@@ -278,5 +288,10 @@ def _require_table(tensor: TensorSpec, table: RowTable) -> None:
         raise ConfigError(
             f"{what} has lru {table.lru} and max_rows {table.max_rows}; give one of them, below "
             f"{ROWS_MAX}"
+        )
+    if 0 < table.lru < LRU_MIN:
+        raise ConfigError(
+            f"{what} has lru {table.lru}, must be at least {LRU_MIN}: each of {BUCKETS} buckets "
+            "keeps its newest rows; give so few rows max_rows"
         )
     parse_init(table.init)

@@ -167,11 +167,10 @@ class RowArchive(Archive):
             width = {"rows": optimizer.width(tensor.shape[1])}
             for part in parts:
                 what = f"the rows of {tensor.name!r} in slice {part.index}"
-                most = content.rows_max(number, tensor, part)
-                kinds = {"rows": KINDS}
+                kinds = {"rows": (KINDS, content.rows_max(number, tensor, part))}
                 if content.tables[number].min_count > 1:
-                    kinds["waiting"] = WAITING
-                for name, of_name in kinds.items():
+                    kinds["waiting"] = WAITING, content.waiting_max(number, tensor, part)
+                for name, (of_name, most) in kinds.items():
                     counts = about.get(name)
                     count = 0 if counts is None else count_of(counts[number][part.index], what)
                     if count > most:
@@ -234,23 +233,12 @@ def _divide(
     arrays: Mapping[str, Tensors],
     prefix: str = "",
 ) -> list[IntArray]:
-    """Returns the places of the rows of each slice, or of the ids that wait there.
-
-    With `lru` a slice on another number of shards may have less room: it gets the newest.
-    """
+    """Returns the places of the rows of each slice, or of the ids that wait there."""
     content, tensor = spec.content, spec.tensors[number]
     assert isinstance(content, Rows)
-    ids, versions = (arrays[prefix + name][tensor.name] for name in (IDS, VERSIONS))
-    table = content.tables[number]
-    owners = slices_of(ids, table.seed, len(layout.slices))
-    chosen = [np.flatnonzero(owners == part.index) for part in layout.slices]
-    if table.lru:
-        for index, part in enumerate(layout.slices):
-            places, most = chosen[index], content.rows_max(number, tensor, part)
-            if len(places) > most:
-                newest = np.lexsort((ids[places], versions[places]))[-most:]
-                chosen[index] = places[np.sort(newest)]
-    return chosen
+    ids = arrays[prefix + IDS][tensor.name]
+    owners = slices_of(ids, content.tables[number].seed, len(layout.slices))
+    return [np.flatnonzero(owners == part.index) for part in layout.slices]
 
 
 def _optimizer_of(spec: TableSpec) -> RowOptimizer:

@@ -127,6 +127,58 @@ def ages(words: WordArray, stride: int, out: IntArray) -> None:
 
 
 @kernel
+def take_oldest(
+    words: WordArray,
+    longs: IdArray,
+    stride: int,
+    heads: IntArray,
+    stops: IntArray,
+    places: IntArray,
+    versions: IntArray,
+    surplus: IntArray,
+    version: int,
+    ids: IdArray,
+    out: IntArray,
+) -> int:
+    """Writes the places of the oldest rows of each bucket that have not changed since a look.
+
+    Args:
+        words: The slab, as words of 32 bits.
+        longs: The slab, as words of 64 bits.
+        stride: Words of a place.
+        heads: `(num_buckets,) int64`, the first row of each bucket in `places`; moves on.
+        stops: `(num_buckets,) int64`, that behind the last one.
+        places: Found rows, those of a bucket in the order in which they go.
+        versions: The version of each at the look.
+        surplus: `(num_buckets,) int64`, rows wanted of each bucket; falls by those found.
+        version: All rows up to this one are wanted.
+        ids: Those of rows that are not wanted, ascending.
+        out: Receives places; returns their number.
+    """
+    count = 0
+    for bucket in range(len(heads)):
+        at = heads[bucket]
+        while at < stops[bucket] and (versions[at] <= version or surplus[bucket] > 0):
+            base = places[at] * stride
+            if words[base + VERSION_WORD] == versions[at]:
+                own = longs[base // 2]
+                low, high = 0, len(ids)
+                while low < high:
+                    middle = (low + high) // 2
+                    if ids[middle] < own:
+                        low = middle + 1
+                    else:
+                        high = middle
+                if low == len(ids) or ids[low] != own:
+                    out[count] = places[at]
+                    count += 1
+                    surplus[bucket] -= 1
+            at += 1
+        heads[bucket] = at
+    return count
+
+
+@kernel
 def occupy(longs: IdArray, words: WordArray, stride: int, places: IntArray, ids: IdArray) -> None:
     """Gives places to ids; their rows are not written yet."""
     for i in range(len(places)):

@@ -4,12 +4,13 @@
                the steps before are dropped. An id that waits has a place with its count
     ttl        behind update v the rows go that were last changed at v - ttl or before, and the ids
                that have waited since then
-    lru        if a step makes more rows than there is room for, those go that were changed the
-               longest ago; of equal ones those of the smallest ids
+    lru        each bucket of ids (partition.py) has its share of the rows; where a step makes more
+               of them, those of the bucket go that were changed the longest ago; of equal ones
+               those of the smallest ids. Rows of the step itself stay: they go with a later one
 
-Neither time nor chance plays a part. So a step that is made again after a kill decides as before,
-and with `min_count` and `ttl` any number of shards decides the same. An id that has gone begins
-again as one that was never seen.
+Neither time nor chance plays a part, and a bucket lies in one slice. So a step that is made again
+after a kill decides as before, and any number of shards decides the same. An id that has gone
+begins again as one that was never seen.
 """
 
 from __future__ import annotations
@@ -19,15 +20,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pscore.memory.kernels import read_only
 from pscore.rows.hashing import IdArray
-from pscore.rows.spec import COUNTER, RowTable
+from pscore.rows.partition import BUCKETS, buckets_of, shares_of
+from pscore.rows.spec import COUNTER, WAITING_MIN, RowTable
 from pscore.types import FloatArray, IntArray
+from psserver.rows import kernels
 from psserver.rows.mapped import Mapped
 from psserver.rows.slab import NO_PLACES, Places, Slab, SummedRows
 
 ADDING = np.array([1.0, 0.0, 1.0])  # lr, weight_decay and maximize of the sum of pushes.
-CHUNK = 1024
 SHARE = 8  # A look at all rows finds those of an eighth of the time to live, or of the rows.
+NEWEST = int(kernels.NO_VERSION) - 1
+ALL_BUCKETS = range(BUCKETS)
+NO_IDS: IdArray = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +74,33 @@ class RowPolicy:
         removes: Whether rows may go.
     """
 
-    def __init__(self, table: RowTable, slab: Slab, waiting: Slab | None = None) -> None:
-        """Decides as `table` declares."""
+    def __init__(
+        self,
+        table: RowTable,
+        slab: Slab,
+        waiting: Slab | None = None,
+        buckets: range = ALL_BUCKETS,
+        room: int = 0,
+    ) -> None:
+        """Decides as `table` declares.
+
+        Args:
+            table: The declaration.
+            slab: The rows.
+            waiting: The ids that wait; None: none do.
+            buckets: Those of the slice.
+            room: Most ids that wait, in all buckets of all slices.
+        """
         self.slab, self.waiting = slab, waiting
         self._min_count, self._ttl, self._has_lru = table.min_count, table.ttl, table.lru > 0
         self.removes = self._ttl > 0 or self._has_lru
-        self._oldest = Oldest(slab, table.ttl)
-        self._oldest_waiting = None if waiting is None else Oldest(waiting, table.ttl)
+        self._shares = shares_of(table.lru, buckets)
+        shares = self._shares if self._has_lru else None
+        self._oldest = Oldest(slab, table, buckets, shares)
+        self._oldest_waiting = None
+        if waiting is not None:
+            shares = shares_of(room, buckets, WAITING_MIN)
+            self._oldest_waiting = Oldest(waiting, table, buckets, shares)
 
     @property
     def slabs(self) -> list[Slab]:
@@ -106,11 +132,10 @@ class RowPolicy:
                 is_kept[is_absent] = is_made
                 ids, places = ids[is_kept], places[is_kept]
                 grads = grads.reshape(-1, self.slab.dim)[is_kept].reshape(-1)
-        surplus = self.slab.count + int((places < 0).sum()) - self.slab.rows_max
         removed = NO_PLACES
         if self.removes:
             last = version - self._ttl if self._ttl else -1
-            removed = self._oldest.take(last, max(0, surplus), ids)
+            removed = self._oldest.take(last, ids, ids[places < 0])
         return RowDecision(
             rows=self.slab.plan(ids, removed, places),
             grads=grads,
@@ -120,8 +145,11 @@ class RowPolicy:
         )
 
     def count(self, decision: RowDecision, version: int) -> None:
-        """Counts the pushes of ids that wait, in a step that has begun."""
+        """Counts the rows, and the pushes of ids that wait, in a step that has begun."""
+        self._oldest.note()
         if self.waiting is not None and decision.waiting is not None:
+            assert self._oldest_waiting is not None
+            self._oldest_waiting.note()
             self.waiting.step(decision.waiting, decision.times, 1.0, version, 1, ADDING)
 
     def admits(self, ids: IdArray, times: FloatArray | IntArray) -> np.ndarray:
@@ -144,14 +172,15 @@ class RowPolicy:
         Args:
             pushes: The ids of each, ascending.
         """
-        held = 0 if self._has_lru else self.slab.count
-        if (wanted := held + sum(map(len, pushes))) <= self.slab.rows_max:
+        if (wanted := self.slab.count + sum(map(len, pushes))) <= self.slab.rows_max:
             return wanted
         if not self._has_lru:
             pushes = [ids[self.slab.find(ids) < 0] for ids in pushes]
         ids, times = np.unique(np.concatenate(pushes), return_counts=True)
-        is_there = self.slab.find(ids) >= 0
-        return held + int((is_there | self.admits(ids, times)).sum())
+        made = ids[(self.slab.find(ids) >= 0) | self.admits(ids, times)]
+        if not self._has_lru:
+            return self.slab.count + len(made)
+        return int(np.maximum(self._shares, self._oldest.count(made)).sum())
 
     def reserve(self, rows: int, ids: int) -> None:
         """Makes sure that there is space for some rows in all, and for more ids that wait.
@@ -180,15 +209,13 @@ class RowPolicy:
         assert slab is not None
         assert oldest is not None
         places = slab.find(ids)
-        made = places[is_made]
-        made = made[made >= 0]
-        fresh = np.flatnonzero(~is_made & (places < 0))
-        surplus = slab.count - len(made) + len(fresh) - slab.rows_max
+        made, is_fresh = is_made & (places >= 0), ~is_made & (places < 0)
         last = version - self._ttl if self._ttl else -1
-        gone = oldest.take(last, max(0, surplus), ids)
+        gone = oldest.take(last, ids, ids[is_fresh], ids[made])
         is_waiting = ~is_made
-        is_waiting[fresh[len(fresh) - max(0, surplus - len(gone)) :]] = False
-        plan = slab.plan(ids[is_waiting], np.concatenate([made, gone]), places[is_waiting])
+        is_waiting[is_fresh] = ~oldest.leave_out(ids[is_fresh])
+        removed = np.concatenate([places[made], gone])
+        plan = slab.plan(ids[is_waiting], removed, places[is_waiting])
         return plan, times[is_waiting].astype(np.float32)
 
 
@@ -198,69 +225,116 @@ def make_waiting(rows_max: int, table: RowTable, memory: Mapped) -> Slab:
 
 
 class Oldest:
-    """The rows of a slab in the order of their last change, as far as it is known.
+    """The rows of a slice by bucket, in the order of their last change, as far as it is known.
 
     A look at all rows finds more than are needed at once. A row that changes afterwards is no
     longer of the version that was found, so what was found stays right.
     """
 
-    def __init__(self, slab: Slab, ttl: int) -> None:
-        """Knows nothing yet of `slab`; with a time to live rows are needed by their versions."""
-        self._slab, self._ahead = slab, ttl // SHARE
+    def __init__(
+        self, slab: Slab, table: RowTable, buckets: range, shares: IntArray | None
+    ) -> None:
+        """Knows nothing yet.
+
+        Args:
+            slab: The rows.
+            table: The declaration: with a time to live rows are needed by their versions.
+            buckets: Those of the slice.
+            shares: `(len(buckets),) int64`, most rows of each; None: there is no bound.
+        """
+        self._slab, self._shares, self._ahead = slab, shares, table.ttl // SHARE
+        self._seed, self._buckets = table.seed, buckets
+        self._kept: IntArray = NO_PLACES  # Rows of each bucket after the step that is decided.
         self.forget()
 
     def forget(self) -> None:
         """Forgets all rows."""
         self._places = self._versions = NO_PLACES
+        self._heads = self._stops = np.zeros(len(self._buckets), np.int64)
         self._until = -1  # Every row of a version up to this one was found.
+        self._held: IntArray | None = None  # Rows of each bucket; None: they are not counted.
 
-    def take(self, version: int, count: int, ids: IdArray) -> IntArray:
-        """Returns the places of the oldest rows, which then are no longer known.
+    def count(self, ids: IdArray) -> IntArray:
+        """Returns how many ids each bucket has, `(num_buckets,) int64`."""
+        return np.bincount(self._numbers_of(ids), minlength=len(self._buckets))
+
+    def take(self, version: int, ids: IdArray, fresh: IdArray, made: IdArray = NO_IDS) -> IntArray:
+        """Returns the places of rows that go, by bucket; then they are no longer known.
 
         Args:
-            version: All rows that were last changed at this one or before are wanted.
-            count: So many rows at least, if there are so many.
-            ids: `(n,) uint64`, ascending: those of rows that are not wanted.
+            version: All rows that were last changed at this one or before go.
+            ids: `(n,) uint64`, ascending: the step's, whose rows do not go.
+            fresh: Those of which the step makes a row.
+            made: Those whose row goes in any case.
         """
+        surplus = np.zeros(len(self._buckets), np.int64)
+        if self._shares is not None:
+            if self._held is None:
+                self._held = self.count(self._slab.rows()[0])
+            self._kept = self._held - self.count(made) + self.count(fresh)
+            surplus = np.maximum(self._kept - self._shares, 0)
         if version > self._until:
-            self._look(version + self._ahead, 0)
-        stop = int(np.searchsorted(self._versions, version, "right"))
-        chosen = self._good(0, stop, ids)
-        least, has_looked = max(len(chosen), count), False
-        while len(chosen) < least:
-            if stop == len(self._places):
-                if has_looked:
-                    break
-                self._look(version, count + len(ids))
-                chosen, stop, has_looked = NO_PLACES, 0, True
-            end = min(len(self._places), stop + max(CHUNK, least - len(chosen)))
-            chosen = np.concatenate([chosen, self._good(stop, end, ids)])
-            stop = end
-        if len(chosen) > least:
-            chosen = chosen[:least]
-            stop = int(chosen[-1]) + 1
-        places = self._places[chosen]
-        self._places, self._versions = self._places[stop:], self._versions[stop:]
-        return places
+            self._look(version + self._ahead)
+        found, is_short = self._pop(version, surplus.copy(), ids)
+        for count in (2 * int(surplus.sum()) + self._slab.count // SHARE, self._slab.count):
+            if is_short:
+                self._look(max(version, self._until_of(count)))
+                found, is_short = self._pop(version, surplus.copy(), ids)
+        if self._shares is not None:
+            self._kept -= self.count(self._slab.ids_at(found))
+        return found
 
-    def _good(self, start: int, stop: int, ids: IdArray) -> IntArray:
-        """Returns the positions of found rows that have not changed and are none of `ids`."""
-        places = self._places[start:stop]
-        is_good = self._slab.versions(places) == self._versions[start:stop]
-        if len(ids):
-            own = self._slab.ids_at(places)
-            at = np.minimum(np.searchsorted(ids, own), len(ids) - 1)
-            is_good &= ids[at] != own
-        return start + np.flatnonzero(is_good)
+    def leave_out(self, fresh: IdArray) -> np.ndarray:
+        """Returns which of the rows to be made have no room, `(n,) bool`; they are not made.
 
-    def _look(self, version: int, count: int) -> None:
-        """Finds the rows up to a version, and at least `count`."""
+        Args:
+            fresh: `(n,) uint64`, ascending, those of the last `take`; the smallest have room.
+        """
+        if self._shares is None:
+            return np.zeros(len(fresh), np.bool_)
+        numbers = self._numbers_of(fresh)
+        order = np.argsort(numbers, kind="stable")
+        ordered = numbers[order]
+        rank = np.arange(len(fresh)) - np.searchsorted(ordered, ordered)
+        room = (self._shares - self._kept + self.count(fresh))[ordered]
+        is_out = np.zeros(len(fresh), np.bool_)
+        is_out[order] = rank >= room
+        self._kept -= self.count(fresh[is_out])
+        return is_out
+
+    def note(self) -> None:
+        """Counts the rows of the step that was decided last: it has begun."""
+        if self._shares is not None:
+            self._held = self._kept
+
+    def _numbers_of(self, ids: IdArray) -> IntArray:
+        """Returns the bucket of each id, counted from the slice's first."""
+        return buckets_of(ids, self._seed) - self._buckets.start
+
+    def _pop(self, version: int, surplus: IntArray, ids: IdArray) -> tuple[IntArray, bool]:
+        """Returns places of rows that go, and whether a bucket may have more to give."""
+        out = np.empty(len(self._places), np.int64)
+        slab = self._slab
+        count = kernels.take_oldest(
+            slab.words, slab.longs, slab.stride, self._heads, self._stops, self._places,
+            self._versions, surplus, version, read_only(ids), out,
+        )  # fmt: skip
+        return out[:count], bool((surplus > 0).any())
+
+    def _until_of(self, count: int) -> int:
+        """Returns the version up to which there are `count` rows."""
         ages = self._slab.ages()
-        until = version
-        count = min(self._slab.count, count + self._slab.count // SHARE) if count else 0
-        if count:
-            until = max(version, int(np.partition(ages, count - 1)[count - 1]))
+        return int(np.partition(ages, count)[count]) if count < self._slab.count else NEWEST
+
+    def _look(self, until: int) -> None:
+        """Finds the rows up to a version."""
+        ages = self._slab.ages()
+        until = min(until, int(ages[ages < kernels.NO_VERSION].max(initial=-1)))
         places = np.flatnonzero(ages <= until)
-        order = np.lexsort((self._slab.ids_at(places), ages[places]))
+        ids = self._slab.ids_at(places)
+        numbers = self._numbers_of(ids)
+        order = np.lexsort((ids, ages[places], numbers))
         self._places, self._versions = places[order], ages[places][order]
-        self._until = until
+        edges = np.searchsorted(numbers[order], np.arange(len(self._buckets) + 1))
+        self._heads, self._stops = edges[:-1].copy(), edges[1:]
+        self._until = until  # Rows that change from now on are of later versions.

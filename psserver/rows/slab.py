@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,15 @@ from psserver.rows.mapped import Mapped
 INDEX_MIN = 1 << 10
 HIGH = 0  # Word of the slab's file: no place from this one on was ever used.
 NO_PLACES: IntArray = np.empty(0, np.int64)
+BLOCK = 1024  # Rows that are changed at once: they stay in the cache, and their pages in the TLB.
 NO_PUSH = np.empty(0, np.uint64), np.empty(0, np.float32), 1.0
+
+
+Keep = Callable[[int, int], None]
+
+
+def keep_nothing(start: int, stop: int) -> None:
+    """Does nothing: no step is undone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +119,7 @@ class Slab:
         self.memory = memory
         self.floats: FloatArray = memory.data.view(np.float32)
         self.words = memory.data.view(np.uint32)
-        self._longs: IdArray = memory.data.view(np.uint64)
+        self.longs: IdArray = memory.data.view(np.uint64)
         self._keys: IdArray = np.zeros(INDEX_MIN, np.uint64)
         self._places = np.zeros(INDEX_MIN, np.int32)
         self._free: IntArray = NO_PLACES
@@ -206,16 +214,23 @@ class Slab:
         highest = max(high, int(new.max()) + 1)
         self.memory.reserve(4 * self.stride * highest)
         self.memory.words[HIGH] = highest
-        kernels.occupy(self._longs, self.words, self.stride, new, ids)
+        kernels.occupy(self.longs, self.words, self.stride, new, ids)
         if 2 * self.count > len(self._keys):
             self._grow()
         else:
             kernels.put(self._keys, self._places, self.init.mask, ids, new)
 
     def step(
-        self, plan: Places, grads: FloatArray, scale: float, version: int, t: int, hyper: HyperArray
+        self,
+        plan: Places,
+        grads: FloatArray,
+        scale: float,
+        version: int,
+        t: int,
+        hyper: HyperArray,
+        keep: Keep = keep_nothing,
     ) -> None:
-        """Makes a step of the optimizer on the rows of a plan that has begun.
+        """Makes a step of the optimizer on the rows of a plan that has begun, block by block.
 
         Args:
             plan: Ids and places.
@@ -224,25 +239,36 @@ class Slab:
             version: Version of the rows after it.
             t: Steps of the table with this one.
             hyper: `(num_hyper,) float64`.
+            keep: Called before each block with the range of its rows among those that were there.
         """
         begins = np.where(plan.is_new, np.uint8(NEW), np.uint8(KNOWN))
-        kernels.is_fresh(self.words, self.stride, plan.places, begins)
-        step = RowStep(
-            floats=self.floats,
-            words=self.words,
-            stride=self.stride,
-            dim=self.dim,
-            width=self.width,
-            places=plan.places,
-            begins=begins,
-            ids=read_only(plan.ids),
-            grads=read_only(grads),
-            scale=np.float32(scale),
-            version=np.uint32(version),
-            init=self.init,
-            first_state=np.float32(self._optimizer.first_state(hyper)),
-        )
-        self._optimizer.step(step, t, hyper)
+        known = np.cumsum(~plan.is_new)
+        ids, grads = read_only(plan.ids), read_only(grads)
+        first_state = np.float32(self._optimizer.first_state(hyper))
+        kept = 0
+        for start in range(0, len(plan.places), BLOCK):
+            block = slice(start, start + BLOCK)
+            places, own = plan.places[block], begins[block]
+            stop = int(known[start + len(places) - 1])
+            keep(kept, stop)
+            kept = stop
+            kernels.is_fresh(self.words, self.stride, places, own)
+            step = RowStep(
+                floats=self.floats,
+                words=self.words,
+                stride=self.stride,
+                dim=self.dim,
+                width=self.width,
+                places=places,
+                begins=own,
+                ids=ids[block],
+                grads=grads[start * self.dim : (start + BLOCK) * self.dim],
+                scale=np.float32(scale),
+                version=np.uint32(version),
+                init=self.init,
+                first_state=first_state,
+            )
+            self._optimizer.step(step, t, hyper)
 
     def load(self, plan: Places, values: FloatArray, width: int, versions: IntArray) -> None:
         """Sets the rows of a plan that has begun: weights, or weights and state.
@@ -285,7 +311,7 @@ class Slab:
 
     def ids_at(self, places: IntArray) -> IdArray:
         """Returns the id at each place."""
-        return self._longs[places * self.stride // 2]
+        return self.longs[places * self.stride // 2]
 
     def rows(self, since: int | None = None) -> tuple[IdArray, IntArray]:
         """Returns the ids of all rows, ascending, and their places.
@@ -323,7 +349,7 @@ class Slab:
         ids, places = np.empty(high, np.uint64), np.empty(high, np.int64)
         if not high:  # A new table, which is made under the lock of all jobs: compiles nothing.
             return ids, places
-        found = kernels.scan(self._longs, self.words, self.stride, high, ids, places)
+        found = kernels.scan(self.longs, self.words, self.stride, high, ids, places)
         return ids[:found], places[:found]
 
     def _grow(self) -> None:

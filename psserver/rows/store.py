@@ -38,7 +38,7 @@ from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip
 from psserver.rows.cells import RowJournal
 from psserver.rows.gone import GoneIds
 from psserver.rows.policy import RowDecision, RowPolicy
-from psserver.rows.slab import FoundPlaces, Places, Slab, sum_up
+from psserver.rows.slab import FoundPlaces, Keep, Places, Slab, keep_nothing, sum_up
 from psserver.rows.undo import Undo
 from psserver.slices.base import (
     NO_CLOCKS,
@@ -426,7 +426,7 @@ class RowStore:
     def _full(self, number: int, wanted: int) -> TableFullError:
         return TableFullError(
             f"row table {self._owned[number].name!r} would have {wanted} rows in a slice that has "
-            f"room for {self.slabs[number].rows_max}; declare it with more max_rows"
+            f"room for {self.slabs[number].rows_max}; declare it with more max_rows, or lru"
         )
 
     def _keep(self, payload: Payload) -> Payload:
@@ -459,12 +459,14 @@ class RowStore:
             ]
             workers = [action.push.worker for action, _ in grads]
             decisions = self._decide(pushes, workers, update.version)
-            self._begin(decisions, update.version)
+            keeps = self._begin(decisions, update.version, later=True)
             for number in active:
                 self.counts[number] += 1
                 t, hyper = int(self.counts[number]), update.hyper[self._groups[number]]
                 rows, sums = decisions[number].rows, decisions[number].grads
-                self.slabs[number].step(rows, sums, update.scale, update.version, t, hyper)
+                self.slabs[number].step(
+                    rows, sums, update.scale, update.version, t, hyper, keeps[number]
+                )
             if self._journal is not None:
                 self._journal.remove(update.open_step)
             self._publish(update.version)
@@ -494,11 +496,20 @@ class RowStore:
             decisions.append(policy.decide(rows, places, version))
         return decisions
 
-    def _begin(self, decisions: Sequence[RowDecision], version: int) -> None:
-        """Makes room for the new rows of a step, removes others, and counts pushes."""
+    def _begin(
+        self, decisions: Sequence[RowDecision], version: int, *, later: bool = False
+    ) -> list[Keep]:
+        """Makes room for the new rows of a step, removes others, and counts pushes.
+
+        Args:
+            decisions: By table.
+            version: That of the rows after the step.
+            later: Whether the rows that stay are kept block by block, by the functions returned.
+        """
         plans = [plan for decision in decisions for plan in decision.plans]
         pairs = list(zip(self._all_slabs, plans, strict=True))
-        self._save(pairs)
+        main = np.cumsum([0, *(len(decision.plans) for decision in decisions[:-1])]).tolist()
+        keeps = self._save(pairs, main if later else [])
         for number, (slab, plan) in enumerate(pairs):
             self._gone.note(version, number, slab.ids_at(plan.removed))
         with self.places_lock:
@@ -507,14 +518,21 @@ class RowStore:
             for number, decision in enumerate(decisions):
                 self.policies[number].count(decision, version)
                 self._totals[:, number] += decision.num_removed, decision.num_dropped
+        return keeps
 
-    def _save(self, plans: Sequence[tuple[Slab, Places]]) -> None:
-        """Keeps the rows that a step changes or removes."""
+    def _save(self, plans: Sequence[tuple[Slab, Places]], later: Sequence[int] = ()) -> list[Keep]:
+        """Keeps the rows that a step changes or removes, those of some slabs later (`Undo.save`).
+
+        Returns:
+            The functions that keep them then, by table.
+        """
         if self._journal is not None and self._undo is not None and self._journal.is_on:
             try:
-                self._undo.save(plans, self._journal.number)
+                self._undo.save(plans, self._journal.number, later)
+                return [partial(self._undo.keep, index) for index in later]
             except OSError as problem:
                 self._journal.give_up(problem)
+        return [keep_nothing for _ in later]
 
     def _publish(self, version: int) -> None:
         """Makes the rows as they are those of a version, in the journal too."""

@@ -52,10 +52,11 @@ class RowKind(StoreKind):
             row_table, waiting = content.tables[number], None
             if waiting_max := content.waiting_max(number, tensor, part):
                 nbytes = stride_of(COUNTER, 1) * waiting_max
-                room = _mapped(journal, nbytes, table, part, f"{number}.waiting")
-                waiting = make_waiting(waiting_max, row_table, room)
+                memory_of = _mapped(journal, nbytes, table, part, f"{number}.waiting")
+                waiting = make_waiting(waiting_max, row_table, memory_of)
             slab = Slab(dim, rows_max, optimizer, row_table, mapped)
-            policies.append(RowPolicy(row_table, slab, waiting))
+            buckets, room = range(part.start, part.stop), content.room(number, tensor)
+            policies.append(RowPolicy(row_table, slab, waiting, buckets, room))
         undo = None
         if journal is not None:
             slabs = [slab for policy in policies for slab in policy.slabs]

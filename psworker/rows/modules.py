@@ -62,7 +62,8 @@ class EmbeddingTable(torch.nn.Module):
             first makes it.
         ttl: Updates after which a row that none of them has changed is its first value again; 0: no
             row goes.
-        lru: Largest number of rows that have been updated, above which the oldest go; 0: none go.
+        lru: Largest number of rows that have been updated, 16,384 or more, above which the oldest
+            go, in each bucket of ids those above its share; 0: none go.
         cache: Rows that this worker uses again without a pull; None: it pulls every row.
         pretrained: `(num_embeddings, embedding_dim) float32`, until it is on the shards; or None.
         source: The place from which rows come; None: they have never been updated.

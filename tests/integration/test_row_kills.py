@@ -115,7 +115,7 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"min_count": 3, "ttl": 4}, {"lru": 44}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"min_count": 3, "ttl": 4}], ids=str)
 def test_rows_have_the_same_bits_with_shards_killed_in_the_middle(
     shards: Killed, options: dict[str, int]
 ) -> None:

@@ -9,28 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscore.rows.spec import RowTable
+from pscore.rows.spec import LRU_MIN, RowTable
 from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
+from psserver.rows import slab
 from psserver.rows.mapped import PAGE
 from psserver.rows.slab import Slab
 from psserver.rows.undo import Undo
 from psserver.slices.arena import Arena
 from psserver.slices.journal import SliceJournal
-from tests.row_driver import JOB, RowShards, row_spec
+from tests.row_driver import JOB, RowShards, crowded, row_spec
 
 HYPER = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
 TABLES = (
     ("a", 0, 2, RowTable(seed=1, init="uniform(1)")),
-    ("b", 40, 3, RowTable(seed=2, init="normal(1)")),
+    ("b", 1 << 20, 3, RowTable(seed=2, init="normal(1)", max_rows=40)),
 )
 GOING = (
     ("a", 0, 2, RowTable(seed=1, init="uniform(1)", min_count=2, ttl=1)),
-    ("b", 40, 3, RowTable(seed=2, init="normal(1)", lru=20)),
+    ("b", 1 << 20, 3, RowTable(seed=2, init="normal(1)", lru=LRU_MIN)),
 )
 COUNTED = ("rows", "ids_waiting", "rows_removed", "gradients_dropped")
 WORKERS, STEPS = 2, 2
-ALL = [np.arange(60), np.arange(40)]
+ALL = [np.arange(60), crowded(2, 40, every=1024)]  # Of four buckets, with four rows each.
 
 
 class KilledError(Exception):
@@ -43,7 +44,7 @@ def pushes() -> list[tuple[int, int]]:
 
 def push(shards: RowShards, step: int, worker: int) -> None:
     drawn = np.random.default_rng((step, worker))
-    ids = [drawn.choice(60, 15, replace=False), drawn.choice(40, 9, replace=False)]
+    ids = [drawn.choice(60, 15, replace=False), drawn.choice(ALL[1], 9, replace=False)]
     grads = [drawn.standard_normal((15, 2)), drawn.standard_normal((9, 3))]
     shards.push(worker, step, ids, grads, HYPER, samples=1.0 + worker)
 
@@ -59,7 +60,9 @@ class Death:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: int | None = None  # Places where it may die, until it does.
-        for owner, name in ((SliceJournal, "commit"), (Slab, "begin"), (Slab, "step")):
+        monkeypatch.setattr(slab, "BLOCK", 4)  # A kill falls between two blocks of a step too.
+        changes = (SliceJournal, "commit"), (Slab, "begin"), (Slab, "step"), (Undo, "keep")
+        for owner, name in changes:
             monkeypatch.setattr(owner, name, self.dying(getattr(owner, name)))
 
     def dying(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +92,7 @@ def test_killed_at_any_change(
         push(calm, step, worker)
     wanted = calm.pull(ALL, with_state=True)
     death, kills = Death(monkeypatch), 0
-    for at in range(100):
+    for at in range(200):
         death.left = None
         shards = trained(rule, tmp_path / str(at), tables)
         death.left = at + 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +13,37 @@ import pytest
 
 from pscore.errors import ConfigError, TableFullError
 from pscore.rows.init import initial_rows
-from pscore.rows.spec import RowTable
+from pscore.rows.partition import buckets_of
+from pscore.rows.spec import LRU_MIN, WAITING_MIN, RowTable
 from psserver.rows.slab import Slab
-from tests.row_driver import RowShards, row_spec
+from tests.row_driver import RowShards, crowded, row_spec
 
 LR, EPS = 0.25, 1e-3
 HYPER = np.array([[LR, 0.0, EPS, 0.0, 0.0]])  # adagrad
 ONE = np.array([[1.0, 0.0, 0.0]])  # sgd
 DIM, NUM_IDS, WORKERS, STEPS = 3, 300, 3, 40
+SEED, ROOM = 3, 4
+IDS = crowded(SEED, NUM_IDS).astype(np.int64)  # Of 16 buckets, of which each has `ROOM` rows.
 INIT = "uniform(0.5)"
 
 
 def drawn(step: int, worker: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids of which small ones are frequent, and gradients."""
     rng = np.random.default_rng((step, worker))
-    ids = np.unique((NUM_IDS * rng.random(14) ** 3).astype(np.int64))
+    ids = IDS[np.unique((NUM_IDS * rng.random(14) ** 3).astype(np.int64))]
     return ids, rng.standard_normal((len(ids), DIM))
+
+
+@functools.cache
+def bucket(id_: int) -> int:
+    return int(buckets_of(np.array([id_], np.uint64), SEED)[0])
 
 
 class Model:
     """One table: rows with Adagrad's sums, ids that wait, and counts."""
 
     def __init__(self, table: RowTable) -> None:
-        self.table, self.room = table, table.lru or 10**9
+        self.table, self.room = table, ROOM if table.lru else 10**9
         self.rows: dict[int, list[Any]] = {}  # Weights, sums and version.
         self.waiting: dict[int, tuple[int, int]] = {}  # Pushes, and version.
         self.removed = self.dropped = 0
@@ -59,24 +70,31 @@ class Model:
         counts = {id_: self.waiting.get(id_, (0, 0))[0] + n for id_, n in absent.items()}
         late = {id_ for id_, count in counts.items() if count < self.table.min_count}
         others = {id_: at for id_, at in self.waiting.items() if id_ not in absent}
-        surplus = len(others) + len(late) - self.room
-        for number, (last, id_) in enumerate(sorted((v, i) for i, (_, v) in others.items())):
-            if number < surplus or (self.table.ttl and last <= version - self.table.ttl):
-                del others[id_]
-        known = sorted(late & self.waiting.keys())
-        room = self.room - len(others) - len(known)
-        fresh = sorted(late - self.waiting.keys())[: max(0, room)]
+        for id_ in self._oldest(version, {i: v for i, (_, v) in others.items()}, late, self.room):
+            del others[id_]
+        kept = sorted(late & self.waiting.keys())
+        for id_ in sorted(late - self.waiting.keys()):
+            if sum(bucket(each) == bucket(id_) for each in [*others, *kept]) < self.room:
+                kept.append(id_)
         self.dropped += sum(absent[id_] for id_ in late)
-        self.waiting = others | {id_: (counts[id_], version) for id_ in [*known, *fresh]}
+        self.waiting = others | {id_: (counts[id_], version) for id_ in kept}
         return late
 
     def _remove(self, version: int, kept: set[int]) -> None:
-        surplus = len(self.rows | dict.fromkeys(kept)) - self.room
-        others = sorted((row[2], id_) for id_, row in self.rows.items() if id_ not in kept)
-        for number, (last, id_) in enumerate(others):
-            if number < surplus or (self.table.ttl and last <= version - self.table.ttl):
-                del self.rows[id_]
-                self.removed += 1
+        others = {id_: row[2] for id_, row in self.rows.items() if id_ not in kept}
+        for id_ in self._oldest(version, others, kept, self.room):
+            del self.rows[id_]
+            self.removed += 1
+
+    def _oldest(
+        self, version: int, others: dict[int, int], kept: set[int], room: int
+    ) -> Iterator[int]:
+        """Yields those of `others`, by version, that go: too old, or too many in their bucket."""
+        held = Counter(map(bucket, [*others, *kept]))
+        for last, id_ in sorted((last, id_) for id_, last in others.items()):
+            if (self.table.ttl and last <= version - self.table.ttl) or held[bucket(id_)] > room:
+                held[bucket(id_)] -= 1
+                yield id_
 
 
 def trained(table: RowTable, num_shards: int, steps: int = STEPS) -> tuple[RowShards, Model]:
@@ -126,6 +144,10 @@ RULES = {
     "ttl": RowTable(seed=3, init=INIT, ttl=7),
     "long": RowTable(seed=3, init=INIT, ttl=25),
     "both": RowTable(seed=3, init=INIT, min_count=3, ttl=9),
+    "many": RowTable(seed=3, init=INIT, lru=LRU_MIN),
+    "many and old": RowTable(seed=3, init=INIT, lru=LRU_MIN, ttl=6),
+    "many and late": RowTable(seed=3, init=INIT, lru=LRU_MIN, min_count=2),
+    "all": RowTable(seed=3, init=INIT, lru=LRU_MIN, min_count=3, ttl=11),
 }
 
 
@@ -133,34 +155,44 @@ RULES = {
 def test_rows_are_those_of_the_model_on_any_number_of_shards(name: str) -> None:
     shards, model = trained(RULES[name], 1)
     assert model.removed or name == "late"
-    assert model.dropped or name in ("ttl", "long")
-    wanted = shards.pull([np.arange(NUM_IDS)], with_state=True)[0]
+    assert model.dropped or RULES[name].min_count == 0
+    wanted = shards.pull([IDS], with_state=True)[0]
     for num_shards in (2, 3, 4):
         shards, _ = trained(RULES[name], num_shards)
-        found = shards.pull([np.arange(NUM_IDS)], with_state=True)[0]
+        found = shards.pull([IDS], with_state=True)[0]
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("more", [{}, {"ttl": 6}, {"min_count": 2}, {"min_count": 3, "ttl": 11}])
-def test_the_oldest_rows_go_when_there_are_too_many(more: dict[str, int]) -> None:
-    _, model = trained(RowTable(seed=3, init=INIT, lru=60, **more), 1)
-    assert model.removed
-
-
-def test_the_bound_on_rows_is_that_of_all_shards_together() -> None:
-    shards = RowShards(row_spec(("a", 0, DIM, RowTable(lru=100)), num_shards=3))
-    assert [store.slabs[0].rows_max for store in shards.stores()] == [33, 33, 33]
-
-
 def test_a_step_with_more_rows_than_the_bound_is_refused_and_counts_nothing() -> None:
-    shards = RowShards(row_spec(("a", 0, DIM, RowTable(lru=20))))
+    """A step may bring a bucket more rows than its share: they go with the next."""
+    table = RowTable(seed=SEED, lru=LRU_MIN)
+    shards = RowShards(row_spec(("a", 0, DIM, table)))
+    (store,) = shards.stores()
+    room = store.slabs[0].rows_max
+    assert room > LRU_MIN
     shards.begin()
-    shards.push(0, 0, [np.arange(20)], [np.ones((20, DIM))], ONE)
-    with pytest.raises(TableFullError, match="would have 21 rows"):
-        shards.push(0, 1, [np.arange(21)], [np.ones((21, DIM))], ONE)
-    shards.push(0, 1, [np.arange(10, 30)], [np.ones((20, DIM))], ONE)
+    shards.push(0, 0, [IDS], [np.ones((NUM_IDS, DIM))], ONE)
+    assert store.count_held()["rows"] == NUM_IDS
+    many = np.arange(10**6, 10**6 + room + 1)
+    with pytest.raises(TableFullError, match=f"in a slice that has room for {room}; .* or lru"):
+        shards.push(0, 1, [many], [np.ones((len(many), DIM))], ONE)
+    shards.push(0, 1, [IDS[:1]], [np.ones((1, DIM))], ONE)
     assert shards.version == 2
-    assert shards.stores()[0].count_held()["rows_removed"] == 10
+    assert store.count_held()["rows_removed"] == NUM_IDS - 16 * ROOM
+
+
+def test_a_table_full_of_rows_keeps_its_bound_with_many_new_ones() -> None:
+    shards = RowShards(row_spec(("a", 0, DIM, RowTable(seed=SEED, lru=LRU_MIN)), num_shards=3))
+    shards.begin()
+    for step in range(6):
+        ids = np.arange(9000) + 7000 * step
+        shards.push(0, step, [ids], [np.ones((len(ids), DIM))], ONE)
+        for store in shards.stores():
+            store.check_invariants()
+    held = sum(store.count_held()["rows"] for store in shards.stores())
+    assert 0.98 * LRU_MIN < held < 1.06 * LRU_MIN
+    newest = shards.pull([np.arange(9000) + 35_000])[0]
+    assert (newest != shards.pull([np.arange(9000) + 10**6])[0]).any(1).all()
 
 
 def test_a_pull_since_a_version_brings_the_rows_that_have_gone() -> None:
@@ -185,16 +217,16 @@ def test_loaded_rows_are_made_at_once_and_replace_an_id_that_waits() -> None:
 
 
 def test_room_for_rows_counts_only_those_that_pushes_make() -> None:
-    table = RowTable(init="zeros", max_rows=4, min_count=2)
+    table = RowTable(seed=SEED, init="zeros", max_rows=4, min_count=2)
     shards = RowShards(row_spec(("a", 0, DIM, table)))
     shards.begin()
     for step in range(3):
-        ids = np.arange(4) if step < 2 else np.arange(10, 14)
+        ids = IDS[:4] if step < 2 else IDS[10:14]
         shards.push(0, step, [ids], [np.ones((4, DIM))], ONE)
     with pytest.raises(TableFullError, match="would have 8 rows"):
-        shards.push(0, 3, [np.arange(10, 14)], [np.ones((4, DIM))], ONE)
-    shards.push(0, 3, [np.arange(20, 24)], [np.ones((4, DIM))], ONE)
-    assert shards.stores()[0].count_held()["ids_waiting"] == 4  # The newest.
+        shards.push(0, 3, [IDS[10:14]], [np.ones((4, DIM))], ONE)
+    shards.push(0, 3, [IDS[20:]], [np.ones((NUM_IDS - 20, DIM))], ONE)
+    assert shards.stores()[0].count_held()["ids_waiting"] == 16 * WAITING_MIN
 
 
 def test_room_for_the_pushes_of_an_open_step_is_claimed_again_after_a_kill(
@@ -243,7 +275,8 @@ def test_other_threads_look_at_the_index_under_a_lock(monkeypatch: pytest.Monkey
     [
         (RowTable(min_count=-1), "has min_count -1"),
         (RowTable(ttl=-1), "ttl -1"),
-        (RowTable(lru=10, max_rows=10), "give one of them"),
+        (RowTable(lru=LRU_MIN, max_rows=10), "give one of them"),
+        (RowTable(lru=LRU_MIN - 1), "each of 4096 buckets keeps its newest"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(table: RowTable, message: str) -> None:
