@@ -11,6 +11,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core.base import BaseContext
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
@@ -30,6 +31,24 @@ def _make_floats_at(typing_context: Any, address: Any) -> Any:
 
 
 floats_at = cast(Callable[[int], Any], intrinsic(_make_floats_at))
+
+
+def _make_prefetch(typing_context: Any, address: Any) -> Any:
+    """Fetches the cache line at an address, which a loop reads or writes some turns later."""
+
+    def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        is_write, nearness, is_data = number(0), number(3), number(1)
+        place = builder.inttoptr(args[0], pointer)
+        builder.call(function, [place, is_write, nearness, is_data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+prefetch = cast(Callable[[int], None], intrinsic(_make_prefetch))
 
 
 def kernel(function: F) -> F:

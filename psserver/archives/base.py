@@ -25,8 +25,13 @@ class Room(ABC):
         """Returns memory for an array of a slice, `(nbytes,) uint8`."""
 
     @abstractmethod
-    def arrays(self) -> dict[str, Tensors]:
+    def arrays(self) -> Mapping[str, Tensors]:
         """Returns the numbers by array and tensor, as files have them."""
+
+    @property
+    def changes(self) -> Mapping[str, Tensors] | None:
+        """What differs from the earlier copy, once `arrays` was called; None: it is not known."""
+        return None
 
 
 class Archive(ABC):
@@ -51,6 +56,14 @@ class Archive(ABC):
             layout: The slices.
             base: The arrays of an earlier copy, to which slices may give the changes only.
         """
+
+    def joined(
+        self, base: Mapping[str, Tensors], changes: Sequence[Mapping[str, Tensors]]
+    ) -> Mapping[str, Tensors]:
+        """Returns the numbers of a copy, and of the changes that followed it."""
+        if changes:
+            raise ValueError(f"a table of {self.name!r} has no changes")
+        return base
 
     @abstractmethod
     def parts(

@@ -6,10 +6,14 @@ versions    int64 (n,), the update of each row
 
 Where ids wait for their rows also `waiting_ids`, `waiting_versions` and `waiting_times`, float32
 (n,): pushes with their gradient. Without such ids these arrays are empty.
+
+Changes since an earlier copy have the same arrays of the rows that have changed, and `gone` and
+`waiting_gone`, uint64 (n,): ids that are no longer there, or are there again.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +36,7 @@ KINDS = {"ids": "<u8", "rows": "<f4", "versions": "<i8"}  # Arrays of a slice, b
 WAITING = {"waiting_ids": "<u8", "waiting_times": "<f4", "waiting_versions": "<i8"}
 GONE = "gone", "waiting_gone"  # In a copy of changes: the ids that are no longer there.
 IDS, WEIGHTS, VERSIONS = "ids", "weights", "versions"
+NOTHING = np.zeros(0, np.uint8)
 FILE_DTYPES = {IDS: "U64", VERSIONS: "I64", "waiting_ids": "U64", "waiting_versions": "I64"}
 # Others are F32.
 
@@ -43,6 +48,7 @@ class RowRoom(Room):
         """Starts without arrays."""
         self._spec, self._layout, self._base = spec, layout, base
         self._found: dict[str, dict[int, ByteArray]] = {}  # By array and slice.
+        self._changes: Mapping[str, Tensors] | None = None
 
     def target(self, part: SliceSpec, array: str, nbytes: int) -> ByteArray:
         """Returns new memory."""
@@ -50,15 +56,13 @@ class RowRoom(Room):
         self._found.setdefault(array, {})[part.index] = found
         return found
 
-    def arrays(self) -> dict[str, Tensors]:
+    def arrays(self) -> Mapping[str, Tensors]:
         """Returns the rows of all slices in the order of their ids."""
         optimizer = _optimizer_of(self._spec)
-        self._merge()
         result: dict[str, dict[str, np.ndarray]] = {}
         for number, tensor in enumerate(self._spec.tensors):
             ids, rows, versions = (
-                np.concatenate(list(self._found[f"{kind}.{number}"].values())).view(dtype)
-                for kind, dtype in KINDS.items()
+                self._all(f"{kind}.{number}").view(dtype) for kind, dtype in KINDS.items()
             )
             order = np.argsort(ids)
             columns = _columns(optimizer, tensor.shape[1])
@@ -69,39 +73,121 @@ class RowRoom(Room):
                 result.setdefault(name, {})[tensor.name] = np.ascontiguousarray(
                     whole[:, start:stop]
                 )
-        for number, tensor in enumerate(
-            self._spec.tensors if any(map(_waits, self._found)) else ()
-        ):
-            nothing = {-1: np.zeros(0, np.uint8)}
+        has_waiting = any(_waits(name) and not name.startswith(GONE[1]) for name in self._found)
+        for number, tensor in enumerate(self._spec.tensors if has_waiting else ()):
             found = {
-                kind: np.concatenate(
-                    list(self._found.get(f"{kind}.{number}", nothing).values())
-                ).view(dtype)
-                for kind, dtype in WAITING.items()
+                kind: self._all(f"{kind}.{number}").view(dtype) for kind, dtype in WAITING.items()
             }
             order = np.argsort(found["waiting_ids"])
             for kind, array in found.items():
                 result.setdefault(kind, {})[tensor.name] = array[order]
-        return dict(result)
+        if f"{GONE[0]}.0" not in self._found:
+            return dict(result)
+        for name, ids_of in zip(GONE, (IDS, "waiting_ids"), strict=True):
+            if ids_of in result:
+                result[name] = self._gone(name, ids_of)
+        self._changes = result
+        return Joined(self._base, result)
 
-    def _merge(self) -> None:
-        """Adds the rows of the base that have not changed, in slices of which changes have come."""
-        changed = sorted(self._found.get("gone.0", {}))
-        if not changed:
-            return
-        parts = RowArchive().parts(self._spec, self._layout, self._base, changed)
-        former = {(part.index, array): values for part, array, values in parts}
-        for number, kinds in itertools.product(range(len(self._spec.tensors)), (KINDS, WAITING)):
-            ids_of, gone_of = f"{next(iter(kinds))}.{number}", f"{GONE[kinds is WAITING]}.{number}"
-            for index in changed if ids_of in self._found else ():
-                ids = former[index, ids_of]
-                new = [self._found[name][index].view("<u8") for name in (ids_of, gone_of)]
-                is_kept = ~np.isin(ids, np.concatenate(new))
-                for kind in kinds if len(ids) else ():
-                    name = f"{kind}.{number}"
-                    kept = former[index, name].reshape(len(ids), -1)[is_kept].reshape(-1)
-                    found = self._found[name]
-                    found[index] = np.concatenate([kept.view(np.uint8), found[index]])
+    @property
+    def changes(self) -> Mapping[str, Tensors] | None:
+        """What differs from the base; None: all slices have given all their rows."""
+        return self._changes
+
+    def _all(self, array: str) -> np.ndarray:
+        """Returns an array of all slices, one behind the other, `(nbytes,) uint8`."""
+        return np.concatenate([NOTHING, *self._found.get(array, {}).values()])
+
+    def _gone(self, name: str, ids_of: str) -> dict[str, np.ndarray]:
+        """Returns the ids that are no longer there: of slices with all rows, all of the base."""
+        changed = self._found[f"{GONE[0]}.0"]
+        whole = [part.index for part in self._layout.slices if part.index not in changed]
+        content, gone = self._spec.content, {}
+        assert isinstance(content, Rows)
+        for number, (tensor, table) in enumerate(
+            zip(self._spec.tensors, content.tables, strict=True)
+        ):
+            ids = self._all(f"{name}.{number}").view("<u8")
+            if whole and ids_of in self._base:
+                former = self._base[ids_of][tensor.name]
+                owners = slices_of(former, table.seed, len(self._layout.slices))
+                ids = np.concatenate([ids, former[np.isin(owners, whole)]])
+            gone[tensor.name] = np.unique(ids)
+        return gone
+
+
+class Joined(Mapping[str, Tensors]):
+    """The rows of an earlier copy and the changes since, put together when they are read."""
+
+    def __init__(self, base: Mapping[str, Tensors], changes: Mapping[str, Tensors]) -> None:
+        """Reads nothing yet."""
+        self._base, self._changes = base, changes
+        self._orders: dict[tuple[str, str], tuple[np.ndarray, IntArray]] = {}
+
+    def __getitem__(self, array: str) -> Tensors:
+        """Returns an array of each row table."""
+        if array not in self._changes or array in GONE:
+            raise KeyError(array)
+        return _Column(self, array, list(self._changes[array]))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names of the arrays."""
+        return (array for array in self._changes if array not in GONE)
+
+    def __len__(self) -> int:
+        """Returns the number of arrays."""
+        return sum(1 for _ in self)
+
+    def read(self, array: str, tensor: str) -> np.ndarray:
+        """Returns an array of one row table, in the order of its ids."""
+        new = self._changes[array][tensor]
+        if array not in self._base:
+            return new
+        is_kept, order = self._order("waiting_" if _waits(array) else "", tensor)
+        return np.concatenate([self._base[array][tensor][is_kept], new])[order]
+
+    def _order(self, prefix: str, tensor: str) -> tuple[np.ndarray, IntArray]:
+        """Returns which ids of the base stay, and the order of these and the new ones."""
+        if (prefix, tensor) not in self._orders:
+            former, new = (of[prefix + IDS][tensor] for of in (self._base, self._changes))
+            is_kept = np.ones(len(former), np.bool_)
+            for ids in (new, self._changes[prefix + GONE[0]][tensor]) if len(former) else ():
+                places = np.minimum(np.searchsorted(former, ids), len(former) - 1)
+                is_kept[places[former[places] == ids]] = False
+            order = np.argsort(np.concatenate([former[is_kept], new]), kind="stable")
+            self._orders[prefix, tensor] = is_kept, order
+        return self._orders[prefix, tensor]
+
+
+class _Column(Mapping[str, np.ndarray]):
+    """One array of joined rows, by row table."""
+
+    def __init__(self, joined: Joined, array: str, tensors: Sequence[str]) -> None:
+        self._joined, self._array, self._tensors = joined, array, tensors
+
+    def __getitem__(self, tensor: str) -> np.ndarray:
+        return self._joined.read(self._array, tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _followed(first: Mapping[str, Tensors], second: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Returns the changes of two copies as those of one."""
+    both: dict[str, Tensors] = {
+        array: dict(tensors) for array, tensors in Joined(first, second).items()
+    }
+    for name in GONE:
+        if name in second:
+            former = first.get(name, {})
+            both[name] = {
+                tensor: np.union1d(ids, former[tensor]) if tensor in former else ids
+                for tensor, ids in second[name].items()
+            }
+    return both
 
 
 class RowArchive(Archive):
@@ -116,6 +202,12 @@ class RowArchive(Archive):
     def room(self, spec: TableSpec, layout: Layout, base: Mapping[str, Tensors]) -> Room:
         """Returns memory for the rows of all slices."""
         return RowRoom(spec, layout, base)
+
+    def joined(
+        self, base: Mapping[str, Tensors], changes: Sequence[Mapping[str, Tensors]]
+    ) -> Mapping[str, Tensors]:
+        """Returns the rows of a copy with the changes that followed it."""
+        return Joined(base, functools.reduce(_followed, changes)) if changes else base
 
     def parts(
         self, spec: TableSpec, layout: Layout, arrays: Mapping[str, Tensors], own: Sequence[int]

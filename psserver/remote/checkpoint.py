@@ -31,7 +31,7 @@ from psserver.archives.base import Tensors
 from psserver.decisions.job import State
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
-from psserver.remote.checkpoint_files import Checkpoint, TableState
+from psserver.remote.checkpoint_files import Checkpoint, TableState, Written
 
 CHUNK_NBYTES = 4 << 20
 CALL_TIMEOUT_S = 30.0
@@ -352,14 +352,16 @@ def _read(
                 )
                 data = shards.call(part.shard, lambda stub: stub.Read, request).data
                 target[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
-    versions = {entry["version"] for entry in slices.values()}
+    versions, arrays = {entry["version"] for entry in slices.values()}, room.arrays()
     return TableState(
         spec=spec,
         version=versions.pop() if len(versions) == 1 else -1,
         slices=slices,
         counts=counts,
-        arrays=room.arrays(),
+        arrays=arrays,
         marks=marks,
+        base=base if isinstance(base, Written) else None,
+        changes=room.changes,
     )
 
 

@@ -6,6 +6,11 @@
         momentum_buffer.safetensors     the optimizer's state, one file for each array, likewise
         weights_backup.0.safetensors    what the mode remembers (dcasgd), likewise
         worker.0.residual.safetensors   residual of worker 0's error feedback, likewise
+        table-1.changes-1.safetensors   rows that have changed since those in the files of table 1
+
+Where a table of rows was copied as its changes since the checkpoint before, its files are linked to
+that one's, and the changes lie beside them: changes-1 first. So each folder is whole, and one is
+written anew only when changes have become many (`_follows`). Such a manifest has format 4.
 
 Checkpoints of one job are ordered by the `sequence` in their manifests: the newest has the largest.
 Clocks and steps play no part, since asynchronous jobs have no common step and a job may start over.
@@ -25,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -37,6 +43,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -49,6 +56,8 @@ from psserver.durability import records
 from psserver.exits import CommandError, Exit
 
 FORMAT = 3
+FORMAT_CHANGES = 4
+CHANGES_MAX, CHANGES_SHARE = 20, 2  # Files, and bytes: a half of those of all rows.
 MANIFEST = "manifest.json"
 DRAFT = ".draft-"
 LOCK = ".lock"
@@ -75,6 +84,8 @@ class TableState:
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: Mapping[str, Tensors]  # By array and tensor.
     marks: dict[str, list[int]] = field(default_factory=dict)  # By slice: the mark of the copy.
+    base: Written | None = None  # An earlier copy, in files.
+    changes: Mapping[str, Tensors] | None = None  # By array: what has changed since.
 
     @property
     def updates(self) -> tuple[int, int]:
@@ -149,10 +160,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         try:
             hashes: dict[str, str] = {}
             for number, table in enumerate(checkpoint.tables):
-                for array, tensors in table.arrays.items():
-                    path = draft / _file_name(number, array)
-                    _save(tensors, path)
-                    hashes[path.name] = _hash(path)
+                hashes |= _write_changes(draft, number, table) or _write_whole(draft, number, table)
             target, sequence = _publish(draft, checkpoint, hashes)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -166,13 +174,59 @@ def in_files(path: Path, checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         OSError, SafetensorError: A file cannot be read.
     """
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     tables = [
-        replace(
-            table, arrays={array: _File(path / _file_name(number, array)) for array in table.arrays}
-        )
+        replace(table, arrays=Written(path, manifest, number), base=None, changes=None)
         for number, table in enumerate(checkpoint.tables)
     ]
     return replace(checkpoint, tables=tables)
+
+
+def _write_whole(draft: Path, number: int, table: TableState) -> dict[str, str]:
+    """Writes all arrays of a table; returns the hash of each file."""
+    hashes = {}
+    for array, tensors in table.arrays.items():
+        path = draft / _file_name(number, array)
+        _save(tensors, path)
+        hashes[path.name] = _hash(path)
+    return hashes
+
+
+def _write_changes(draft: Path, number: int, table: TableState) -> dict[str, str]:
+    """Writes what has changed in a table beside links to the files of its base.
+
+    Returns:
+        The hash of each file; nothing if the table is to be written whole: it did not come as
+        changes, they have become many, or files cannot be linked.
+    """
+    base, changes = table.base, table.changes
+    if base is None or changes is None or base.number != number or not _follows(base, changes):
+        return {}
+    linked: list[Path] = []
+    try:
+        for name in base.hashes:
+            os.link(base.path / name, draft / name)
+            linked.append(draft / name)
+    except OSError:  # Not on this file system, or the base is gone.
+        for path in linked:
+            path.unlink()
+        return {}
+    path = draft / _changes_name(number, base.num_changes + 1)
+    tensors = {
+        f"{array}/{name}": values for array, of in changes.items() for name, values in of.items()
+    }
+    _save(tensors, path)
+    return {**base.hashes, path.name: _hash(path)}
+
+
+def _follows(base: Written, changes: Mapping[str, Tensors]) -> bool:
+    """Returns whether changes are few enough to be written beside those since the whole table."""
+    nbytes = sum(values.nbytes for tensors in changes.values() for values in tensors.values())
+    try:
+        whole, changed = base.nbytes
+    except OSError:  # Somebody has deleted the base.
+        return False
+    return base.num_changes < CHANGES_MAX and CHANGES_SHARE * (changed + nbytes) <= whole
 
 
 def adopt(folder: Path, name: str, fill: Callable[[Path], None]) -> Path:
@@ -396,8 +450,12 @@ def delete(folder: Path, path: Path) -> None:
 
 
 def _manifest(checkpoint: Checkpoint, sequence: int, hashes: dict[str, str]) -> dict[str, Any]:
+    counts = [
+        sum(_changes_name(number, k + 1) in hashes for k in range(CHANGES_MAX))
+        for number in range(len(checkpoint.tables))
+    ]
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT_CHANGES if any(counts) else FORMAT,
         "job": checkpoint.job,
         "sequence": sequence,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),  # For people.
@@ -412,8 +470,9 @@ def _manifest(checkpoint: Checkpoint, sequence: int, hashes: dict[str, str]) -> 
                 "slices": table.slices,
                 "counts": table.counts,
                 "arrays": sorted(table.arrays),
+                **({"changes": count} if count else {}),
             }
-            for table in checkpoint.tables
+            for table, count in zip(checkpoint.tables, counts, strict=True)
         ],
         "sha256": hashes,
     }
@@ -431,6 +490,11 @@ def _slug(job: str) -> str:
     slug = re.sub(r"[^\w.=@+-]", "_", job)[:SLUG_LENGTH_MAX].encode()[:SLUG_NBYTES_MAX]
     # A dot at the beginning would hide the folder, a minus would make an option of its name.
     return slug.decode(errors="ignore").lstrip(".-") or "job"
+
+
+def _changes_name(table: int, number: int) -> str:
+    """Returns the name of a file of changes; no array has a minus in its name."""
+    return _file_name(table, f"changes-{number}")
 
 
 def _file_name(table: int, array: str) -> str:
@@ -540,10 +604,12 @@ def verified(found: Found) -> Checkpoint:
         for array in entry["arrays"]:
             if not ARRAY.fullmatch(array):
                 raise ValueError(f"an array is named {array!r}")
-        files = {array: found.path / _file_name(number, array) for array in entry["arrays"]}
-        for array, file in files.items():
-            if _hash(file) != manifest["sha256"][file.name]:
-                raise ValueError(f"{file.name} has changed since it was written")
+        arrays = Written(found.path, manifest, number)
+        for name, digest in arrays.hashes.items():
+            if _hash(found.path / name) != digest:
+                raise ValueError(f"{name} has changed since it was written")
+        for array in entry["arrays"]:
+            file = found.path / _file_name(number, array)
             archive_of(spec.content.name).require_file(file, array, spec)
         checkpoint.tables.append(
             TableState(
@@ -551,7 +617,7 @@ def verified(found: Found) -> Checkpoint:
                 version=count_of(entry["version"], "a version", least=-1),
                 slices=_slices_of(entry["slices"]),
                 counts=_counts_of(entry["counts"], spec),
-                arrays={array: _File(file) for array, file in files.items()},
+                arrays=arrays,
             )
         )
     return checkpoint
@@ -590,6 +656,67 @@ def _counts_of(counts: Sequence[object], spec: TableSpec) -> list[int]:
     ]
 
 
+class Written(Mapping[str, Tensors]):
+    """The arrays of a table in a checkpoint's folder, read when they are used.
+
+    Attributes:
+        path: The folder.
+        number: The table's number in the checkpoint.
+        hashes: The hash of each of its files, by name.
+        num_changes: Files of changes that follow those with all of it.
+    """
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any], number: int) -> None:
+        """Reads nothing yet.
+
+        Raises:
+            KeyError, ConfigError: The manifest lacks a file, or a number is none.
+        """
+        entry = manifest["tables"][number]
+        self.path, self.number = path, number
+        self.num_changes = count_of(entry.get("changes", 0), "changes", most=CHANGES_MAX)
+        self._whole = {array: _file_name(number, array) for array in entry["arrays"]}
+        self._changes = [_changes_name(number, k + 1) for k in range(self.num_changes)]
+        names = [*self._whole.values(), *self._changes]
+        self.hashes = {name: manifest["sha256"][name] for name in names}
+        self._archive = archive_of(TableSpec.from_json(entry["spec"]).content.name)
+
+    @functools.cached_property
+    def _arrays(self) -> Mapping[str, Tensors]:
+        whole = {array: _File(self.path / name) for array, name in self._whole.items()}
+        changes = [_read_changes(self.path / name) for name in self._changes]
+        return self._archive.joined(whole, changes)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the files with all of the table, and of those with changes."""
+        parts = list(self._whole.values()), self._changes
+        whole, changed = (sum((self.path / n).stat().st_size for n in part) for part in parts)
+        return whole, changed
+
+    def __getitem__(self, array: str) -> Tensors:
+        """Returns an array of each tensor."""
+        return self._arrays[array]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names of the arrays."""
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        """Returns the number of arrays."""
+        return len(self._whole)
+
+
+def _read_changes(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Returns the changes in a file, by array and tensor."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    with safe_open(path, framework="numpy") as content:
+        for name in content.keys():  # noqa: SIM118 - not a mapping
+            array, tensor = name.split("/", 1)
+            found.setdefault(array, {})[tensor] = content.get_tensor(name)
+    return found
+
+
 class _File(Mapping[str, FloatArray]):
     """Tensors in a file, each read when it is asked for: a job may be larger than memory."""
 
@@ -615,7 +742,7 @@ def _look(path: Path) -> Found:
     number = -1 if name is None else int(name[2])
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if (theirs := manifest["format"]) != FORMAT:
+        if (theirs := manifest["format"]) not in (FORMAT, FORMAT_CHANGES):
             raise ValueError(
                 f"its format is {theirs!r}, and this version reads {FORMAT}: restore it with the "
                 "version of Paceline that wrote it"

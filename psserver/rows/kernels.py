@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.np.numpy_support import carray
 
-from pscore.memory.kernels import floats_at, inlined, kernel
+from pscore.memory.kernels import floats_at, inlined, kernel, prefetch
 from pscore.rows.hashing import IdArray, mix
 from pscore.rows.init import Init, fill
 from pscore.rows.optimizers import FLAGS_WORD, FRESH, HEADER_WORDS, USED, VERSION_WORD
@@ -21,6 +21,8 @@ from pscore.types import FloatArray, IntArray
 
 WordArray = npt.NDArray[np.uint32]
 PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
+AHEAD = 16  # Turns of a loop: so many rows or positions come from memory at the same time.
+LINE, FETCHED_NBYTES = 64, 256
 NO_VERSION = np.uint32((1 << 32) - 1)
 
 
@@ -31,12 +33,25 @@ def _copy(source: Any, out: Any) -> None:
         out[j] = source[j]
 
 
+@inlined
+def _fetch(address: Any, place: Any, stride: Any) -> None:
+    """Fetches the first lines of a place, which a loop copies some turns later."""
+    if place >= 0:
+        begin = address + 4 * place * stride
+        for offset in range(0, min(4 * stride, FETCHED_NBYTES), LINE):
+            prefetch(begin + offset)
+
+
 @kernel
 def find(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray, out: IntArray) -> int:
     """Writes the place of each id, or -1; returns how many have none."""
     last = np.uint64(len(keys) - 1)
     absent = 0
     for i in range(len(ids)):
+        if i + AHEAD < len(ids):
+            ahead = np.int64(mix(ids[i + AHEAD] ^ salt) & last)
+            prefetch(keys.ctypes.data + 8 * ahead)
+            prefetch(places.ctypes.data + 4 * ahead)
         at = mix(ids[i] ^ salt) & last
         while places[at] != 0 and keys[at] != ids[i]:
             at = (at + np.uint64(1)) & last
@@ -103,6 +118,8 @@ def gather(
 ) -> None:
     """Copies `width` numbers of each place; where there is none, the first values of the id."""
     for i in range(len(places)):
+        if i + AHEAD < len(places):
+            _fetch(floats.ctypes.data, places[i + AHEAD], stride)
         if places[i] >= 0:
             base = places[i] * stride + HEADER_WORDS
             _copy(floats[base : base + width], out[i * width : (i + 1) * width])
@@ -226,6 +243,8 @@ def is_fresh(words: WordArray, stride: int, places: IntArray, out: npt.NDArray[n
 def save(words: WordArray, stride: int, places: IntArray, out: WordArray) -> None:
     """Copies whole places, one behind the other."""
     for i in range(len(places)):
+        if i + AHEAD < len(places):
+            _fetch(words.ctypes.data, places[i + AHEAD], stride)
         base = places[i] * stride
         _copy(words[base : base + stride], out[i * stride : (i + 1) * stride])
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.rows.spec import LRU_MIN, RowTable
+from pscore.rules import ASGD, SSGD
+from pscore.rules.base import Rule
 from psserver.archives import archive_of
-from psserver.archives.base import Tensors
+from psserver.archives.base import Room, Tensors
 from psserver.exits import CommandError
 from psserver.remote import checkpoint_files as files
 from psserver.rows import gone
@@ -51,12 +55,12 @@ def marks_of(shards: RowShards) -> list[tuple[int, ...]]:
 
 def captured(
     shards: RowShards,
-    base: dict[str, Tensors] | None = None,
+    base: Mapping[str, Tensors] | None = None,
     marks: Sequence[tuple[int, ...]] = (),
-) -> dict[str, Tensors]:
+    room: Room | None = None,
+) -> Mapping[str, Tensors]:
     """Returns the numbers of all slices, as the reader of a checkpoint puts them together."""
-    archive = archive_of("rows")
-    room = archive.room(shards.spec, shards.layout, base or {})
+    room = room or archive_of("rows").room(shards.spec, shards.layout, base or {})
     for index, (part, store) in enumerate(zip(shards.layout.slices, shards.stores(), strict=True)):
         arrays = store.export(marks[index]) if marks else store.export()
         for name, array in arrays.items():
@@ -68,7 +72,7 @@ def captured(
 
 def restored(
     num_shards: int,
-    arrays: dict[str, Tensors],
+    arrays: Mapping[str, Tensors],
     counts: list[int],
     version: int,
     tables: Any = TABLES,
@@ -120,7 +124,7 @@ def test_rows_come_back_on_another_number_of_shards(
         np.testing.assert_array_equal(rows, wanted)
 
 
-def require_equal(found: dict[str, Tensors], wanted: dict[str, Tensors]) -> None:
+def require_equal(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors]) -> None:
     assert found.keys() == wanted.keys()
     for array, tensors in wanted.items():
         for name, values in tensors.items():
@@ -142,6 +146,85 @@ def test_an_earlier_copy_and_the_changes_since_are_the_whole(tables: Any, gap: i
             assert "gone.0" in changes
             assert len(changes["ids.0"]) <= 90 * gap
             base, marks = found, marks_of(shards)
+
+
+class Cut(NamedTuple):
+    """A checkpoint that was written, as the next one's base."""
+
+    arrays: files.Written
+    marks: list[tuple[int, ...]]
+
+
+def refused(*_: object) -> None:
+    raise OSError(1, "Operation not permitted")
+
+
+def cut_of(
+    shards: RowShards, step: int, folder: Path, former: Cut | None
+) -> tuple[Cut, Path, files.Written]:
+    """Writes a checkpoint with the changes since a former one, as the schedule does."""
+    base = former.arrays if former else None
+    room = archive_of("rows").room(shards.spec, shards.layout, base or {})
+    arrays = captured(shards, room=room, marks=former.marks if former else ())
+    state = files.TableState(
+        spec=shards.spec,
+        version=step,
+        slices={},
+        counts=[step, step],
+        arrays=arrays,
+        base=base,
+        changes=room.changes,
+    )
+    taken = files.Checkpoint(job="j", num_workers=1, tables=[state])
+    path = files.write(folder, taken, keep=2)
+    (table,) = files.in_files(path, taken).tables
+    assert isinstance(table.arrays, files.Written)
+    return Cut(table.arrays, marks_of(shards)), path, table.arrays
+
+
+def nlinks(path: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_nlink for file in path.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("rule", [SSGD(), ASGD()], ids=lambda rule: rule.name)
+def test_checkpoints_in_files_hold_what_has_changed_since_the_one_before(
+    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each folder is whole; files are written anew when there are many, or cannot be linked."""
+    spec = row_spec(*GOING, optimizer="sparse_adam", num_shards=2, rule=rule)
+    shards, counts, cut = RowShards(spec), [], None
+    shards.begin()
+    monkeypatch.setattr(files, "CHANGES_SHARE", 0)
+    for step in range(30):
+        push(shards, step)
+        if step == 27:
+            monkeypatch.setattr(os, "link", refused)
+        cut, path, written = cut_of(shards, step + 1, tmp_path, cut)
+        counts.append(written.num_changes)
+        found = files.read(path, "j", lambda _: None)[1].tables[0].arrays
+        require_equal(found, captured(shards))
+        manifest = json.loads((path / files.MANIFEST).read_text())
+        assert manifest["format"] == (4 if counts[-1] else 3)
+    assert counts == [*range(21), *range(6), 0, 0, 0]
+    after = captured(restored(3, dict(found), [30, 30], 30, GOING))
+    require_equal(after, captured(shards))
+    file = next(iter(path.glob("*.safetensors")))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CommandError, match="has changed since it was written"):
+        files.read(path, "j", lambda _: None)
+
+
+def test_changes_are_few_bytes_and_the_rest_is_linked(tmp_path: Path) -> None:
+    shards = trained(1, 12)
+    cut, folders = None, []
+    for step in range(12, 14):
+        cut, path, _ = cut_of(shards, step, tmp_path, cut)
+        folders.append(path)
+        ids = [IDS[0][:5], IDS[1][:5]]
+        shards.push(0, step, ids, [np.ones((5, 4)), np.ones((5, 3))], HYPER)
+    own = {name for name, count in nlinks(folders[1]).items() if count == 1}
+    assert own == {"changes-1.safetensors"}
+    assert set(nlinks(folders[1])) == {*nlinks(folders[0]), *own}
 
 
 def test_changes_that_are_not_known_are_a_whole_copy(
@@ -188,7 +271,7 @@ def test_files_hold_the_rows_of_each_table_by_id() -> None:
 
 def test_a_file_of_another_row_table_is_refused(tmp_path: Path) -> None:
     shards = trained(1, 2)
-    arrays = captured(shards)
+    arrays = dict(captured(shards))
     arrays["exp_avg"] = {name: values[:, :2] for name, values in arrays["exp_avg"].items()}
     state = files.TableState(spec=shards.spec, version=2, slices={}, counts=[2, 2], arrays=arrays)
     path = files.write(tmp_path, files.Checkpoint(job="j", num_workers=1, tables=[state]), keep=1)
