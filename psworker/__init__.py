@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from psworker.pipeline.run.pipeline import Pipeline as Pipeline
     from psworker.rows.cache import RowCache as RowCache
     from psworker.rows.exported import load_embedding as load_embedding
+    from psworker.rows.exported import update_embedding as update_embedding
     from psworker.rows.modules import Embedding as Embedding
     from psworker.rows.modules import EmbeddingBag as EmbeddingBag
     from psworker.rows.modules import dense_parameters as dense_parameters
@@ -70,7 +71,7 @@ _FROM = {
     "pscore.rules.base": ("Rule",),
     "psworker.pipeline.run.pipeline": ("Pipeline",),
     "psworker.rows.cache": ("RowCache",),
-    "psworker.rows.exported": ("load_embedding",),
+    "psworker.rows.exported": ("load_embedding", "update_embedding"),
     "psworker.rows.modules": ("Embedding", "EmbeddingBag", "dense_parameters"),
     "psworker.rows.optimizers": ("FTRL", "RowwiseAdagrad"),
     "psworker.rows.prefetch": ("prefetch",),

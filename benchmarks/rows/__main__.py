@@ -4,7 +4,8 @@
 data plane, and `bytes_of_formula` (benchmarks/rows/shard.py); `step_ms`: milliseconds of a step
 (benchmarks/rows/step.py); `auc`: AUC on a computed click log (benchmarks/rows/auc.py); `kills`:
 rows that were counted wrongly while shards and workers are killed (benchmarks/rows/kills.py), of
-which one makes the exit code 1. With `--quick` the cases are small.
+which one makes the exit code 1; `wire_ms`: a step on links of 1 Gbit/s (benchmarks/rows/wire.py).
+With `--quick` the cases are small.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kit
-from benchmarks.rows import auc, kills, shard, step
+from benchmarks.rows import auc, kills, shard, step, wire
 
 MEASURES: dict[str, Callable[[bool], Any]] = {
     "pull_push_ms": shard.measure,
     "step_ms": step.measure,
     "auc": auc.measure,
+    "wire_ms": wire.measure,
     "kills": kills.measure,
 }
 
@@ -59,7 +61,7 @@ def main() -> None:
     for name in [args.only] if args.only else MEASURES:
         found[name] = MEASURES[name](args.quick)
         grid = Table(name, "", box=box.SIMPLE_HEAD)
-        for key, value in found[name].items():
+        for key, value in (found[name] or {}).items():
             grid.add_row(key, "-" if value is None else f"{value:.4g}")
         console.print(grid)
     if "bytes_of_formula" in found.get("pull_push_ms", {}):

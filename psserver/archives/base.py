@@ -101,7 +101,11 @@ class Archive(ABC):
 
     @abstractmethod
     def exported(
-        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str
+        self,
+        spec: TableSpec,
+        arrays: Mapping[str, Tensors],
+        tensor: str,
+        since: Path | None = None,
     ) -> tuple[Tensors, dict[str, str]]:
         """Returns the weights of one tensor as a file of their own has them, and its metadata.
 
@@ -109,6 +113,10 @@ class Archive(ABC):
             spec: The declaration.
             arrays: By array and tensor, as `Room.arrays` returned them.
             tensor: Name of the tensor.
+            since: An earlier file of all of it: only the changes since are wanted.
+
+        Raises:
+            ConfigError: There are no changes of such a tensor, or the file is of another one.
         """
 
     @abstractmethod

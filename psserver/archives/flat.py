@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from safetensors import safe_open
 
-from pscore.errors import RemoteProtocolError
+from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout
 from pscore.table_spec import TableSpec
@@ -117,9 +117,19 @@ class FlatArchive(Archive):
         }
 
     def exported(
-        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str
+        self,
+        spec: TableSpec,
+        arrays: Mapping[str, Tensors],
+        tensor: str,
+        since: Path | None = None,
     ) -> tuple[Tensors, dict[str, str]]:
-        """Returns the parameter under its name."""
+        """Returns the parameter under its name.
+
+        Raises:
+            ConfigError: Changes are wanted.
+        """
+        if since is not None:
+            raise ConfigError(f"{tensor!r} is no row table; leave --since out: it changes whole")
         return {tensor: arrays["weights"][tensor]}, {}
 
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:

@@ -14,6 +14,7 @@ Changes since an earlier copy have the same arrays of the rows that have changed
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from pscore.errors import RemoteProtocolError
+from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.partition import Layout
 from pscore.rows.optimizers import RowOptimizer
 from pscore.rows.partition import slices_of
@@ -273,13 +274,22 @@ class RowArchive(Archive):
         return found
 
     def exported(
-        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str
+        self,
+        spec: TableSpec,
+        arrays: Mapping[str, Tensors],
+        tensor: str,
+        since: Path | None = None,
     ) -> tuple[Tensors, dict[str, str]]:
-        """Returns `ids`, int64 as in torch, and `rows`; other rows follow from the metadata."""
+        """Returns `ids`, int64 as in torch, and `rows`; other rows follow from the metadata.
+
+        With `since` they are those that differ from that file, and `gone` has the ids of its rows
+        that are no longer there.
+        """
         content = spec.content
         assert isinstance(content, Rows)
         (number,) = [n for n, each in enumerate(spec.tensors) if each.name == tensor]
         table, shape = content.tables[number], spec.tensors[number].shape
+        ids, rows = (arrays[array][tensor] for array in (IDS, WEIGHTS))
         about = {
             "name": tensor,
             "num_embeddings": shape[0],
@@ -287,8 +297,14 @@ class RowArchive(Archive):
             "seed": table.seed,
             "max_norm": table.max_norm,
         }
-        ids, rows = (arrays[array][tensor] for array in (IDS, WEIGHTS))
-        return {"ids": ids.view(np.int64), "rows": rows}, {ROW_TABLE: json.dumps(about)}
+        digest = hashlib.sha256(np.ascontiguousarray(ids))
+        digest.update(np.ascontiguousarray(rows))
+        found = {"ids": ids.view(np.int64), "rows": rows}
+        more = {"digest": digest.hexdigest()}
+        if since is not None:
+            former, more["since"] = _read_export(since, about)
+            found = _changed(former, found)
+        return found, {ROW_TABLE: json.dumps(about | more)}
 
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
         """Refuses a file without the row tables.
@@ -307,6 +323,45 @@ class RowArchive(Archive):
                 wanted = widths.get(array, []), FILE_DTYPES.get(array, "F32")
                 if (about.get_shape()[1:], about.get_dtype()) != wanted:
                     raise ValueError(f"{tensor.name!r} in {file.name} is not of its row table")
+
+
+def _read_export(path: Path, about: Mapping[str, Any]) -> tuple[Tensors, str]:
+    """Returns ids and rows of an exported table, and their digest.
+
+    Args:
+        path: The file.
+        about: The declaration that the table must have.
+
+    Raises:
+        ConfigError: It is not one, or of another table.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            theirs = json.loads((file.metadata() or {})[ROW_TABLE])
+            found = {name: file.get_tensor(name) for name in ("ids", "rows")}
+    except (SafetensorError, LookupError, ValueError, FileNotFoundError) as problem:
+        raise ConfigError(
+            f"{path} is not a row table; psserver export FILE --table NAME writes one"
+        ) from problem
+    if "since" in theirs or not about.items() <= theirs.items():
+        raise ConfigError(f"{path} does not have the whole of row table {about['name']!r}")
+    return found, theirs["digest"]
+
+
+def _changed(former: Tensors, now: Tensors) -> dict[str, np.ndarray]:
+    """Returns the rows of an exported table that differ from an earlier one, and the ids gone."""
+    (old, new), places = (each["ids"].view(np.uint64) for each in (former, now)), {}
+    for name, some, others in (("new", new, old), ("old", old, new)):
+        at = np.minimum(np.searchsorted(others, some), max(len(others) - 1, 0))
+        is_there = others[at] == some if len(others) else np.zeros(len(some), np.bool_)
+        places[name] = np.where(is_there, at, -1)
+    is_same = places["new"] >= 0
+    is_same[is_same] = (now["rows"][is_same] == former["rows"][places["new"][is_same]]).all(axis=1)
+    return {
+        "ids": now["ids"][~is_same],
+        "rows": now["rows"][~is_same],
+        "gone": former["ids"][places["old"] < 0],
+    }
 
 
 def _waits(array: str) -> bool:

@@ -499,6 +499,9 @@ def export(
     table: Annotated[
         str | None, typer.Option(help="Row table to export, with its ids [the dense weights].")
     ] = None,
+    since: Annotated[
+        Path | None, typer.Option(help="Earlier export of the table: write the changes since.")
+    ] = None,
     port: RunPort = None,
     state_dir: RunStateDir = None,
     servers: Servers = None,
@@ -511,13 +514,15 @@ def export(
     for flag, value in (("--servers", servers), ("--port", port), ("--state-dir", state_dir)):
         if source is not None and value is not None:
             raise ConfigError(f"{flag} {value} has no effect with --from: it reads a checkpoint")
+    if since is not None and table is None:
+        raise ConfigError(f"--since {since} needs --table: only row tables have changes")
     if source is not None:
         _, taken = files.read(source, job, _warn)
     else:
         found = find(servers, port, state_dir)
         taken = shards.capture(found.addresses, found.credentials, job, weights_only=True)
     with _disk(path):
-        files.export(path, taken, table)
+        files.export(path, taken, table, since)
     sys.stdout.write(f"{path}\n")
     sys.stderr.write(f"weights of job {taken.job} at {taken.position}\n")
 

@@ -312,16 +312,20 @@ def newest_table(checkpoint: Checkpoint) -> TableState:
     )
 
 
-def export(path: Path, checkpoint: Checkpoint, tensor: str | None = None) -> None:
+def export(
+    path: Path, checkpoint: Checkpoint, tensor: str | None = None, since: Path | None = None
+) -> None:
     """Writes the weights of a job as one safetensors file.
 
     Args:
         path: The file.
         checkpoint: The job.
         tensor: Name of a row table or parameter, of which alone the file is; None: all parameters.
+        since: An earlier file of that row table: only the changes since are written.
 
     Raises:
         OSError: It cannot be written; a former file stays.
+        ConfigError: There are no changes since that file.
         CommandError: There is no such row table or parameter.
     """
     metadata: dict[str, str] = {}
@@ -330,7 +334,7 @@ def export(path: Path, checkpoint: Checkpoint, tensor: str | None = None) -> Non
     else:
         table = _table_with(checkpoint, tensor)
         archive = archive_of(table.spec.content.name)
-        tensors, metadata = archive.exported(table.spec, table.arrays, tensor)
+        tensors, metadata = archive.exported(table.spec, table.arrays, tensor, since)
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
     try:
         _save(tensors, draft, metadata)

@@ -1,7 +1,7 @@
 """Workers that come and go: new ones take part, killed ones are left out, and too few wait."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from tests.integration.models import (
 Weights = dict[str, np.ndarray]
 LEASE_S = 10.0  # A healthy worker keeps it under load; of a killed one 40 % are enough.
 STEPS = 4  # Between two events.
+RANKS = 4 * STEPS  # The rows below are those of steps.
+Train = Callable[[Station], tuple[list[int], Weights]]
 
 
 def train(me: Station) -> tuple[list[int], Weights]:
@@ -51,6 +53,32 @@ def train(me: Station) -> tuple[list[int], Weights]:
     return live, weights_of(model)
 
 
+def train_rows(me: Station) -> tuple[list[int], Weights]:
+    """Makes steps as `train` does, with a row of each step and one of each rank."""
+    table = psworker.Embedding(None, 2, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(2, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+    )
+    while True:
+        me.tell((psworker.rank(), optimizer.clock))
+        if not me.hear():
+            break
+        optimizer.zero_grad()
+        rows = table(torch.tensor([optimizer.clock, RANKS + psworker.rank()]))
+        torch.autograd.backward(rows.sum() + 0.0 * model["top"](rows).sum())
+        optimizer.step()
+    live = psworker.live_ranks()
+    psworker.barrier()
+    with torch.no_grad():
+        found = -table(torch.arange(RANKS + 3)).numpy()
+    psworker.barrier("looked")
+    psworker.shutdown()
+    return live, {"steps": found[:RANKS], "ranks": found[RANKS:]}
+
+
 def alone(present: Sequence[int]) -> Weights:
     """Returns torch's weights: of the mean over as many workers as there are at each step."""
     model = make_model()
@@ -66,12 +94,16 @@ def alone(present: Sequence[int]) -> Weights:
 
 
 def joins(
-    shards: Shards, job: str, bounds: tuple[int, int], num_workers: int = 1
+    shards: Shards,
+    job: str,
+    bounds: tuple[int, int],
+    num_workers: int = 1,
+    function: Train = train,
 ) -> AbstractContextManager[list[Worker]]:
     """Starts workers of an elastic job, whose ranks the shards give."""
     least, most = (str(bound) for bound in bounds)
     env = {"PACELINE_MIN_WORKERS": least, "PACELINE_MAX_WORKERS": most, "PACELINE_RANK": "-1"}
-    return shards.workers(train, num_workers=num_workers, job=job, env=env)
+    return shards.workers(function, num_workers=num_workers, job=job, env=env)
 
 
 def go(workers: Sequence[Worker], step: int) -> None:
@@ -90,19 +122,19 @@ def impatient() -> Iterator[Shards]:
         yield started
 
 
-@pytest.mark.slow
-def test_workers_join_die_and_take_the_place_of_the_dead(impatient: Shards) -> None:
+def come_and_go(impatient: Shards, function: Train) -> Weights:
+    """Has two workers train, then a third, which dies, then a fourth; returns their weights."""
     job, bounds = new_job(), (1, 3)
-    with joins(impatient, job, bounds, 2) as (first, second):
+    with joins(impatient, job, bounds, 2, function) as (first, second):
         ranks = dict((worker.hear()[0], worker) for worker in (first, second))
         assert sorted(ranks) == [0, 1]
         go([first, second], 0)
-        with joins(impatient, job, bounds) as (third,):
+        with joins(impatient, job, bounds, 1, function) as (third,):
             assert third.hear() == (2, STEPS)
             go([first, second, third], STEPS)
             third.kill()
             go([first, second], 2 * STEPS)  # When its lease is over.
-            with joins(impatient, job, bounds) as (fourth,):
+            with joins(impatient, job, bounds, 1, function) as (fourth,):
                 assert fourth.hear() == (2, 3 * STEPS)
                 everybody = [first, second, fourth]
                 go(everybody, 3 * STEPS)
@@ -113,8 +145,23 @@ def test_workers_join_die_and_take_the_place_of_the_dead(impatient: Shards) -> N
     lost = re.findall(f"worker lost .*job={job} ", impatient.written())
     assert len(lost) == len(impatient.addresses), "a healthy worker lost its lease"
     assert all(same(weights, theirs) for _, theirs in others)
+    return weights
+
+
+@pytest.mark.slow
+def test_workers_join_die_and_take_the_place_of_the_dead(impatient: Shards) -> None:
+    weights = come_and_go(impatient, train)
     for name, weight in alone([2] * STEPS + [3] * STEPS + [2] * STEPS + [3] * STEPS).items():
         assert relative_error(weights[name], weight) <= 1e-5, name
+
+
+@pytest.mark.slow
+def test_rows_are_means_over_the_workers_that_there_are(impatient: Shards) -> None:
+    rows = come_and_go(impatient, train_rows)
+    assert np.array_equal(rows["steps"], np.ones((RANKS, 2)))
+    shares = STEPS / np.array([2, 3, 2, 3])
+    wanted = [shares.sum(), shares.sum(), shares[1] + shares[3]]
+    np.testing.assert_allclose(rows["ranks"], np.repeat(wanted, 2).reshape(3, 2), rtol=1e-6)
 
 
 @pytest.mark.slow

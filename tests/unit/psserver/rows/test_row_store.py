@@ -11,8 +11,9 @@ import pytest
 from pscore.errors import ConfigError, DecodeError, JobMismatchError, LimitError, TableFullError
 from pscore.rows.init import initial_rows
 from pscore.rows.optimizers import ROW_OPTIMIZERS
+from pscore.rows.partition import slices_of
 from pscore.rows.spec import RowTable
-from pscore.rules import ASGD, DCASGD, SSP
+from pscore.rules import ASGD, DCASGD, SSGD, SSP
 from psserver.decisions.limits import Limits
 from psserver.rows import kernels
 from psserver.rows.mapped import Mapped
@@ -91,6 +92,33 @@ def test_a_step_is_the_mean_over_all_pushes_and_absent_rows_are_zero() -> None:
     first, second = shards.pull([[1, 2], [3]])
     np.testing.assert_allclose(first, before[0] - np.array([[3 / 4], [2 / 4]]), rtol=1e-6)
     np.testing.assert_allclose(second, before[1] - 1 / 4, rtol=1e-6)
+
+
+def test_with_a_backup_worker_a_step_is_the_mean_of_the_first_that_came_to_each_slice() -> None:
+    """Adagrad in float64; the push that is too late is answered, and in no row."""
+    spec = row_spec(A, optimizer="adagrad", rule=SSGD(backup=1), num_shards=2)
+    shards, hyper, ids = begun(spec, 3), np.array([[0.5, 0.0, 1e-3, 0.0, 0.0]]), np.arange(30)
+    slice_of = slices_of(ids.astype(np.uint64), 1, 2)
+    weights = shards.pull([ids])[0].astype(np.float64)
+    sums, num_late = np.zeros_like(weights), 0
+    for step in range(12):
+        drawn = np.random.default_rng(step)
+        own = [np.sort(drawn.choice(ids, 9, replace=False)) for _ in range(3)]
+        grads = [drawn.standard_normal((9, 2)).astype(np.float32) for _ in range(3)]
+        for part in range(2):
+            order, mean = drawn.permutation(3), np.zeros_like(weights)
+            for place, worker in enumerate(order.tolist()):
+                given = [own[worker]], [grads[worker]], hyper
+                verdicts = shards.push(worker, step, *given, only=[part])
+                num_late += verdicts == ["VERDICT_TOO_LATE"]
+                if place < 2:
+                    chosen = slice_of[own[worker]] == part
+                    mean[own[worker][chosen]] += grads[worker][chosen] / 2.0
+            sums += mean**2
+            weights -= 0.5 * mean / (np.sqrt(sums) + 1e-3)
+    assert num_late == 24
+    assert shards.version == 12
+    np.testing.assert_allclose(shards.pull([ids])[0], weights, rtol=1e-5, atol=1e-6)
 
 
 def test_duplicates_of_workers_are_summed_before_the_square() -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from pscore.errors import ConfigError
 from pscore.rows.spec import RowTable
 from psserver.archives import archive_of
 from psserver.exits import CommandError
 from psserver.remote import checkpoint_files as files
-from psworker.rows.exported import load_embedding
+from psworker.rows.exported import load_embedding, update_embedding
 from tests.row_driver import RowShards, row_spec
 
 ONE = np.array([[1.0, 0.0, 0.0]])
@@ -26,8 +27,16 @@ def exported(folder: Path, ids: list[int], name: str) -> tuple[Path, RowShards]:
     """Trains rows of both tables on two shards, and exports one table."""
     shards = RowShards(row_spec(USERS, ITEMS, num_shards=2))
     shards.begin()
-    grads = np.random.default_rng(0).standard_normal((len(ids), 4))
-    shards.push(0, 0, [ids, ids], [grads[:, :3], grads], ONE)
+    push(shards, 0, ids)
+    return export(shards, folder, name), shards
+
+
+def push(shards: RowShards, step: int, ids: list[int]) -> None:
+    grads = np.random.default_rng(step).standard_normal((len(ids), 4))
+    shards.push(0, step, [ids, ids], [grads[:, :3], grads], ONE)
+
+
+def export(shards: RowShards, folder: Path, name: str, since: Path | None = None) -> Path:
     room = archive_of("rows").room(shards.spec, shards.layout, {})
     for part, store in zip(shards.layout.slices, shards.stores(), strict=True):
         for array, values in store.export().items():
@@ -36,9 +45,9 @@ def exported(folder: Path, ids: list[int], name: str) -> tuple[Path, RowShards]:
     state = files.TableState(
         spec=shards.spec, version=1, slices={}, counts=[1, 1], arrays=room.arrays()
     )
-    path = folder / f"{name}.safetensors"
-    files.export(path, files.Checkpoint(job="j", num_workers=1, tables=[state]), name)
-    return path, shards
+    path = folder / f"{name}-{shards.version}{'-changes' if since else ''}.safetensors"
+    files.export(path, files.Checkpoint(job="j", num_workers=1, tables=[state]), name, since)
+    return path
 
 
 def test_a_fixed_table_is_a_module_with_the_bits_of_lookups(tmp_path: Path) -> None:
@@ -70,3 +79,39 @@ def test_other_files_and_names_are_refused(tmp_path: Path) -> None:
         load_embedding(path)
     with pytest.raises(CommandError, match="no row table or parameter 'tags'; it has 'items'"):
         exported(tmp_path, [3], "tags")
+
+
+def test_changes_bring_a_module_up_to_date_in_the_order_of_the_exports(tmp_path: Path) -> None:
+    """Rows change, come, go, and come back; the files have nothing else."""
+    table = replace(ITEMS[3], ttl=2)
+    shards = RowShards(row_spec(USERS, (*ITEMS[:3], table), num_shards=2))
+    shards.begin()
+    push(shards, 0, [3, 49, 7])
+    module, whole = None, None
+    changes: list[Path] = []
+    for step, ids in enumerate([[3, 20], [20], [21], [3, 9], [9]], 1):
+        last, whole = whole, export(shards, tmp_path, "items")
+        if last is None:
+            module = load_embedding(whole, padding_idx=9)
+        else:
+            assert module is not None
+            changes.append(export(shards, tmp_path, "items", last))
+            update_embedding(module, changes[-1])
+            wanted = load_embedding(whole, padding_idx=9).weight
+            assert torch.equal(module.weight, wanted)
+        push(shards, step, ids)
+    assert module is not None
+    found = [load_file(path) for path in changes]
+    assert [sorted(each["ids"].tolist()) for each in found] == [[3, 20], [20], [21], [3, 9]]
+    assert [each["gone"].tolist() for each in found] == [[], [7, 49], [3], [20]]
+    for path in changes[:2]:
+        with pytest.raises(ConfigError, match="since another export"):
+            update_embedding(module, path)
+    with pytest.raises(ConfigError, match="pass it to update_embedding"):
+        load_embedding(changes[0])
+    with pytest.raises(ConfigError, match="pass it to load_embedding"):
+        update_embedding(module, tmp_path / "items-1.safetensors")
+    with pytest.raises(ConfigError, match="does not have the whole of row table 'items'"):
+        export(shards, tmp_path, "items", changes[0])
+    with pytest.raises(ConfigError, match="is not a row table"):
+        export(shards, tmp_path, "items", tmp_path / "none.safetensors")
