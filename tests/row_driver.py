@@ -57,7 +57,8 @@ def row_spec(
 def crowded(seed: int, count: int, every: int = 256) -> IdArray:
     """Returns ids below 2^20 of a table with `seed`, ascending, all in each `every`-th bucket."""
     ids = np.arange(1 << 20, dtype=np.uint64)
-    return ids[buckets_of(ids, seed) % every == 0][:count]
+    found: IdArray = ids[buckets_of(ids, seed) % every == 0][:count]
+    return found
 
 
 class Answers:
@@ -165,7 +166,7 @@ class RowShards:
 
     def load(self, ids: Ids, values: Sequence[Any], worker: int = 0) -> None:
         """Loads rows, weights or weights and state."""
-        for part, chosen in self._split(ids):
+        for part, chosen in self.divide(ids):
             data = self._payload(ids, values, None, chosen)
             header = data_pb2.PushHeader(
                 sender=self._sender(worker), slice=part, role=data_pb2.ROLE_STATE
@@ -201,7 +202,7 @@ class RowShards:
             only: The slices that are pushed to; None: all.
         """
         verdicts = []
-        for part, chosen in self._split(ids):
+        for part, chosen in self.divide(ids):
             if only is not None and part not in only:
                 continue
             data = self._payload(ids, values, occurrences, chosen)
@@ -241,7 +242,7 @@ class RowShards:
             np.zeros((len(each), width), np.float32) if held is None else held[index].copy()
             for index, (each, width) in enumerate(zip(arrays, widths, strict=True))
         ]
-        for part, chosen in self._split(ids):
+        for part, chosen in self.divide(ids):
             asked = [each[rows] for each, rows in zip(arrays, chosen, strict=True)]
             header = data_pb2.PullHeader(
                 sender=self._sender(worker),
@@ -268,7 +269,7 @@ class RowShards:
     def _sender(self, worker: int) -> data_pb2.Sender:
         return data_pb2.Sender(job=JOB, worker=worker, incarnation=self.incarnation)
 
-    def _split(self, ids: Ids) -> list[tuple[int, list[np.ndarray]]]:
+    def divide(self, ids: Ids) -> list[tuple[int, list[np.ndarray]]]:
         """Returns each slice with the positions of its ids, by table, in the order of the ids."""
         num_slices = len(self.layout.slices)
         content = self.spec.content

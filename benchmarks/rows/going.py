@@ -67,8 +67,9 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
 
     import psworker
 
-    rules = {"min_count": MIN_COUNT, "ttl": TTL, "lru": LRU}
-    table = psworker.Embedding(None, DIM, name="rows", init="zeros", **rules)
+    table = psworker.Embedding(
+        None, DIM, name="rows", init="zeros", min_count=MIN_COUNT, ttl=TTL, lru=LRU
+    )
     marks = psworker.Embedding(None, 1, name="marks", init="zeros")
     model = torch.nn.ModuleDict({"rows": table, "marks": marks, "top": torch.nn.Linear(DIM, 1)})
     optimizer = psworker.DistributedOptimizer(
@@ -78,7 +79,7 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
     )
     np.save(folder / f"{rank}-{SEEDS}", np.array([table.seed_number, marks.seed_number], np.uint64))
     steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
-    last = None
+    last: int | None = None
     while last is None or optimizer.steps < last:
         step = optimizer.steps
         steps.write(STEP.pack(step))

@@ -1,9 +1,9 @@
 """Time of a step on an embedding of which a batch touches a small part, beside torch's own ways.
 
 Two workers, Adagrad, one table of 32 columns; each worker looks up as many rows at each step,
-nearly all of them distinct. `rows`: a row table on two shards; `gloo_sparse`, `ddp_dense`: DistributedDataParallel over
-Gloo, with sparse and with dense gradients; `torchrec_cpu`: TorchRec's fused tables over Gloo, where
-it is installed, else null.
+nearly all of them distinct. `rows`: a row table on two shards; `gloo_sparse`, `ddp_dense`:
+DistributedDataParallel over Gloo, with sparse and with dense gradients; `torchrec_cpu`: TorchRec's
+fused tables over Gloo, where it is installed, else null.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Four hosts of `benchmarks.netlab` have a shard and a worker each. `rows` is the step of step.py on
 them. `gloo_sparse` and `gloo_dense` are only the sum of a gradient over Gloo, of the rows of a
-batch and of the whole table: a step of DDP takes at least so long. `bytes_of_formula`: what the
-hosts sent, with all headers, over the payload between hosts, which is for each row of a batch its
+batch and of the whole table: a step of DDP takes at least so long. `bytes_of_formula`: all bytes of
+the hosts, with headers, over the payload between hosts, which is for each row of a batch its
 id twice, its values, its gradient and a count.
 """
 

@@ -48,7 +48,7 @@ def _make_prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.intp), generate
 
 
-prefetch = cast(Callable[[int], None], intrinsic(_make_prefetch))
+prefetch = cast(Callable[[Any], None], intrinsic(_make_prefetch))
 
 
 def kernel(function: F) -> F:

@@ -30,7 +30,7 @@ class Room(ABC):
 
     @property
     def changes(self) -> Mapping[str, Tensors] | None:
-        """What differs from the earlier copy, once `arrays` was called; None: it is not known."""
+        """The changes since the earlier copy, after `arrays`; None: they are not known."""
         return None
 
 

@@ -92,7 +92,7 @@ class RowRoom(Room):
 
     @property
     def changes(self) -> Mapping[str, Tensors] | None:
-        """What differs from the base; None: all slices have given all their rows."""
+        """The changes since the base; None: all slices have given all their rows."""
         return self._changes
 
     def _all(self, array: str) -> np.ndarray:
@@ -103,7 +103,8 @@ class RowRoom(Room):
         """Returns the ids that are no longer there: of slices with all rows, all of the base."""
         changed = self._found[f"{GONE[0]}.0"]
         whole = [part.index for part in self._layout.slices if part.index not in changed]
-        content, gone = self._spec.content, {}
+        content = self._spec.content
+        gone: dict[str, np.ndarray] = {}
         assert isinstance(content, Rows)
         for number, (tensor, table) in enumerate(
             zip(self._spec.tensors, content.tables, strict=True)
@@ -297,9 +298,9 @@ class RowArchive(Archive):
             "seed": table.seed,
             "max_norm": table.max_norm,
         }
-        digest = hashlib.sha256(np.ascontiguousarray(ids))
-        digest.update(np.ascontiguousarray(rows))
-        found = {"ids": ids.view(np.int64), "rows": rows}
+        digest = hashlib.sha256(np.ascontiguousarray(ids).data)
+        digest.update(np.ascontiguousarray(rows).data)
+        found: Tensors = {"ids": ids.view(np.int64), "rows": rows}
         more = {"digest": digest.hexdigest()}
         if since is not None:
             former, more["since"] = _read_export(since, about)
@@ -350,7 +351,8 @@ def _read_export(path: Path, about: Mapping[str, Any]) -> tuple[Tensors, str]:
 
 def _changed(former: Tensors, now: Tensors) -> dict[str, np.ndarray]:
     """Returns the rows of an exported table that differ from an earlier one, and the ids gone."""
-    (old, new), places = (each["ids"].view(np.uint64) for each in (former, now)), {}
+    old, new = (each["ids"].view(np.uint64) for each in (former, now))
+    places: dict[str, np.ndarray] = {}
     for name, some, others in (("new", new, old), ("old", old, new)):
         at = np.minimum(np.searchsorted(others, some), max(len(others) - 1, 0))
         is_there = others[at] == some if len(others) else np.zeros(len(some), np.bool_)

@@ -85,7 +85,7 @@ class TableState:
     arrays: Mapping[str, Tensors]  # By array and tensor.
     marks: dict[str, list[int]] = field(default_factory=dict)  # By slice: the mark of the copy.
     base: Written | None = None  # An earlier copy, in files.
-    changes: Mapping[str, Tensors] | None = None  # By array: what has changed since.
+    changes: Mapping[str, Tensors] | None = None  # By array: those since.
 
     @property
     def updates(self) -> tuple[int, int]:

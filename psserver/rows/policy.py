@@ -256,7 +256,8 @@ class Oldest:
 
     def count(self, ids: IdArray) -> IntArray:
         """Returns how many ids each bucket has, `(num_buckets,) int64`."""
-        return np.bincount(self._numbers_of(ids), minlength=len(self._buckets))
+        counts: IntArray = np.bincount(self._numbers_of(ids), minlength=len(self._buckets))
+        return counts
 
     def take(self, version: int, ids: IdArray, fresh: IdArray, made: IdArray = NO_IDS) -> IntArray:
         """Returns the places of rows that go, by bucket; then they are no longer known.

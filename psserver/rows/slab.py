@@ -20,7 +20,7 @@ from psserver.rows.mapped import Mapped
 INDEX_MIN = 1 << 10
 HIGH = 0  # Word of the slab's file: no place from this one on was ever used.
 NO_PLACES: IntArray = np.empty(0, np.int64)
-BLOCK = 4096  # Rows that are changed at once: what was copied for an undo is still in the cache.
+BLOCK = 4096  # Rows that are changed at once: their copies for an undo are still in the cache.
 NO_PUSH = np.empty(0, np.uint64), np.empty(0, np.float32), 1.0
 
 

@@ -110,7 +110,8 @@ class Undo:
         """
         if self._memory.words[UNDER] != number + OFFSET:
             return False
-        offset, found = 0, []
+        offset = 0
+        found: list[tuple[Slab, IntArray, IntArray, WordArray, int]] = []
         for slab in slabs:
             counts = self._memory.data[offset : offset + 3 * LONG].view(np.int64).tolist()
             is_later = counts[1] < 0

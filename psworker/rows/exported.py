@@ -14,6 +14,8 @@ from pscore.errors import ConfigError
 from pscore.rows.init import initial_rows
 from pscore.rows.spec import ROW_TABLE
 
+DIGEST = "row_table_digest"  # Attribute of a module: the digest of the export that it equals.
+
 
 def load_embedding(
     path: str | Path, num_embeddings: int | None = None, *, padding_idx: int | None = None
@@ -50,7 +52,7 @@ def load_embedding(
         weight[padding_idx] = 0.0
     weights = torch.from_numpy(weight)
     module = torch.nn.Embedding(count, weight.shape[1], padding_idx, _weight=weights)
-    module.row_table_digest = about["digest"]
+    setattr(module, DIGEST, about["digest"])
     return module
 
 
@@ -72,7 +74,7 @@ def update_embedding(module: torch.nn.Embedding, path: str | Path) -> None:
     about, found = _read(path)
     if "since" not in about:
         raise ConfigError(f"{path} has a whole table; pass it to load_embedding")
-    if getattr(module, "row_table_digest", None) != about["since"]:
+    if getattr(module, DIGEST, None) != about["since"]:
         raise ConfigError(
             f"{path} has the changes since another export of row table {about['name']!r}; "
             "update modules in the order of the exports, or load a whole one"
@@ -86,7 +88,7 @@ def update_embedding(module: torch.nn.Embedding, path: str | Path) -> None:
             module.weight[torch.from_numpy(places)] = torch.from_numpy(values).to(module.weight)
         if module.padding_idx is not None:
             module.weight[module.padding_idx] = 0.0
-    module.row_table_digest = about["digest"]
+    setattr(module, DIGEST, about["digest"])
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -123,7 +123,7 @@ def impatient() -> Iterator[Shards]:
 
 
 def come_and_go(impatient: Shards, function: Train) -> Weights:
-    """Has two workers train, then a third, which dies, then a fourth; returns their weights."""
+    """Starts two workers, then a third, which dies, then a fourth; returns their weights."""
     job, bounds = new_job(), (1, 3)
     with joins(impatient, job, bounds, 2, function) as (first, second):
         ranks = dict((worker.hear()[0], worker) for worker in (first, second))
@@ -145,7 +145,8 @@ def come_and_go(impatient: Shards, function: Train) -> Weights:
     lost = re.findall(f"worker lost .*job={job} ", impatient.written())
     assert len(lost) == len(impatient.addresses), "a healthy worker lost its lease"
     assert all(same(weights, theirs) for _, theirs in others)
-    return weights
+    found: Weights = weights
+    return found
 
 
 @pytest.mark.slow

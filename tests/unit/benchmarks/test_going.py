@@ -36,16 +36,16 @@ def trained() -> tuple[np.ndarray, np.ndarray]:
             ids, marks = going.drawn(rank, step), going.marks_of(rank, step, SEED + 1)
             values = np.repeat(going.number_of(ids)[:, None], going.DIM, axis=1)
             empty = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
-            rows, ones = [ids, marks], [values, np.ones((len(marks), 1))]
+            named, given = [ids, marks], [values, np.ones((len(marks), 1))]
             if (rank, step) != (1, STEPS - 2):
-                shards.push(rank, step, rows, ones, HYPER)
+                shards.push(rank, step, named, given, HYPER)
                 continue
-            shards.push(rank, step, rows, ones, HYPER, only=[1])
+            shards.push(rank, step, named, given, HYPER, only=[1])
             nothing = [np.zeros((0, going.DIM)), np.zeros((0, 1))]
             shards.push(rank, step, empty, nothing, HYPER, only=[0], samples=0.0)
     pushes = [(rank, step) for step in range(STEPS) for rank in range(NUM_WORKERS)]
     marked = np.concatenate([going.marks_of(*push, SEED + 1) for push in pushes])
-    (rows, _), (_, marks) = shards.pull([np.arange(NUM_IDS), []]), shards.pull([[], marked])
+    rows, marks = shards.pull([np.arange(NUM_IDS), []])[0], shards.pull([[], marked])[1]
     held = [store.count_held()["rows_removed"] for store in shards.stores()]
     assert min(held) > 100
     return rows, marks
@@ -75,19 +75,20 @@ def test_the_account_of_rows_that_go_notices(
     tmp_path: Path, trained: tuple[np.ndarray, np.ndarray], kind: str
 ) -> None:
     rows, marks = (array.copy() for array in trained)
-    there = np.flatnonzero(rows[:, 0])[7]
+    there = np.flatnonzero(rows[:, 0])[7:8]
     number = going.number_of(there)
     if kind == "torn":
         rows[there, 1] -= number
     elif kind == "shifted":
-        rows[there] -= 1.0 + (number == 1)
+        rows[there] -= 1.0 + (number == 1)[:, None]
     elif kind == "stayed":
-        absent = np.flatnonzero(rows[:, 0] == 0)[7]
-        rows[absent] = -going.number_of(absent)
+        absent = np.flatnonzero(rows[:, 0] == 0)[7:8]
+        rows[absent] = -going.number_of(absent)[:, None]
     elif kind == "push":
         marks[0] = 0.0
     else:
-        rows[there] += {"lost": number, "double": -number, "gone": -rows[there]}[kind]
+        moved = {"lost": number[:, None], "double": -number[:, None], "gone": -rows[there]}
+        rows[there] += moved[kind]
     found = account(tmp_path, rows, marks)
     wanted = {"gone": "lost", "stayed": "double", "push": "lost"}.get(kind, kind)
     assert found[wanted] >= 1

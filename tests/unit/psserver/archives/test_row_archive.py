@@ -192,7 +192,9 @@ def test_checkpoints_in_files_hold_what_has_changed_since_the_one_before(
 ) -> None:
     """Each folder is whole; files are written anew when there are many, or cannot be linked."""
     spec = row_spec(*GOING, optimizer="sparse_adam", num_shards=2, rule=rule)
-    shards, counts, cut = RowShards(spec), [], None
+    shards, counts = RowShards(spec), list[int]()
+    cut: Cut | None = None
+    path, found = tmp_path, dict[str, Tensors]()
     shards.begin()
     monkeypatch.setattr(files, "CHANGES_SHARE", 0)
     for step in range(30):
@@ -201,7 +203,7 @@ def test_checkpoints_in_files_hold_what_has_changed_since_the_one_before(
             monkeypatch.setattr(os, "link", refused)
         cut, path, written = cut_of(shards, step + 1, tmp_path, cut)
         counts.append(written.num_changes)
-        found = files.read(path, "j", lambda _: None)[1].tables[0].arrays
+        found = dict(files.read(path, "j", lambda _: None)[1].tables[0].arrays)
         require_equal(found, captured(shards))
         manifest = json.loads((path / files.MANIFEST).read_text())
         assert manifest["format"] == (4 if counts[-1] else 3)
@@ -216,7 +218,8 @@ def test_checkpoints_in_files_hold_what_has_changed_since_the_one_before(
 
 def test_changes_are_few_bytes_and_the_rest_is_linked(tmp_path: Path) -> None:
     shards = trained(1, 12)
-    cut, folders = None, []
+    cut: Cut | None = None
+    folders: list[Path] = []
     for step in range(12, 14):
         cut, path, _ = cut_of(shards, step, tmp_path, cut)
         folders.append(path)

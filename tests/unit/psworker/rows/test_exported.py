@@ -87,7 +87,8 @@ def test_changes_bring_a_module_up_to_date_in_the_order_of_the_exports(tmp_path:
     shards = RowShards(row_spec(USERS, (*ITEMS[:3], table), num_shards=2))
     shards.begin()
     push(shards, 0, [3, 49, 7])
-    module, whole = None, None
+    module: torch.nn.Embedding | None = None
+    whole: Path | None = None
     changes: list[Path] = []
     for step, ids in enumerate([[3, 20], [20], [21], [3, 9], [9]], 1):
         last, whole = whole, export(shards, tmp_path, "items")
