@@ -48,6 +48,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.server_handshake_timeout_ms", 10_000),  # A peer that only connects is dropped.
     ("grpc.so_reuseport", 0),  # A port that is taken is an error, not a second listener.
+    # A message that nobody reads takes 64 KiB; with the probe as much as the delay suggests.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 CODES: dict[type[errors.PacelineError], grpc.StatusCode] = {
