@@ -17,7 +17,7 @@ from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.command import Command
 from tests.integration.row_models import Net, batch, first_rows, make_tables
 
-NUM_TAKEN = 3
+NUM_TAKEN, LEASE_S = 3, 3000.0
 AHEAD = 5  # No worker can be so many steps ahead of another.
 Rows = dict[str, np.ndarray]
 
@@ -51,7 +51,8 @@ def train(me: Station, last: int | None) -> tuple[int, Rows]:
 @pytest.mark.slow
 def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step(tmp_path: Path) -> None:
     job, exported = new_job(), tmp_path / "users.safetensors"
-    with Shards(2) as shards, shards.workers(train, None, job=job) as workers:
+    # A worker that is lost on a busy machine would be missing in a step.
+    with Shards(2, lease_s=LEASE_S) as shards, shards.workers(train, None, job=job) as workers:
         for worker in workers:
             worker.hear()
         taken = [
@@ -81,7 +82,7 @@ def test_a_checkpoint_under_load_has_all_tables_of_a_model_at_one_step(tmp_path:
         Command(tmp_path).run(*given, "--servers", shards.servers)
         module = psworker.load_embedding(exported)
         assert np.array_equal(module.weight.detach().numpy(), expected["users"])
-    with Shards(3) as others:
+    with Shards(3, lease_s=LEASE_S) as others:
         checkpoint.restore(others.addresses, ANYONE, taken[-1], job)
         for first, found in others.run(train, last, job=job):
             assert first == versions[-1][0]

@@ -46,7 +46,10 @@ class Killed:
 @pytest.fixture
 def shards(tmp_path: Path) -> Iterator[Killed]:
     command = Command(tmp_path)
-    with command.spawn("start", "--shards", 2, "--port", 0, "--metrics-port", 0) as process:
+    # No worker may be lost on a busy machine: its steps would close without it, and it would end
+    # before others, which then wait for its steps while it waits for them at the barrier.
+    options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", 3000)
+    with command.spawn("start", *options) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("PACELINE_SERVERS=")
         yield Killed(command)
