@@ -79,7 +79,8 @@ def run_page(
         login_hint = " (any user name; the password is the token)" if token else ""
         sys.stdout.write(f"dashboard at {scheme}://{join_address(host, bound)}/{login_hint}\n")
         sys.stdout.flush()
-        await asyncio.Event().wait()
+        assert server.accepting is not None
+        await server.accepting
 
     try:
         asyncio.run(serve())

@@ -216,11 +216,12 @@ class Daemon:
             ) from problem
 
     async def start(self) -> Ready:
-        """Binds, and answers from then on.
+        """Binds, and answers from then on; a thread that fails ends the process.
 
         Raises:
             CommandError: A port cannot be bound; the message names it and the reason.
         """
+        threading.excepthook = self._on_thread
         with spans.span("psserver", "restore", shard=self.plan.index):
             self._restore()
         self._data = self._make_listener()
@@ -249,7 +250,7 @@ class Daemon:
         self._watch()
         duties = (self._tick(), self._tick_windows(), self._bring(), self._keep_room())
         tasks = [asyncio.create_task(duty) for duty in duties]
-        for task in tasks:
+        for task in (*tasks, *filter(None, [self._web.accepting])):
             task.add_done_callback(self._check)
         await self._ending.wait()
         for task in tasks:
@@ -304,8 +305,7 @@ class Daemon:
             raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
 
     def _watch(self) -> None:
-        """Ends on a signal, when the parent has closed our standard input, or a thread fails."""
-        threading.excepthook = self._on_thread
+        """Ends on a signal, or when the parent has closed our standard input."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._ending.set)
         self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)

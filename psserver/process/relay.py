@@ -91,6 +91,7 @@ class RelayProcess:
             CommandError: A port cannot be bound.
             PacelineError: A shard refuses this reader.
         """
+        threading.excepthook = self._on_thread  # Also of connections to readers.
         async with contextlib.AsyncExitStack() as stack:
             ports = [await self._serve(shard, stack) for shard in self._versions.shards]
             addresses = ",".join(join_address(self._plan.host, port) for port in ports)
@@ -165,6 +166,10 @@ class RelayProcess:
             self._reader.close()
         except PacelineError as problem:
             self._broke(problem)
+
+    def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
+        assert failed.exc_value is not None
+        self._broke(failed.exc_value)
 
     def _broke(self, problem: BaseException) -> None:
         """Ends the process; may be called from any thread."""

@@ -64,7 +64,11 @@ class HttpExchange(H11Protocol):
 
 
 class WebServer:
-    """An HTTP server inside the event loop of its process."""
+    """An HTTP server inside the event loop of its process.
+
+    Attributes:
+        accepting: Accepts connections, once it has started; it ends by `stop`, or by a bug.
+    """
 
     def __init__(
         self, answer: Answer, *, seconds_max: float, context: ssl.SSLContext | None = None
@@ -95,7 +99,7 @@ class WebServer:
         self._state.default_headers = [(b"connection", b"close")]
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // DESCRIPTORS_SHARE)
         self._open: dict[asyncio.Task[None], HttpExchange] = {}  # In order of arrival.
-        self._accepting: asyncio.Task[None] | None = None
+        self.accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port.
@@ -108,14 +112,14 @@ class WebServer:
         listener.setblocking(False)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux: no turn is spent on silent connections.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
-        self._accepting = asyncio.create_task(self._accept(listener))
+        self.accepting = asyncio.create_task(self._accept(listener))
         return int(listener.getsockname()[1])
 
     async def stop(self) -> None:
         """Stops listening, and closes all connections."""
-        if self._accepting is None:
+        if self.accepting is None:
             return
-        tasks = [self._accepting, *self._open]
+        tasks = [self.accepting, *self._open]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -27,6 +27,12 @@ from tests.unit.psserver.process.test_supervisor import make_plan
 Stub: TypeAlias = "control_pb2_grpc.ControlAsyncStub"
 
 
+@pytest.fixture(autouse=True)
+def own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the hook of threads back, which a shard sets."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+
 def with_daemon(use: Callable[[Daemon, Stub], Awaitable[None]]) -> None:
     async def run() -> None:
         daemon = Daemon(make_plan(num_shards=1))
