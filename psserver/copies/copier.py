@@ -114,8 +114,9 @@ def copy(folder: Path, place: SecondPlace, keep: int, expired: Sequence[str] = (
             newer than those of the folder: it is of another start, or the folder was lost.
     """
     gone = _forgotten(folder)
-    there = []
-    for found in _copies(place):
+    there, refused = [], ""  # Why a job is not copied; it keeps no other waiting.
+    copies, damaged = _copies(place)
+    for found in copies:
         if found.digest in gone or found.name in expired:
             place.delete(found.name)
         else:
@@ -126,10 +127,13 @@ def copy(folder: Path, place: SecondPlace, keep: int, expired: Sequence[str] = (
         if own[0].problem or any(one.digest == own[0].manifest["digest"] for one in theirs):
             continue
         if theirs and theirs[0].sequence >= own[0].sequence and theirs[0].digest not in known:
-            raise ValueError(
+            refused = (
                 f"it has a checkpoint of job {job!r}, {theirs[0].name}, that is newer than all in "
                 f"{folder}: start shard 0 again, which fetches it, or give a place of its own"
             )
+            continue
+        if own[0].path.name in damaged:
+            place.delete(own[0].path.name)
         with _held(own[0]) as path:
             place.send(path)
         log.info("checkpoint copied to the second place", job=job, name=own[0].path.name)
@@ -137,6 +141,8 @@ def copy(folder: Path, place: SecondPlace, keep: int, expired: Sequence[str] = (
             place.delete(old.name)
             there.remove(old)
         there.append(_copy_of(own[0].path.name, json.dumps(dict(own[0].manifest))))
+    if refused:
+        raise ValueError(refused)
     return len(there)
 
 
@@ -154,7 +160,7 @@ def fetch(folder: Path, place: SecondPlace) -> list[Path]:
         OSError, ValueError, PacelineError: The place cannot be used, or there is no room.
     """
     brought, gone, own = [], _forgotten(folder), newest(folder)
-    there = [found for found in _copies(place) if found.digest not in gone]
+    there = [found for found in _copies(place)[0] if found.digest not in gone]
     for job in dict.fromkeys(found.job for found in there):
         least = max((one.sequence for one in own.get(job, ())), default=-1)
         for found in sorted(
@@ -172,8 +178,17 @@ def fetch(folder: Path, place: SecondPlace) -> list[Path]:
     return brought
 
 
-def _copies(place: SecondPlace) -> list[Copy]:
-    return [_copy_of(name, place.manifest(name)) for name in place.names()]
+def _copies(place: SecondPlace) -> tuple[list[Copy], list[str]]:
+    """Returns the copies at a place, and the names of those whose manifests are damaged."""
+    found, damaged = [], []
+    for name in place.names():
+        manifest = place.manifest(name)
+        try:
+            found.append(_copy_of(name, manifest))
+        except PROBLEMS as problem:
+            log.error("a copy cannot be used", name=name, reason=repr(problem))
+            damaged.append(name)
+    return found, damaged
 
 
 def _copy_of(name: str, manifest: bytes | str) -> Copy:

@@ -70,6 +70,7 @@ Tell = Callable[[str], None]
 # Errors of reading a file of any content.
 PROBLEMS = (
     OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError, ConfigError,
+    OverflowError, RecursionError,
 )  # fmt: skip
 ARRAY = re.compile(r"[a-zA-Z0-9_.]+")  # Names of arrays, which are parts of files' names.
 
@@ -756,7 +757,7 @@ def _look(path: Path) -> Found:
         job, sequence = manifest["job"], count_of(manifest["sequence"], "its sequence")
         if not isinstance(job, str):
             raise TypeError("its job has no name")
-    except (*PROBLEMS, RecursionError) as problem:
+    except PROBLEMS as problem:
         return Found(path=path, job=None, sequence=number, problem=_reason(problem))
     return Found(path=path, job=job, sequence=sequence, manifest=manifest)
 

@@ -9,7 +9,7 @@ import pytest
 
 from psserver.copies.copier import Copier, copy, fetch
 from psserver.copies.places import FolderPlace, SecondPlace, place_of
-from psserver.remote.checkpoint_files import newest, read, set_aside, verified, write
+from psserver.remote.checkpoint_files import MANIFEST, newest, read, set_aside, verified, write
 from tests.unit.psserver.remote.test_checkpoint_files import make
 
 KEEP = 2
@@ -78,6 +78,22 @@ def test_a_copy_without_a_manifest_is_none(place: SecondPlace, tmp_path: Path) -
     assert fetch(tmp_path / "first", place) == []
 
 
+@pytest.mark.parametrize(
+    "manifest", ["{", "{}", "[" * 100_000, '{"job": "a", "digest": "x", "sequence": Infinity}']
+)
+def test_a_damaged_manifest_keeps_no_other_job_waiting(tmp_path: Path, manifest: str) -> None:
+    first, place = tmp_path / "first", place_of(str(tmp_path / "second"))
+    write(first, make(1.0, "a"), keep=3)
+    write(first, make(2.0, "b"), keep=3)
+    assert copy(first, place, KEEP) == 2
+    (tmp_path / "second" / "a-00000001" / MANIFEST).write_text(manifest)
+    write(first, make(3.0, "b"), keep=3)
+    assert copy(first, place, KEEP) == 3  # That of job "a" was copied again.
+    (tmp_path / "second" / "a-00000001" / MANIFEST).write_text(manifest)
+    shutil.rmtree(first)
+    assert [path.name for path in fetch(first, place)] == ["b-00000002"]
+
+
 def test_forgotten_and_expired_ones_are_deleted_and_do_not_come_back(
     place: SecondPlace, tmp_path: Path
 ) -> None:
@@ -100,8 +116,11 @@ def test_newer_ones_of_another_start_are_not_covered(place: SecondPlace, tmp_pat
     copy(first, place, KEEP)
     shutil.rmtree(first)
     write(first, make(3.0, "a"), keep=3)
+    write(first, make(4.0, "b"), keep=3)
     with pytest.raises(ValueError, match="a-00000002, that is newer"):
         copy(first, place, KEEP)
+    shutil.rmtree(first)
+    assert [path.name for path in fetch(first, place)] == ["a-00000002", "b-00000001"]
 
 
 def test_a_checkpoint_is_copied_whole_while_newer_ones_replace_it(tmp_path: Path) -> None:
