@@ -379,6 +379,8 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
     num_segments = len(table.specs[header.slice].segments)
     if len(header.counts) not in (0, num_segments):
         raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")
+    if not all(0 <= count <= COUNT_MAX for count in header.counts):
+        raise DecodeError(f"a count of steps is not in 0..{COUNT_MAX}")
     if role is Role.LAST_MODEL and table.spec.rule.round_role is not Role.MODEL:
         raise DecodeError(f"a worker's last model, but mode {table.spec.rule.name} keeps no models")
     if role is Role.STATE and header.step > COUNT_MAX:

@@ -57,7 +57,7 @@ RAW = NoCompression()
 ARRAYS = ("ids", "rows", "versions"), ("waiting_ids", "waiting_times", "waiting_versions")
 BUFFERS_KEPT = 4
 TOKEN_BITS, MARK_LENGTH = 62, 2  # The mark of a copy is the process's token, and a version.
-CLAIMS_KEPT = 4  # Steps of a worker whose rows may not be in the slabs yet.
+CLAIMS_KEPT = 4  # Newest pushes of a worker whose rows may not be in the slabs yet.
 # In a record: the arrays are not in the arena. As its `weights` also which word has its version.
 IN_SLABS, SECOND = 1, 2
 
@@ -172,9 +172,9 @@ class RowStore:
         for number, own in enumerate(ids):
             self._require_room(number, own)
         if not is_load:
-            for worker, step in list(self._claims):
-                if worker == push.worker and step <= push.step - CLAIMS_KEPT:
-                    self._claims.pop((worker, step), None)
+            of_worker = [key for key in list(self._claims) if key[0] == push.worker]
+            for key in of_worker[: 1 - CLAIMS_KEPT]:
+                self._claims.pop(key, None)
             self._claims[push.worker, push.step] = ids
 
     def load(self, action: Load, payload: Payload) -> None:

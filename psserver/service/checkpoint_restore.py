@@ -164,7 +164,7 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
         counts = [count_of(count, "the optimizer's steps of a tensor") for count in about["counts"]]
         parts = [part for part in spec.layout().slices if part.shard == engine.shard.index]
         arrays = archive_of(spec.content.name).staged(spec, parts, about)
-    except (ValueError, LookupError, TypeError) as problem:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
         raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
     shard = engine.shard
     if spec.num_shards != shard.num_shards:

@@ -198,5 +198,5 @@ def _base_of(text: str) -> dict[str, tuple[int, ...]]:
     try:
         found = json.loads(text or "{}")
         return {str(index): tuple(map(int, mark)) for index, mark in found.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as problem:
+    except (ValueError, OverflowError, TypeError, AttributeError, RecursionError) as problem:
         raise RemoteProtocolError("the base of a copy is not one") from problem

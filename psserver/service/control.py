@@ -16,14 +16,20 @@ import grpc
 import numpy as np
 import psutil
 from google.protobuf.message import DecodeError as ProtobufDecodeError
+from google.protobuf.message import Message
 
-from pscore.errors import DecodeError, PacelineError, ProtocolVersionError
+from pscore.errors import (
+    DecodeError,
+    PacelineError,
+    ProtocolVersionError,
+    RemoteProtocolError,
+)
 from pscore.net import faults, wire
 from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.table_spec import TableSpec, rule_from_proto
+from pscore.table_spec import COUNT_MAX, TableSpec, rule_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from pscore.version import VERSION
@@ -50,6 +56,7 @@ from psserver.service.shared_view import SharedView
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
+COUNTS = ("round", "minibatch", "epoch", "since")  # Fields of requests.
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -305,6 +312,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
         """Records a worker that exchanges models with its peers, and names them."""
         peer = request.peer
+        _require_counts(request)
         job = self._engine.heard(request.job, peer.rank, peer.incarnation)
         if request.parts:
             view = job.part(request.table, peer.rank, peer.incarnation)
@@ -417,4 +425,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.SendResidualRequest
         | pb.FetchResidualRequest,
     ) -> RunningJob:
+        _require_counts(request)
         return self._engine.heard(request.job, request.worker, request.incarnation)
+
+
+def _require_counts(request: Message) -> None:
+    """Refuses a number after which another one would not fit into an answer.
+
+    Raises:
+        RemoteProtocolError: A count of the request is none that a job comes to.
+    """
+    for name in COUNTS:
+        if (value := getattr(request, name, 0)) > COUNT_MAX:
+            raise RemoteProtocolError(f"{name} is {value}, beyond {COUNT_MAX}")

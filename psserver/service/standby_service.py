@@ -84,8 +84,9 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
                     "start it with the same --shards, --shard-index and --cluster, and a version "
                     "with the same protocol and journal format"
                 )
-        self._engine.shard.require_memory("a shard that moves here", request.table_nbytes)
-        self._taking.offer(request.id, has_jobs=bool(self._engine.jobs))
+        with self._engine.lock:
+            self._engine.shard.require_memory("a shard that moves here", request.table_nbytes)
+            self._taking.offer(request.id, has_jobs=bool(self._engine.jobs))
         self._mark = {"id": request.id, "instance": request.instance, "source": request.source}
         self._incoming.start()
         self._waiting = []
@@ -98,7 +99,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         for text in tables:
             try:
                 spec = TableSpec.from_json(json.loads(text))
-            except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
                 raise RemoteProtocolError(
                     f"a table of a shard that moves: {problem!r}"
                 ) from problem
@@ -153,11 +154,16 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
 
     async def Begin(self, request: pb.BeginMoveRequest, context: Context) -> pb.BeginMoveReply:
         """Serves from the journals."""
-        if self._taking.phase is Taker.PREPARED and self._engine.jobs:
-            raise ConfigError("this process has jobs of its own")
-        if self._taking.begin(request.id):
+        taking = self._taking
+        if taking.phase is Taker.PREPARED and taking.id == request.id:
             assert self._incoming is not None
-            self._incoming.note_begun()
+            if self._engine.jobs:
+                raise ConfigError("this process has jobs of its own")
+            try:
+                self._incoming.note_begun()
+            except OSError as problem:
+                raise LimitError(f"no room for the journals of a shard: {problem}") from problem
+        if taking.begin(request.id):
             self._take_over()
             log.warning("shard has moved here", source=self._mark.get("source"))
         return pb.BeginMoveReply()

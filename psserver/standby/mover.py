@@ -111,11 +111,12 @@ class Mover:
         Raises:
             PacelineError: It is being moved, has been, or cannot be moved.
         """
-        offer = self._host.offer()
+        offer, credentials = self._host.offer(), self._credentials()
         self.giving.start()
         self._move = offer.id = secrets.token_hex(8)
         self.to, self.problem, self.pause_s = to, "", 0.0
-        self._task = asyncio.get_running_loop().create_task(self._run(offer, mbit))
+        run = self._run(offer, mbit, MoveTarget(to, credentials))
+        self._task = asyncio.get_running_loop().create_task(run)
 
     def restart(self) -> None:
         """Forgets that the shard was given away: it has come back."""
@@ -136,9 +137,8 @@ class Mover:
         """Bytes that the move under way, or the last one, has sent."""
         return 0 if self._stream is None else self._stream.sent_nbytes
 
-    async def _run(self, offer: pb.OfferRequest, mbit: int) -> None:
+    async def _run(self, offer: pb.OfferRequest, mbit: int, target: MoveTarget) -> None:
         began_s = 0.0
-        target = MoveTarget(self.to, self._credentials())
         try:
             reply = await asyncio.to_thread(target.offer, offer)
             self._host.require_movable(reply.boot)
@@ -198,6 +198,7 @@ class Mover:
                 target = MoveTarget(self.to, self._credentials())
                 try:
                     await asyncio.to_thread(target.begin, self._move)
+                    self._host.show_moved(self.to)
                     break
                 finally:
                     target.close()
@@ -208,7 +209,6 @@ class Mover:
             await asyncio.sleep(AGAIN_S)
         self.pause_s = time.monotonic() - began_s
         self.giving.begun()
-        self._host.show_moved(self.to)
         log.warning(
             "shard moved; this process passes on what still comes, until it is stopped",
             to=self.to,

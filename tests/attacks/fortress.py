@@ -17,8 +17,8 @@ from psworker.connection.shard_link import Link
 from tests.integration.command import Command
 from tests.integration.worker import Worker
 
-EVERYTHING, TRAIN, OTHER = (f"{number}" * 32 for number in (1, 2, 3))
-TOKENS = f"# for tests\n* {EVERYTHING}\n\ntrain {TRAIN}\nother {OTHER}\n"
+EVERYTHING, TRAIN, OTHER, READS = (f"{number}" * 32 for number in (1, 2, 3, 4))
+TOKENS = f"# for tests\n* {EVERYTHING}\n\ntrain {TRAIN}\nother {OTHER}\ntrain:read {READS}\n"
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
 TOMORROW = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
 

@@ -19,12 +19,13 @@ from pscore.errors import AccessError, PacelineError, RemoteProtocolError, Trans
 from pscore.net import listener, sockets, wire
 from pscore.net.endpoint import connect
 from pscore.net.rpc import error_of
+from pscore.pb.ps.v1 import checkpoint_pb2, data_pb2, publish_pb2, standby_pb2
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import data_pb2
 from psworker.transports.shared_memory import Attachment, attach
 from tests.attacks.fortress import (
     EVERYTHING,
     OTHER,
+    READS,
     TRAIN,
     Fortress,
     fortress,
@@ -115,6 +116,33 @@ def test_commands_say_what_is_missing_and_health_needs_no_token(
     everything = secrets_of(tmp_path, f"{EVERYTHING}\n")
     assert "train" in psserver.run("status", **stronghold.environment(everything)).stdout
     assert "ready" in psserver.run("health", **stronghold.environment()).stdout
+
+
+@pytest.mark.parametrize(("token", "job"), [(READS, "train"), (READS, "other"), (OTHER, "train")])
+def test_a_token_that_only_reads_and_one_of_another_job_reach_nothing_else(
+    stronghold: Fortress, token: str, job: str
+) -> None:
+    """Of all methods of all services; `Watch` of the reader's own job is answered."""
+    files = (pb, publish_pb2, checkpoint_pb2, standby_pb2)
+    allowed = {"/ps.v1.Control/Describe"}
+    if (token, job) == (READS, "train"):
+        allowed.add("/ps.v1.Publications/Watch")
+    answered = set()
+    with stronghold.credentials(token).channel(stronghold.address) as channel:
+        for service in [one for file in files for one in file.DESCRIPTOR.services_by_name.values()]:
+            for method in service.methods:
+                request = message_factory.GetMessageClass(method.input_type)()
+                for name, value in {"job": job, "incarnation": 7}.items():
+                    if name in method.input_type.fields_by_name:
+                        setattr(request, name, value)
+                where = f"/{service.full_name}/{method.name}"
+                call = channel.unary_unary(where, None, None)
+                failure = call.future(request.SerializeToString(), timeout=200.0).exception()
+                if failure is None:
+                    answered.add(where)
+                else:
+                    assert isinstance(refusal(failure), AccessError), where
+    assert answered == allowed
 
 
 @pytest.mark.parametrize("is_local", [False, True])

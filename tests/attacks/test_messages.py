@@ -11,6 +11,7 @@ import pytest
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import COUNT_MAX
 from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
 from psserver.slices.store import SliceStore
@@ -320,7 +321,12 @@ def test_barriers_of_many_names_are_bounded() -> None:
         await front.ready()
         for number in range(3000):
             request = pb.BarrierRequest(
-                job=JOB, worker=0, incarnation=100, name=f"b{number}", round=U64 - number, wait_ms=0
+                job=JOB,
+                worker=0,
+                incarnation=100,
+                name=f"b{number}",
+                round=COUNT_MAX - number,
+                wait_ms=0,
             )
             await front.control.Barrier(request, Context())
         assert len(front.job.barriers.by_name) <= 1024

@@ -1,6 +1,7 @@
 """The service by which a shard moves: the order of its calls, and requests that are refused."""
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -8,12 +9,13 @@ from typing import Any, cast
 import pytest
 
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
-from pscore.net.credentials import ANYONE
+from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.decisions.limits import Limits
 from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
 from psserver.service.standby_service import StandbyServicer
+from psserver.standby.handover import Giver
 from psserver.standby.mover import Mover, described
 from psserver.standby.pieces import ArrivingJournals
 from psserver.standby.spans import Span, digest_of_span
@@ -86,6 +88,49 @@ def test_a_shard_that_is_whole_begins_once_however_often_that_is_asked(tmp_path:
         assert (tmp_path / "target" / "1-a" / "arena").read_bytes() == b"numbers"
 
     asyncio.run(scene())
+
+
+def test_a_full_disk_at_the_end_of_a_move_is_a_refusal_and_begin_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is none of ours would end the process."""
+
+    async def scene() -> None:
+        process = Process(tmp_path)
+        puts, prepare = sent(tmp_path / "source")
+        await process.service.Offer(offered(), CONTEXT)
+        for put in puts:
+            await process.service.Put(put, CONTEXT)
+        await process.service.Prepare(prepare, CONTEXT)
+        with monkeypatch.context() as full:
+            full.setattr(process.incoming, "note_begun", fail)
+            with pytest.raises(LimitError, match="no room"):
+                await process.service.Begin(pb.BeginMoveRequest(id="m"), CONTEXT)
+            assert process.begun == []
+        await process.service.Begin(pb.BeginMoveRequest(id="m"), CONTEXT)
+        assert len(process.begun) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_move_whose_token_cannot_be_read_is_refused_and_the_shard_serves(tmp_path: Path) -> None:
+    def unreadable() -> Credentials:
+        raise ConfigError("cannot read the token file")
+
+    async def scene() -> None:
+        process: Any = Process(tmp_path)
+        process.offer = offered
+        mover = Mover(None, process, unreadable)
+        with pytest.raises(ConfigError, match="token file"):
+            mover.start("127.0.0.1:1", 0)
+        assert mover.task is None
+        assert mover.giving.phase is Giver.SERVING
+
+    asyncio.run(scene())
+
+
+def fail() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 Call = Callable[[StandbyServicer], Awaitable[object]]
