@@ -135,7 +135,7 @@ class RelayProcess:
                 ErrorInterceptor(self._broke),
             ],
         )
-        # Methods that they lack are unknown to callers.
+        # Methods that they lack are refused (refusals.py).
         control = RelayControl(index, len(plan.servers), data)  # type: ignore[abstract]
         readers = ReadersServicer(shard)  # type: ignore[abstract]
         control_pb2_grpc.add_ControlServicer_to_server(control, server)

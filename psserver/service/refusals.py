@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore.errors import DecodeError, PacelineError
+from pscore.errors import ConfigError, DecodeError, PacelineError
 from psserver.access.authorizer import abort
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 reply = await method(request, context)
             except grpc.aio.BaseError:
                 raise  # A refusal, or a connection that is gone.
+            except NotImplementedError:  # A relay's, which leaves methods of the service out.
+                text = f"{name} is not answered by a relay: give the addresses of the shards"
+                await abort(context, ConfigError(text))
             except Exception as problem:
                 self._report(problem)
                 raise

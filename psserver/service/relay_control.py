@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RelayControl(control_pb2_grpc.ControlServicer):
-    """The description of one shard of a relay; every other call is unknown here."""
+    """The description of one shard of a relay; every other call is refused."""
 
     def __init__(self, index: int, num_shards: int, data: Listener) -> None:
         """Describes shard `index`, whose weights `data` serves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -15,7 +16,14 @@ import pytest
 
 from pscore.net import wire
 from pscore.net.listener import Listener
-from pscore.pb.ps.v1 import checkpoint_pb2, checkpoint_pb2_grpc, publish_pb2, publish_pb2_grpc
+from pscore.net.rpc import error_of
+from pscore.pb.ps.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    control_pb2,
+    publish_pb2,
+    publish_pb2_grpc,
+)
 from pscore.threads import OwnedThread
 from psserver.access.files import Trust
 from psserver.engine import slice_queue
@@ -24,7 +32,6 @@ from psserver.exits import Exit
 from psserver.process import relay
 from psserver.process.daemon import Daemon
 from psserver.process.relay import RelayPlan, RelayProcess
-from psserver.process.shard_plan import Ready
 from psserver.publish.publication import Publication
 from psserver.publish.publications import Publications
 from psserver.publish.relayed import RelayShard
@@ -48,14 +55,12 @@ async def fail_later(*_: object, **__: object) -> NoReturn:
     raise InjectedError
 
 
-def break_thread(name: str) -> Callable[[OwnedThread], None]:
-    """Returns the body of threads: those of one name fail."""
-    run = OwnedThread.run
+def break_thread(name: str) -> Callable[..., None]:
+    """Returns what makes threads: those of one name fail."""
+    make = OwnedThread.__init__
 
-    def broken(thread: OwnedThread) -> None:
-        if thread.name == name:
-            thread._body = fail
-        run(thread)
+    def broken(thread: OwnedThread, body: Any, called: str, on_failure: Any) -> None:
+        make(thread, fail if called == name else body, called, on_failure)
 
     return broken
 
@@ -91,7 +96,7 @@ def watch(address: str, port: int) -> None:
 
 
 def thread(name: str) -> tuple[Any, str, object]:
-    return OwnedThread, "run", break_thread(name)
+    return OwnedThread, "__init__", break_thread(name)
 
 
 SHARD: dict[str, tuple[tuple[Any, str, object], Provoke]] = {
@@ -110,6 +115,19 @@ SHARD: dict[str, tuple[tuple[Any, str, object], Provoke]] = {
 }
 
 
+def note_ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that gets the ports of the data sockets that are opened."""
+    ports: list[int] = []
+    start = Listener.start
+
+    def note(listener: Listener) -> None:
+        ports.append(listener.port)
+        start(listener)
+
+    monkeypatch.setattr(Listener, "start", note)
+    return ports
+
+
 @pytest.mark.parametrize(("broken", "provoke"), SHARD.values(), ids=SHARD.keys())
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_shard_ends_with_any_of_its_threads_and_tasks(
@@ -118,28 +136,21 @@ def test_a_shard_ends_with_any_of_its_threads_and_tasks(
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # Given back at the end.
     monkeypatch.setattr(Daemon, "_watch", lambda daemon: None)  # The test's signals and input.
     monkeypatch.setattr(*broken)
+    ports = note_ports(monkeypatch)
 
     async def run() -> Exit:
         plan = replace(make_plan(num_shards=1), metrics_port=0, publish="train:every=1")
         daemon = Daemon(plan)
         ready = await daemon.start()
         running = asyncio.create_task(daemon.run())
-        address = f"127.0.0.1:{ready.port}"
-        await asyncio.to_thread(provoke, address, port_of(daemon, ready, broken[0]))
+        port = ready.metrics_port if broken[0] is WebServer else ports[0]
+        assert port is not None
+        await asyncio.to_thread(provoke, f"127.0.0.1:{ready.port}", port)
         await asyncio.wait_for(running, WAIT_S)
-        daemon.close()
-        await daemon._server.stop(0)
-        await daemon._web.stop()
+        await daemon.end()
         return daemon.code
 
     assert asyncio.run(run()) is Exit.BUG
-
-
-def port_of(daemon: Daemon, ready: Ready, broken: object) -> int:
-    """Returns the port of the page, or of the data sockets."""
-    assert daemon._data is not None
-    assert ready.metrics_port is not None
-    return ready.metrics_port if broken is WebServer else daemon._data.port
 
 
 RELAY: dict[str, tuple[tuple[Any, str, object], Provoke]] = {
@@ -151,25 +162,8 @@ RELAY: dict[str, tuple[tuple[Any, str, object], Provoke]] = {
 }
 
 
-@pytest.mark.parametrize(("broken", "provoke"), RELAY.values(), ids=RELAY.keys())
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_relay_ends_with_any_of_its_threads_and_tasks(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    broken: tuple[Any, str, object],
-    provoke: Provoke,
-) -> None:
-    """Its shards need not answer for that."""
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    monkeypatch.setattr(*broken)
-    ports: list[int] = []
-    start = Listener.start
-
-    def note(listener: Listener) -> None:
-        ports.append(listener.port)
-        start(listener)
-
-    monkeypatch.setattr(Listener, "start", note)
+def run_relay(capsys: pytest.CaptureFixture[str], provoke: Callable[[str], object]) -> None:
+    """Runs a relay until it ends, or `provoke`, called with its address, has raised or returned."""
 
     async def run() -> None:
         plan = RelayPlan(
@@ -185,8 +179,45 @@ def test_a_relay_ends_with_any_of_its_threads_and_tasks(
         while not (said := capsys.readouterr().out) and not running.done():
             await asyncio.sleep(0)
         if not running.done():
-            await asyncio.to_thread(provoke, said.strip().partition("=")[2], ports[0])
+            await asyncio.to_thread(provoke, said.strip().partition("=")[2])
         await asyncio.wait_for(running, WAIT_S)
 
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("broken", "provoke"), RELAY.values(), ids=RELAY.keys())
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_relay_ends_with_any_of_its_threads_and_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: tuple[Any, str, object],
+    provoke: Provoke,
+) -> None:
+    """Its shards need not answer for that."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(*broken)
+    ports = note_ports(monkeypatch)
     with pytest.raises(InjectedError):
-        asyncio.run(run())
+        run_relay(capsys, lambda address: provoke(address, ports[0]))
+
+
+def test_a_call_that_a_relay_does_not_answer_is_refused_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also not the relay: `psserver status` and workers may name it by mistake."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    kinds = set()
+
+    def call(address: str) -> None:
+        with grpc.insecure_channel(address) as channel:
+            for file in (control_pb2, publish_pb2):
+                for service in file.DESCRIPTOR.services_by_name.values():
+                    for method in service.methods:
+                        call = channel.unary_unary(f"/{service.full_name}/{method.name}")
+                        failure = call.future(b"", timeout=WAIT_S).exception()
+                        if isinstance(failure, grpc.RpcError):
+                            kinds.add(type(error_of(failure, address)).__name__)
+        signal.raise_signal(signal.SIGTERM)
+
+    run_relay(capsys, call)
+    assert kinds == {"ConfigError"}
