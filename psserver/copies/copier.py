@@ -114,7 +114,8 @@ def copy(folder: Path, place: SecondPlace, keep: int, expired: Sequence[str] = (
             newer than those of the folder: it is of another start, or the folder was lost.
     """
     gone = _forgotten(folder)
-    there, refused = [], ""  # Why a job is not copied; it keeps no other waiting.
+    there: list[Copy] = []
+    refused = ""  # Why a job is not copied; it keeps no other waiting.
     copies, damaged = _copies(place)
     for found in copies:
         if found.digest in gone or found.name in expired:
@@ -180,7 +181,8 @@ def fetch(folder: Path, place: SecondPlace) -> list[Path]:
 
 def _copies(place: SecondPlace) -> tuple[list[Copy], list[str]]:
     """Returns the copies at a place, and the names of those whose manifests are damaged."""
-    found, damaged = [], []
+    found: list[Copy] = []
+    damaged: list[str] = []
     for name in place.names():
         manifest = place.manifest(name)
         try:

@@ -65,6 +65,7 @@ class Publications(PublishedTables[Publication]):
         self._path = None if folder is None else folder / FILE
         self._now_s = now_s
         self._kept: Kept = {}  # In the file.
+        self._is_kept = True  # Whether there was room for it the last time.
         self._former: Kept | None = self._read()  # From a former process, until `begin`.
         self._newest_lineage = max((entry[0] for entry in self._former.values()), default=0)
         engine.on_table = self._on_table
@@ -208,7 +209,7 @@ class Publications(PublishedTables[Publication]):
         return kept
 
     def _write(self) -> None:
-        """Writes the lineages, if they have changed."""
+        """Writes the lineages, if they have changed; without room again at the next tick."""
         kept = {
             f"{job}/{table}": (
                 found.publication.lineage,
@@ -219,13 +220,15 @@ class Publications(PublishedTables[Publication]):
         }
         if kept == self._kept or self._former is not None:
             return
-        self._kept = kept
-        if self._path is None:
-            return
         try:
-            write_json(self._path, kept)
+            if self._path is not None:
+                write_json(self._path, kept)
         except OSError as problem:
-            log.error("lineages are not kept beside the journals", reason=str(problem))
+            if self._is_kept:
+                log.error("lineages are not kept beside the journals", reason=str(problem))
+            self._is_kept = False
+        else:
+            self._kept, self._is_kept = kept, True
 
 
 def parse_every(texts: str) -> dict[str, int]:

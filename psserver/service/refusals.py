@@ -92,6 +92,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             except NotImplementedError:  # A relay's, which leaves methods of the service out.
                 text = f"{name} is not answered by a relay: give the addresses of the shards"
                 await abort(context, ConfigError(text))
+                raise
             except Exception as problem:
                 self._report(problem)
                 raise

@@ -141,6 +141,7 @@ def test_a_token_that_only_reads_and_one_of_another_job_reach_nothing_else(
                 if failure is None:
                     answered.add(where)
                 else:
+                    assert isinstance(failure, grpc.RpcError)
                     assert isinstance(refusal(failure), AccessError), where
     assert answered == allowed
 

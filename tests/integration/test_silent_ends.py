@@ -24,12 +24,12 @@ from pscore.pb.ps.v1 import (
     publish_pb2,
     publish_pb2_grpc,
 )
+from pscore.subscription.reader import Reader
 from pscore.threads import OwnedThread
 from psserver.access.files import Trust
 from psserver.engine import slice_queue
 from psserver.engine.capture import TableCapture
 from psserver.exits import Exit
-from psserver.process import relay
 from psserver.process.daemon import Daemon
 from psserver.process.relay import RelayPlan, RelayProcess
 from psserver.publish.publication import Publication
@@ -156,7 +156,7 @@ def test_a_shard_ends_with_any_of_its_threads_and_tasks(
 RELAY: dict[str, tuple[tuple[Any, str, object], Provoke]] = {
     "thread data-accept": (thread("data-accept"), nothing),
     "thread data-read": (thread("data-read"), connect),
-    "thread relay": ((relay.Reader, "wait", fail), nothing),
+    "thread relay": ((Reader, "wait", fail), nothing),
     "readers that are silent": ((RelayShard, "forget_silent", fail), nothing),
     "a call of a reader": ((ReadersServicer, "Watch", fail_later), watch),
 }
@@ -213,7 +213,8 @@ def test_a_call_that_a_relay_does_not_answer_is_refused_and_ends_nothing(
             for file in (control_pb2, publish_pb2):
                 for service in file.DESCRIPTOR.services_by_name.values():
                     for method in service.methods:
-                        call = channel.unary_unary(f"/{service.full_name}/{method.name}")
+                        where = f"/{service.full_name}/{method.name}"
+                        call = channel.unary_unary(where, None, None)
                         failure = call.future(b"", timeout=WAIT_S).exception()
                         if isinstance(failure, grpc.RpcError):
                             kinds.add(type(error_of(failure, address)).__name__)

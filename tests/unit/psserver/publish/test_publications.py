@@ -4,8 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from psserver.publish.publications import Publications
+from psserver.durability.sealed import read_json
+from psserver.publish import publications
+from psserver.publish.publications import FILE, Publications
 from tests.unit.psserver.front import JOB, Front, play
 
 
@@ -39,3 +42,29 @@ def test_a_killed_shard_continues_as_often_as_a_worker_has_asked(
     play(lambda front: scene(front, asks=True))
     play(lambda front: scene(front, asks=False))
     assert (lineages[0] == lineages[1]) == continues
+
+
+def test_a_lineage_that_had_no_room_on_the_disk_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed shard would continue an older lineage else, which readers take for a late answer."""
+
+    def full(path: Path, meta: object) -> None:
+        raise OSError("No space left on device")
+
+    async def scene(front: Front) -> None:
+        table = Publications(front.engine, {JOB: 4}, tmp_path, now_s=lambda: 1e6)
+        table.begin()
+        with monkeypatch.context() as disk, capture_logs() as lines:
+            disk.setattr(publications, "write_json", full)
+            await front.ready(num_workers=1)
+            for _ in range(3):
+                table.tick()
+        assert [line["log_level"] for line in lines].count("error") == 1
+        assert not (tmp_path / FILE).exists()
+        table.tick()
+        ((_, _, found),) = table.listed()
+        kept = read_json(tmp_path / FILE)
+        assert kept == {f"{JOB}/model": [found.publication.lineage, 4, 4]}
+
+    play(scene)
