@@ -103,6 +103,14 @@ def test_the_click_model_learns_from_rows_of_any_id() -> None:
 
 
 @pytest.mark.slow
+def test_the_recommender_of_sessions_learns_the_next_item() -> None:
+    said = python(*RUN, ROOT / "examples" / "sequences.py", "--steps", 300)
+    found = re.search(r"among the first 10 of 100: (0\.\d+)", said)
+    assert found is not None, said
+    assert float(found[1]) > 0.2  # By chance 0.1.
+
+
+@pytest.mark.slow
 def test_vectors_of_words_are_learnt_from_their_parts() -> None:
     said = python(*RUN, ROOT / "examples" / "word2vec.py", "--steps", 100)
     assert len(losses(said)) == 1
