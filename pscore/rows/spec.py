@@ -241,7 +241,7 @@ class Rows(Content):
         for tensor, table in zip(tensors, self.tables, strict=True):
             if names.count(tensor.name) > 1 or not tensor.name.isprintable() or not tensor.name:
                 raise ConfigError(f"row table {tensor.name!a} needs a printable name of its own")
-            _require_table(tensor, table)
+            require_table(tensor, table)
 
 
 def stride_of(optimizer: RowOptimizer, dim: int) -> int:
@@ -262,8 +262,12 @@ def _table_of(entry: object) -> RowTable:
     return RowTable(**entry)
 
 
-def _require_table(tensor: TensorSpec, table: RowTable) -> None:
-    """Refuses a shape or an argument that no shard can serve."""
+def require_table(tensor: TensorSpec, table: RowTable) -> None:
+    """Refuses a shape or an argument that no shard can serve.
+
+    Raises:
+        ConfigError: There is one.
+    """
     what = f"row table {tensor.name!r}"
     if (
         len(tensor.shape) != DIMENSIONS

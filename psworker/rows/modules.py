@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from pscore.errors import ConfigError
 from pscore.rows.init import NORM_EPS, initial_rows
-from pscore.types import FloatArray
+from pscore.rows.spec import RowTable, require_table
+from pscore.types import FloatArray, TensorSpec
 from psworker.rows.cache import RowCache
 from psworker.rows.gradients import RowGradients
 from psworker.rows.lookups import IdArray, Lookup, RowSource, find
@@ -136,12 +137,31 @@ class EmbeddingTable(torch.nn.Module):
         self.max_norm, self.name, self.init, self.seed = max_norm, name, init, seed
         self.max_rows, self.min_count, self.ttl, self.lru = max_rows, min_count, ttl, lru
         self.pretrained: FloatArray | None = None
-        initial_rows(init, 0, np.zeros(0, np.uint64), embedding_dim)  # Refuses a wrong `init`.
+        require_table(
+            TensorSpec(
+                name=name or "without a name",
+                shape=(num_embeddings or 0, embedding_dim),
+                dtype="float32",
+            ),
+            self.declaration(0),
+        )
         empty = torch.empty(0, embedding_dim, device=device, dtype=dtype)
         self.weight = torch.nn.Parameter(empty)
         self.gradients = RowGradients()
         self.source: RowSource | None = None
         _tables.add(self)
+
+    def declaration(self, seed: int) -> RowTable:
+        """Returns the declaration of the table at the shards, but for its name and shape.
+
+        Raises:
+            ConfigError: An argument is not a whole number.
+        """
+        numbers = {key: getattr(self, key) for key in ("max_rows", "min_count", "ttl", "lru")}
+        for key, value in numbers.items():
+            if type(value) is not int:
+                raise ConfigError(f"{key} is {value!r}, must be an int")
+        return RowTable(seed=seed, init=self.init, max_norm=self.max_norm or 0.0, **numbers)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which looks its rows up where the original does."""
@@ -191,9 +211,10 @@ class EmbeddingTable(torch.nn.Module):
             TypeError: The ids have another dtype than int64 and int32.
             IndexError: An id is not one of a row.
         """
-        if batch.dtype not in ID_DTYPES:
+        dtype = getattr(batch, "dtype", type(batch).__name__)
+        if dtype not in ID_DTYPES:
             raise TypeError(
-                f"the ids for {self._title} are {batch.dtype}, must be torch.int64 (or int32): a "
+                f"the ids for {self._title} are {dtype}, must be torch.int64 (or int32): a "
                 "float is exact only up to 2**24"
             )
         ids = batch.detach().to("cpu", torch.int64)

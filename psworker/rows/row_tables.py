@@ -17,7 +17,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.rows.partition import slices_of
 from pscore.rows.payload import OCCURRENCES_MAX, encode_push
-from pscore.rows.spec import Rows, RowTable
+from pscore.rows.spec import Rows
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role, TensorSpec
@@ -135,7 +135,7 @@ class RowTables:
             compressor=NoCompression(),
             optimizer=counterpart(optimizer),
             num_groups=len(optimizer.param_groups),
-            content=Rows(tables=tuple(map(_declare, tables))),
+            content=Rows(tables=tuple(table.declaration(table.seed_number) for table in tables)),
         )
         self.exchange = RowExchange(session, spec)
         self._seeds = [table.seed_number for table in tables]
@@ -362,15 +362,3 @@ def _encode(parts: Sequence[RowGradient]) -> list[memoryview]:
 def _describe(table: EmbeddingTable, group: int) -> TensorSpec:
     shape = (table.num_embeddings or 0, table.embedding_dim)
     return TensorSpec(name=table.name, shape=shape, dtype="float32", group=group)
-
-
-def _declare(table: EmbeddingTable) -> RowTable:
-    return RowTable(
-        seed=table.seed_number,
-        init=table.init,
-        max_rows=table.max_rows,
-        max_norm=table.max_norm or 0.0,
-        min_count=table.min_count,
-        ttl=table.ttl,
-        lru=table.lru,
-    )

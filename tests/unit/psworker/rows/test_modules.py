@@ -173,6 +173,9 @@ def test_wrong_ids_are_refused_in_plain_words() -> None:
         table(torch.tensor([3, 12]))
     with pytest.raises(IndexError, match=r"id -1 is negative"):
         table(torch.tensor([-1, 3]))
+    given: Any = [3]
+    with pytest.raises(TypeError, match="are list, must be torch.int64"):
+        table(given)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,10 @@ def test_wrong_ids_are_refused_in_plain_words() -> None:
         (lambda: Embedding(0, 4), "num_embeddings is 0"),
         (lambda: Embedding(None, 0), "embedding_dim is 0"),
         (lambda: Embedding(9, 4, padding_idx=9), "padding_idx is 9"),
+        (lambda: Embedding(None, 4, name="a", lru=100), "row table 'a' has lru 100, must be at"),
+        (lambda: Embedding(None, 4, lru=20_000, max_rows=9), "give one of them"),
+        (lambda: Embedding(None, 4, min_count=-1), "has min_count -1"),
+        (lambda: Embedding(None, 4, ttl=1.5), "ttl is 1.5, must be an int"),
         (lambda: Embedding(9, 4, scale_grad_by_freq=True), "divides by the frequency"),
         (lambda: Embedding(9, 4, max_norm=1.0, norm_type=1.0), "norm_type is 1.0, must be 2"),
         (lambda: EmbeddingBag(9, 4, mode="min"), "mode is 'min'"),
