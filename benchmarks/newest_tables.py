@@ -82,6 +82,17 @@ def rows_by_id() -> str:
             for key, count in found["kills"].items()
         ),
     ]
+    labels = {"rows": "row tables", "gloo_sparse": "Gloo's sum of as many rows",
+              "gloo_dense": "Gloo's sum of all rows"}  # fmt: skip
+    if wire := found.get("wire_ms"):
+        rows += [
+            [f"step of four workers at 1 Gbit/s: {label}", _time(wire[key])]
+            for key, label in labels.items()
+        ]
+        rows.append(["bytes on these links over the formula", f"{wire['bytes_of_formula']:.2f}"])
+    for name, run in found.get("later", {}).items():
+        about += f" `--only {name}`{' whole' * (not run['is_quick'])}: {run['date']}, commit "
+        about += f"{run['commit']}, {machine(run['machine'])}."
     return f"{about}\n\n" + table(["", ""], rows, "lr")
 
 

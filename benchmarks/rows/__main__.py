@@ -53,11 +53,16 @@ def main() -> None:
     found: dict[str, Any] = {}
     if args.only and args.out is not None:
         found = json.loads(args.out.read_text(encoding="utf-8"))
-    found |= {
+    here = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": kit.commit(),
         "machine": kit.machine(),
+        "is_quick": args.quick,
     }
+    if found:
+        found.setdefault("later", {})[args.only] = here
+    else:
+        found |= here
     for name in [args.only] if args.only else MEASURES:
         found[name] = MEASURES[name](args.quick)
         grid = Table(name, "", box=box.SIMPLE_HEAD)

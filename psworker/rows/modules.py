@@ -137,14 +137,7 @@ class EmbeddingTable(torch.nn.Module):
         self.max_norm, self.name, self.init, self.seed = max_norm, name, init, seed
         self.max_rows, self.min_count, self.ttl, self.lru = max_rows, min_count, ttl, lru
         self.pretrained: FloatArray | None = None
-        require_table(
-            TensorSpec(
-                name=name or "without a name",
-                shape=(num_embeddings or 0, embedding_dim),
-                dtype="float32",
-            ),
-            self.declaration(0),
-        )
+        self.declaration(0)  # Refuses a wrong argument.
         empty = torch.empty(0, embedding_dim, device=device, dtype=dtype)
         self.weight = torch.nn.Parameter(empty)
         self.gradients = RowGradients()
@@ -155,13 +148,17 @@ class EmbeddingTable(torch.nn.Module):
         """Returns the declaration of the table at the shards, but for its name and shape.
 
         Raises:
-            ConfigError: An argument is not a whole number.
+            ConfigError: An argument cannot be.
         """
         numbers = {key: getattr(self, key) for key in ("max_rows", "min_count", "ttl", "lru")}
         for key, value in numbers.items():
             if type(value) is not int:
                 raise ConfigError(f"{key} is {value!r}, must be an int")
-        return RowTable(seed=seed, init=self.init, max_norm=self.max_norm or 0.0, **numbers)
+        table = RowTable(seed=seed, init=self.init, max_norm=self.max_norm or 0.0, **numbers)
+        shape = (self.num_embeddings or 0, self.embedding_dim)
+        name = self.name or "without a name"
+        require_table(TensorSpec(name=name, shape=shape, dtype="float32"), table)
+        return table
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which looks its rows up where the original does."""
