@@ -36,7 +36,7 @@ from pscore.version import VERSION
 from psserver.access.authorizer import Authorizer
 from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import require_name
+from psserver.decisions.shard import TABLES_MAX, require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
@@ -289,8 +289,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Renews a lease."""
         job = self._heard(request)
         text = printable(request.waiting_for, TEXT_LENGTH_MAX)
-        left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
-        peers = [from_proto(PeerReport, report) for report in request.peers]
+        reports = request.left_out[:TABLES_MAX]  # One of each table.
+        left_out = {it.table: (it.steps, it.count, it.since) for it in reports}
+        peers = [from_proto(PeerReport, report) for report in request.peers[:TABLES_MAX]]
         pace = pace_of(request.pace) if request.HasField("pace") else None
         plane = printable(request.data_plane, PLANE_LENGTH_MAX)
         stage = stage_of(request.stage) if request.HasField("stage") else None

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 Method = Callable[[Any, Any], Awaitable[Any]]
+# Longest message of a method; its fields may take 40 times as much memory. Others carry numbers, or
+# come from holders of the token for everything.
+NBYTES_MAX = {"Define": 8 << 20} | dict.fromkeys(("SendResidual", "Write", "Put"), 24 << 20)
+NBYTES_MAX |= dict.fromkeys(("Capture", "Prepare", "Offer"), 24 << 20)
+SHORT_NBYTES_MAX = 1 << 20  # Longest message of any other method.
 
 
 def refusing(method: Method) -> Method:
@@ -73,9 +78,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _wrap(self, handler: Handler, name: str) -> Handler:
         method = refusing(cast("Method", handler.unary_unary))
+        longest = NBYTES_MAX.get(name.rpartition("/")[2], SHORT_NBYTES_MAX)
 
         def parse(raw: bytes) -> object:
             assert handler.request_deserializer is not None
+            if len(raw) > longest:
+                return Malformed(len(raw))
             try:
                 return handler.request_deserializer(raw)
             except ProtobufDecodeError:  # gRPC would answer UNKNOWN, and no reason.

@@ -34,6 +34,7 @@ from pscore.subscription import reader
 from pscore.subscription.assembly import Fetch, WatchFor
 from pscore.subscription.reader import Reader
 from pscore.types import ByteArray
+from psserver.decisions.shard import TABLES_MAX
 from psserver.engine.placement import Placement
 from psserver.publish.publications import Publications
 from psserver.publish.relayed import RelayedVersions
@@ -490,6 +491,18 @@ def test_a_message_that_once_ended_a_shard_is_refused(
         with pytest.raises(Refused, match="RemoteProtocolError"):
             await getattr(services[service], method)(request_, Context())
         await front.join(0, 1)
+
+    play(scene)
+
+
+def test_a_worker_reports_of_as_many_tables_as_a_job_may_have() -> None:
+    async def scene(front: Front) -> None:
+        await front.join(0, 1)
+        many = [pb.PeerReport()] * (2 * TABLES_MAX)
+        beat = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, peers=many)
+        await front.control.Heartbeat(beat, Context())
+        status = await front.control.Status(pb.StatusRequest(), Context())
+        assert len(status.jobs[0].workers[0].peers) == TABLES_MAX
 
     play(scene)
 
