@@ -19,6 +19,8 @@ from pscore.net import sockets, tls
 from pscore.net.budget import Budget
 from pscore.threads import OwnedThread
 
+AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # A number: flags take long to join.
+
 
 @dataclass(slots=True, kw_only=True)
 class Unsent:
@@ -178,7 +180,7 @@ class SendQueue:
         """Sends the bytes that the kernel takes without waiting; returns the rest."""
         try:
             while parts:
-                sent = self._stream.sendmsg(parts, [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = self._stream.sendmsg(parts, [], AT_ONCE)
                 parts = sockets.advance(parts, sent)
         except BlockingIOError:
             pass

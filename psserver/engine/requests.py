@@ -86,6 +86,7 @@ class Requests:
         release: Callable[[], None] | None = None,
         *,
         here: bool = False,
+        pull_wait_s: float | None = None,
     ) -> None:
         """Decides on a push and starts the work that follows; may answer before it returns.
 
@@ -95,6 +96,8 @@ class Requests:
             reply: Sends the answer.
             release: Called when the payload is no longer needed.
             here: This thread may execute the work.
+            pull_wait_s: The longest wait of the pull in the header, in seconds; None: there is
+                none.
 
         Raises:
             PacelineError: The push is refused; nothing was counted.
@@ -118,7 +121,15 @@ class Requests:
             if push.role not in LOADS:
                 request.step = push.step
             former = table.spec
+            asked = None
+            if pull_wait_s is not None:
+                header.pull.sender.CopyFrom(header.sender)
+                header.pull.slice = header.slice
+                asked = _asked(header.pull, table, NO_BYTES)
             actions = self.shard.decide_push(job.job, address, push, request, self.now())
+            if asked is not None and pull_wait_s is not None:
+                also = Request(job, address, clock, worker, reply, asked=asked)
+                actions += self._decide_pull(header.pull, also, pull_wait_s)
             if table.spec is not former:  # Its steps are counted from another origin now.
                 job.recorder.note_table(table)
             if self.timeline is not None:
@@ -152,21 +163,11 @@ class Requests:
         """
         with self.lock:
             job, table, clock, address = self._address(header.sender, header.slice)
-            pull = Pull(
-                worker=header.sender.worker,
-                clock=header.clock,
-                min_version=header.min_version,
-                with_state=header.with_state,
-                begins=header.begins,
-                is_look=header.look,
-            )
-            if pull.begins and pull.clock > STEPS_MAX:
-                raise DecodeError(f"worker {pull.worker} begins at step {pull.clock}")
-            request = Request(job, address, clock, pull.worker, reply)
-            request.deadline_s = self.now() + wait_s
-            request.asked = _asked(header, table, data)
-            self.waiting[request] = None
-            self.execute(job, self.shard.decide_pull(job.job, address, pull, request))
+            if header.begins and header.clock > STEPS_MAX:
+                raise DecodeError(f"worker {header.sender.worker} begins at step {header.clock}")
+            asked = _asked(header, table, data)
+            request = Request(job, address, clock, header.sender.worker, reply, asked=asked)
+            self.execute(job, self._decide_pull(header, request, wait_s))
 
     def put_off(self) -> None:
         """Answers the pulls that have waited long enough with the reason of their wait."""
@@ -312,6 +313,20 @@ class Requests:
         self.report(problem)
 
     # ----- inside
+
+    def _decide_pull(self, header: data_pb2.PullHeader, request: Request, wait_s: float) -> Actions:
+        """Decides on a pull, which waits for `wait_s` seconds at most."""
+        pull = Pull(
+            worker=request.worker,
+            clock=header.clock,
+            min_version=header.min_version,
+            with_state=header.with_state,
+            begins=header.begins,
+            is_look=header.look,
+        )
+        request.deadline_s = self.now() + wait_s
+        self.waiting[request] = None
+        return self.shard.decide_pull(request.job.job, request.address, pull, request)
 
     def _address(
         self, sender: data_pb2.Sender, index: int

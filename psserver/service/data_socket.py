@@ -172,7 +172,10 @@ class DataHandler:
         """
         kind = envelope.WhichOneof("body")
         if kind == "push":
-            self._push(envelope.push, incoming, SocketReply(self._connection, envelope.id))
+            reply = SocketReply(
+                self._connection, envelope.id, is_for_both=envelope.push.HasField("pull")
+            )
+            self._push(envelope.push, incoming, reply)
             return
         if kind == "pull":
             self._pull(envelope.pull, incoming, SocketReply(self._connection, envelope.id))
@@ -227,7 +230,8 @@ class DataHandler:
             data = buffers.take(nbytes, "a push")
             release = partial(buffers.give, data)
         incoming.read_into(memoryview(data))
-        self._requests.on_push(header, data, reply, release, here=nbytes > 0)
+        wait_s = min(header.pull.wait_ms / 1000, WAIT_S_MAX) if reply.is_for_both else None
+        self._requests.on_push(header, data, reply, release, here=nbytes > 0, pull_wait_s=wait_s)
         self._note_sender(header.sender)
 
     def _note_sender(self, sender: pb.Sender) -> None:
@@ -241,18 +245,27 @@ def nothing() -> None:
 
 
 class SocketReply:
-    """Answers one request on its connection."""
+    """Answers one request on its connection.
 
-    __slots__ = ("_id", "connection")
+    A push and its pull in one request are answered with the pull. If the push is not counted by
+    then, its sender repeats it: the answer to this request is over.
+    """
 
-    def __init__(self, connection: Connection, number: int) -> None:
-        """Answers request `number`."""
+    __slots__ = ("_id", "_pushed", "connection", "is_for_both")
+
+    def __init__(self, connection: Connection, number: int, *, is_for_both: bool = False) -> None:
+        """Answers request `number`; `is_for_both`: it is a push and a pull."""
         self.connection = connection
+        self.is_for_both = is_for_both
         self._id = number
+        self._pushed: pb.PushReply | None = None  # Waits for the answer to the pull.
 
     def pushed(self, reply: pb.PushReply) -> None:
         """Answers a push."""
-        self.connection.send(pb.Envelope(id=self._id, pushed=reply))
+        if self.is_for_both:
+            self._pushed = reply
+        else:
+            self.connection.send(pb.Envelope(id=self._id, pushed=reply))
 
     def pulled(
         self,
@@ -261,4 +274,6 @@ class SocketReply:
         release: Callable[[], None] | None,
     ) -> None:
         """Answers a pull."""
+        if self._pushed is not None:
+            reply.pushed.CopyFrom(self._pushed)
         self.connection.send(pb.Envelope(id=self._id, pulled=reply), arrays, release)

@@ -37,12 +37,24 @@ class OutgoingPush:
             sends, because it compresses or waits for a device.
         waits: Whether `payload` waits for a copy from a device.
         done: The shard's answer, or the error.
+        pull: The pull that leaves with it and is not answered yet; None: there is none.
     """
 
     header: data_pb2.PushHeader
     payload: Callable[[], Sequence[memoryview]]
     waits: bool = False
     done: Future[data_pb2.PushReply] = field(default_factory=Future)
+    pull: PullCall | None = None
+
+    def carry(self, pull: PullCall) -> None:
+        """Sends the pull of the same slice along; an error of the push is one of the pull too."""
+        self.pull = pull
+        self.done.add_done_callback(self._pass_error)
+
+    def _pass_error(self, done: Future[data_pb2.PushReply]) -> None:
+        error = done.exception()
+        if error is not None and self.pull is not None:
+            self.pull.done.set_exception(error)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

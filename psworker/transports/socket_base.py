@@ -127,7 +127,7 @@ class SocketTransport(Transport):
         except PacelineError as problem:
             push.done.set_exception(problem)
             return
-        envelope = pb.Envelope(push=push.header)
+        envelope = _push_envelope(push)
         if push.header.shared:
             self._notices.request(push, envelope)
         else:
@@ -136,9 +136,11 @@ class SocketTransport(Transport):
     def _on_answered(
         self, envelope: pb.Envelope, call: PullCall | OutgoingPush, incoming: sockets.Incoming
     ) -> pb.Envelope | None:
-        if isinstance(call, OutgoingPush):
+        if isinstance(call, PullCall):
+            return self._on_pulled(envelope, call, incoming)
+        if call.pull is None:
             return self._on_pushed(envelope, call, incoming)
-        return self._on_pulled(envelope, call, incoming)
+        return self._on_both(envelope.pulled, call, call.pull, incoming)
 
     def _on_pushed(
         self, envelope: pb.Envelope, push: OutgoingPush, incoming: sockets.Incoming
@@ -150,12 +152,47 @@ class SocketTransport(Transport):
     def _on_pulled(
         self, envelope: pb.Envelope, call: PullCall, incoming: sockets.Incoming
     ) -> pb.Envelope | None:
-        reply = envelope.pulled
+        further = self._receive(envelope.pulled, call, incoming)
+        if further is None:
+            call.done.set_result(envelope.pulled)
+        return further
+
+    def _on_both(
+        self, reply: pb.PullReply, push: OutgoingPush, pull: PullCall, incoming: sockets.Incoming
+    ) -> pb.Envelope | None:
+        """Completes a push and the pull with it, and repeats the one that is not answered yet.
+
+        A push that has been counted meanwhile is acknowledged as a duplicate then.
+        """
+        further = self._receive(reply, pull, incoming)
+        is_counted = reply.HasField("pushed")
+        if is_counted or further is None:
+            push.pull = None
+        if is_counted:
+            push.done.set_result(reply.pushed)
+        if further is None:
+            pull.done.set_result(reply)
+        elif is_counted:
+            self._notices.request(pull, further)
+        return None if is_counted else _push_envelope(push)
+
+    def _receive(
+        self, reply: pb.PullReply, call: PullCall, incoming: sockets.Incoming
+    ) -> pb.Envelope | None:
+        """Stores the answer to a pull; returns the request to be repeated if it is not ready."""
         if not reply.ready:
             incoming.read_into()
             call.put_off(reply)
-            return pb.Envelope(pull=call.header)
-        if not self._land(call, reply, incoming):
-            return pb.Envelope(pull=call.header)
-        call.done.set_result(reply)
-        return None
+        elif self._land(call, reply, incoming):
+            return None
+        return pb.Envelope(pull=call.header)
+
+
+def _push_envelope(push: OutgoingPush) -> pb.Envelope:
+    envelope = pb.Envelope(push=push.header)
+    if push.pull is not None:
+        pull = envelope.push.pull
+        pull.CopyFrom(push.pull.header)
+        pull.ClearField("sender")
+        pull.ClearField("slice")
+    return envelope

@@ -35,5 +35,6 @@ def pulled_nbytes(reply: data_pb2.PullReply, pull_buffer: PullBuffer) -> int:
     """Returns the payload bytes of an answer; shared memory counts as if it had been sent."""
     if reply.fingerprint and not reply.whole:
         return sum(reply.deltas)
-    nbytes = sum(tensor.nbytes for tensor in (pull_buffer.weights, *pull_buffer.state))
-    return nbytes if reply.counts else pull_buffer.weights.nbytes
+    if not reply.counts:
+        return pull_buffer.weights.nbytes
+    return sum(tensor.nbytes for tensor in (pull_buffer.weights, *pull_buffer.state))

@@ -33,11 +33,11 @@ class Together:
 
         Args:
             transport: The data plane that sends it.
-            nbytes: Bytes of its gradient.
+            nbytes: Bytes of its gradient; 0: it is a pull, which may leave with its push.
         """
         if not self._depth:
             return
-        if self._nbytes >= WORKER.together_nbytes_max:
+        if nbytes and self._nbytes >= WORKER.together_nbytes_max:
             self.let_go()
         self._nbytes += nbytes
         if transport not in self._holding:

@@ -58,6 +58,20 @@ def frames() -> dict[str, bytes]:
     waiting = data_pb2.PullReply(waiting_for="step 41 of worker 1 (process 7 on gpu0)")
     refused = data_pb2.PushReply(verdict=data_pb2.VERDICT_TOO_LATE, version=43)
     sent = data_pb2.Envelope(id=9, push=compressed)
+    both = data_pb2.Envelope(
+        id=10,
+        push=data_pb2.PushHeader(
+            sender=SENDER,
+            slice=5,
+            step=42,
+            shared=True,
+            may_wait=True,
+            pull=data_pb2.PullHeader(clock=43, min_version=43, wait_ms=5_000, shared=True),
+        ),
+    )
+    answered = data_pb2.PullReply(
+        ready=True, version=43, buffer=2, pushed=data_pb2.PushReply(version=42)
+    )
     attach = data_pb2.Envelope(id=1, attach=data_pb2.Attach(sender=SENDER, nbytes=1 << 20))
     failure = data_pb2.Failure(kind="DecodeError", message="frame of 3 bytes, 24 wanted")
     failed = data_pb2.Envelope(id=9, failed=failure)
@@ -71,6 +85,10 @@ def frames() -> dict[str, bytes]:
         "pull_reply": wire.encode(ready.SerializeToString(), values, moments),
         "pull_reply_waiting": wire.encode(waiting.SerializeToString()),
         "socket_push": wire.encode(sent.SerializeToString(), b"\x1b\xe4\x00"),
+        "socket_push_and_pull": wire.encode(both.SerializeToString()),
+        "socket_both_answered": wire.encode(
+            data_pb2.Envelope(id=10, pulled=answered).SerializeToString()
+        ),
         "socket_attach": wire.encode(attach.SerializeToString()),
         "socket_failed": wire.encode(failed.SerializeToString()),
         "empty": wire.encode(b""),

@@ -44,7 +44,7 @@ class Sender(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared", "may_wait", "minibatch")
+    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared", "may_wait", "minibatch", "pull")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class PushHeader(_message.Message):
     SHARED_FIELD_NUMBER: _ClassVar[int]
     MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     MINIBATCH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     step: int
@@ -71,7 +72,8 @@ class PushHeader(_message.Message):
     shared: bool
     may_wait: bool
     minibatch: int
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ..., may_wait: bool = ..., minibatch: _Optional[int] = ...) -> None: ...
+    pull: PullHeader
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ..., may_wait: bool = ..., minibatch: _Optional[int] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("verdict", "version", "send_residual")
@@ -110,7 +112,7 @@ class PullHeader(_message.Message):
     def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ..., estimate: bool = ..., held: _Optional[int] = ..., begins: bool = ..., look: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer", "fingerprint", "deltas", "whole", "counted")
+    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer", "fingerprint", "deltas", "whole", "counted", "pushed")
     READY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +123,7 @@ class PullReply(_message.Message):
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     version: int
     counts: _containers.RepeatedScalarFieldContainer[int]
@@ -131,7 +134,8 @@ class PullReply(_message.Message):
     deltas: _containers.RepeatedScalarFieldContainer[int]
     whole: bool
     counted: int
-    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ..., fingerprint: _Optional[int] = ..., deltas: _Optional[_Iterable[int]] = ..., whole: bool = ..., counted: _Optional[int] = ...) -> None: ...
+    pushed: PushReply
+    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ..., fingerprint: _Optional[int] = ..., deltas: _Optional[_Iterable[int]] = ..., whole: bool = ..., counted: _Optional[int] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "message")
