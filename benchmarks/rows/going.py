@@ -4,7 +4,8 @@ All workers make each step together, and draw the same ids at a step in any life
 table begin with their second push, and go when no step has named them for six, or when their bucket
 has too many. So the rows in the end follow from the pushes that were counted, by the rules of
 docs/rows.md: `account` makes all steps again in float64, with a dictionary's semantics and none of
-the shards' code. Which pushes were counted says a second table, whose rows stay: each push names a
+the shards' code. A push that the shards have refused, because its step had closed, is not lost: the
+worker is told. Which pushes were counted says a second table, whose rows stay: each push names a
 row of its own on each shard.
 """
 
@@ -14,6 +15,7 @@ import os
 import struct
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +81,9 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
     )
     np.save(folder / f"{rank}-{SEEDS}", np.array([table.seed_number, marks.seed_number], np.uint64))
     steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
+    source: Any = table.source
+    late = (folder / f"{rank}.late").open("ab", buffering=0)
+    told: set[int] = set()
     last: int | None = None
     while last is None or optimizer.steps < last:
         step = optimizer.steps
@@ -91,6 +96,9 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        for step in set(source.tables.exchange.missed.recent) - told:
+            late.write(STEP.pack(step))
+            told.add(step)
         if line.poll():
             last = line.recv()
     with torch.no_grad():
@@ -176,18 +184,21 @@ def account(folder: Path, steps: list[list[np.ndarray]]) -> dict[str, float]:
     """
     seed = int(np.load(folder / f"0-{SEEDS}")[0])
     marks = -np.load(folder / "marks.npy").reshape(-1, NUM_WORKERS, NUM_SHARDS)
-    may_miss = {
+    must_count = {
         (rank, step)
         for rank, lives in enumerate(steps)
-        for begun in lives[:-1]
-        for step in begun[-OPEN:].tolist()
+        for number, begun in enumerate(lives)
+        for step in begun[: None if number == len(lives) - 1 else -OPEN].tolist()
     }
+    for rank in range(NUM_WORKERS):  # A worker that was started again may come late to a step.
+        late = np.fromfile(folder / f"{rank}.late", "<i8").tolist()
+        must_count -= {(rank, step) for step in late}
     model, wrong = Model(seed), {"lost": 0, "double": 0}
     for step, of_step in enumerate(marks):
         times, added = np.zeros(NUM_IDS, np.int64), np.zeros(NUM_IDS)
         is_counted = of_step != 0
         for rank in range(NUM_WORKERS):
-            wrong["lost"] += int((~is_counted[rank]).any() and (rank, step) not in may_miss)
+            wrong["lost"] += int((~is_counted[rank]).any() and (rank, step) in must_count)
             ids = drawn(rank, step)
             ids = ids[is_counted[rank][model.owners[ids]]]
             share = NUM_WORKERS / np.maximum(is_counted.sum(0), 1)  # Of a push in the mean.

@@ -17,6 +17,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rows.payload import ALL, encode_pull
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, HyperArray, Role
+from psworker.connection.accounts.missed import Missed
 from psworker.connection.accounts.traffic import Traffic
 from psworker.connection.exchange.answer_wait import AnswerWait
 from psworker.connection.exchange.exchange import WAIT_MS
@@ -61,6 +62,7 @@ class RowExchange:
         counts: By slice: pushes of this worker, as the shards count them; the step of its next.
         versions: By slice: version of the rows that training has pulled last.
         traffic: Bytes sent and received.
+        missed: Steps whose rows did not count in every slice.
     """
 
     def __init__(self, session: Session, spec: TableSpec) -> None:
@@ -72,6 +74,7 @@ class RowExchange:
         self.session, self.spec, self.layout = session, spec, spec.layout()
         self.dims = [tensor.shape[1] for tensor in spec.tensors]
         self.traffic = Traffic()
+        self.missed = Missed(len(self.layout.slices), session.rank, of=" of the row tables")
         self.counts = [0] * len(self.layout.slices)
         self.versions = [0] * len(self.layout.slices)
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
@@ -92,6 +95,7 @@ class RowExchange:
         places = range(len(self.counts))
         self.counts = [0 for _ in places]
         replies = [self._ask(index) for index in places]
+        self.missed.report_lost(self.spec.rule)
         found = [(reply.clock, reply.version) for reply in replies]
         if not self.spec.rule.by_step:
             self.counts = [clock for clock, _ in found]
@@ -160,6 +164,7 @@ class RowExchange:
         reply = self._answers.wait(call.done, index, what)
         if not call.header.look:
             self.versions[index] = reply.version
+            self.missed.compare(index, reply.counted - 1)
         self.traffic.pulled_nbytes += call.answer.nbytes
         self.traffic.num_pulls += 1
         return reply
@@ -192,6 +197,7 @@ class RowExchange:
             hyper=hyper.ravel().tolist(),
         )
         self._send(index, header, parts)
+        self.missed.sent(index, self.counts[index])
         self.counts[index] += 1
         self.traffic.num_pushes += 1
         self.traffic.pushed_nbytes += sum(part.nbytes for part in parts)
@@ -212,6 +218,7 @@ class RowExchange:
             self._table, self.origin = self.session.define(self.spec, again=True)
             self._joined_as = self.session.incarnation
             self._pushes.clear()
+            self.missed.doubt(self.session.rank)
 
     # ----- inside
 
@@ -228,7 +235,9 @@ class RowExchange:
         future = self._pushes.pop(index, None)
         if future is not None:
             reply = self._answers.wait(future, index, "room for rows")
-            self.traffic.num_too_late += reply.verdict == data_pb2.VERDICT_TOO_LATE
+            if reply.verdict == data_pb2.VERDICT_TOO_LATE:
+                self.traffic.num_too_late += 1
+                self.missed.late(self.session.rank, index, self.spec.rule)
 
     def _raise_failed(self) -> None:
         """Raises the error of a push that could not leave: answers may depend on it."""

@@ -26,8 +26,15 @@ class Missed:
         pushed: Step of the last push of each slice.
     """
 
-    def __init__(self, num_slices: int, rank: int = 0) -> None:
-        """Starts with none, for a table of `num_slices` slices and the worker `rank`."""
+    def __init__(self, num_slices: int, rank: int = 0, *, of: str = "") -> None:
+        """Starts with none.
+
+        Args:
+            num_slices: Slices of the table.
+            rank: The worker.
+            of: Words behind the number of a step, for the log: the table's.
+        """
+        self._of = of
         self.num_steps = 0
         self.recent: deque[int] = deque(maxlen=RECENT_MAX)
         self.pushed: dict[int, int] = {}
@@ -53,11 +60,12 @@ class Missed:
         self._add(step)
         if self.num_steps & (self.num_steps - 1) == 0:
             log.warning(
-                "worker %d: %s %d does not count in slice %d, and perhaps in others: it came "
+                "worker %d: %s %d%s does not count in slice %d, and perhaps in others: it came "
                 "when the shard had closed it (late so far: %d)",
                 rank,
                 _unit(rule),
                 step,
+                self._of,
                 index,
                 self.num_steps,
             )

@@ -55,6 +55,8 @@ def account(folder: Path, rows: np.ndarray, marks: np.ndarray) -> dict[str, floa
     np.save(folder / "rows.npy", rows)
     np.save(folder / "marks.npy", marks)
     np.save(folder / f"0-{going.SEEDS}", np.array([SEED, SEED + 1], np.uint64))
+    for rank in range(NUM_WORKERS):
+        (folder / f"{rank}.late").touch()
     lives: Lives = [
         [np.arange(STEPS)],
         [np.arange(STEPS - 1), np.arange(STEPS - 1, STEPS)],  # Killed in its last step but one.

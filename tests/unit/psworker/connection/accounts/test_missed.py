@@ -14,14 +14,16 @@ def send_all(missed: Missed, step: int, num_slices: int = 3) -> None:
 
 
 def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    missed = Missed(3)
+    missed = Missed(3, of=" of the row tables")
     send_all(missed, 4)
     with caplog.at_level(logging.WARNING, "paceline"):
         missed.late(2, 1, SSGD())
         missed.late(2, 0, SSGD())
     assert (missed.num_steps, list(missed.recent)) == (1, [4])
     (text,) = caplog.messages
-    assert text.startswith("worker 2: step 4 does not count in slice 1, and perhaps in others")
+    assert text.startswith(
+        "worker 2: step 4 of the row tables does not count in slice 1, and perhaps in others"
+    )
 
 
 def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
