@@ -163,8 +163,6 @@ class Requests:
         """
         with self.lock:
             job, table, clock, address = self._address(header.sender, header.slice)
-            if header.begins and header.clock > STEPS_MAX:
-                raise DecodeError(f"worker {header.sender.worker} begins at step {header.clock}")
             asked = _asked(header, table, data)
             request = Request(job, address, clock, header.sender.worker, reply, asked=asked)
             self.execute(job, self._decide_pull(header, request, wait_s))
@@ -355,8 +353,10 @@ def _asked(header: data_pb2.PullHeader, table: Table, data: ByteArray) -> Asked:
 
     Raises:
         RemoteProtocolError: It asks for the estimate of a slice whose pulls are not compressed.
-        DecodeError: Its payload cannot be of this slice.
+        DecodeError: Its payload cannot be of this slice, or its worker begins at no step of a job.
     """
+    if header.begins and header.clock > STEPS_MAX:
+        raise DecodeError(f"worker {header.sender.worker} begins at step {header.clock}")
     part = table.specs[header.slice]
     wanted = table.spec.content.read_request(data, part, table.layout)
     if not header.estimate or header.with_state or header.look:

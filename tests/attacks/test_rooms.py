@@ -333,6 +333,19 @@ def test_refused_pushes_of_rows_hold_no_room() -> None:
     play(scene)
 
 
+def test_a_push_whose_pull_begins_at_an_impossible_step_is_refused_whole() -> None:
+    async def scene(front: Front) -> None:
+        rooms = Rooms(front)
+        await rooms.prepare()
+        push = push_header(0, 0)
+        push.pull.begins, push.pull.clock = True, 1 << 49
+        both = data_pb2.Envelope(id=1, push=push)
+        assert rooms.ask(both, grad(1.0).tobytes())[0] == "DecodeError"
+        assert (front.version(), rooms.steps(0)) == (0, 0)
+
+    play(scene)
+
+
 def test_a_state_with_an_impossible_count_of_steps_is_refused() -> None:
     async def scene(front: Front) -> None:
         rooms = Rooms(front)
