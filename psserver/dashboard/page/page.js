@@ -437,11 +437,18 @@ function showWaits(job) {
   byId("waits").replaceChildren(...(rows.length ? rows : [make("li", { class: "dim" }, "no worker waits for another one")]));
 }
 
+function held(one) {
+  const { rows, rows_max, rows_nbytes, ...others } = one.held || {};
+  if (rows_max === undefined) return bytes(one.nbytes);
+  const more = Object.entries(others).filter(([, number]) => number).map(([name, number]) => `${count(number)} ${name.replaceAll("_", " ")}`);
+  return [`${count(rows)} of ${count(rows_max)} rows`, bytes(rows_nbytes), ...more].join(", ");
+}
+
 function showTables(job) {
   const tables = job ? job.tables : [];
   table("tables", ["table", "mode", "compression", "optimizer", "slices", "weights", "version"], tables.slice(0, 20).map((one) => make("tr", {},
     cell(null, null, one.name), cell(null, null, one.mode), cell(null, null, one.compressor), cell(null, null, one.optimizer),
-    cell(null, null, one.num_slices), cell(null, null, bytes(one.nbytes)),
+    cell(null, null, one.num_slices), cell(null, null, held(one)),
     cell(null, null, one.version_min === one.version_max ? one.version_min : one.version_min + "–" + one.version_max))));
 }
 
