@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import numpy as np
 from benchmarks import kit
 from benchmarks.forked import Forked, ending, prepare
 from benchmarks.rows import going
+from benchmarks.rows.going import OPEN, STEP, number_of
 from benchmarks.survival.shards import Shards, free_ports
 
 JOB = "row-kills"
@@ -41,8 +41,6 @@ NUM_SHARDS, NUM_WORKERS, DIM = 2, 2, 4
 NUM_IDS, TOUCHED = 1 << 18, 10_000
 MORE_STEPS = 5  # Of each worker after the last kill.
 SHARE_OF_WORKERS = 0.25  # Of the kills.
-OPEN = 2  # Pushes of a killed worker that may be counted or not.
-STEP = struct.Struct("<q")
 WRONG = ("lost", "double", "torn", "shifted")
 SECONDS, QUICK_SECONDS, EVERY_S = 600.0, 40.0, 3.0
 
@@ -51,11 +49,6 @@ def _drawn(rank: int, life: int, step: int) -> np.ndarray:
     """Returns the ids of a step, `(TOUCHED,) int64`, all different, below `NUM_IDS`."""
     start, half = np.random.default_rng([rank, life, step]).integers(NUM_IDS // 2, size=2)
     return (start + np.arange(TOUCHED) * (2 * half + 1)) % NUM_IDS  # An odd stride of 2^18.
-
-
-def _number_of(ids: np.ndarray) -> np.ndarray:
-    """Returns the gradient of each row, at most 4,093: its multiples are exact in float32."""
-    return 1 + ids * 7919 % 4093
 
 
 def work(line: Connection, rank: int, life: int, environment: dict[str, str], folder: Path) -> None:
@@ -87,7 +80,7 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
         steps.write(STEP.pack(step))
         ids = _drawn(rank, life, step)
         rows = table(torch.from_numpy(ids))
-        wanted = torch.from_numpy(_number_of(ids)).float()[:, None]
+        wanted = torch.from_numpy(number_of(ids)).float()[:, None]
         torch.autograd.backward((rows * wanted).sum() + 0.0 * model["top"](rows).sum())
         optimizer.step()
         optimizer.zero_grad()
@@ -192,7 +185,7 @@ def account(folder: Path, steps: list[list[np.ndarray]]) -> dict[str, float]:
                 most[ids] += 1
                 least[ids] += step < known
     rows = -np.load(folder / "rows.npy")
-    numbers = _number_of(np.arange(NUM_IDS))
+    numbers = number_of(np.arange(NUM_IDS))
     times = rows[:, 0] / numbers
     is_shifted = (rows % numbers[:, None] != 0).any(1)
     return {
