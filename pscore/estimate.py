@@ -57,6 +57,6 @@ def require_for_pulls(compressor: Compressor) -> None:
         return
     raise ConfigError(
         f"pull_compression is {str(compressor)!r}, must be a compressor with a bounded residual: "
-        "fp16, bf16, int8, 2bit, 1bit, topk, randomk, natural(feedback=True), "
+        "fp16, bf16, int8, 2bit, 1bit, topk, randomk, pulseloco, natural(feedback=True), "
         f"sparseloco(decay=1), or qsgd(feedback=True) with {CONTRACTING_MIN} levels or more"
     )

@@ -218,6 +218,7 @@ class Worker:
         ]
         self.session = SimulatedSession(self.rank, self.incarnation, links)
         self.exchange = Exchange(cast(Session, self.session), spec)
+        self.exchange.payloads.origin_of = lambda index: self.replica.round.origin(index)
         self.pushes.clear()
         self._program = program
 

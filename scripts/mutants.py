@@ -453,6 +453,22 @@ MUTANTS = (
         "is_high = True",
         "tests/paper/test_sparseloco.py",
     ),
+    Mutant(
+        "pulseloco",
+        "the weights of the round's begin",
+        "psworker/connection/exchange/payloads.py",
+        "origin = self.origin_of(index)",
+        "origin = None",
+        "tests/paper/test_pulseloco.py",
+    ),
+    Mutant(
+        "pulseloco",
+        "error feedback",
+        COMPRESSORS + "pulseloco.py",
+        "residual[i] = u\n",
+        "residual[i] = np.float32(0.0)\n",
+        "tests/paper/test_pulseloco.py",
+    ),
     *(
         Mutant("pipeline", what, PIPELINE + path, term, without)
         for what, path, term, without in (

@@ -28,6 +28,7 @@ from pscore.plugins import Plugin
 from pscore.types import ByteArray, FloatArray
 
 RESIDUAL = "residual"
+ORIGIN = "origin"  # Optional entry of a state: the weights that a move begins at.
 LARGEST = "largest"  # Optional entry of a state, `(1,) float32`: a bound of its magnitudes.
 CALM = np.float32(2.0**102)  # A smaller number plus any float32 is finite in float32.
 INF_BITS = np.int32(0x7F800000)
@@ -43,9 +44,11 @@ class Compressor(Plugin):
 
     Attributes:
         is_raw: Whether a payload is the float32 as they are, so that nothing is kept of them.
+        needs_origin: Whether the caller gives the weights that a move begins at (`ORIGIN`).
     """
 
     is_raw: ClassVar[bool] = False
+    needs_origin: ClassVar[bool] = False
 
     @property
     def needs_norm(self) -> bool:

@@ -7,6 +7,7 @@ from pscore.compressors.int8 import Int8 as Int8
 from pscore.compressors.natural import Natural as Natural
 from pscore.compressors.none import NoCompression as NoCompression
 from pscore.compressors.one_bit import OneBit as OneBit
+from pscore.compressors.pulseloco import PulseLoCo as PulseLoCo
 from pscore.compressors.qsgd import QSGD as QSGD
 from pscore.compressors.randomk import RandomK as RandomK
 from pscore.compressors.sparseloco import SparseLoCo as SparseLoCo

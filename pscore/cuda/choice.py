@@ -25,6 +25,9 @@ def make_encoder(compressor: Compressor, numel: int, device: torch.device) -> En
     if compressor.needs_norm:
         _tell(str(compressor), device, "on the host: it needs a sum over all of a slice")
         return None
+    if compressor.needs_origin:
+        _tell(str(compressor), device, "on the host, which has the weights that moves begin at")
+        return None
     if not can_encode(compressor):
         _tell(str(compressor), device, "by torch on the device: there are no kernels")
         return TorchEncoder(compressor, numel, device)

@@ -44,6 +44,8 @@ WIDE = 128  # The first byte of a long difference.
 NARROW_MAX = 127
 NIBBLE_MAX = 7
 ESCAPED = 15
+WORD = 4  # Elements that are compared with 0 at once.
+BLOCK = 4096
 
 
 class Form(enum.IntEnum):
@@ -160,11 +162,12 @@ def form_of(number: int) -> Form:
 @kernel
 def _round(weights: np.ndarray, out: BitArray) -> None:
     for i in range(out.size):
-        out[i] = _bf16(weights[i])
+        out[i] = bf16_of(weights[i])
 
 
 @kernel
-def _bf16(bits: np.uint32) -> np.uint16:
+def bf16_of(bits: np.uint32) -> np.uint16:
+    """Returns the bits of bfloat16 for those of a float32; for kernels."""
     if uint32(bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
         return uint16(uint32(bits >> uint32(16)) | uint32(0x40))  # Quiet, as processors do it.
     odd = uint32(uint32(bits >> uint32(16)) & uint32(1))
@@ -193,35 +196,45 @@ def _bits(order: np.int32) -> np.uint16:
 @kernel
 def _move(weights: np.ndarray, bits: BitArray, steps: StepArray) -> None:
     for i in range(bits.size):
-        new = _bf16(weights[i])
+        new = bf16_of(weights[i])
         steps[i] = np.int16(_order(new) - _order(bits[i]))
         bits[i] = new
+
+
+@kernel
+def _words(steps: StepArray) -> np.ndarray:
+    """Returns the elements four at a time: most are 0. Those behind the last four are left out."""
+    return steps[: steps.size // WORD * WORD].view(np.uint64)
 
 
 @kernel
 def _count(steps: StepArray) -> tuple[int, int, int, int]:
     """Returns changed elements, those beyond a byte, beyond four bits, and bytes of the gaps."""
     num_changed, num_wide, num_escaped = 0, 0, 0
-    for i in range(steps.size):
-        step = int32(steps[i])
-        if step != 0:
-            num_changed += 1
-        if step > NARROW_MAX or step < -NARROW_MAX:
-            num_wide += 1
-        if step > NIBBLE_MAX or step < -NIBBLE_MAX:
-            num_escaped += 1
+    for start in range(0, steps.size, BLOCK):  # Counts of 2 bytes, so that many are made at once.
+        part = steps[start : start + BLOCK]
+        changed, wide, escaped = np.int16(0), np.int16(0), np.int16(0)
+        for i in range(part.size):
+            step = part[i]
+            changed = np.int16(changed + np.int16(step != 0))
+            wide = np.int16(wide + np.int16((step > NARROW_MAX) | (step < -NARROW_MAX)))
+            escaped = np.int16(escaped + np.int16((step > NIBBLE_MAX) | (step < -NIBBLE_MAX)))
+        num_changed += changed
+        num_wide += wide
+        num_escaped += escaped
     gaps_nbytes = num_changed
     begin = 0
     if 2 * num_changed <= steps.size:  # Else MASK is smaller than SPARSE with any gaps.
-        for i in range(steps.size):
-            if steps[i] != 0:
-                gap = i - begin
-                while gap > GAP_MAX:  # Entries without a change: 3 bytes, and 1 for d.
-                    gaps_nbytes += 4
-                    gap -= GAP_MAX + 1
-                if gap >= FAR:
-                    gaps_nbytes += 2
-                begin = i + 1
+        words = _words(steps)
+        for word in range(words.size + 1):
+            if word < words.size and words[word] == 0:
+                continue
+            for i in range(word * WORD, min((word + 1) * WORD, steps.size)):
+                if steps[i] != 0:
+                    if i - begin >= FAR:  # Entries without a change: 3 bytes, and 1 for d.
+                        gaps_nbytes += 2 + (i - begin) // (GAP_MAX + 1) * 4
+                        gaps_nbytes -= 2 * ((i - begin) % (GAP_MAX + 1) < FAR)
+                    begin = i + 1
     return num_changed, num_wide, num_escaped, gaps_nbytes
 
 
@@ -248,23 +261,26 @@ def _read_two(payload: ByteArray, at: int) -> np.int32:
 
 @kernel
 def _write_sparse(steps: StepArray, out: ByteArray) -> int:
-    at, begin = 0, 0
-    for i in range(steps.size):
-        if steps[i] != 0:
-            gap = i - begin
-            while gap > GAP_MAX:
-                out[at] = uint8(FAR)
-                at = _write_two(uint16(GAP_MAX), out, at + 1)
-                at = _write_ulp(np.int16(0), out, at)
-                gap -= GAP_MAX + 1
-            if gap >= FAR:
-                out[at] = uint8(FAR)
-                at = _write_two(uint16(gap), out, at + 1)
-            else:
-                out[at] = uint8(gap)
-                at += 1
-            at = _write_ulp(steps[i], out, at)
-            begin = i + 1
+    at, begin, words = 0, 0, _words(steps)
+    for word in range(words.size + 1):
+        if word < words.size and words[word] == 0:
+            continue
+        for i in range(word * WORD, min((word + 1) * WORD, steps.size)):
+            if steps[i] != 0:
+                gap = i - begin
+                while gap > GAP_MAX:
+                    out[at] = uint8(FAR)
+                    at = _write_two(uint16(GAP_MAX), out, at + 1)
+                    at = _write_ulp(np.int16(0), out, at)
+                    gap -= GAP_MAX + 1
+                if gap >= FAR:
+                    out[at] = uint8(FAR)
+                    at = _write_two(uint16(gap), out, at + 1)
+                else:
+                    out[at] = uint8(gap)
+                    at += 1
+                at = _write_ulp(steps[i], out, at)
+                begin = i + 1
     return at
 
 

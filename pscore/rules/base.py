@@ -221,6 +221,8 @@ class Rule(Plugin):
 
     def caution(self, compressor: Compressor) -> str:
         """Returns the reason not to use a compressor of pushes with this rule; empty: none."""
+        if compressor.needs_origin:
+            return f"{compressor.name} sends all of a gradient: it is for the moves of rounds"
         return ""
 
 

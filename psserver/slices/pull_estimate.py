@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pscore.compressors.base import RESIDUAL, Compressor
+from pscore.compressors.base import ORIGIN, RESIDUAL, Compressor
 from pscore.errors import GradientError
 from pscore.estimate import DELTAS_MAX, fingerprint
 from pscore.pb.ps.v1 import data_pb2
@@ -66,10 +66,13 @@ class Estimate:
         self._version = version
         # So that encoding makes W - X in its first pass.
         np.negative(self.values, out=self._difference)
+        state = {RESIDUAL: self._difference}
+        if self._compressor.needs_origin:  # X + u is far from X as -X - u is from -X.
+            state[ORIGIN] = self._difference.copy()
         try:
             nbytes = self._compressor.encode(
                 weights,
-                {RESIDUAL: self._difference},
+                state,
                 self._buffer,
                 seed=self.fingerprint,
                 step=version,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from pscore.compressors.base import LARGEST, RESIDUAL, Compressor
+from pscore.compressors.base import LARGEST, ORIGIN, RESIDUAL, Compressor
 from pscore.net import wire
 from pscore.types import ByteArray, FloatArray, Push, TensorSpec, Verdict
 
@@ -64,7 +64,10 @@ class Feedback:
 
     Attributes:
         key: Job, table, worker and slice.
+        origin: The weights that the next move begins at, `(numel,) float32`; None: not needed.
     """
+
+    origin: FloatArray | None = None
 
     def __init__(self, compressor: Compressor, numel: int, key: str) -> None:
         """Starts without a residual.
@@ -98,8 +101,11 @@ class Feedback:
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 buffer = self._allocate()
+                state = self._state
+                if self.origin is not None:
+                    state = {**state, ORIGIN: self.origin}
                 nbytes = self._compressor.encode(
-                    grad, self._state, buffer, seed=self._seed(push), step=push.step
+                    grad, state, buffer, seed=self._seed(push), step=push.step
                 )
                 self._sent = Sent(step=push.step, payload=buffer[:nbytes], is_compressed=True)
             return wire.as_bytes(self._sent.payload)

@@ -122,6 +122,7 @@ class TrainingTable:
             num_workers=session.num_workers,
         )
         self.replica.speed = lambda: session.pace.share
+        self.exchange.payloads.origin_of = lambda index: self.replica.round.origin(index)
         self.parts = Parts(self.layout, self.flat, self.replica, session)
         kernels = kernels_for(weights)
         for part in self.replica.parts:

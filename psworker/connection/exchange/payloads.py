@@ -38,6 +38,7 @@ class Payloads:
     Attributes:
         feedback: Error feedback by slice; None where nothing is compressed. A slice's entry is
             replaced when its gradients turn out to be on a GPU.
+        origin_of: Returns the weights that a slice's move begins at; None: it is a gradient.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Payloads:
         self._headers = PreparedHeaders(data_pb2.PushHeader)
         self._traffic = traffic
         self._timeline = timeline
+        self.origin_of: Callable[[int], torch.Tensor | None] = lambda index: None
         self._counting = threading.Lock()  # Guards `_traffic`: pushes leave on several threads.
         self._device: DeviceSide | None = None  # For a model on a GPU.
         self._refused: GradientError | None = None  # Why a push was sent as absent; not raised yet.
@@ -145,6 +147,9 @@ class Payloads:
         compressor = "" if feedback is None or flush else self._compressor.name
         header = self._header(index, push, compressor, is_shared=is_shared)
         header.minibatch = minibatch + 1
+        if feedback is not None and self._compressor.needs_origin:
+            origin = self.origin_of(index)  # Copied: the next round may begin before it is encoded.
+            feedback.origin = None if origin is None else origin.numpy(force=True).copy()
         waits = is_on_device(grad)
         if is_shared and not waits:
             return OutgoingPush(header=header, payload=partial(self._count, grad.nbytes))

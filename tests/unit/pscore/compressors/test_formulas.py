@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from pscore.compressors import Compressor, draw, parse_compressor, sparse
+from pscore.compressors.base import ORIGIN
 from pscore.compressors.dgc import DGC
 from pscore.types import FloatArray
 from tests.unit.pscore.compressors.cases import Sender, decode, normal
@@ -281,6 +283,41 @@ def test_sparseloco_is_its_formula_in_float64(k: int, decay: float) -> None:
 def test_sparseloco_sends_under_a_hundredth() -> None:
     nbytes = parse_compressor("sparseloco").payload_nbytes_max(1 << 20)
     assert nbytes == 256 * (8 + 64 * 14 // 8)  # Of 4 MiB: 0.73 %.
+
+
+def test_pulseloco_sends_what_bfloat16_weights_show() -> None:
+    compressor = parse_compressor("pulseloco")
+    sender = Sender(compressor, 5)
+    # Around 1 bfloat16 has steps of 2^-7 above and 2^-8 below, and half of one is a tie.
+    sender.state[ORIGIN] = floats(1.0, 1.0, 1.0, 0.0, -1.0)
+    move = floats(2.0**-9, 2.0**-9 + 2.0**-20, -(2.0**-8), 2.0**-40, -(2.0**-9))
+    payload = sender.encode(move)
+    assert payload[:4].tolist() == [0b01010, 0, 0, 0]
+    assert payload[4:].view("<f4").tolist() == [2.0**-9 + 2.0**-20, 2.0**-40]
+    assert sender.residual.tolist() == [2.0**-9, 0.0, -(2.0**-8), 0.0, -(2.0**-9)]
+    again = sender.encode(move)  # Twice the move: all of them show.
+    assert decode(compressor, again, 5).tolist() == [
+        2.0**-8, 2.0**-9 + 2.0**-20, -(2.0**-7), 2.0**-40, -(2.0**-8)
+    ]  # fmt: skip
+    assert not sender.residual.any()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2])
+def test_pulseloco_is_its_formula_in_float64(scale: float) -> None:
+    """And loses nothing; torch rounds to bfloat16."""
+    numel, compressor = 5003, parse_compressor("pulseloco")
+    sender, waits = Sender(compressor, numel), np.zeros(numel)
+    for step in range(5):
+        origin, grad = normal(numel, seed=10 + step, scale=1.0), normal(numel, step, scale)
+        sender.state[ORIGIN] = origin
+        u = (waits + grad).astype(np.float32)
+        after = torch.from_numpy(origin - u).bfloat16()
+        shown = (after != torch.from_numpy(origin).bfloat16()).numpy()
+        payload = sender.encode(grad)
+        assert payload.nbytes == 4 * -(-numel // 32) + 4 * shown.sum()
+        assert np.array_equal(decode(compressor, payload, numel), np.where(shown, u, 0.0))
+        waits = np.where(shown, 0.0, u)
+        assert np.array_equal(sender.residual, waits)
 
 
 def noise(numel: int, seed: int = 0, start: int = 0) -> np.ndarray:

@@ -243,7 +243,11 @@ def test_few_bits_with_error_feedback_and_momentum_over_rounds_are_cautioned(nam
     assert not any(rule.caution(compressor) for rule in without)
 
 
-@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8", "natural", "qsgd"])
+def test_a_compressor_of_moves_is_cautioned_where_there_are_none() -> None:
+    assert "for the moves of rounds" in SSGD().caution(parse_compressor("pulseloco"))
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8", "natural", "qsgd", "pulseloco"])
 def test_more_bits_or_no_error_feedback_are_not(name: str) -> None:
     assert not DiLoCo().caution(parse_compressor(name))
 
