@@ -91,4 +91,4 @@ def train():
 
 
 if __name__ == "__main__":
-    train() if sys.argv[1:] == ["train"] else serve()
+    train() if sys.argv[1:] == ["train"] else serve(*map(int, sys.argv[1:]))

@@ -1,16 +1,24 @@
 """The examples run as their first lines say; and torchrun, whose first worker keeps the shards."""
 
+import json
 import os
 import re
+import subprocess
+import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration import warm
+from tests.integration.cluster import Shards
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "examples" / "mnist.py"
 ELASTIC = ROOT / "examples" / "elastic.py"
+ROLLOUTS = ROOT / "examples" / "rollouts.py"
+SERVE = ROOT / "examples" / "serve.py"
 SHORT = ("--epochs", "1", "--max-steps", "3", "--log-interval", "1")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
@@ -115,3 +123,31 @@ def test_vectors_of_words_are_learnt_from_their_parts() -> None:
     said = python(*RUN, ROOT / "examples" / "word2vec.py", "--steps", 100)
     assert len(losses(said)) == 1
     assert re.search(r"near night: .*night", said)
+
+
+@pytest.mark.slow
+def test_the_rollouts_example_plays_with_the_version_that_it_was_told_to(shards: Shards) -> None:
+    """Its learners require the stamp of each batch, and end if it is another."""
+    given = {"PACELINE_SERVERS": ",".join(shards.addresses)}
+    said = python(ROLLOUTS, "--updates", 5, "--staleness", 2, **given)
+    assert "update 5: an episode lasts " in said
+
+
+@pytest.mark.slow
+def test_the_example_of_a_server_answers_with_newer_weights(tmp_path: Path) -> None:
+    assert len(SERVE.read_text().splitlines()) < 100
+    with Shards(1, env={"PACELINE_PUBLISH": "night:every=4"}) as started, ExitStack() as stack:
+        env = os.environ | {"PACELINE_SERVERS": ",".join(started.addresses)}
+        trainer = stack.enter_context(warm.Popen([SERVE, "train"], env=env))
+        stack.callback(trainer.kill)
+        given: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "text": True}
+        server = stack.enter_context(warm.Popen([SERVE, 0], **given))
+        stack.callback(server.kill)
+        url = server.stdout.readline().strip()
+        versions = set()
+        while len(versions) < 3:
+            with urllib.request.urlopen(url) as answer:
+                said = json.load(answer)
+            versions.add(tuple(said["version"]))
+            assert len(said["text"]) == len("the ") + 40
+        assert len({lineage for lineage, _ in versions}) == 1
