@@ -219,9 +219,9 @@ def _count(steps: StepArray) -> tuple[int, int, int, int]:
             changed = np.int16(changed + np.int16(step != 0))
             wide = np.int16(wide + np.int16((step > NARROW_MAX) | (step < -NARROW_MAX)))
             escaped = np.int16(escaped + np.int16((step > NIBBLE_MAX) | (step < -NIBBLE_MAX)))
-        num_changed += changed
-        num_wide += wide
-        num_escaped += escaped
+        num_changed += int(changed)
+        num_wide += int(wide)
+        num_escaped += int(escaped)
     gaps_nbytes = num_changed
     begin = 0
     if 2 * num_changed <= steps.size:  # Else MASK is smaller than SPARSE with any gaps.

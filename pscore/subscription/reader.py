@@ -314,12 +314,22 @@ class Reader:
                 note()
 
     def _watch(self, index: int, ask: WatchFor, wait_s: float) -> Callable[[], None] | None:
-        reply = self._lines[index].watch(ask, wait_s, self._known, self._reader)
-        return None if reply is None else partial(self._note_news, index, reply)
+        known = self._known
+        reply = self._lines[index].watch(ask, wait_s, known, self._reader)
+        return None if reply is None else partial(self._note_news, index, reply, known)
 
-    def _note_news(self, index: int, reply: publish_pb2.WatchReply) -> None:
+    def _note_news(self, index: int, reply: publish_pb2.WatchReply, known: str) -> None:
+        """Notes the newest version of the table that a shard has now.
+
+        Args:
+            index: The shard.
+            reply: Its answer.
+            known: Fingerprint of the table's declaration that it was asked with.
+        """
         if reply.HasField("table"):
             self._follow(TableSpec.from_proto(reply.table))
+        elif known != self._known:  # Another shard has a table that has grown.
+            return
         if self._assembly is not None:
             self._exact, self._every = reply.exact, reply.every
             self._assembly.seen(index, reply.lineage, reply.newest)

@@ -214,8 +214,18 @@ def relay(
     mbit: Annotated[
         int, typer.Option(help="Most Mbit/s to each reader on another host; 0: no limit.", min=0)
     ] = 0,
+    data_port: Annotated[
+        int,
+        typer.Option(help="Port of shard 0's data sockets; 0: free ones.", min=0),
+    ] = 0,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of a page for Prometheus; 0: a free one.", min=0)
+    ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Certificate of the relay.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Private key of that certificate.")] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(help="CA of readers: they need a certificate of it.")
+    ] = None,
     token_file: Annotated[
         str | None, typer.Option(help="Tokens: that of the job reads it, and admits readers.")
     ] = None,
@@ -230,10 +240,12 @@ def relay(
     relay_weights(
         found,
         listen,
-        Trust(cert=tls_cert, key=tls_key, token_file=token_file),
+        Trust(cert=tls_cert, key=tls_key, client_ca=tls_client_ca, token_file=token_file),
         job=job,
         table=table,
         mbit=mbit,
+        data_port=data_port,
+        metrics_port=metrics_port,
         is_insecure=insecure,
     )
 

@@ -20,6 +20,8 @@ def relay_weights(
     job: str,
     table: str,
     mbit: int,
+    data_port: int,
+    metrics_port: int | None,
     is_insecure: bool,
 ) -> None:
     """Serves the published weights of a job until it is interrupted.
@@ -31,6 +33,8 @@ def relay_weights(
         job: Name of the job.
         table: Name of the table.
         mbit: Most Mbit/s to each reader on another host; 0: no limit.
+        data_port: Port of shard 0's data sockets, the others follow; 0 takes free ones.
+        metrics_port: Port of the metrics page; 0 takes a free one, None is off.
         is_insecure: Whether other machines may read without TLS and token.
 
     Raises:
@@ -56,5 +60,7 @@ def relay_weights(
             port=port,
             trust=trust,
             rate=mbit * MBIT_NBYTES,
+            data_port=data_port,
+            metrics_port=metrics_port,
         )
     )

@@ -32,9 +32,12 @@ from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.publish.relayed import RelayedVersions, RelayShard
 from psserver.service.data_socket import make_listener
+from psserver.service.metrics import REQUEST_S_MAX, MetricsPage
 from psserver.service.publications import ReadersServicer
+from psserver.service.publish_metrics import PublicationCollector
 from psserver.service.refusals import ErrorInterceptor
 from psserver.service.relay_control import RelayControl
+from psserver.service.web import WebServer
 
 log = structlog.get_logger()
 TICK_S = 1.0
@@ -54,6 +57,8 @@ class RelayPlan:
     port: int  # Port of shard 0, the others follow; 0: free ones.
     trust: Trust
     rate: int  # Most bytes per second to each reader on another host; 0: no limit.
+    data_port: int = 0  # Of shard 0's data sockets, the others follow; 0: free ones.
+    metrics_port: int | None = None  # None: no metrics page; 0: a free port.
 
 
 class RelayProcess:
@@ -93,9 +98,10 @@ class RelayProcess:
         """
         threading.excepthook = self._on_thread  # Also of connections to readers.
         async with contextlib.AsyncExitStack() as stack:
+            page = await self._show_metrics(stack)
             ports = [await self._serve(shard, stack) for shard in self._versions.shards]
             addresses = ",".join(join_address(self._plan.host, port) for port in ports)
-            sys.stdout.write(f"PACELINE_SERVERS={addresses}\n")
+            sys.stdout.write(f"PACELINE_SERVERS={addresses}\n{page}")
             sys.stdout.flush()
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._ending.set)
@@ -111,22 +117,43 @@ class RelayProcess:
         if self._problem is not None:
             raise self._problem
 
+    async def _show_metrics(self, stack: contextlib.AsyncExitStack) -> str:
+        """Serves the page for Prometheus until the stack is closed; returns a line about it."""
+        plan = self._plan
+        if plan.metrics_port is None:
+            return ""
+        parts = [PublicationCollector(*self._versions.shards)]
+        page = MetricsPage(None, lambda: True, self._authorizer, parts=parts)
+        web = WebServer(
+            page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)
+        )
+        try:
+            port = await web.start(plan.host, plan.metrics_port)
+        except OSError as problem:
+            raise _not_bound(
+                plan.host, plan.metrics_port, str(problem), "--metrics-port"
+            ) from problem
+        stack.push_async_callback(web.stop)
+        scheme = "http" if plan.trust.cert is None else "https"
+        return f"metrics: {scheme}://{join_address(plan.host, port)}/metrics\n"
+
     async def _serve(self, shard: RelayShard, stack: contextlib.AsyncExitStack) -> int:
         """Serves one shard of the relay until the stack is closed; returns its port."""
         plan, index = self._plan, self._versions.shards.index(shard)
         engine = Engine(Shard(index, len(plan.servers), LEASE_S), now=time.monotonic)
+        data_port = plan.data_port + index if plan.data_port else 0
         try:
             data = make_listener(
                 engine,
                 plan.host,
-                0,
+                data_port,
                 f"{self._name}-{index}",
                 authorizer=self._authorizer,
                 context=plan.trust.context(),
                 fetches=shard,
             )
         except OSError as problem:
-            raise _not_bound(plan.host, 0, str(problem)) from problem
+            raise _not_bound(plan.host, data_port, str(problem), "--data-port") from problem
         stack.callback(data.stop)
         server = grpc.aio.server(
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX)),
@@ -177,11 +204,11 @@ class RelayProcess:
         self._loop.call_soon_threadsafe(self._ending.set)
 
 
-def _not_bound(host: str, port: int, reason: str) -> CommandError:
+def _not_bound(host: str, port: int, reason: str, flag: str = "--listen") -> CommandError:
     return CommandError(
         Exit.PORT_TAKEN,
         f"cannot listen on {join_address(host, port)}: {reason}; choose another address with "
-        "--listen",
+        f"{flag}",
     )
 
 

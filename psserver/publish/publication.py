@@ -189,14 +189,6 @@ class Publication:
     def find(
         self, index: int, lineage: int, target: int, held: int, known: int
     ) -> FoundVersion | None:
-        """Returns a version of a slice for a reader (`VersionRing.find`); None: there is none yet.
-
-        Args:
-            index: Number of the slice.
-            lineage: Lineage of the target.
-            target: Its number.
-            held: Number of the version that the reader holds; -1: none.
-            known: Its fingerprint.
-        """
+        """Returns a version of a slice for a reader, as `VersionRing.find` describes."""
         ring = self._rings.get(index)
         return None if ring is None else ring.find(lineage, target, held, known)

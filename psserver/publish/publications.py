@@ -54,7 +54,8 @@ class Publications(PublishedTables[Publication]):
             engine: The shard, before anything else happens to it.
             every: By job, or `ALL`: updates from one version to the next.
             folder: Where lineages are kept; None: nowhere.
-            executor: Compiles the loops of publications before the first; None: the first does.
+            executor: Compiles the loops of publications, at once if `every` names a job, else
+                before the first; None: the first does.
             rate: Most bytes per second to a reader on another host; 0: no limit.
             now_s: The time in seconds since 1970.
         """
@@ -69,6 +70,8 @@ class Publications(PublishedTables[Publication]):
         self._former: Kept | None = self._read()  # From a former process, until `begin`.
         self._newest_lineage = max((entry[0] for entry in self._former.values()), default=0)
         engine.on_table = self._on_table
+        if self._every:
+            self._warm_up()
 
     def begin(self) -> None:
         """Continues the lineages of the jobs that the engine has resumed from its journals."""
@@ -142,12 +145,17 @@ class Publications(PublishedTables[Publication]):
             on_version=lambda: self.on_version(),
             new_lineage=self._new_lineage,
         )
-        if self._executor is not None and not self._published:
-            self._executor.submit(warm_up)
+        self._warm_up()
         running.observers.append(publication)
         found = self._published[job, running.table.spec.name] = Published(publication)
         log.info("published", job=job, table=running.table.spec.name, every=every)
         return found
+
+    def _warm_up(self) -> None:
+        """Compiles the loops, once."""
+        if self._executor is not None:
+            self._executor.submit(warm_up)
+            self._executor = None
 
     def _new_lineage(self) -> int:
         self._newest_lineage = max(int(1e3 * self._now_s()), self._newest_lineage + 1)
@@ -170,8 +178,15 @@ class Publications(PublishedTables[Publication]):
         self.forget_silent()
 
     def _get(self, job: str, table: str) -> Published[Publication] | None:
+        """Returns a table; one that has grown since, when that has a version, which is newer."""
         found = self._published.get((job, table))
-        return found if found is not None and self._is_here(job, found) else None
+        grown = int(found is not None and self._is_here(job, found)) - 1
+        for (owner, name), other in self._published.items():
+            stem, _, number = name.partition(GROWN)
+            is_one = owner == job and stem == table and int(number or 0) > grown
+            if is_one and other.publication.newest and self._is_here(job, other):
+                found, grown = other, int(number or 0)
+        return None if grown < 0 else found
 
     def _is_here(self, job: str, found: Published[Publication]) -> bool:
         running = self._engine.jobs.get(job)

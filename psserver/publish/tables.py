@@ -21,7 +21,7 @@ from pscore.types import ByteArray
 from psserver.publish.ring import FoundVersion, PublishedVersion
 
 READERS_MAX = 1024
-SILENT_S_MAX = 30.0  # Then a reader is forgotten.
+SILENT_S_MAX = 30.0  # Then a reader without a connection for weights is forgotten.
 REPLY_NBYTES = 16 << 20  # An answer is ended by the slice with which it is longer.
 REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
 WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
@@ -138,6 +138,7 @@ class PublishedTables(Generic[P]):
         self.on_version: Callable[[], None] = lambda: None
         self._tables_lock, self._index = lock, index
         self._published: dict[tuple[str, str], Published[P]] = {}  # By job and table.
+        self._connected: Counter[int] = Counter()  # Connections for weights, by reader.
 
     def watch(
         self, job: str, table: str, number: int = 0, reader: ReaderState | None = None
@@ -198,22 +199,34 @@ class PublishedTables(Generic[P]):
         if is_behind:
             since = None if before is None else before.behind_s
             reader.behind_s = self.now() if since is None else since
+        for other in self._published.values():  # It may have read a table that has grown since.
+            other.readers.pop(number, None)
         found.readers[number] = reader
 
     def forget(self, job: str, table: str, number: int) -> None:
         """Forgets a reader that has ended."""
         with self._tables_lock:
-            found = self._published.get((job, table))
+            found = self._get(job, table)
             if found is not None:
                 found.readers.pop(number, None)
 
+    def connect(self, number: int, change: int) -> None:
+        """Notes that a reader has one more connection for weights, or one less: `change` is -1."""
+        with self._tables_lock:
+            self._connected[number] += change
+            if self._connected[number] <= 0:
+                del self._connected[number]
+
     def forget_silent(self) -> None:
-        """Forgets readers that have been silent for `SILENT_S_MAX`."""
+        """Forgets readers that have been silent for `SILENT_S_MAX`, and have no connection.
+
+        One that has may be busy with the version that it holds, and is behind.
+        """
         with self._tables_lock:
             before = self.now() - SILENT_S_MAX
             for found in self._published.values():
                 for number, reader in list(found.readers.items()):
-                    if reader.heard_s < before:
+                    if reader.heard_s < before and number not in self._connected:
                         del found.readers[number]
 
     def fetch(self, header: data_pb2.FetchHeader) -> tuple[data_pb2.FetchReply, list[ByteArray]]:

@@ -75,6 +75,9 @@ class Fetches(Protocol):
     def fetch(self, header: pb.FetchHeader) -> tuple[pb.FetchReply, list[ByteArray]]:
         """Returns an answer, and arrays that are not changed any more."""
 
+    def connect(self, number: int, change: int) -> None:
+        """Notes that a reader has one more connection, or one less: `change` is -1."""
+
 
 class DataService:
     """Admits workers to a shard and makes a handler for each of their connections."""
@@ -163,6 +166,7 @@ class DataHandler:
         self._connection = connection
         self._grant = allowed
         self._sender: pb.Sender | None = None  # The last worker that has spoken here.
+        self._reader = 0  # Number of the reader of published weights; 0: none.
 
     def on_frame(self, envelope: pb.Envelope, incoming: Incoming) -> None:
         """Passes one request to the engine, which answers it now or later.
@@ -193,6 +197,8 @@ class DataHandler:
 
     def on_end(self) -> None:
         """Drops the connection's pulls; its worker is suspected to be dead."""
+        if self._fetches is not None and self._reader:
+            self._fetches.connect(self._reader, -1)
         if self._sender is not None:
             self._engine.suspect(self._sender)
         connection = self._connection
@@ -215,6 +221,9 @@ class DataHandler:
         if self._fetches is None:
             raise ConfigError("weights are not published here")
         reply, arrays = self._fetches.fetch(envelope.fetch)
+        if not self._reader:
+            self._reader = envelope.fetch.reader
+            self._fetches.connect(self._reader, 1)
         if reply.lineage:
             self._connection.note_known()
         self._connection.limit_rate(self._fetches.rate)

@@ -222,11 +222,11 @@ def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFam
 
 
 class MetricsPage:
-    """The page of one shard."""
+    """The page of one shard, or of a relay."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | None,
         is_ready: Callable[[], bool],
         authorizer: Authorizer | None = None,
         identity: Identity = NAMELESS,
@@ -235,7 +235,7 @@ class MetricsPage:
         """Shows `engine`.
 
         Args:
-            engine: The shard.
+            engine: The shard; None: the page has only the other parts.
             is_ready: Unless it is, `/healthz` says 503.
             authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
             identity: The cluster and certificates of its process.
@@ -276,9 +276,10 @@ class MetricsPage:
         # Its import takes longer than a push may wait.
         prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
         registry = prometheus.CollectorRegistry(auto_describe=False)
-        # A disk may take its time.
-        nbytes = await asyncio.to_thread(self._engine.recovery.journal_nbytes)
-        for part in (ShardCollector(self._engine, self._identity, nbytes), *self._parts):
+        for part in self._parts:
             registry.register(part)
+        if self._engine is not None:  # A disk may take its time.
+            nbytes = await asyncio.to_thread(self._engine.recovery.journal_nbytes)
+            registry.register(ShardCollector(self._engine, self._identity, nbytes))
         prometheus.ProcessCollector(registry=registry)
         return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

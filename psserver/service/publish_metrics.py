@@ -5,9 +5,11 @@ There are series for the readers that a shard has heard of lately, at most 1,024
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pscore.pb.ps.v1 import publish_pb2 as pb
 from psserver.publish.tables import PublishedTables
 from psserver.service.publications import statuses
 
@@ -16,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PublicationCollector:
-    """Reads the publications of one shard when Prometheus asks."""
+    """Reads the publications of one shard, or of all of a relay, when Prometheus asks."""
 
-    def __init__(self, publications: PublishedTables[Any]) -> None:
-        """Reads `publications`."""
+    def __init__(self, *publications: PublishedTables[Any]) -> None:
+        """Reads `publications`: one of each shard of the process."""
         self._publications = publications
 
     def collect(self) -> Iterator[Metric]:
@@ -58,7 +60,7 @@ class PublicationCollector:
             "Slices that a reader got whole, from any shard, although it had held them.",
             labels=reader,
         )
-        for one in statuses(self._publications):
+        for one in self._merged():
             key = [one.job, one.table]
             version.add_metric(key, one.newest)
             kept.add_metric(key, one.memory_nbytes)
@@ -71,3 +73,14 @@ class PublicationCollector:
                 lag_s.add_metric(names, state.lag_s)
                 resyncs.add_metric(names, it.resyncs)
         yield from (version, sent, kept, lag, lag_s, resyncs)
+
+    def _merged(self) -> Iterator[pb.PublicationStatus]:
+        """Yields the tables of the first shard with the bytes of all; each has the same readers."""
+        first, *others = map(statuses, self._publications)
+        for one in first:
+            for other in itertools.chain.from_iterable(others):
+                if (other.job, other.table) == (one.job, one.table):
+                    one.memory_nbytes += other.memory_nbytes
+                    for form, nbytes in other.nbytes.items():
+                        one.nbytes[form] += nbytes
+            yield one

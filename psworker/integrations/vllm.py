@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from pscore.errors import ConfigError, PacelineError
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.reader import TABLE, Reader
 from pscore.subscription.weights import PublishedWeights
+from pscore.threads import OwnedThread
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -97,9 +99,9 @@ class PacelineEngine(WeightTransferEngine):  # type: ignore[misc]
         self.loaded: PublishedWeights | None = None
         self._changed = threading.Condition()
         self._versions: deque[PublishedWeights] = deque(maxlen=VERSIONS_KEPT)
-        self._problem: PacelineError | None = None
+        self._problem: Exception | None = None
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
 
     def init_transfer_engine(self, init_info: ReaderInfo) -> None:
         """Starts to read.
@@ -116,29 +118,31 @@ class PacelineEngine(WeightTransferEngine):  # type: ignore[misc]
             dtype="bf16",
         )
         self._over = threading.Event()
-        self._thread = threading.Thread(
-            target=self._follow, args=(reader, self._over), name="paceline-reader", daemon=True
-        )
+        self._thread = OwnedThread(partial(self._follow, reader), "engine-reader", self._broke)
         self._thread.start()
 
-    def _follow(self, reader: Reader, over: threading.Event) -> None:
-        """Fetches each new version until `over`."""
+    def _follow(self, reader: Reader) -> None:
+        """Fetches each new version until the reading ends."""
         newest = None
         with reader:
-            while not over.is_set():
+            while not self._over.is_set():
                 try:
                     weights = reader.wait(newer_than=newest, timeout_s=POLL_S)
                 except TimeoutError:
                     continue
                 except PacelineError as problem:
-                    with self._changed:
-                        self._problem = problem
-                        self._changed.notify_all()
+                    self._broke(problem)
                     return
                 newest = weights.version
                 with self._changed:
                     self._versions.append(weights)
                     self._changed.notify_all()
+
+    def _broke(self, problem: Exception) -> None:
+        """Fails the waits for versions."""
+        with self._changed:
+            self._problem = problem
+            self._changed.notify_all()
 
     def start_weight_update(self) -> None:
         """Prepares the layers for a checkpoint's tensors."""

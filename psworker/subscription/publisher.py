@@ -80,17 +80,20 @@ class Publisher:
                 optimizer=AssignSum.name,
                 num_groups=1,
             ),
+            share=True,
         )
+        assert self._exchange.grads is not None
+        self._values = self._exchange.grads  # Shards of this host read it where it lies.
         self._rank = session.rank
         begin_publication(session, self._exchange.table, 1)
-        flat = self._flat(first, step)
-        layout = self._exchange.layout
-        for part in layout.slices:
-            self._exchange.load(part.index, Role.WEIGHTS, [flat[part.start : part.stop]], [])
+        self._write(first, step)
+        for part in self._exchange.layout.slices:
+            values = self._values[part.start : part.stop]
+            self._exchange.load(part.index, Role.WEIGHTS, [values], [])
         self._exchange.flush()
         self._round = self._newest()
         if self._round:  # The job had versions already: this is the next one.
-            self._push(flat)
+            self._push()
 
     def publish(self, step: int) -> None:
         """Publishes the arrays as they are now; returns when all shards have them.
@@ -101,20 +104,19 @@ class Publisher:
         Raises:
             PacelineError: A shard does not answer, or refuses this worker.
         """
-        self._push(self._flat({name: _host(one) for name, one in self._arrays.items()}, step))
+        self._write({name: _host(one) for name, one in self._arrays.items()}, step)
+        self._push()
 
-    def _flat(self, arrays: Mapping[str, FloatArray], step: int) -> FloatArray:
+    def _write(self, arrays: Mapping[str, FloatArray], step: int) -> None:
         layout = self._exchange.layout
-        flat = np.zeros(layout.numel, dtype=np.float32)
         values = [*arrays.values(), step_digits(step)]
         for begin_at, spec, value in zip(layout.offsets, layout.tensors, values, strict=True):
             if value.shape != spec.shape:
                 raise ConfigError(f"{spec.name!r} is {value.shape} now, and was {spec.shape}")
-            flat[begin_at : begin_at + spec.numel] = value.reshape(-1)
-        return flat
+            self._values[begin_at : begin_at + spec.numel] = value.reshape(-1)
 
-    def _push(self, flat: FloatArray) -> None:
-        values = torch.from_numpy(flat)
+    def _push(self) -> None:
+        values = torch.from_numpy(self._values)
         for part in self._exchange.layout.slices:
             push = Push(
                 worker=self._rank,

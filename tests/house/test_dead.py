@@ -91,6 +91,8 @@ CALLED_BY_LIBRARIES = {
     *("on_fit_start", "on_validation_start", "on_validation_end"),  # Lightning.
     *("on_exception", "on_save_checkpoint", "on_fit_end"),
     *("backend_cls", "on_start"),  # Ray Train.
+    *("init_transfer_engine", "start_weight_update"),  # VLLM.
+    *("update_weights", "finish_weight_update"),
     *("forward_one_chunk", "backward_one_chunk"),  # Torch's pipeline schedules.
     *("perform_reduce_grad", "clear_runtime_states"),
     "config_show",  # Click: the command `config show`.

@@ -143,8 +143,9 @@ def test_the_example_of_a_server_answers_with_newer_weights(tmp_path: Path) -> N
         given: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "text": True}
         server = stack.enter_context(warm.Popen([SERVE, 0], **given))
         stack.callback(server.kill)
+        assert server.stdout is not None
         url = server.stdout.readline().strip()
-        versions = set()
+        versions: set[tuple[int, int]] = set()
         while len(versions) < 3:
             with urllib.request.urlopen(url) as answer:
                 said = json.load(answer)

@@ -19,6 +19,7 @@ from rich.console import Console
 import psworker
 from pscore.net.credentials import ANYONE
 from pscore.publish.codec import round_to_bf16
+from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.weights import PublishedWeights
 from psserver.dashboard import terminal
 from psserver.dashboard.history import History
@@ -153,23 +154,25 @@ def test_a_wrapper_publishes_its_tables_also_when_it_was_lost_and_when_it_has_gr
     shards: Shards,
 ) -> None:
     job = new_job()
+    versions: list[WeightsVersion] = []
     with shards.workers(publishes_and_grows, num_workers=1, job=job) as (worker,):
-        for number, name in enumerate(("model", "model+1")):
-            with psworker.Subscriber(
-                shards.addresses, job=job, dtype="bf16", table=name
-            ) as subscriber:
+        with psworker.Subscriber(shards.addresses, job=job, dtype="bf16") as subscriber:
+            for number in range(2):
                 for _ in range(2 - number):
                     worker.hear()
                     worker.tell()
                 worker.hear()
-                weights = subscriber.wait(timeout_s=WAIT_S)
+                newest = versions[-1] if versions else None
+                weights = subscriber.wait(newer_than=newest, timeout_s=WAIT_S)
                 while weights.step < 2 * number + 2:
                     weights = subscriber.wait(newer_than=weights.version, timeout_s=WAIT_S)
                 expected = exported(shards, job, number)
                 assert weights.arrays.keys() == expected.keys()
                 for key, array in weights.arrays.items():
                     np.testing.assert_array_equal(array, expected[key], err_msg=key)
+                versions.append(weights.version)
                 worker.tell()
+            assert versions[1].lineage > versions[0].lineage, "the tensors of another table"
         assert worker.result() == 3
 
 

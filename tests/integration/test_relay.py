@@ -1,6 +1,8 @@
 """A relay gives its readers what the shards would give them, also when relays and shards die."""
 
+import random
 import socket
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 def free_pair() -> int:
     """Returns the first of two free ports in a row."""
-    for port in range(23000, 60000, 17):
+    for port in random.sample(range(23000, 60000, 2), 200):
         try:
             for number in (port, port + 1):
                 socket.create_server(("127.0.0.1", number)).close()
@@ -35,7 +37,8 @@ class Relay:
     def __init__(self, command: Command, servers: str, job: str) -> None:
         port = free_pair()
         self.servers = f"127.0.0.1:{port},127.0.0.1:{port + 1}"
-        self._words = ("relay", "--job", job, "--servers", servers, "--listen", f"127.0.0.1:{port}")
+        words = ("relay", "--job", job, "--servers", servers, "--listen", f"127.0.0.1:{port}")
+        self._words = (*words, "--metrics-port", "0", "--data-port", str(free_pair()))
         self._command = command
         self._running = ExitStack()
         self.start()
@@ -44,6 +47,7 @@ class Relay:
         self._process = self._running.enter_context(self._command.spawn(*self._words))
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == f"PACELINE_SERVERS={self.servers}\n"
+        self.metrics = self._process.stdout.readline().removeprefix("metrics: ").strip()
 
     def kill(self) -> None:
         self._process.kill()
@@ -97,6 +101,11 @@ def test_readers_behind_two_relays_get_the_bytes_of_the_shards_while_all_are_kil
             weights = behind.wait(newer_than=weights.version, timeout_s=WAIT_S)
         assert weights.version == last.version
         assert weights.bits.tobytes() == last.bits.tobytes()
+        with urllib.request.urlopen(near.metrics) as answer:
+            page = answer.read().decode()
+        version = f'paceline_published_version{{job="{job}",table="model"}}'
+        assert f"{version} {float(last.version.number)}\n" in page
+        assert "paceline_reader_resyncs_total{" in page  # Of the far relay.
 
 
 @pytest.mark.slow

@@ -87,14 +87,14 @@ def test_rounds_follow_the_equations() -> None:
 
 
 def test_pulled_weights_are_the_shards_in_bfloat16() -> None:
-    seen = []
+    seen: list[bool] = []
 
     def look(cluster: TrainingCluster, rank: int, step: int, loss: float) -> None:
         if rank == 0 and (step + 1) % STEPS == 0:
             held = cluster.workers[0].flat_model.weights.numpy()[:NUMEL]
             weights = cluster.weights().numpy()[:NUMEL]
             assert np.array_equal(rounded(held), rounded(weights))
-            seen.append((held != weights).any())
+            seen.append(bool((held != weights).any()))
 
     trained(PulseLoCo(), on_step=look)
     assert seen == [False] + [True] * (ROUNDS - 1)

@@ -144,15 +144,20 @@ def test_a_shard_that_begins_a_lineage_begins_one_here(both: bool) -> None:
     assert (found.publication.find(1, 7, 6, 5, 0) is None) == both
 
 
-def test_silent_readers_are_forgotten() -> None:
+def test_a_silent_reader_is_forgotten_when_it_has_no_connection() -> None:
     up = Upstream()
     up.publish(0)
     for index in (0, 1):
         up.fetch(index, 0)
     up.take(0)
     shard = up.relay.shards[0]
-    shard.watch(*KEY, 3, ReaderState(host="far", pid=9, heard_s=0.0))
-    assert list(shard.listed()[0][2].readers) == [3]
+    for number in (3, 4):
+        shard.watch(*KEY, number, ReaderState(host="far", pid=9, heard_s=0.0))
+    for change in (1, 1, -1):  # The one that it has lost ends after its successor has begun.
+        shard.connect(4, change)
     up.now_s = 31.0
+    shard.forget_silent()
+    assert list(shard.listed()[0][2].readers) == [4]
+    shard.connect(4, -1)
     shard.forget_silent()
     assert not shard.listed()[0][2].readers

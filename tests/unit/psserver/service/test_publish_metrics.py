@@ -16,10 +16,10 @@ from tests.unit.psserver.front import JOB, Context, Front, grad, play, push_head
 TABLE: dict[str, Any] = {"job": JOB, "table": "model"}
 
 
-def shown(front: Front, publications: Publications) -> dict[str, float]:
+def shown(*publications: Publications) -> dict[str, float]:
     """Returns the samples of a page, by name and labels beside the table's."""
     registry = CollectorRegistry()
-    registry.register(PublicationCollector(publications))
+    registry.register(PublicationCollector(*publications))
     return {
         " ".join([one.name, *(f"{k}={v}" for k, v in one.labels.items() if k not in TABLE)]): (
             one.value
@@ -57,10 +57,14 @@ def test_the_page_shows_each_reader_its_lag_and_the_bytes_by_form() -> None:
         await read(0, 0xA, resyncs=3)
         await read(1, 0xB)  # Of the same process.
         front.now_s = 4.0
-        found = shown(front, publications)
+        found = shown(publications)
         assert found["paceline_published_version"] == 1
         assert found["paceline_published_bytes_total form=whole"] == 64.0
         assert found["paceline_published_kept_bytes"] > 64.0
+        both = shown(publications, publications)  # As the shards of a relay.
+        assert both["paceline_published_version"] == 1
+        assert both["paceline_published_bytes_total form=whole"] == 128.0
+        assert len(both) == len(found)
         first, second = (f"host=far pid=9 reader={name}" for name in "ab")
         assert found[f"paceline_reader_lag_steps {first}"] == 2
         assert found[f"paceline_reader_lag_seconds {first}"] == 4.0
@@ -70,7 +74,7 @@ def test_the_page_shows_each_reader_its_lag_and_the_bytes_by_form() -> None:
         await servicer.Watch(
             pb.WatchRequest(**TABLE, reader=pb.Reader(id=0xA, leaves=True)), Context()
         )
-        left = shown(front, publications)
+        left = shown(publications)
         assert [name for name in left if "reader" in name and "=a" in name] == []
         assert f"paceline_reader_lag_steps {second}" in left
 

@@ -59,6 +59,8 @@ class Reader:
 class Model:
     """A model that keeps the tensors that it is given."""
 
+    loaded: dict[str, torch.Tensor]
+
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.loaded = dict(tensors)
 
@@ -70,7 +72,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         initialize_layerwise_reload=lambda model: setattr(model, "is_open", True),
         finalize_layerwise_reload=lambda model, config: setattr(model, "is_open", False),
     )
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.distributed": {},
         "vllm.distributed.weight_transfer": {
