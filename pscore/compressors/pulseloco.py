@@ -13,8 +13,8 @@ that bfloat16 shows to change: bf16(X) is bf16(W) afterwards.
 Payload of n elements, little-endian: 4 * ceil(n / 32) bytes, a bit for each element that is sent,
 the lowest first; then these as float32. Bits behind the last element are 0.
 
-Differs from the paper: the form of the payload, and the residual of what was sent is 0, since it
-travels in full precision.
+Differs from the paper: the form of the payload, and the residual of elements that were sent is 0,
+since they travel in full precision.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from pscore.compressors import blocks
 from pscore.compressors.base import ORIGIN, RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.compressors.blocks import ABS_BITS
 from pscore.errors import DecodeError
-from pscore.memory.kernels import kernel, read_only
-from pscore.publish.codec import bf16_of
+from pscore.memory.kernels import bf16_of, kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 WORD = 32

@@ -66,6 +66,17 @@ def inlined(function: F) -> F:
 
 
 @kernel
+def bf16_of(bits: np.uint32) -> np.uint16:
+    """Returns the bits of bfloat16 for those of a float32; for kernels."""
+    if np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        return np.uint16(
+            np.uint32(bits >> np.uint32(16)) | np.uint32(0x40)
+        )  # Quiet, as processors do it.
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+
+
+@kernel
 def copy_checked_loop(source: FloatArray, out: FloatArray) -> bool:
     """Copies, and returns whether all is finite (x - x is 0 for finite x only); for kernels."""
     bad = 0

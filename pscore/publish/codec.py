@@ -32,7 +32,7 @@ import xxhash
 from numpy import int32, uint8, uint16, uint32
 
 from pscore.errors import DecodeError
-from pscore.memory.kernels import kernel
+from pscore.memory.kernels import bf16_of, kernel
 from pscore.types import ByteArray, FloatArray
 
 BitArray = npt.NDArray[np.uint16]  # (numel,): the bits of bfloat16.
@@ -163,15 +163,6 @@ def form_of(number: int) -> Form:
 def _round(weights: np.ndarray, out: BitArray) -> None:
     for i in range(out.size):
         out[i] = bf16_of(weights[i])
-
-
-@kernel
-def bf16_of(bits: np.uint32) -> np.uint16:
-    """Returns the bits of bfloat16 for those of a float32; for kernels."""
-    if uint32(bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
-        return uint16(uint32(bits >> uint32(16)) | uint32(0x40))  # Quiet, as processors do it.
-    odd = uint32(uint32(bits >> uint32(16)) & uint32(1))
-    return uint16(uint32(uint32(bits + uint32(0x7FFF)) + odd) >> uint32(16))
 
 
 @kernel
