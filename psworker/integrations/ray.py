@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psworker
@@ -49,6 +50,9 @@ class ShardActor:
         """
         host = ray.util.get_node_ip_address()
         self._address = f"{host}:{port}"
+        folder = settings.get("PACELINE_STATE_DIR", "")
+        is_again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._is_empty = bool(is_again) and not (folder and Path(folder).exists())
         words = [sys.executable, "-P", "-m", "psserver", "start", "--shard-index", str(index)]
         environment = {"PACELINE_HOST": host, **settings, "PACELINE_PORT": str(port)}
         end_s = time.monotonic() + READY_S
@@ -73,6 +77,10 @@ class ShardActor:
     def address(self) -> str:
         """Returns the shard's address."""
         return self._address
+
+    def is_empty(self) -> bool:
+        """Returns whether Ray has restarted the shard where its state is not."""
+        return self._is_empty
 
     def pids(self) -> tuple[int, int]:
         """Returns the ids of the actor's process and of the shard's supervisor."""
@@ -156,6 +164,19 @@ class Shards:
         found: list[str] = ray.get([actor.address.remote() for actor in self.actors])
         return found
 
+    def require_state(self) -> None:
+        """Requires that each shard which Ray has restarted has found its state.
+
+        Raises:
+            StateLostError: One has not: its node is lost, or there is no `state_dir`.
+        """
+        empty: list[bool] = ray.get([actor.is_empty.remote() for actor in self.actors])
+        if any(empty):
+            raise psworker.StateLostError(
+                f"shard {empty.index(True)} was restarted without its state, which was on another "
+                "node or in no `state_dir`: run the script again, from a checkpoint"
+            )
+
     def environment(self, num_workers: int, rank: int | None = None) -> dict[str, str]:
         """Returns the variables by which a worker finds the shards.
 
@@ -209,7 +230,14 @@ class PacelineBackend(Backend):  # type: ignore[misc]
         self._num_groups = 0  # Groups started so far.
 
     def on_start(self, worker_group: Any, backend_config: PacelineConfig) -> None:
-        """Sets the variables of each worker."""
+        """Sets the variables of each worker.
+
+        Raises:
+            StateLostError: A shard has lost its state since the group before this one: its
+                workers would begin the job again, without a word.
+        """
+        if self._num_groups:
+            backend_config.shards.require_state()
         for rank in range(len(worker_group)):
             place = backend_config.shards.environment(len(worker_group), rank)
             # As with torchrun: a worker takes the rank of one of an earlier group at once.

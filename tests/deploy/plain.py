@@ -5,11 +5,12 @@ import torch
 WORKERS = 2
 
 
-def train_plain(steps: int) -> float:
+def train_plain(steps: int, hidden: int = 32, lr: float = 0.002) -> float:
     """Returns the loss of one process with the mean gradient of all workers."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    layers = torch.nn.Linear(8, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(WORKERS):

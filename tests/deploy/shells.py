@@ -48,17 +48,19 @@ class Shell:
     inside: Sequence[str]
     folder: Path
     exports: list[str] = field(default_factory=list)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, commands: str) -> subprocess.Popen[str]:
         kept = {key: it for key, it in os.environ.items() if not key.startswith("PACELINE_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         script = "\n".join(["set -e", *self.exports, commands])
         self.exports += re.findall(r"^export .*$", commands, re.MULTILINE)
-        return subprocess.Popen(
+        self.started.append(subprocess.Popen(
             [*self.inside, "bash", "-c", script], cwd=self.folder,
             env={**kept, "PATH": path, "XDG_RUNTIME_DIR": str(self.folder)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+        ))  # fmt: skip
+        return self.started[-1]
 
     def run(self, commands: str) -> tuple[int, str]:
         """Returns exit status and output."""
@@ -78,5 +80,7 @@ def two_hosts(folder: Path) -> Iterator[dict[str, Shell]]:
         try:
             yield made
         finally:
-            for shell in made.values():  # A failed test leaves shards.
+            for shell in made.values():  # A failed test leaves workers and shards.
+                for process in shell.started:
+                    process.terminate()
                 shell.run("psserver stop --state-dir state; psserver stop --port 7070")

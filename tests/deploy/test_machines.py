@@ -149,8 +149,9 @@ def test_the_commands_of_one_machine(shells: dict[str, Shell]) -> None:
     code, said = shell.run(keep + status)
     assert code == 0, said
     assert "again" in said
+    top = f"script --quiet --command '{top}' /dev/null"  # It needs a terminal.
     for page, word in ((dashboard, "8090"), (top, "run-")):
-        running.append(shell.start("exec " + page))
+        running.append(shell.start(f"export TERM=xterm; exec {page}"))
         assert running[-1].stdout is not None
         for line in running[-1].stdout:
             if word in line:

@@ -17,11 +17,11 @@ from tests.deploy.slurm import DAEMONS, Slurm
 from tests.house.source import ROOT
 
 STEPS = 200
+PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
 WORKERS = 2
 # Its data are drawn from step and rank: a run that was requeued sees what an undisturbed one sees.
 SCRIPT = f"""
-import sys, time
-from pathlib import Path
+import os, sys, time
 import torch
 import psworker
 
@@ -33,7 +33,10 @@ optimizer = psworker.DistributedOptimizer(
     named_parameters=model.named_parameters(),
 )
 print("begins at step", optimizer.steps, flush=True)
+held = "always" in sys.argv or "once" in sys.argv and "SLURM_RESTART_COUNT" not in os.environ
 while optimizer.steps < {STEPS}:
+    while held and optimizer.steps >= {STEPS // 4}:
+        time.sleep(0.1)
     torch.manual_seed(1000 * optimizer.steps + psworker.rank())
     x = torch.randn(16, 8)
     loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
@@ -83,6 +86,7 @@ class Training:
     slurm: Slurm
     folder: Path
     job: str = ""
+    held: str = "once"  # At a quarter: `once`, until Slurm starts the job again, or `always`.
     output: Path = field(init=False)
     saved: Path = field(init=False)
 
@@ -95,7 +99,7 @@ class Training:
         exported = ",".join(f"{name}={value}" for name, value in variables.items())
         words = ["sbatch", "--parsable", "--nodes=2", f"--ntasks={WORKERS}", *options]
         words += [f"--output={self.output}", f"--export=ALL,{exported}"]
-        words += [str(ROOT / "deploy/slurm/train.sbatch"), str(script), str(self.saved)]
+        words += [str(ROOT / "deploy/slurm/train.sbatch"), str(script), str(self.saved), self.held]
         self.job = self.slurm.call(*words, cwd=self.folder).strip()
 
     def wait(self, what: str, word: str, count: int = WORKERS) -> None:
@@ -111,10 +115,16 @@ class Training:
             shown = self.slurm.call("scontrol", "show", "job", self.job)
             raise AssertionError("\n---\n".join([*logs, shown])) from problem
 
-    def check(self) -> None:
+    def call(self, event: str) -> None:
+        """Runs the page's command for an event: the first one of its row that names the job."""
+        (row,) = re.findall(rf"^\| {re.escape(event)} \|.*$", PAGE, re.MULTILINE)
+        command = next(it for it in re.findall("`(.*?)`", row) if "JOBID" in it)
+        self.slurm.call(*command.replace("JOBID", self.job).split())
+
+    def check(self, num_starts: int = 2) -> None:
         """Checks that it continued at its step, ended like a plain run, and left no process."""
         later = [line for line in text(self.output).splitlines() if "begins at step" in line]
-        assert len(later) == 2 * WORKERS
+        assert len(later) == num_starts * WORKERS
         assert all(STEPS // 4 <= int(line.split()[-1]) < STEPS for line in later[WORKERS:])
         weights = torch.load(self.saved)
         for name, expected in plain().items():
@@ -153,7 +163,7 @@ def test_a_job_is_requeued_in_the_middle_and_ends_like_a_plain_run(training: Tra
     """Without journals, as on other nodes after the requeue: only the checkpoint is left."""
     training.submit(PACELINE_DURABILITY="memory")
     training.wait("a quarter", "a quarter is done")
-    training.slurm.call("scancel", "--batch", "--signal=USR1", training.job)
+    training.call("the same by hand")
     training.wait("end", "")
     training.check()
 
@@ -172,7 +182,7 @@ def test_a_job_that_is_preempted_with_notice_continues(training: Training) -> No
 def test_a_job_of_one_worker_continues_from_its_checkpoint(training: Training) -> None:
     training.submit("--nodes=1", "--ntasks=1", SHARDS="3", PACELINE_DURABILITY="memory")
     training.wait("a quarter", "a quarter is done", 1)
-    training.slurm.call("scancel", "--batch", "--signal=USR1", training.job)
+    training.call("the same by hand")
     training.wait("end", "")
     begun = [int(step) for step in re.findall(r"begins at step (\d+)", text(training.output))]
     assert len(begun) == 2
