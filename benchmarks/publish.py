@@ -1,40 +1,48 @@
 """Published weights: torn versions, bytes, refresh and pause, and their cost to training.
 
     python -m benchmarks.publish --quick --json                          # under 5 minutes
+    python -m benchmarks.publish --torn 100000                           # only that case
 
-Shards, trainer and readers are processes of this machine, on loopback, without a limit of the rate.
+Times are of hosts with links of 1 Gbit/s (`benchmarks/netlab.py`, needs root; else loopback): the
+shards on one host with the publisher, the trainer on another, each of 8 readers on its own.
 
-    commits, torn     readers of arrays that are full of their step, while shards are killed
+    commits, torn     versions that 4 readers, two of them behind a relay, take of arrays that are
+                      full of their step, while shards, relay and readers are killed
     smaller_than_bf16 AdamW on a small transformer on our docs, at three learning rates: bytes of
                       all bfloat16 weights over bytes of the deltas, from one step to the next
-    refresh_ms        from `Publisher.publish` of arrays with 1 % of the elements changed to the
-                      commit of a reader; `whole` for a reader that begins
+    refresh_ms        with 1 % of the elements changed, from the end of `Publisher.publish` to the
+                      commit of the last of 8 readers; `whole` for one that begins
     pause_ms          `commit` into a torch module, of the same change
-    training_cost     step time with 8 readers over that with none, less 1; 300 ms a step
-    beside            the same weights in ms, as safetensors by a file, as `torch.save` over HTTP,
-                      by a broadcast of Gloo between two processes; always whole
+    training_cost     step time with 8 readers over that with none, less 1; 300 ms a step, and 1 %
+                      of the bfloat16 weights change in it
+    beside            the same weights in ms for one reader, all of them: a file of safetensors
+                      over HTTP and loaded, `torch.save` over HTTP, a broadcast of Gloo
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.server
 import io
+import json
 import os
+import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import kit, measured
+from benchmarks import kit, measured, netlab
 from psserver.process.embedded import start_embedded
 
 MODULE = "benchmarks.publish"
@@ -43,9 +51,20 @@ WAIT_S = 120.0
 CHANGED = 100  # One element of so many.
 NUM_READERS = 8
 COMPUTE_S = 0.3
+RATE = "1gbit"
+KILL_S = 2.0  # From one kill to the next.
+COUNTED = 20  # Versions that a reader takes between two reports.
+LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
 
 
 # ----- processes
+
+
+def serve(host: str) -> None:
+    """Runs two shards until it is told to end."""
+    with start_embedded(2, host=host) as shards:
+        print(json.dumps({"addresses": shards.addresses}), flush=True)
+        sys.stdin.readline()
 
 
 def fill(numel: int, num_arrays: int) -> None:
@@ -66,6 +85,23 @@ def fill(numel: int, num_arrays: int) -> None:
     psworker.shutdown()
 
 
+def take() -> None:
+    """Reads versions of `fill`, and reports how many, and how many were mixed or older."""
+    import psworker
+
+    subscriber = psworker.Subscriber()
+    weights, torn = subscriber.wait(timeout_s=WAIT_S), 0
+    while True:
+        for _ in range(COUNTED):
+            former = weights.version
+            weights = subscriber.wait(newer_than=former, timeout_s=WAIT_S)
+            values = np.concatenate(list(weights.arrays.values()))
+            is_mixed = not bool((values == weights.step % 200).all())
+            torn += is_mixed or weights.version <= former
+        print(json.dumps({"commits": COUNTED, "torn": torn}), flush=True)
+        torn = 0
+
+
 def change(numel: int) -> None:
     """Publishes one array with some elements changed, each time that it is told to."""
     import psworker
@@ -80,7 +116,31 @@ def change(numel: int) -> None:
         step += 1
         arrays["w"][rng.integers(0, numel, numel // CHANGED)] *= np.float32(1.01)
         publisher.publish(step)
-        print("{}", flush=True)
+        print(json.dumps({"end_s": time.monotonic()}), flush=True)
+
+
+def follow(numel: int, has_module: bool) -> None:
+    """Reads each version of `change`, and reports the moment and the length of its commit."""
+    import psworker
+
+    module: Any = None
+    if has_module:
+        import torch
+
+        module = torch.nn.Module()
+        module.w = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+    begin_s = time.monotonic()
+    subscriber = psworker.Subscriber(dtype="bf16")
+    weights = subscriber.wait(timeout_s=WAIT_S)
+    print(json.dumps({"whole_ms": 1e3 * (time.monotonic() - begin_s)}), flush=True)
+    if has_module:
+        subscriber.into(module)
+    while True:
+        subscriber.stage(newer_than=weights.version)
+        staged_s = time.monotonic()
+        weights = subscriber.commit()
+        end_s = time.monotonic()
+        print(json.dumps({"end_s": end_s, "pause_ms": 1e3 * (end_s - staged_s)}), flush=True)
 
 
 def train(numel: int, steps: int) -> dict[str, Any]:
@@ -90,9 +150,9 @@ def train(numel: int, steps: int) -> dict[str, Any]:
     import psworker
 
     torch.set_num_threads(1)
-    weights = torch.nn.Parameter(torch.zeros(numel))
+    weights = torch.nn.Parameter(0.02 * torch.randn(numel))
     optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD([weights], lr=1e-4), named_parameters=[("w", weights)]
+        torch.optim.SGD([weights], lr=LR), named_parameters=[("w", weights)]
     )
     grad = torch.randn(numel)
     measured.await_go()
@@ -107,84 +167,238 @@ def train(numel: int, steps: int) -> dict[str, Any]:
     return {"step_s": kit.median(times)}
 
 
-def read(job: str) -> None:
+def read() -> None:
     """Reads versions until it is killed."""
     import psworker
 
-    subscriber = psworker.Subscriber(job=job, dtype="bf16")
+    subscriber = psworker.Subscriber(dtype="bf16")
     weights = subscriber.wait()
     print("{}", flush=True)
     while True:
         weights = subscriber.wait(newer_than=weights.version)
 
 
-def broadcast(rank: int, port: int, numel: int, rounds: int) -> dict[str, Any]:
+class _Given(http.server.BaseHTTPRequestHandler):
+    """Answers `/safetensors` and any other path with the weights, as they are saved then."""
+
+    values: Any = None
+
+    def do_GET(self) -> None:
+        """Answers with a file."""
+        import torch
+        from safetensors.torch import save
+
+        file = io.BytesIO()
+        if self.path == "/safetensors":
+            file.write(save({"w": self.values}))
+        else:
+            torch.save({"w": self.values}, file)
+        self.send_response(200)
+        self.send_header("Content-Length", str(file.tell()))
+        self.end_headers()
+        self.wfile.write(file.getvalue())
+
+    def log_message(self, *arguments: object) -> None:
+        """Logs nothing."""
+
+
+def give(host: str, numel: int) -> None:
+    """Serves weights over HTTP until it is told to end."""
+    import torch
+
+    _Given.values = torch.zeros(numel, dtype=torch.bfloat16)
+    server = http.server.ThreadingHTTPServer((host, 0), _Given)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(json.dumps({"port": server.server_port}), flush=True)
+    sys.stdin.readline()
+
+
+def get(url: str, numel: int, rounds: int) -> dict[str, float]:
+    """Returns the milliseconds in which weights come over HTTP and are in place."""
+    import torch
+    from safetensors.torch import load
+
+    target = torch.zeros(numel, dtype=torch.bfloat16)
+
+    def fetched(path: str) -> bytes:
+        with urllib.request.urlopen(f"{url}/{path}") as answer:
+            content: bytes = answer.read()
+        return content
+
+    def by_safetensors() -> None:
+        target.copy_(load(fetched("safetensors"))["w"])
+
+    def by_torch() -> None:
+        target.copy_(torch.load(io.BytesIO(fetched("torch")))["w"])
+
+    return {"safetensors": _ms(by_safetensors, rounds), "http": _ms(by_torch, rounds)}
+
+
+def broadcast(rank: int, host: str, port: int, numel: int, rounds: int) -> dict[str, Any]:
     """Broadcasts bfloat16 by Gloo, and returns the milliseconds of a round."""
     import torch
     from torch import distributed
 
-    where = f"tcp://127.0.0.1:{port}"
+    where = f"tcp://{host}:{port}"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
     values = torch.zeros(numel, dtype=torch.bfloat16)
+
+    def one_round() -> None:
+        distributed.broadcast(values, 0)
+        distributed.barrier()
+
+    return {"ms": _ms(one_round, rounds)}
+
+
+def _ms(call: Callable[[], None], rounds: int) -> float:
     times = []
     for _ in range(rounds):
-        distributed.barrier()
         begin_s = time.perf_counter()
-        distributed.broadcast(values, 0)
+        call()
         times.append(1e3 * (time.perf_counter() - begin_s))
-    return {"ms": kit.median(times)}
+    return round(kit.median(times), 2)
 
 
 ROLES: dict[str, Callable[..., Any]] = {
-    "fill": fill,
-    "change": change,
-    "train": train,
-    "read": read,
-    "broadcast": broadcast,
+    role.__name__: role
+    for role in (serve, fill, take, change, follow, train, read, give, get, broadcast)
 }
+
+
+# ----- hosts
+
+
+class Hosts:
+    """Hosts with links of 1 Gbit/s; without a lab, this machine."""
+
+    def __init__(self, lab: netlab.Lab | None) -> None:
+        """Uses the lab."""
+        self._lab = lab
+
+    def address(self, host: int) -> str:
+        """Returns the address of a host."""
+        return "127.0.0.1" if self._lab is None else self._lab.address(host)
+
+    def start(
+        self, host: int, role: str, env: dict[str, str] | None = None, /, **given: Any
+    ) -> Any:
+        """Starts a role on a host."""
+        prefix = [] if self._lab is None else self._lab.inside(host)
+        return kit.Role(MODULE, role, given, env, prefix)
+
+
+@contextlib.contextmanager
+def hosts(number: int) -> Iterator[Hosts]:
+    """Yields so many hosts."""
+    if netlab.available() is not None:
+        yield Hosts(None)
+        return
+    with netlab.Lab(number, RATE) as lab:
+        yield Hosts(lab)
 
 
 # ----- cases
 
 
-def torn(seconds: float) -> dict[str, int]:
-    """Counts versions of two shards that are killed again and again, and those that are mixed."""
+class _Readers:
+    """Readers in processes of their own, whose reports are counted."""
+
+    def __init__(self, places: list[list[str]]) -> None:
+        """Starts one for each list of servers."""
+        self.commits = self.torn = 0
+        self._places = places
+        self._roles: list[kit.Role] = []
+        self._lock = threading.Lock()
+        for servers in places:
+            self._roles.append(self._start(servers))
+
+    def _start(self, servers: list[str]) -> kit.Role:
+        role = kit.Role(MODULE, "take", {}, kit.worker_environment(servers, 0, 1, "tcp", "torn"))
+        threading.Thread(target=self._count, args=(role,), daemon=True).start()
+        return role
+
+    def _count(self, role: kit.Role) -> None:
+        with contextlib.suppress(RuntimeError):  # It was killed.
+            while True:
+                said = role.line()
+                with self._lock:
+                    self.commits += said["commits"]
+                    self.torn += said["torn"]
+
+    def kill(self, index: int) -> None:
+        """Kills a reader, and starts another in its place."""
+        self._roles[index].popen.kill()
+        self._roles[index] = self._start(self._places[index])
+
+    def require_alive(self) -> None:
+        """Raises an error if one has ended by itself."""
+        for role in self._roles:
+            if role.popen.poll() is not None:
+                raise RuntimeError(f"a reader has ended: {role.written()[-2000:]}")
+
+    def end(self) -> None:
+        """Kills all."""
+        for role in self._roles:
+            role.popen.kill()
+
+
+def torn(seconds: float, commits: int) -> dict[str, Any]:
+    """Counts versions that readers take while all but the publisher are killed.
+
+    Args:
+        seconds: The least length.
+        commits: The least number of versions.
+    """
     import psutil
 
-    import psworker
-
-    commits = mixed = 0
-    with tempfile.TemporaryDirectory() as folder:
+    kills = dict.fromkeys(("shard", "relay", "reader"), 0)
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         run = _supervised(folder)
+        stack.callback(os.kill, run["pid"], signal.SIGTERM)
         env = kit.worker_environment(run["addresses"], 0, 1, "tcp", "torn")
-        try:
-            arguments = {"numel": 30_000, "num_arrays": 4}
-            with kit.roles(kit.Role(MODULE, "fill", arguments, env)) as (role,):
-                with psworker.Subscriber(run["addresses"], job="torn") as subscriber:
-                    weights = subscriber.wait(timeout_s=WAIT_S)
-                    end_s = kill_s = time.monotonic()
-                    end_s += seconds
-                    while time.monotonic() < end_s:
-                        former = weights.version
-                        weights = subscriber.wait(newer_than=former, timeout_s=WAIT_S)
-                        commits += 1
-                        values = np.concatenate(list(weights.arrays.values()))
-                        mixed += not bool((values == weights.step % 200).all())
-                        if time.monotonic() - kill_s > 3.0:
-                            shards = psutil.Process(run["pid"]).children()
-                            os.kill(shards[commits % len(shards)].pid, signal.SIGKILL)
-                            kill_s = time.monotonic()
-                role.tell("end")
-        finally:
-            os.kill(run["pid"], signal.SIGTERM)
-    return {"commits": commits, "torn": mixed}
+        stack.enter_context(
+            kit.roles(kit.Role(MODULE, "fill", {"numel": 10_000, "num_arrays": 4}, env))
+        )
+        port = _free_pair()
+        words = ["relay", "--job", "torn", "--servers", ",".join(run["addresses"])]
+        command = [sys.executable, "-m", "psserver", *words, "--listen", f"127.0.0.1:{port}"]
+        relay = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        behind = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
+        readers = _Readers([run["addresses"], behind] * 2)
+        stack.callback(readers.end)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s or readers.commits < commits:
+            time.sleep(KILL_S)
+            readers.require_alive()
+            what = draw.choice(sorted(kills))
+            kills[what] += 1
+            if what == "shard":
+                shards = psutil.Process(run["pid"]).children()
+                os.kill(draw.choice(shards).pid, signal.SIGKILL)
+            elif what == "reader":
+                readers.kill(draw.randrange(4))
+            else:
+                relay.kill()
+                relay.wait()
+                relay = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        relay.kill()
+        relay.wait()
+    return {"commits": readers.commits, "torn": readers.torn, "kills": kills}
+
+
+def _free_pair() -> int:
+    """Returns the first of two free ports in a row."""
+    for port in range(24_000, 60_000, 17):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for number in (port, port + 1):
+                stack.enter_context(socket.create_server(("127.0.0.1", number)))
+            return port
+    raise RuntimeError("no free ports")
 
 
 def _supervised(folder: str) -> dict[str, Any]:
     """Starts two shards that are started again when they die; returns their run file."""
-    import json
-    import subprocess
-
     env = {**os.environ, "XDG_RUNTIME_DIR": folder}
     command = [sys.executable, "-m", "psserver", "start", "--port", "0", "--shards", "2"]
     subprocess.run([*command, "--detach"], env=env, check=True, capture_output=True)
@@ -238,37 +452,32 @@ def _flat(model: Any) -> np.ndarray:
 
 
 def refresh(numel: int, rounds: int) -> dict[str, Any]:
-    """Measures a change from its publication to a reader's commit, and the commit alone."""
-    import torch
-
-    import psworker
-
-    with start_embedded(2) as shards:
-        env = kit.worker_environment(shards.addresses, 0, 1, "auto", "refresh")
-        with kit.roles(kit.Role(MODULE, "change", {"numel": numel}, env)) as (role,):
-            role.line()
-            begin_s = time.perf_counter()
-            subscriber = psworker.Subscriber(shards.addresses, job="refresh", dtype="bf16")
-            weights = subscriber.wait(timeout_s=WAIT_S)
-            whole_ms = 1e3 * (time.perf_counter() - begin_s)
-            module = torch.nn.Module()
-            module.w = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
-            subscriber.into(module)
-            deltas, pauses = [], []
-            for _ in range(rounds):
-                begin_s = time.perf_counter()
-                role.tell()
-                subscriber.stage(newer_than=weights.version, timeout_s=WAIT_S)
-                staged_s = time.perf_counter()
-                weights = subscriber.commit()
-                end_s = time.perf_counter()
-                deltas.append(1e3 * (end_s - begin_s))
-                pauses.append(1e3 * (end_s - staged_s))
-                role.line()
-            subscriber.close()
-            role.tell("end")
+    """Measures a change from its publication to the commits of readers, and the commit alone."""
+    deltas, pauses, wholes = [], [], []
+    with hosts(1 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
+        shards = lab.start(0, "serve", host=lab.address(0))
+        stack.enter_context(kit.roles(shards))
+        servers = shards.line()["addresses"]
+        env = kit.worker_environment(servers, 0, 1, "auto", "refresh")
+        publisher = lab.start(0, "change", env, numel=numel)
+        stack.enter_context(kit.roles(publisher))
+        publisher.line()
+        readers = []
+        for host in range(1, 1 + NUM_READERS):
+            readers.append(lab.start(host, "follow", env, numel=numel, has_module=host == 1))
+            stack.enter_context(kit.roles(readers[-1]))
+            wholes.append(readers[-1].line()["whole_ms"])
+        for _ in range(rounds):
+            publisher.tell()
+            end_s = publisher.line()["end_s"]
+            said = [reader.line() for reader in readers]
+            deltas.append(1e3 * (max(one["end_s"] for one in said) - end_s))
+            pauses.append(said[0]["pause_ms"])
     return {
-        "refresh_ms": {"delta": round(kit.median(deltas), 2), "whole": round(whole_ms, 2)},
+        "refresh_ms": {
+            "delta": round(kit.median(deltas), 2),
+            "whole": round(kit.median(wholes), 2),
+        },
         "pause_ms": round(kit.median(pauses), 3),
     }
 
@@ -277,98 +486,50 @@ def training_cost(numel: int, steps: int) -> dict[str, float]:
     """Returns the share that 8 readers add to the time of a step, by K."""
     times = {}
     for every in (0, 4, 1):
-        os.environ["PACELINE_PUBLISH"] = f"*:every={every}" if every else ""
-        with start_embedded(2) as shards:
-            job = f"cost{every}"
-            env = kit.worker_environment(shards.addresses, 0, 1, "auto", job)
-            trainer = kit.Role(MODULE, "train", {"numel": numel, "steps": steps}, env)
-            number = NUM_READERS if every else 0
-            readers = [kit.Role(MODULE, "read", {"job": job}, env) for _ in range(number)]
-            with kit.roles(trainer, *readers):
-                trainer.line()
-                for reader in readers:
-                    reader.line()
-                trainer.tell()
-                times[every] = trainer.result()["step_s"]
-    os.environ.pop("PACELINE_PUBLISH")
+        with hosts(2 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
+            published = {"PACELINE_PUBLISH": f"*:every={every}" if every else ""}
+            shards = lab.start(0, "serve", published, host=lab.address(0))
+            stack.enter_context(kit.roles(shards))
+            env = kit.worker_environment(shards.line()["addresses"], 0, 1, "auto", "cost")
+            trainer = lab.start(1, "train", env, numel=numel, steps=steps)
+            stack.enter_context(kit.roles(trainer))
+            trainer.line()
+            for host in range(2, 2 + NUM_READERS if every else 2):
+                reader = lab.start(host, "read", env)
+                stack.enter_context(kit.roles(reader))
+                reader.line()
+            trainer.tell()
+            times[every] = trainer.result()["step_s"]
     return {f"k{every}": round(times[every] / times[0] - 1, 4) for every in (4, 1)}
-
-
-class _Saved(http.server.BaseHTTPRequestHandler):
-    """Answers with the weights as `torch.save` writes them."""
-
-    values: Any = None
-
-    def do_GET(self) -> None:
-        """Answers any path."""
-        import torch
-
-        file = io.BytesIO()
-        torch.save({"w": self.values}, file)
-        self.send_response(200)
-        self.send_header("Content-Length", str(file.tell()))
-        self.end_headers()
-        self.wfile.write(file.getvalue())
-
-    def log_message(self, *arguments: object) -> None:
-        """Logs nothing."""
 
 
 def beside(numel: int, rounds: int) -> dict[str, float]:
     """Returns the milliseconds of other ways for the same weights."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    values = torch.zeros(numel, dtype=torch.bfloat16)
-    target = torch.zeros_like(values)
-    _Saved.values = values
-    server = http.server.HTTPServer(("127.0.0.1", 0), _Saved)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.safetensors"
-
-        def by_file() -> None:
-            save_file({"w": values}, path)
-            target.copy_(load_file(path)["w"])
-
-        def by_http() -> None:
-            url = f"http://127.0.0.1:{server.server_port}/"
-            with urllib.request.urlopen(url) as answer:
-                target.copy_(torch.load(io.BytesIO(answer.read()))["w"])
-
-        found = {"safetensors": _ms(by_file, rounds), "http": _ms(by_http, rounds)}
-    server.shutdown()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pair = [
-        kit.Role(MODULE, "broadcast", {"rank": r, "port": port, "numel": numel, "rounds": rounds})
-        for r in range(2)
-    ]
-    with kit.roles(*pair):
-        found["gloo"] = round(max(role.result()["ms"] for role in pair), 2)
+    found: dict[str, float] = {}
+    with hosts(2) as lab:
+        with kit.roles(lab.start(0, "give", host=lab.address(0), numel=numel)) as (giver,):
+            url = f"http://{lab.address(0)}:{giver.line()['port']}"
+            with kit.roles(lab.start(1, "get", url=url, numel=numel, rounds=rounds)) as (getter,):
+                found |= getter.result()
+        given = {"host": lab.address(0), "port": 29511, "numel": numel, "rounds": rounds}
+        env = {} if lab.address(0) == "127.0.0.1" else {"GLOO_SOCKET_IFNAME": "net"}
+        pair = [lab.start(rank, "broadcast", env, rank=rank, **given) for rank in range(2)]
+        with kit.roles(*pair):
+            found["gloo"] = max(role.result()["ms"] for role in pair)
     return found
 
 
-def _ms(call: Callable[[], None], rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        begin_s = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - begin_s))
-    return round(kit.median(times), 2)
-
-
-def measure(*, is_quick: bool) -> dict[str, Any]:
+def measure(*, is_quick: bool, commits: int) -> dict[str, Any]:
     """Measures all cases."""
     numel = 2_000_000 if is_quick else 25_600_000
     rounds = 10 if is_quick else 30
     return {
-        **torn(12.0 if is_quick else 600.0),
+        **torn(20.0, commits),
         "training_cost": training_cost(numel, 12 if is_quick else 200),
         "smaller_than_bf16": {rate: smaller(rate, 12 if is_quick else 100) for rate in RATES},
         **refresh(numel, rounds),
         "beside": beside(numel, rounds),
+        "link": RATE if netlab.available() is None else "loopback",
         "numel": numel,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": kit.machine(),
@@ -382,10 +543,16 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description="Published weights.")
     parser.add_argument("--quick", action="store_true", help="2 million elements, few rounds")
+    parser.add_argument("--torn", type=int, help="only that case, of so many versions")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    found = measure(is_quick=args.quick)
+    if args.torn is not None:
+        found = torn(0.0, args.torn)
+        if args.out is not None and args.out.exists():
+            found = json.loads(args.out.read_text(encoding="utf-8")) | found
+    else:
+        found = measure(is_quick=args.quick, commits=0 if args.quick else 100_000)
     lines = [f"{name}: {value}" for name, value in found.items()]
     kit.publish(found, "\n".join(lines), args.out, as_json=args.json)
 

@@ -6,6 +6,7 @@
         --data ../shared/data/fashion-mnist --out docs/results/rounds-lenet-unlike.json
     python -m benchmarks.rounds --links --out docs/results/round_links.json   # round_links.py
     python -m benchmarks.rounds --times --out docs/results/round_times.json   # round_times.py
+    python -m benchmarks.rounds --moves --json                                # round_moves.py
 
 A small transformer predicts the characters of a part of Shakespeare's plays; LeNet and ResNet-20
 tell images apart (`--task`). Four workers run AdamW between the rounds of `diloco`; the real
@@ -39,7 +40,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import round_links, round_times
+from benchmarks import round_links, round_moves, round_times
 from benchmarks.chars import PART, Text
 from benchmarks.images import Images
 from pscore.compressors.none import NoCompression
@@ -333,6 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--links", action="store_true", help="bytes and times at 100 Mbit/s")
     parser.add_argument("--times", action="store_true", help="times of rounds on slow links")
+    parser.add_argument("--moves", action="store_true", help="rates of fine-tuning")
     parser.add_argument("--quick", action="store_true", help="one seed, with known outer rates")
     parser.add_argument("--rates", type=rate_of, nargs="+", default=[], help="such as mirror=0.4")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="H")
@@ -359,6 +361,9 @@ def main() -> None:
         return
     if args.times:
         round_times.run(args.out, as_json=args.json)
+        return
+    if args.moves:
+        round_moves.run(args.out, as_json=args.json)
         return
     args.rates = dict(args.rates)
     result = Result(args)
