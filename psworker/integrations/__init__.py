@@ -6,6 +6,7 @@ instance is made.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -52,3 +53,17 @@ def _has_cuda() -> bool:
     """Returns whether this process uses a GPU already, so that the choice comes too late."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def register_vllm() -> None:
+    """Registers the weight transfer engine `paceline` with vLLM, which calls this in each process.
+
+    Its module is imported only with the engine: when vLLM's workers for CPUs begin, they look into
+    all modules, and fail at those of llvmlite.
+    """
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # It is there already.
+        WeightTransferEngineFactory.register_engine(
+            "paceline", "psworker.integrations.vllm", "PacelineEngine"
+        )

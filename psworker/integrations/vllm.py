@@ -15,7 +15,6 @@ those of the model's checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -32,17 +31,15 @@ from pscore.subscription.weights import PublishedWeights
 from pscore.threads import OwnedThread
 
 try:
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
     from vllm.model_executor.model_loader import reload
-except ModuleNotFoundError:  # Nothing is registered.
+except ModuleNotFoundError:  # Nothing makes an instance.
     WeightTransferEngine = WeightTransferInitInfo = WeightTransferUpdateInfo = object
 
-BACKEND = "paceline"
 VERSIONS_KEPT = 2  # So that processes that are a version apart can load the same one.
 POLL_S = 1.0
 TIMEOUT_S = 60.0
@@ -206,9 +203,3 @@ class PacelineEngine(WeightTransferEngine):  # type: ignore[misc]
             self._thread.join()
         self._thread, self._problem = None, None
         self._versions.clear()
-
-
-def register() -> None:
-    """Registers the engine with vLLM, which calls this in each of its processes."""
-    with contextlib.suppress(ValueError):  # It is there already.
-        WeightTransferEngineFactory.register_engine(BACKEND, PacelineEngine)

@@ -92,7 +92,7 @@ CALLED_BY_LIBRARIES = {
     *("on_exception", "on_save_checkpoint", "on_fit_end"),
     *("backend_cls", "on_start"),  # Ray Train.
     *("init_transfer_engine", "start_weight_update"),  # VLLM.
-    *("update_weights", "finish_weight_update"),
+    *("update_weights", "finish_weight_update", "register_vllm"),
     *("forward_one_chunk", "backward_one_chunk"),  # Torch's pipeline schedules.
     *("perform_reduce_grad", "clear_runtime_states"),
     "config_show",  # Click: the command `config show`.

@@ -14,6 +14,7 @@ import torch
 import psworker
 from pscore.publish.codec import round_to_bf16
 from pscore.subscription.assembly import WeightsVersion
+from psworker import integrations
 from psworker.integrations import vllm as ours
 
 
@@ -76,7 +77,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm": {},
         "vllm.distributed": {},
         "vllm.distributed.weight_transfer": {
-            "WeightTransferEngineFactory": SimpleNamespace(register_engine=registered.__setitem__)
+            "WeightTransferEngineFactory": SimpleNamespace(
+                register_engine=lambda name, *where: registered.update({name: where})
+            )
         },
         "vllm.distributed.weight_transfer.base": {
             "WeightTransferEngine": Base,
@@ -90,8 +93,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made = ModuleType(name)
         made.__dict__.update(contents)
         monkeypatch.setitem(sys.modules, name, made)
-    importlib.reload(ours).register()
-    assert registered == {"paceline": ours.PacelineEngine}
+    integrations.register_vllm()
+    assert registered == {"paceline": (ours.__name__, "PacelineEngine")}
+    importlib.reload(ours)
     monkeypatch.setattr(ours, "Reader", Reader)
     yield ours
     monkeypatch.undo()
