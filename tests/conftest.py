@@ -12,6 +12,7 @@ from hypothesis import settings
 # Before anything imports torch or numba: the suite runs one process on each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+os.environ.setdefault("PACELINE_SPARE", "false")  # The children of a supervisor are its shards.
 
 # A shell without job control has what it starts in the background ignore SIGINT, and all that this
 # starts; there are tests that end a script by it.

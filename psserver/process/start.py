@@ -83,6 +83,7 @@ class ShardLaunch:
             plans=self._plans(None if journals is None else journals.path),
             log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
             restart=settings.server.restart,
+            has_spare=settings.server.spare,
             on_ready=self._on_ready,
             on_end=self._on_end,
             before_stop=self._before_stop,

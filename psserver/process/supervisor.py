@@ -224,6 +224,7 @@ class Supervisor:
     before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
     service: ServiceManager = field(default_factory=ServiceManager)
     spare: SpareProcess = field(default_factory=lambda: SpareProcess())
+    has_spare: bool = True  # Whether one is kept.
     spare_due_s: float = 0.0  # When one is started; 0: not now.
     shards: list[SupervisedShard] = field(default_factory=list)
 
@@ -308,7 +309,7 @@ class Supervisor:
     def _all_ready(self) -> None:
         """Announces the shards; a spare process is due when nothing else has happened for long."""
         self.on_ready(self.shards)
-        if self.restart:
+        if self.restart and self.has_spare:
             self.spare_due_s = time.monotonic() + SPARE_AFTER_S
 
     def _note_end(self, process: ShardProcess) -> bool:

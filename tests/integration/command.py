@@ -53,6 +53,7 @@ class Command:
         self._fresh = fresh
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         self.environment = {**kept, "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "200"}
+        self.environment["PACELINE_SPARE"] = "false"  # The children of a supervisor are its shards.
 
     def line(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "psserver", *map(str, arguments)]

@@ -261,6 +261,17 @@ def test_a_killed_shard_comes_back_on_its_port(fresh: Command) -> None:
         assert "shard restarted" in logged
 
 
+@pytest.mark.slow
+def test_a_spare_process_takes_the_place_of_a_killed_shard(fresh: Command) -> None:
+    with fresh.detached("--shards", 2, "--spare") as run:
+        supervisor, shards = psutil.Process(run["pid"]), {each["pid"] for each in run["shards"]}
+        (spare,) = eventually(lambda: {each.pid for each in supervisor.children()} - shards)
+        os.kill(run["shards"][1]["pid"], signal.SIGKILL)
+        eventually(lambda: fresh.run_file()["shards"][1]["pid"] == spare)
+        fresh.run("health", "--servers", servers(run))
+    assert gone(spare)
+
+
 def test_a_killed_shard_ends_all_without_restart(psserver: Command) -> None:
     with psserver.spawn("start", "--shards", 2, "--port", 0, "--no-restart") as process:
         assert process.stdout is not None

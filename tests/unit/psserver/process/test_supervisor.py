@@ -98,7 +98,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     return Fake
 
 
-def run(scripts: Scripts, *, restart: bool = True) -> tuple[Exit, list[Any], list[Any]]:
+def run(
+    scripts: Scripts, *, restart: bool = True, has_spare: bool = True
+) -> tuple[Exit, list[Any], list[Any]]:
     """Returns the exit code, the ports announced at each change, and the log."""
     Fake.scripts = scripts
     announced: list[Any] = []
@@ -112,6 +114,7 @@ def run(scripts: Scripts, *, restart: bool = True) -> tuple[Exit, list[Any], lis
             plans=plans,
             log_files=[None] * len(plans),
             restart=restart,
+            has_spare=has_spare,
             on_ready=on_ready,
             on_end=lambda: announced.append("end"),
         ).run()
@@ -257,17 +260,18 @@ class Spare(SpareProcess):
         self.asked.append("end")
 
 
-@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize(("restart", "wanted"), [(True, True), (False, True), (True, False)])
 def test_a_spare_process_is_started_behind_the_shards_if_one_may_be_needed(
-    fake: type[Fake], monkeypatch: pytest.MonkeyPatch, restart: bool
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch, restart: bool, wanted: bool
 ) -> None:
     monkeypatch.setattr(supervisor, "SPARE_AFTER_S", 1e-4)
     monkeypatch.setattr(supervisor, "SpareProcess", Spare)
     Spare.asked = []
-    script = (READY, None) if restart else (READY, 0)
-    code, _, _ = run({0: iter([script])}, restart=restart)
+    is_kept = restart and wanted
+    script = (READY, None) if is_kept else (READY, 0)
+    code, _, _ = run({0: iter([script])}, restart=restart, has_spare=wanted)
     assert code is Exit.OK
-    assert Spare.asked == (["start"] if restart else []) + ["end", "end"]
+    assert Spare.asked == (["start"] if is_kept else []) + ["end", "end"]
 
 
 def test_the_spare_process_is_for_shards_that_are_started_again(fake: type[Fake]) -> None:
