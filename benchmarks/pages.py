@@ -34,6 +34,7 @@ from psserver.process.settings import SECTIONS
 from psserver.publish.publications import Publications
 from psserver.service.metrics import ShardCollector
 from psserver.service.publish_metrics import PublicationCollector
+from psserver.service.standby_metrics import StandbyCollector, StandbyView
 from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
 
@@ -128,7 +129,8 @@ def metrics() -> str:
     rows = []
     engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
     published = PublicationCollector(Publications(engine, {}, None))
-    for family in (*ShardCollector(engine).collect(), *published.collect()):
+    parts = (ShardCollector(engine), published, StandbyCollector(StandbyView))
+    for family in (family for part in parts for family in part.collect()):
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
         kind = f"{family.type.capitalize()}. " if family.type in ("histogram", "summary") else ""
         name = f"`{family.name}{ends.get(family.type, '')}`"

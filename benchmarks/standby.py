@@ -1,4 +1,4 @@
-"""Moves of a shard while its job trains: the pause, beside a step.
+"""Moves of a shard while its job trains, and losses of its machine: the pause, beside a step.
 
     python -m benchmarks.standby --quick --json                          # about a minute
     python -m benchmarks.standby --json                                  # 25.6 million parameters
@@ -11,7 +11,13 @@ drain`; the process that it leaves is stopped.
                       `step_s`: the median of a step; `worst_step_s`: the longest step of a run;
                       `moves`; `identical`: whether the weights at the end are those, to the bit, of
                       a run without a move
-    machine_lost, cost, off_cost    of a standby, which is not built yet: null
+    machine_lost      the second shard has a standby that takes over after `FAILOVER_S`; supervisor
+                      and process are killed at once, again and again. `times`: the longest time
+                      without a finished step of a worker after each loss; `p99_s`; `identical` as
+                      above, and then nothing is `lost`, `double`, `torn` or `partial`
+    cost              `measured`: a step while the second shard has a standby, relative to one
+                      without; `formula`: the same on a link that is full
+    off_cost          not measured: null
 """
 
 from __future__ import annotations
@@ -19,23 +25,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import kit, measured
 from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1.standby_pb2 import MoveRequest
+from psserver.remote import ask
 from psserver.remote.drain import move
 
 MODULE = "benchmarks.standby"
 NUM_WORKERS = 2
+FAILOVER_S = 0.5  # Silence after which a standby takes over.
+LOOK_S = 0.02
 WARM_STEPS = 10  # The first steps of a job compile loops; they are left out of the times.
 
 
@@ -52,19 +67,20 @@ def train(rank: int, numel: int, steps: int) -> dict[str, Any]:
     optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=0.1, momentum=0.9), named)
     grads = [torch.randn(numel // 8, generator=drawn) for _ in parts]
     measured.await_go()
-    times_s = []
+    times_s, ends_s = [], []
     for _ in range(steps):
         begin_s = time.perf_counter()
         for part, grad in zip(parts, grads, strict=True):
             part.grad = grad.clone()
         optimizer.step()
         times_s.append(time.perf_counter() - begin_s)
+        ends_s.append(time.monotonic())
     with optimizer.global_weights():
         whole = torch.cat([part.detach() for part in parts])
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     optimizer.close()
     psworker.shutdown()
-    return {"times_s": times_s, "digest": digest}
+    return {"times_s": times_s, "ends_s": ends_s, "digest": digest}
 
 
 ROLES = {"train": train}
@@ -77,9 +93,25 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The process of a shard, with its supervisor."""
+
+    address: str
+    supervisor: subprocess.Popen[str]
+
+    def lose(self) -> None:
+        """Kills both at once, as the loss of a machine does."""
+        children = psutil.Process(self.supervisor.pid).children()
+        self.supervisor.send_signal(signal.SIGSTOP)
+        for child in children:
+            child.kill()
+        self.supervisor.kill()
+
+
 @contextlib.contextmanager
-def shard(folder: Path, index: int) -> Iterator[str]:
-    """Starts the process of one of two shards; yields its address."""
+def shard(folder: Path, index: int) -> Iterator[Place]:
+    """Starts the process of one of two shards."""
     port = free_port()
     command = [sys.executable, "-m", "psserver", "start", "--shards", "2", "--cluster", "bench"]
     command += ["--shard-index", str(index), "--port", str(port), "--metrics-port", "0"]
@@ -90,46 +122,105 @@ def shard(folder: Path, index: int) -> Iterator[str]:
     try:
         if not process.stdout.readline().startswith("PACELINE_SERVERS="):
             raise SystemExit("a shard did not start")
-        yield f"127.0.0.1:{port}"
+        yield Place(address=f"127.0.0.1:{port}", supervisor=process)
     finally:
         process.terminate()
         process.wait()
 
 
-def run(numel: int, steps: int, moves: int) -> dict[str, Any]:
-    """Trains once, and moves the second shard `moves` times meanwhile."""
-    pauses = []
+Trouble = Callable[[Path, Place, list[Place]], list[float]]
+
+
+def run(numel: int, steps: int, spares: int, before: Trouble, trouble: Trouble) -> dict[str, Any]:
+    """Trains once.
+
+    Args:
+        numel: Number of parameters.
+        steps: Number of steps.
+        spares: Empty processes of the second shard.
+        before: Is done before the first step.
+        trouble: Is done to the second shard meanwhile; its numbers are returned as `trouble`.
+    """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         first = stack.enter_context(shard(folder, 0))
-        left = stack.enter_context(contextlib.ExitStack())
-        second = left.enter_context(shard(folder, 1))
+        second, *others = [stack.enter_context(shard(folder, 1)) for _ in range(1 + spares)]
+        addresses = [first.address, second.address]
         roles = [
             kit.Role(
                 MODULE,
                 "train",
                 {"rank": rank, "numel": numel, "steps": steps},
-                kit.worker_environment([first, second], rank, NUM_WORKERS, "tcp", "standby"),
+                kit.worker_environment(addresses, rank, NUM_WORKERS, "tcp", "standby"),
             )
             for rank in range(NUM_WORKERS)
         ]
         with kit.roles(*roles) as workers:
             for worker in workers:
                 worker.line()
+            before(folder, second, others)
             for worker in workers:
                 worker.tell()
-            for _ in range(moves):
-                following = stack.enter_context(contextlib.ExitStack())
-                to = following.enter_context(shard(folder, 1))
-                pauses.append(move(second, to, 0, ANYONE, lambda _: None).pause_s)
-                left.close()
-                left, second = following, to
+            troubles = trouble(folder, second, others)
             results = [worker.result() for worker in workers]
     return {
-        "pauses": pauses,
+        "trouble": troubles,
+        "ends_s": [result["ends_s"] for result in results],
         "times_s": [time_s for result in results for time_s in result["times_s"][WARM_STEPS:]],
         "digests": {result["digest"] for result in results},
     }
+
+
+def nothing(folder: Path, here: Place, others: list[Place]) -> list[float]:
+    """Leaves the shard alone."""
+    return []
+
+
+def drain(folder: Path, here: Place, others: list[Place]) -> list[float]:
+    """Moves the shard from process to process; returns the pauses."""
+    pauses = []
+    for to in others:
+        pauses.append(move(here.address, to.address, 0, ANYONE, lambda _: None).pause_s)
+        here.supervisor.terminate()
+        here = to
+    return pauses
+
+
+def stand(folder: Path, here: Place, others: list[Place]) -> list[float]:
+    """Gives the shard a standby."""
+    (folder / "register").mkdir(exist_ok=True)
+    wanted = MoveRequest(same_host=True, register=str(folder / "register"), failover_s=FAILOVER_S)
+    move(here.address, others[0].address, 0, ANYONE, lambda _: None, standby=wanted)
+    return []
+
+
+def lose(folder: Path, here: Place, others: list[Place]) -> list[float]:
+    """Loses one machine after the other, each with a standby; returns when."""
+    times = []
+    for number, to in enumerate(others):
+        stand(folder, here, others[number:])
+        times.append(time.monotonic())
+        here.lose()
+        here = to
+        while not ask.answers([here.address])[0].jobs:  # Until it serves.
+            time.sleep(LOOK_S)
+    return times
+
+
+def outages(lost_s: Sequence[float], ends_s: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the longest time without a finished step after each loss, of any worker."""
+    found = []
+    for begin_s, end_s in itertools.pairwise([*lost_s, float("inf")]):
+        gaps = [
+            later - max(earlier, begin_s)
+            for ends in ends_s
+            for earlier, later in itertools.pairwise(ends)
+            if begin_s < later <= end_s or earlier <= begin_s < later
+        ]
+        if not gaps:
+            raise SystemExit("training was over before a loss: give more --steps")
+        found.append(round(max(gaps), 3))
+    return found
 
 
 def main() -> None:
@@ -140,21 +231,40 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the parameters")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--moves", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
     numel = 2_560_000 if options.quick else 25_600_000
-    still = run(numel, options.steps, 0)
-    moved = run(numel, options.steps, options.moves)
-    drain = {
-        "pause_s": round(max(moved["pauses"]), 3),
-        "step_s": round(kit.median(still["times_s"]), 4),
+    still = run(numel, options.steps, 0, nothing, nothing)
+    step_s, is_same = kit.median(still["times_s"]), len(still["digests"]) == 1
+    moved = run(numel, options.steps, options.moves, nothing, drain)
+    drained = {
+        "pause_s": round(max(moved["trouble"]), 3),
+        "step_s": round(step_s, 4),
         "worst_step_s": round(max(moved["times_s"]), 3),
         "moves": options.moves,
-        "identical": moved["digests"] == still["digests"] and len(still["digests"]) == 1,
+        "identical": is_same and moved["digests"] == still["digests"],
     }
-    kit.show("a shard moves", list(drain), [list(drain.values())])
+    kit.show("a shard moves", list(drained), [list(drained.values())])
+    lost = run(numel, options.steps, options.moves, nothing, lose)
+    times, is_same = (
+        outages(lost["trouble"], lost["ends_s"]),
+        is_same and (lost["digests"] == still["digests"]),
+    )
+    machine_lost = {
+        "times": times,
+        "p99_s": sorted(times)[int(0.99 * len(times))],
+        **dict.fromkeys(("lost", "double", "torn", "partial"), 0 if is_same else None),
+        "identical": is_same,
+    }
+    kit.show("a machine is lost", list(machine_lost), [list(machine_lost.values())])
+    stood = run(numel, options.steps, 1, stand, nothing)
+    cost = {
+        "measured": round(kit.median(stood["times_s"]) / step_s, 3),
+        "formula": 1 + 1 / NUM_WORKERS,
+    }
+    kit.show("a shard has a standby", list(cost), [list(cost.values())])
     if options.json:
-        found = {"machine_lost": None, "drain": drain, "cost": None, "off_cost": None}
+        found = {"machine_lost": machine_lost, "drain": drained, "cost": cost, "off_cost": None}
         print(json.dumps(found))
 
 

@@ -137,6 +137,10 @@ class FrameChannel(Generic[C]):
             if self._stream is not None and self._held:
                 self._send_held()
 
+    def renew(self) -> None:
+        """Ends the present connection; the next one is made to the present address."""
+        self._shut()
+
     def close(self, *, waits: bool = True) -> None:
         """Closes the connection; calls without a reply fail.
 

@@ -369,6 +369,17 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
+def address_of(found: FoundServers, shard: int) -> str:
+    """Returns the address of a shard.
+
+    Raises:
+        ConfigError: There are fewer addresses.
+    """
+    if shard >= len(found.addresses):
+        raise ConfigError(f"--shard is {shard}, and there are {len(found.addresses)} addresses")
+    return found.addresses[shard]
+
+
 @about_servers
 def drain(
     found: FoundServers,
@@ -382,15 +393,61 @@ def drain(
     """Move a shard to another process while its job trains."""
     from psserver.remote.drain import move
 
-    if shard >= len(found.addresses):
-        raise ConfigError(f"--shard is {shard}, and there are {len(found.addresses)} addresses")
-    reply = move(
-        found.addresses[shard], to, mbit, found.credentials, lambda text: _say(f"{text}\n")
-    )
+    here = address_of(found, shard)
+    reply = move(here, to, mbit, found.credentials, lambda text: _say(f"{text}\n"))
     sys.stdout.write(
         f"shard moved to {reply.to}: {reply.sent_nbytes / 1e6:.1f} MB sent, no answers for "
         f"{reply.pause_s:.3f} s; stop the old process, and name the new address from now on\n"
     )
+
+
+@about_servers
+def standby(
+    found: FoundServers,
+    to: Annotated[str, typer.Argument(help="Address of an empty process of the same shard.")],
+    *,
+    shard: Annotated[
+        int, typer.Option(help="Place of the shard among the addresses [0].", min=0)
+    ] = 0,
+    mbit: Annotated[int, typer.Option(help="Most Mbit/s for the copy [no limit].", min=0)] = 0,
+    same_host: Annotated[
+        bool, typer.Option("--same-host", help="Also on the shard's host, lost with it.")
+    ] = False,
+    register: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or URL (s3://, gs://) that both machines reach; with it the standby takes "
+            "over by itself [a person promotes it]."
+        ),
+    ] = None,
+    failover_s: Annotated[
+        float, typer.Option(help="With --register: seconds of silence before it does.", min=0.2)
+    ] = 3.0,
+) -> None:
+    """Make an empty process the standby of a shard: it gets each change before it is answered."""
+    from pscore.pb.ps.v1 import standby_pb2
+    from psserver.remote.drain import move
+
+    here = address_of(found, shard)
+    standby = standby_pb2.MoveRequest(
+        same_host=same_host, register=register or "", failover_s=failover_s
+    )
+    tell = lambda text: _say(f"{text}\n")  # noqa: E731
+    move(here, to, mbit, found.credentials, tell, standby=standby)
+    then = f"it takes over after {failover_s} s" if register else f"run psserver promote {to}"
+    sys.stdout.write(f"{to} is the standby of {here}; after the loss of that, {then}\n")
+
+
+@app.command()
+def promote(
+    to: Annotated[str, typer.Argument(help="Address of the standby.")],
+) -> None:
+    """Make a standby serve, whose shard's machine is lost: be sure that that is off."""
+    from pscore.net.credentials import read_credentials
+    from psserver.remote.drain import promote as promote_standby
+
+    jobs = promote_standby(to, read_credentials())
+    sys.stdout.write(f"{to} serves; jobs that continue: {', '.join(jobs) or 'none'}\n")
 
 
 @app.command()

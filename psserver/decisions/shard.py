@@ -228,11 +228,16 @@ class Shard:
         """
 
         def held() -> int:
-            return besides + sum(job.memory_nbytes for job in self.jobs.values())
+            return besides + self.table_nbytes
 
         while not self.limits.has_room(wanted, held()) and self.lifetimes.free_one():
             pass
         self.limits.require_memory(what, wanted, held())
+
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes that the tables of all jobs take."""
+        return sum(job.memory_nbytes for job in self.jobs.values())
 
     # ----- a change of the mode
 

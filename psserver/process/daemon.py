@@ -79,6 +79,7 @@ from psserver.service.metrics import REQUEST_S_MAX, Identity, MetricsPage
 from psserver.service.publications import PublicationsServicer
 from psserver.service.publish_metrics import PublicationCollector
 from psserver.service.refusals import ErrorInterceptor
+from psserver.service.standby_metrics import StandbyCollector
 from psserver.service.web import WebServer
 
 log = structlog.get_logger()
@@ -152,7 +153,10 @@ class Daemon:
             lambda: self.is_ready,
             self._authorizer,
             identity,
-            [PublicationCollector(self._publications)],
+            [
+                PublicationCollector(self._publications),
+                StandbyCollector(lambda: self._moves.view),
+            ],
         )
         self._web = WebServer(
             page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)
@@ -241,7 +245,7 @@ class Daemon:
             await self._health.set(name, STATUS.SERVING)
         await self._server.start()
         self._data.start()
-        self._moves.mover.resume()
+        self._moves.resume()
         log.info("shard ready", address=join_address(self.plan.host, port))
         return Ready(port=port, metrics_port=metrics_port)
 
@@ -325,8 +329,7 @@ class Daemon:
             if self.plan.beats:
                 beat()
             setup.tell_left_out()
-            if (move := self._moves.mover.task) is not None and move.done():
-                move.result()  # Raises what only a bug can cause.
+            self._moves.check()
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()

@@ -94,6 +94,11 @@ class FollowedShard:
                 stream.note(path)
         return stream
 
+    @property
+    def stream(self) -> JournalStream | None:
+        """The stream; None: no other process follows."""
+        return self._stream
+
     def slices(self, stream: JournalStream) -> Iterator[FollowedSlice]:
         """Yields the slices that are there now, unless the stream ends or their job is freed."""
         with self._engine.lock:

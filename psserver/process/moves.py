@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
-from pscore.errors import ConfigError, LimitError
+from pscore.errors import ConfigError, LimitError, TransportError
 from pscore.net.credentials import read_credentials
 from pscore.observe.boot import boot_id
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.engine.resume import recover
 from psserver.process.followed import FollowedShard, FollowedSlice
 from psserver.service.signpost import Signpost
+from psserver.service.standby_metrics import StandbyView
 from psserver.service.standby_service import StandbyServicer
 from psserver.standby.handover import Giver
 from psserver.standby.mover import Mover, described
 from psserver.standby.pieces import ArrivingJournals, SentSpan
 from psserver.standby.stream import JournalStream, Sender
+from psserver.standby.succession import Claim
 
 if TYPE_CHECKING:
     from psserver.decisions.membership import Member
@@ -67,21 +70,41 @@ class ShardMoves:
         self._incoming = None if folder is None else ArrivingJournals(folder)
         self.mover = Mover(folder, self, self._credentials)
         self._followed = None if journals is None else FollowedShard(engine, journals)
-        self.signpost = Signpost()
+        self.signpost = Signpost(self._await_kept)
         self.is_frozen = False
         self.address = ""
         self.stop_data: Callable[[], bool] = lambda: True
         self.start_data: Callable[[], None] = lambda: None
         self.control: ControlServicer | None = None
+        self._servicer: StandbyServicer | None = None
         if not self.mover.giving.serves:
             self.is_frozen = True
             self.signpost.hold()
 
     def servicer(self) -> StandbyServicer:
         """Returns the service of these moves."""
-        return StandbyServicer(
-            self._engine, self.mover, self._incoming, self._described, self.take_over
+        self._servicer = StandbyServicer(
+            self._engine,
+            self.mover,
+            self._incoming,
+            self._described,
+            self.take_over,
+            self._admit,
         )
+        return self._servicer
+
+    def resume(self) -> None:
+        """Resumes the moves that a former process has begun."""
+        self.mover.resume()
+        assert self._servicer is not None
+        self._servicer.resume()
+
+    def check(self) -> None:
+        """Raises what ended a task of a move, which only a bug can cause."""
+        mine = None if self._servicer is None else self._servicer.task
+        for task in (self.mover.task, mine):
+            if task is not None and task.done() and not task.cancelled():
+                task.result()
 
     def take_over(self) -> bool:
         """Serves from the journals that have arrived; returns whether a move here had begun."""
@@ -93,6 +116,7 @@ class ShardMoves:
         self._journals.adopt(int(str(mark["instance"])))
         self._incoming.remove()
         self.mover.restart()
+        self._admit("")
         self.signpost.release()
         self.is_frozen = False
         for name in recover(self._engine):
@@ -103,10 +127,31 @@ class ShardMoves:
     @property
     def text(self) -> str:
         """How the move under way is, or the last one was; empty without one."""
-        mover = self.mover
+        mover, servicer, claim, view = self.mover, self._servicer, self._claim, self.view
+        epoch = f"; epoch {claim.epoch}: {claim.reason}" if claim else ""
+        if servicer is not None and servicer.is_standby:
+            return f"standby of {servicer.source}"
         if mover.giving.phase is Giver.SERVING:
-            return f"not moved to {mover.to}: {mover.problem}" if mover.problem else ""
-        return f"{mover.giving.phase.value}, to {mover.to}"
+            text = f"not moved to {mover.to}: {mover.problem}" if mover.problem else ""
+            return f"{text}{epoch}".removeprefix("; ")
+        lag = f", {view.lag_s:.3f} s behind" if view.is_in_sync else ""
+        return f"{mover.phase}, to {mover.to}{lag}{epoch}"
+
+    @property
+    def view(self) -> StandbyView:
+        """How the shard's standby is."""
+        stream, claim = self._stream, self._claim
+        return StandbyView(
+            is_wanted=self.mover.has_standby,
+            is_in_sync=self.mover.phase == Giver.FOLLOWED.value,
+            lag_s=0.0 if stream is None else stream.lag_s,
+            epoch=0 if claim is None else claim.epoch,
+        )
+
+    @property
+    def _claim(self) -> Claim | None:
+        mine = None if self._servicer is None else self._servicer.claim
+        return self.mover.claim or mine
 
     # ----- what the mover needs (`Host`)
 
@@ -121,12 +166,11 @@ class ShardMoves:
             raise ConfigError("a shard without journals (--durability memory) cannot be moved")
         with engine.lock:
             exposed = sum(sum(job.exposed.values()) for job in engine.jobs.values())
-            nbytes = sum(job.memory_nbytes for job in engine.shard.jobs.values())
             tables = [table for job in engine.shard.jobs.values() for table in job.tables.values()]
         if exposed:
             raise ConfigError(f"{exposed} slices are not journalled for lack of space: make room")
         offer = self._described()
-        offer.instance, offer.table_nbytes = self._journals.instance, nbytes
+        offer.instance, offer.table_nbytes = self._journals.instance, engine.shard.table_nbytes
         offer.source = self.address
         offer.tables[:] = dict.fromkeys(json.dumps(table.spec.to_json()) for table in tables)
         return offer
@@ -165,6 +209,18 @@ class ShardMoves:
                     "not reach another machine: end it first, or set PACELINE_DATA_PLANE=tcp"
                 )
 
+    def require_apart(self, boot: str) -> None:
+        """Refuses a standby that is lost with the shard.
+
+        Raises:
+            ConfigError: It is on this host.
+        """
+        if boot == boot_id():
+            raise ConfigError(
+                "the standby is on the shard's host, and would be lost with it: start it on "
+                "another one (--same-host allows it, against the loss of the process only)"
+            )
+
     async def announce(self, address: str) -> None:
         """Names the next address in heartbeats, and waits until all live workers have had one."""
         assert self.control is not None
@@ -182,13 +238,40 @@ class ShardMoves:
 
         Raises:
             LimitError: A connection does not end.
+            TransportError: The other process does not follow any more.
         """
         self.signpost.hold()
         self.is_frozen = True
         if not await asyncio.to_thread(self.stop_data):
             raise LimitError("a data connection did not end in time")
         while self._engine.is_busy:
+            stream = self._stream
+            if stream is not None and stream.problem:
+                raise TransportError(stream.problem)
             await asyncio.sleep(POLL_S / 10)
+
+    async def fence(self) -> None:
+        """Ends the answers to workers for good; work that waits in the queues is dropped."""
+        self.signpost.hold()
+        self.is_frozen = True
+        await asyncio.to_thread(self.stop_data)
+
+    async def renew(self) -> None:
+        """Gives the shard another number, and waits until all live workers know it."""
+        assert self._journals is not None
+        assert self.control is not None
+        self._journals.adopt(secrets.randbits(63))
+        self.control.renew(self._journals.instance)
+        while not {(job, one.incarnation) for job, one in self._live()} <= self.control.told:
+            await asyncio.sleep(POLL_S)
+
+    def reopen(self) -> None:
+        """Resumes the jobs of a former process, and answers workers."""
+        self.signpost.release()
+        self.is_frozen = False
+        for name in recover(self._engine):
+            log.warning("job continues where it was", job=name)
+        self._took_over()
 
     async def thaw(self) -> None:
         """Resumes the answers to workers."""
@@ -201,6 +284,20 @@ class ShardMoves:
         self.signpost.show(address, self._credentials())
 
     # ----- inside
+
+    @property
+    def _stream(self) -> JournalStream | None:
+        return None if self._followed is None else self._followed.stream
+
+    def _admit(self, reason: str) -> None:
+        if self.control is not None:
+            self.control.closed = reason
+
+    async def _await_kept(self) -> None:
+        """Waits until another process that follows has all that was changed."""
+        stream = self._stream
+        if stream is not None and stream.is_whole:
+            await asyncio.to_thread(stream.await_kept)
 
     def _described(self) -> pb.OfferRequest:
         shard = self._engine.shard

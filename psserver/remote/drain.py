@@ -19,7 +19,13 @@ OVER = ("serving", "moved")
 
 
 def move(
-    address: str, to: str, mbit: int, credentials: Credentials, tell: Callable[[str], None]
+    address: str,
+    to: str,
+    mbit: int,
+    credentials: Credentials,
+    tell: Callable[[str], None],
+    *,
+    standby: pb.MoveRequest | None = None,
 ) -> pb.MoveReply:
     """Moves the shard at `address` to the process at `to`; returns when it is there.
 
@@ -29,6 +35,7 @@ def move(
         mbit: The most Mbit/s before the pause; 0: no limit.
         credentials: With the token for everything.
         tell: Called with each phase.
+        standby: How that process is to be the shard's standby; None: the shard moves there.
 
     Raises:
         CommandError: A process refuses or does not answer, or the move was given up: then the shard
@@ -37,9 +44,13 @@ def move(
     channel = credentials.channel(address)
     stub = standby_pb2_grpc.StandbyStub(channel)
     try:
-        reply = stub.Move(pb.MoveRequest(to=to, mbit=mbit), timeout=ANSWER_S_MAX)
-        said = ""
-        while reply.phase not in OVER:
+        request = pb.MoveRequest(to=to, mbit=mbit, stays=standby is not None)
+        if standby is not None:
+            tell(_cost(stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX).table_nbytes))
+            request.MergeFrom(standby)
+        reply = stub.Move(request, timeout=ANSWER_S_MAX)
+        said, wanted = "", "followed" if request.stays else "moved"
+        while reply.phase not in (*OVER, wanted):
             if reply.phase != said:
                 said = reply.phase
                 tell(said)
@@ -49,8 +60,31 @@ def move(
         raise CommandError(Exit.NO_ANSWER, str(error_of(failure, address))) from failure
     finally:
         channel.close()
-    if reply.phase != "moved":
+    if reply.phase != wanted:
         raise CommandError(
             Exit.UNHEALTHY, f"the shard stays at {address}: {reply.problem or 'it was restarted'}"
         )
     return reply
+
+
+def _cost(nbytes: int) -> str:
+    return (
+        f"the standby needs {nbytes / 1e6:.1f} MB of memory, and an update of all weights sends at "
+        f"most as much: {nbytes / 125_000:.0f} Mbit/s for each update a second"
+    )
+
+
+def promote(address: str, credentials: Credentials) -> list[str]:
+    """Makes a standby serve; returns the jobs that continue.
+
+    Raises:
+        CommandError: It refuses or does not answer: then it does not serve.
+    """
+    channel = credentials.channel(address)
+    try:
+        stub = standby_pb2_grpc.StandbyStub(channel)
+        return list(stub.Promote(pb.PromoteRequest(), timeout=ANSWER_S_MAX).jobs)
+    except grpc.RpcError as failure:
+        raise CommandError(Exit.NO_ANSWER, str(error_of(failure, address))) from failure
+    finally:
+        channel.close()

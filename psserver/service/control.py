@@ -194,9 +194,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
         self.told: set[tuple[str, int]] = set()  # Jobs and incarnations that know `_next`.
-        self._next = ""  # Where this shard will soon be.
+        self._next = ""  # Where this shard will soon be, or its standby is.
+        self._former = 0  # Number of the shard before `renew`.
         self.moving: Callable[[], str] = lambda: ""  # How its move to another process is.
         self.mends = False  # Whether this start restores jobs that another shard has lost.
+
+    def renew(self, instance: int) -> None:
+        """Describes this shard with another number; workers know it from `told` on."""
+        self._former, self._instance = self._instance, instance
+        self.told.clear()
 
     def serve_as(self, instance: int, data: Listener | None) -> None:
         """Describes this shard with another instance, and another listener of data sockets."""
@@ -219,6 +225,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             protocol=wire.PROTOCOL,
             version=VERSION,
             instance=self._instance,
+            former_instance=self._former,
             data_port=0 if self._data is None else self._data.port,
             data_local="" if self._data is None else self._data.local,
             now_s=time.time(),
@@ -298,7 +305,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         view = job.heartbeat(
             request.worker, text, left_out, request.reported, peers, pace, plane, stage
         )
-        self.told.add((request.job, request.incarnation))
+        if request.instance in (0, self._instance):  # Else it learns the number by this answer.
+            self.told.add((request.job, request.incarnation))
         wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]
         live = view.live if request.wants_live else ()
         return to_proto(
@@ -308,6 +316,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             residual_requests=wanted,
             live=live,
             next_address=self._next,
+            former_instance=self._former,
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:

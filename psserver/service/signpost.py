@@ -18,6 +18,8 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.access.authorizer import CONTROL, HEALTH
 
 HERE = ("/ps.v1.Standby/", HEALTH, CONTROL + "Drain")  # Always answered by this process.
+# Calls that change the journals of a job.
+CHANGES = {CONTROL + name for name in ("Join", "Define", "Change", "Barrier", "Leave", "Forget")}
 HOLD_S = 8.0  # A call waits so long at most; then it is to be repeated.
 KEPT_KEYS = ("user-agent", "grpc-")  # Keys of metadata that each connection sets itself.
 
@@ -29,8 +31,13 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         address: Where calls are passed on to; empty: nowhere.
     """
 
-    def __init__(self) -> None:
-        """Starts with calls that are answered here."""
+    def __init__(self, await_kept: Callable[[], Awaitable[None]]) -> None:
+        """Starts with calls that are answered here.
+
+        Args:
+            await_kept: Waits until a process that follows has all that was changed.
+        """
+        self._await_kept = await_kept
         self.address = ""
         self._channel: grpc.Channel | None = None
         self._is_open = asyncio.Event()
@@ -67,12 +74,27 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Returns the method's handler, or one that holds the call and passes it on."""
         method = str(handler_call_details.method)
         if method.startswith(HERE) or (self._is_open.is_set() and not self.address):
-            return await continuation(handler_call_details)
+            handler = await continuation(handler_call_details)
+            return self._keeping(handler) if method in CHANGES else handler
 
         async def late(raw: bytes, context: Any) -> bytes:
             return await self._late(method, raw, context)
 
         return grpc.unary_unary_rpc_method_handler(cast("Any", late))
+
+    def _keeping(self, handler: Any) -> Any:
+        """Returns a method's handler; its answer waits until its changes are kept."""
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        async def call(request: Any, context: Any) -> Any:
+            reply = await handler.unary_unary(request, context)
+            await self._await_kept()
+            return reply
+
+        return grpc.unary_unary_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
 
     async def _late(self, method: str, raw: bytes, context: Any) -> bytes:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from pscore.errors import ConfigError, LimitError, RemoteProtocolError
+from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
 from pscore.net.addresses import parse_addresses
 from pscore.observe.boot import boot_id
 from pscore.pb.ps.v1 import standby_pb2 as pb
@@ -17,19 +17,30 @@ from pscore.pb.ps.v1 import standby_pb2_grpc
 from pscore.table_spec import TableSpec
 from psserver.engine.engine import Engine
 from psserver.standby.handover import Taker, Taking
-from psserver.standby.mover import Mover
+from psserver.standby.heir import Heir
+from psserver.standby.mover import MoveOrder, Mover
 from psserver.standby.pieces import ArrivingJournals, SentSpan
 from psserver.standby.spans import JournalPiece, Span
+from psserver.standby.succession import Claim
 from psserver.stores import kind_of
 
 if TYPE_CHECKING:
     from psserver.service.control import Context
 
 log = structlog.get_logger()
+FAILOVER_S_MIN, FAILOVER_S_MAX = 0.1, 3600.0
+SILENT_S = 5.0  # After so long without a sign of life a standby may be promoted.
 
 
 class StandbyServicer(standby_pb2_grpc.StandbyServicer):
-    """The moves of one shard, away and here."""
+    """The moves of one shard, away and here.
+
+    Attributes:
+        taking: The decisions about the shard that moves here.
+        num_heard: Calls that brought pieces.
+        claim: The claim by which this process took the shard over; None: it has not.
+        task: Waits for the silence of the process that has the shard; None: nobody does.
+    """
 
     def __init__(
         self,
@@ -38,6 +49,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         incoming: ArrivingJournals | None,
         own: Callable[[], pb.OfferRequest],
         take_over: Callable[[], bool],
+        admit: Callable[[str], None],
     ) -> None:
         """Serves `engine`.
 
@@ -47,13 +59,19 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             incoming: Where a shard that moves here arrives; None: there are no journals.
             own: Returns a description of this process, which must be that of the other.
             take_over: Serves from the journals that have arrived.
+            admit: Admits workers, or refuses them for a reason.
         """
         self._engine, self._mover, self._incoming = engine, mover, incoming
-        self._own, self._take_over = own, take_over
+        self._own, self._take_over, self._admit = own, take_over, admit
         self._waiting: list[JournalPiece] = []
+        self._heard_s = 0.0  # Time of the last pieces.
+        self.num_heard = 0
+        self.claim: Claim | None = None
+        self._heir: Heir | None = None
+        self.task: asyncio.Task[None] | None = None
         self._mark = {} if incoming is None else incoming.prepared
         taken = {} if incoming is None else incoming.taken
-        self._taking = Taking.resumed(str(self._mark.get("id", "")), str(taken.get("id", "")))
+        self.taking = Taking.resumed(str(self._mark.get("id", "")), str(taken.get("id", "")))
 
     async def Move(self, request: pb.MoveRequest, context: Context) -> pb.MoveReply:
         """Begins to move the shard, or answers how far that is."""
@@ -62,13 +80,24 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             addresses = parse_addresses(request.to)
             if len(addresses) != 1:
                 raise ConfigError(f"a shard moves to one address, and {request.to!r} names several")
-            mover.start(addresses[0], request.mbit)
+            if request.register and not FAILOVER_S_MIN <= request.failover_s <= FAILOVER_S_MAX:
+                raise ConfigError(f"a standby cannot take over after {request.failover_s} s")
+            order = MoveOrder(
+                to=addresses[0],
+                mbit=request.mbit,
+                stays=request.stays,
+                same_host=request.same_host,
+                register=request.register,
+                failover_s=request.failover_s,
+            )
+            mover.start(order)
         return pb.MoveReply(
-            phase=mover.giving.phase.value,
+            phase=mover.phase,
             to=mover.to,
             sent_nbytes=mover.sent_nbytes,
             problem=mover.problem,
             pause_s=mover.pause_s,
+            table_nbytes=self._engine.shard.table_nbytes,
         )
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferReply:
@@ -84,15 +113,29 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
                     "start it with the same --shards, --shard-index and --cluster, and a version "
                     "with the same protocol and journal format"
                 )
-        with self._engine.lock:
-            self._engine.shard.require_memory("a shard that moves here", request.table_nbytes)
-            self._taking.offer(request.id, has_jobs=bool(self._engine.jobs))
-        self._mark = {"id": request.id, "instance": request.instance, "source": request.source}
+        mark = {"id": request.id, "instance": request.instance, "source": request.source}
+        former, self._mark = self._mark, mark
+        if request.register:
+            mark |= {"register": request.register, "failover_s": request.failover_s}
+        heir = self._new_heir()
+        try:
+            if heir is not None:
+                await asyncio.to_thread(heir.require, request.holder, request.epoch)
+            self._start_to_take(request)
+        except PacelineError:
+            self._mark = former
+            raise
+        self._heir = heir
         self._incoming.start()
         self._waiting = []
         await asyncio.to_thread(self._warm_up, request.tables)
         log.info("a shard moves here", source=request.source)
         return pb.OfferReply(boot=boot_id())
+
+    def _start_to_take(self, request: pb.OfferRequest) -> None:
+        with self._engine.lock:
+            self._engine.shard.require_memory("a shard that moves here", request.table_nbytes)
+            self.taking.offer(request.id, has_jobs=bool(self._engine.jobs))
 
     def _warm_up(self, tables: Sequence[str]) -> None:
         """Compiles the loops of tables, which would take a second at the first step otherwise."""
@@ -107,7 +150,9 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
 
     async def Put(self, request: pb.PutRequest, context: Context) -> pb.PutReply:
         """Writes pieces, or keeps them in memory until those that they count together with come."""
-        self._taking.require(request.id)
+        self.taking.require(request.id)
+        self._heard_s = self._engine.now()
+        self.num_heard += 1
         self._waiting += [
             JournalPiece(
                 path=piece.path,
@@ -136,7 +181,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self, request: pb.PrepareMoveRequest, context: Context
     ) -> pb.PrepareMoveReply:
         """Compares all that counts, and records that it is complete."""
-        self._taking.require(request.id)
+        self.taking.require(request.id)
         assert self._incoming is not None
         spans = [
             SentSpan(
@@ -149,12 +194,116 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             await asyncio.to_thread(self._incoming.prepare, spans, self._mark)
         except OSError as problem:
             raise LimitError(f"no room for the journals of a shard: {problem}") from problem
-        self._taking.prepare(request.id)
+        self.taking.prepare(request.id)
         return pb.PrepareMoveReply()
+
+    async def Followed(self, request: pb.FollowedRequest, context: Context) -> pb.FollowedReply:
+        """Notes that the shard is complete here: from now on this process may be promoted."""
+        self.taking.follow(request.id)
+        self._mark["standby"] = True
+        self._watch()
+        self._admit(f"it is the standby of {self.source}")
+        log.info("this process is a standby", source=self._mark.get("source"))
+        return pb.FollowedReply()
+
+    async def Release(
+        self, request: pb.ReleaseStandbyRequest, context: Context
+    ) -> pb.ReleaseStandbyReply:
+        """Forgets a shard that has moved or moves here, unless it is served."""
+        self.drop()
+        return pb.ReleaseStandbyReply(serves=self.taking.phase is Taker.SERVING)
+
+    async def Promote(self, request: pb.PromoteRequest, context: Context) -> pb.PromoteReply:
+        """Serves in the place of the shard's process, which sends nothing any more."""
+        self.taking.require_promotable(was_standby=bool(self._mark.get("standby")))
+        silent_s = self._engine.now() - self._heard_s
+        source = self._mark.get("source")
+        if silent_s < SILENT_S:
+            raise ConfigError(
+                f"the shard's process at {source} still sends: use `psserver drain`, or stop it"
+            )
+        if self._heir is not None:
+            await self._heir.try_now(self.taking.id, "a person has promoted it")
+            if self.taking.phase is not Taker.SERVING:
+                raise ConfigError(f"it is {self.taking.phase.value} here; see the log")
+        else:
+            try:
+                self.keep()
+                self._begin()
+            except OSError as problem:
+                raise LimitError(f"no room to take the shard over: {problem}") from problem
+        log.warning("standby promoted", source=source, silent_s=round(silent_s, 1))
+        if lost := [name for name, _ in self._engine.shard.lifetimes.lost.values()]:
+            raise ConfigError(f"jobs that cannot be continued: {', '.join(lost)}; see the log")
+        return pb.PromoteReply(jobs=list(self._engine.jobs))
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether this process follows a shard, and has everything of it."""
+        return self.taking.waits_for(self.taking.id)
+
+    @property
+    def source(self) -> str:
+        """Address of the process that has the shard which moves here, or has had it."""
+        return str(self._mark.get("source", ""))
+
+    # ----- what a standby needs that takes over by itself (`Standing`)
+
+    def resume(self) -> None:
+        """Resumes the take-over that a former process has begun."""
+        self._heir = self._new_heir()
+        if self.is_standby:
+            self._watch()
+            self._admit(f"it is the standby of {self.source}")
+
+    def keep(self) -> None:
+        """Ends to follow, and records that.
+
+        Raises:
+            OSError: There is no room.
+        """
+        assert self._incoming is not None
+        self._incoming.complete(self._mark)
+        self.taking.prepare(self.taking.id)
+
+    def drop(self) -> None:
+        """Forgets the shard."""
+        was_standby = self.is_standby
+        if not self.taking.release() and self._incoming is not None:
+            self._waiting = []
+            self._incoming.remove()
+            if was_standby:
+                self._admit("")
+
+    def serve(self, claim: Claim) -> None:
+        """Serves the shard.
+
+        Raises:
+            OSError: There is no room.
+        """
+        self.claim = claim
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._incoming is not None
+        self._incoming.note_begun()
+        if self.taking.begin(self.taking.id):
+            self._take_over()
+
+    def _new_heir(self) -> Heir | None:
+        mark, place = self._mark, str(self._mark.get("register", ""))
+        if not place or self._incoming is None:
+            return None
+        after_s, source = float(str(mark["failover_s"])), str(mark["source"])
+        return Heir(self, self._incoming.shard, place, after_s, source)
+
+    def _watch(self) -> None:
+        if self._heir is not None and self.taking.waits_for(self.taking.id):
+            self.task = asyncio.create_task(self._heir.watch(self.taking.id))
 
     async def Begin(self, request: pb.BeginMoveRequest, context: Context) -> pb.BeginMoveReply:
         """Serves from the journals."""
-        taking = self._taking
+        taking = self.taking
         if taking.phase is Taker.PREPARED and taking.id == request.id:
             assert self._incoming is not None
             if self._engine.jobs:

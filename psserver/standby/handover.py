@@ -10,6 +10,15 @@ has all of it), and GIVEN (the giver never serves again). A taker is only told t
 that is GIVEN, and a giver becomes GIVEN only when the taker is PREPARED. So at every moment at most
 one of the two answers workers, whichever of them is killed; a giver that is GIVEN repeats `begin`
 until it is answered, also in its next process.
+
+A standby is a taker that stays FOLLOWING, and a giver that stays FOLLOWED: everything that is
+answered is on both. A person may promote the standby, or a register lets it take over
+(succession.py). So a giver that cannot reach it any more, or one that was killed meanwhile
+(ASKING), answers nothing until it knows that the standby does not serve, nor will.
+
+    giver   FOLLOWED ---------+---- the standby does not ---> SERVING
+            killed --> ASKING +---- the standby serves ---> GIVEN
+    taker   TAKING --follow--> FOLLOWING --prepare--> PREPARED       FOLLOWING --release--> EMPTY
 """
 
 from __future__ import annotations
@@ -26,6 +35,7 @@ class Giver(enum.Enum):
     SERVING = "serving"
     COPYING = "copying"
     FOLLOWED = "followed"
+    ASKING = "asking"
     FROZEN = "frozen"
     GIVEN = "given"
     MOVED = "moved"
@@ -36,6 +46,7 @@ class Taker(enum.Enum):
 
     EMPTY = "empty"
     TAKING = "taking"
+    FOLLOWING = "following"
     PREPARED = "prepared"
     SERVING = "serving"
 
@@ -51,9 +62,11 @@ class Giving:
     phase: Giver
 
     @staticmethod
-    def resumed(*, is_given: bool) -> Giving:
-        """Returns the state of a new process, from the mark that the one before it has left."""
-        return Giving(Giver.GIVEN if is_given else Giver.SERVING)
+    def resumed(*, is_given: bool, has_standby: bool = False) -> Giving:
+        """Returns the state of a new process, from the marks that the one before it has left."""
+        if is_given:
+            return Giving(Giver.GIVEN)
+        return Giving(Giver.ASKING if has_standby else Giver.SERVING)
 
     @property
     def serves(self) -> bool:
@@ -82,8 +95,13 @@ class Giving:
 
     def give_up(self) -> None:
         """Returns to workers; only before the shard is given."""
-        assert self.phase in (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN)
+        assert self.phase in (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN, Giver.ASKING)
         self.phase = Giver.SERVING
+
+    def lose(self) -> None:
+        """Gives the shard to a standby that was promoted."""
+        assert self.phase in (Giver.FOLLOWED, Giver.FROZEN, Giver.ASKING)
+        self.phase = Giver.GIVEN
 
     def give(self) -> None:
         """Gives the shard away for good: the taker is prepared, and the mark is written."""
@@ -136,8 +154,37 @@ class Taking:
         Raises:
             RemoteProtocolError: They are.
         """
-        if self.phase is not Taker.TAKING or self.id != move:
+        if self.phase not in (Taker.TAKING, Taker.FOLLOWING) or self.id != move:
             raise RemoteProtocolError(f"no move {move!r} is taken here: it is {self.phase.value}")
+
+    def follow(self, move: str) -> None:
+        """Notes that all of the shard is here, and that each change comes before its answer."""
+        self.require(move)
+        self.phase = Taker.FOLLOWING
+
+    def waits_for(self, move: str) -> bool:
+        """Whether this is a standby that has everything of a move, and does not serve."""
+        return self.id == move and self.phase in (Taker.FOLLOWING, Taker.PREPARED)
+
+    def release(self) -> bool:
+        """Forgets the shard, unless it is served here; returns whether it is."""
+        if self.phase is not Taker.SERVING:
+            self.phase, self.id = Taker.EMPTY, ""
+        return self.phase is Taker.SERVING
+
+    def require_promotable(self, *, was_standby: bool) -> None:
+        """Refuses a promotion of a process that lacks something.
+
+        Args:
+            was_standby: Whether the move that is complete here was a standby's before.
+
+        Raises:
+            RemoteProtocolError: It is no standby, or has not got all of the shard yet.
+        """
+        if self.phase is not Taker.FOLLOWING and not (was_standby and self.phase is Taker.PREPARED):
+            raise RemoteProtocolError(
+                f"this process is no standby that has everything: it is {self.phase.value}"
+            )
 
     def prepare(self, move: str) -> None:
         """Notes that all of the move is here, and that the mark is written."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -26,14 +27,38 @@ from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.durability.journal_dir import FORMAT
 from psserver.durability.sealed import read_json, write_json
 from psserver.standby.handover import Giver, Giving
-from psserver.standby.pieces import GIVEN, SentSpan
-from psserver.standby.stream import JournalStream, Sender
+from psserver.standby.parting import AGAIN_S, Parting, PartingByPerson, PartingByRegister
+from psserver.standby.pieces import GIVEN, REGISTER, STANDBY, SentSpan
+from psserver.standby.stream import SIGN_S, JournalStream, Sender
+from psserver.standby.succession import Claim
 from psserver.standby.target import MoveTarget
 
 log = structlog.get_logger()
-AGAIN_S = 0.2  # Before `begin` is repeated.
+RETRY_S = 3.0  # Before a standby that was away is asked again.
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
+SIGNS = 4  # Signs of life within the silence after which a standby takes over.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveOrder:
+    """A wish of a person.
+
+    Attributes:
+        to: The process that gets the shard, or is to be its standby.
+        mbit: The most Mbit/s for the copy; 0: no limit.
+        stays: Whether that is to be a standby, and the shard stays.
+        same_host: Whether a standby may be on the host of this process.
+        register: Place of the claims by which a standby takes over; empty: a person promotes it.
+        failover_s: Seconds of silence after which it does.
+    """
+
+    to: str
+    mbit: int = 0
+    stays: bool = False
+    same_host: bool = False
+    register: str = ""
+    failover_s: float = 0.0
 
 
 class FirstCopy(Protocol):
@@ -44,13 +69,22 @@ class FirstCopy(Protocol):
 
 
 class Host(Protocol):
-    """The process that has the shard."""
+    """The process that has the shard.
+
+    Attributes:
+        address: Its own.
+    """
+
+    address: str
 
     def offer(self) -> pb.OfferRequest:
         """Returns a description of the shard; raises a `PacelineError` if it cannot be moved."""
 
     def require_movable(self, boot: str) -> None:
         """Raises a `PacelineError` if a worker could not follow to a machine with this boot."""
+
+    def require_apart(self, boot: str) -> None:
+        """Raises a `PacelineError` if a machine with this boot is the one of this process."""
 
     def follow(self, send: Sender, failed: Callable[[], None]) -> JournalStream:
         """Opens a stream of all changes of small files and new tables."""
@@ -73,6 +107,15 @@ class Host(Protocol):
     async def thaw(self) -> None:
         """Resumes them."""
 
+    async def fence(self) -> None:
+        """Ends the answers to workers for good; work that waits in the queues is dropped."""
+
+    async def renew(self) -> None:
+        """Gives the shard another number, and waits until all live workers know it."""
+
+    def reopen(self) -> None:
+        """Resumes the jobs of a former process, and answers workers."""
+
     def show_moved(self, address: str) -> None:
         """Passes later calls on to `address`."""
 
@@ -82,7 +125,7 @@ class Mover:
 
     Attributes:
         giving: The decisions.
-        to: Where the shard is moved, or was last.
+        order: The move under way, or the last one.
         problem: Why the last move was given up; empty if it was not.
         pause_s: Length of its pause; 0 before its end.
     """
@@ -98,34 +141,88 @@ class Mover:
             credentials: Returns the token for everything.
         """
         self._folder, self._host, self._credentials = folder, host, credentials
-        given = given_in(folder)
-        self.giving = Giving.resumed(is_given=bool(given))
-        self.to, self._move = given.get("to", ""), given.get("id", "")
+        given, standby = mark_in(folder, GIVEN), mark_in(folder, STANDBY)
+        self.giving = Giving.resumed(is_given=bool(given), has_standby=bool(standby))
+        mark = given or standby
+        self._move = mark.pop("id", "")
+        self.order = order_of(mark)
+        self._parting = self._new_parting("")
         self._stream: JournalStream | None = None
+        self._stays = False  # Whether the target is to be a standby.
+        self._is_closed = False  # Whether answers have ended until it is known who has the shard.
+        self._is_standing = False  # Whether the target is a standby, and workers know it.
+        self._may_serve = False  # Whether the target may have been promoted.
+        self._wakes = asyncio.Event()  # Set when a standby is to have the shard, or is away.
+        self._loop: asyncio.AbstractEventLoop | None = None  # Runs the tasks, from `start` on.
         self.problem, self.pause_s = "", 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, to: str, mbit: int) -> None:
-        """Begins to move the shard to `to`, with at most `mbit` Mbit/s before the pause.
+    def start(self, order: MoveOrder) -> None:
+        """Begins to move the shard, or to give it a standby.
 
         Raises:
             PacelineError: It is being moved, has been, or cannot be moved.
         """
+        is_standby = self._stays and self.giving.phase is Giver.FOLLOWED and order.to == self.to
+        if is_standby and not order.stays:
+            self._stays = False
+            self._wakes.set()
+            return
         offer, credentials = self._host.offer(), self._credentials()
         self.giving.start()
         self._move = offer.id = secrets.token_hex(8)
-        self.to, self.problem, self.pause_s = to, "", 0.0
-        run = self._run(offer, mbit, MoveTarget(to, credentials))
-        self._task = asyncio.get_running_loop().create_task(run)
+        self._stays, self._may_serve = order.stays, False
+        self._wakes.clear()
+        self._loop = asyncio.get_running_loop()
+        self.order, self.problem, self.pause_s = order, "", 0.0
+        self._parting = self._new_parting(self._host.address)
+        run = self._run(offer, MoveTarget(order.to, credentials))
+        self._task = asyncio.create_task(run)
+
+    def _new_parting(self, source: str) -> Parting:
+        """Returns how a standby would part; a shard that is in a register stays there."""
+        order = self.order
+        place = order.register or (
+            "" if order.stays else str(mark_in(self._folder, REGISTER).get("register", ""))
+        )
+        if not place or self._folder is None:
+            return PartingByPerson(order.to, self._credentials, lambda: self._host.renew())
+        own = (source, self._move, order.to)
+        return PartingByRegister(self._folder, place, order.failover_s, *own)
+
+    @property
+    def to(self) -> str:
+        """Where the shard is moved, or was last."""
+        return self.order.to
+
+    @property
+    def phase(self) -> str:
+        """The phase, for people: a standby is followed once workers know it."""
+        is_early = self._stays and not self._is_standing and self.giving.phase is Giver.FOLLOWED
+        return (Giver.COPYING if is_early else self.giving.phase).value
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether the shard is to have a standby."""
+        return self._stays
+
+    @property
+    def claim(self) -> Claim | None:
+        """The newest claim in a register that is known here."""
+        return self._parting.claim
 
     def restart(self) -> None:
         """Forgets that the shard was given away: it has come back."""
-        self.giving, self.to, self._move = Giving.resumed(is_given=False), "", ""
+        self.giving, self._move = Giving.resumed(is_given=False), ""
+        self.order = MoveOrder(to="")
 
     def resume(self) -> None:
-        """Repeats `begin` where a former process had given the shard away."""
+        """Resumes where a former process had given the shard away, or had a standby."""
+        self._parting = self._new_parting(self._host.address)
         if self.giving.phase is Giver.GIVEN:
-            self._task = asyncio.get_running_loop().create_task(self._finish(time.monotonic()))
+            self._task = asyncio.create_task(self._finish(time.monotonic()))
+        elif self.giving.phase is Giver.ASKING:
+            self._task = asyncio.create_task(self._ask_standby())
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -133,28 +230,40 @@ class Mover:
         return self._task
 
     @property
+    def _mark(self) -> dict[str, object]:
+        return {**asdict(self.order), "id": self._move}
+
+    @property
     def sent_nbytes(self) -> int:
         """Bytes that the move under way, or the last one, has sent."""
         return 0 if self._stream is None else self._stream.sent_nbytes
 
-    async def _run(self, offer: pb.OfferRequest, mbit: int, target: MoveTarget) -> None:
+    async def _run(self, offer: pb.OfferRequest, target: MoveTarget) -> None:
         began_s = 0.0
         try:
+            if self._stays:
+                await self._parting.prepare(offer)
             reply = await asyncio.to_thread(target.offer, offer)
             self._host.require_movable(reply.boot)
-            await self._copy(target, mbit)
+            if self._stays and not self.order.same_host:
+                self._host.require_apart(reply.boot)
+            await self._copy(target, self.order.mbit)
+            if self._stays:
+                await self._stand(target)
             await self._host.announce(self.to)
             self.giving.freeze()
             began_s = time.monotonic()
             await self._give(target)
         except (PacelineError, OSError) as problem:
             self.problem = str(problem) or type(problem).__name__
-            log.error("a move is given up; the shard stays", to=self.to, reason=self.problem)
-            self._host.unfollow()
-            await self._host.announce("")
-            if self.giving.phase is Giver.FROZEN:
+            log.error("another process does not follow any more", to=self.to, reason=self.problem)
+            self._is_standing = False
+            if self.giving.phase is Giver.FROZEN:  # Workers are to hear what comes now.
                 await self._host.thaw()
-            self.giving.give_up()
+            if self._may_serve and not await self._part():
+                await self._lose()
+                return
+            await self._go_on_alone()
             return
         finally:
             target.close()
@@ -162,11 +271,109 @@ class Mover:
         self.giving.give()
         await self._finish(began_s)
 
+    async def _go_on_alone(self) -> None:
+        self._host.unfollow()
+        await self._host.announce("")
+        if self._is_closed:
+            self._is_closed = False
+            await self._host.thaw()
+        self.giving.give_up()
+        if self._stays:
+            self._task = asyncio.create_task(self._follow_again())
+
+    async def _follow_again(self) -> None:
+        """Tries to get the standby back, again and again."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            if self.giving.phase is not Giver.SERVING:
+                return
+            try:
+                self.start(replace(self.order, stays=True, same_host=True))  # It was accepted.
+            except PacelineError as problem:
+                self.problem = str(problem)
+            else:
+                return
+
+    # ----- a standby
+
+    async def _stand(self, target: MoveTarget) -> None:
+        """Keeps the target as a standby, until the shard is to move there.
+
+        Raises:
+            PacelineError: It does not follow any more.
+        """
+        assert self._folder is not None
+        await self._host.announce(self.to)
+        write_json(self._folder / STANDBY, self._mark)
+        self._may_serve = True  # From here on a failure of the stream is left to this task.
+        self._require_stream()
+        await self._parting.pair()
+        await asyncio.to_thread(target.followed, self._move)
+        self._is_standing = True
+        log.info("the shard has a standby", standby=self.to)
+        await self._wakes.wait()
+        self._is_standing = False
+        self._require_stream()
+
+    def _require_stream(self) -> None:
+        assert self._stream is not None
+        if self._stream.problem:
+            raise TransportError(self._stream.problem)
+
+    def _note_failed(self) -> None:
+        """Ends the stream, or wakes the task if the target may have been promoted; any thread."""
+        if self._may_serve:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._wakes.set)
+        else:
+            self._host.unfollow()
+
+    async def _part(self) -> bool:
+        """Makes sure that the standby does not serve, nor will; returns False if it does.
+
+        Nothing is answered meanwhile.
+        """
+        assert self._folder is not None
+        if not await self._parting.part(self._close):
+            return False
+        (self._folder / STANDBY).unlink(missing_ok=True)
+        self._may_serve = False
+        return True
+
+    async def _close(self) -> None:
+        if self.giving.phase is not Giver.ASKING:  # Then nothing is open yet.
+            self._is_closed = True
+            await self._host.fence()
+
+    async def _lose(self) -> None:
+        """Ends to serve: the standby was promoted."""
+        assert self._folder is not None
+        began_s = time.monotonic()
+        write_json(self._folder / GIVEN, self._mark)
+        await self._host.fence()
+        self._host.unfollow()
+        self.giving.lose()
+        await self._finish(began_s)
+
+    async def _ask_standby(self) -> None:
+        """Serves again after a kill, unless the standby was promoted meanwhile."""
+        if not await self._part():
+            await self._lose()
+            return
+        self._host.reopen()
+        self.giving.give_up()
+        self._stays = True
+        self._task = asyncio.create_task(self._follow_again())
+
+    # ----- the copy, and the end
+
     async def _copy(self, target: MoveTarget, mbit: int) -> None:
         """Sends all slices, one after the other; each is followed from then on."""
         began_s, nbytes = time.monotonic(), 0
         send = partial(target.put, self._move)
-        self._stream = stream = self._host.follow(send, self._host.unfollow)
+        self._stream = stream = self._host.follow(send, self._note_failed)
+        if self.order.failover_s:
+            stream.sign_s = min(SIGN_S, self.order.failover_s / SIGNS)
         for one in self._host.slices(stream):
             nbytes += await one.send()
             if mbit:
@@ -188,10 +395,12 @@ class Mover:
         await self._flush(self._stream)
         spans = await asyncio.to_thread(self._host.sent_spans)
         await asyncio.to_thread(target.prepare, self._move, spans)
-        write_json(self._folder / GIVEN, {"to": self.to, "id": self._move})
+        write_json(self._folder / GIVEN, self._mark)
+        (self._folder / STANDBY).unlink(missing_ok=True)
 
     async def _finish(self, began_s: float) -> None:
         """Repeats `begin` until the target answers, and shows workers where the shard is."""
+        await self._parting.give()
         said = ""
         while True:
             try:
@@ -217,15 +426,26 @@ class Mover:
         )
 
 
-def given_in(folder: Path | None) -> dict[str, str]:
-    """Returns the mark of a shard that was given away; empty if there is none.
+def mark_in(folder: Path | None, name: str) -> dict[str, str]:
+    """Returns a mark beside the journals; empty if there is none.
 
     Raises:
         OSError, ValueError: It cannot be read.
     """
-    if folder is None or not (folder / GIVEN).exists():
+    if folder is None or not (folder / name).exists():
         return {}
-    return {name: str(value) for name, value in read_json(folder / GIVEN).items()}
+    return {key: str(value) for key, value in read_json(folder / name).items()}
+
+
+def order_of(mark: Mapping[str, str]) -> MoveOrder:
+    """Returns the order in a mark, as far as it says one."""
+    return MoveOrder(
+        to=mark.get("to", ""),
+        stays=mark.get("stays") == "True",
+        same_host=True,  # It was accepted before.
+        register=mark.get("register", ""),
+        failover_s=float(mark.get("failover_s", "0")),
+    )
 
 
 def described(shard: int, num_shards: int, cluster: str) -> pb.OfferRequest:

@@ -17,6 +17,8 @@ JOB = re.compile(r"[\w-]+", re.ASCII)
 PATH = re.compile(r"[\w-]+/\w[\w.-]*", re.ASCII)  # JOB/NAME, with no dots in JOB.
 PREPARED, BEGUN = "prepared.json", "begun.json"
 TAKEN = "taken.json"  # In the folder of the journals: the move by which they came.
+STANDBY = "standby.json"  # In the folder of the journals: another process follows the shard.
+REGISTER = "register.json"  # In the folder of the journals: the process's name in a register.
 GIVEN = "given.json"  # In the folder of the journals: the shard is another process's.
 
 
@@ -35,6 +37,11 @@ class ArrivingJournals:
         """Makes nothing yet; `journals` is the folder of the shard's own."""
         self._journals = journals
         self._folder = journals.with_name(f"incoming-{journals.name}")
+
+    @property
+    def shard(self) -> str:
+        """The shard's name, which is that of the folder of its journals."""
+        return self._journals.name
 
     @property
     def prepared(self) -> dict[str, object]:
@@ -100,6 +107,14 @@ class ArrivingJournals:
                 raise RemoteProtocolError(f"{span.path!r} at {span.offset} is no part of a journal")
             if digest_of_span(self._folder, span) != sent.digest:
                 raise RemoteProtocolError(f"{span.path} did not arrive as it was sent")
+        self.complete(mark)
+
+    def complete(self, mark: dict[str, object]) -> None:
+        """Records that the journals are complete, as a standby has them.
+
+        Raises:
+            OSError: There is no room.
+        """
         write_json(self._folder / PREPARED, mark)
 
     def begin(self) -> dict[str, object] | None:
@@ -115,10 +130,15 @@ class ArrivingJournals:
             return None
         mark = self.prepared
         self._journals.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self._journals / GIVEN).unlink(missing_ok=True)  # The shard has come back.
+        for name in (GIVEN, STANDBY):
+            (self._journals / name).unlink(missing_ok=True)  # The shard has come back.
         for path in self._folder.glob("*/"):
             shutil.rmtree(self._journals / path.name, ignore_errors=True)
             path.rename(self._journals / path.name)
+        if place := mark.get("register"):
+            write_json(self._journals / REGISTER, {"register": place, "holder": mark["id"]})
+        else:
+            (self._journals / REGISTER).unlink(missing_ok=True)
         write_json(self._journals / TAKEN, mark)
         return mark
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pscore.threads import OwnedThread
 from psserver.standby.spans import JournalPiece, SliceSpans, SpanReader, read_small
 
 CALL_NBYTES = 8 << 20  # Pieces of one call.
+SIGN_S = 1.0  # Seconds without a change after which an empty call shows that this process lives.
 Sender = Callable[[list[JournalPiece], bool], None]
 
 
@@ -39,6 +41,7 @@ class JournalStream:
         sent_nbytes: Bytes that were sent.
         problem: Why nothing is sent any more; empty until then.
         is_whole: Whether the other process has everything: from then on a group counts as a whole.
+        sign_s: Seconds without a change after which an empty call is sent.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class JournalStream:
         self._reader = SpanReader(folder)
         self._changed = threading.Condition()
         self._left: list[Change] = []
+        self._sending: list[Change] = []  # Changes that were taken from there.
         self._is_sending, self._is_over = False, False
+        self._since_s = 0.0  # Time of the oldest change that the other process lacks, if any.
         self.sent_nbytes, self.problem, self.is_whole = 0, "", False
+        self.sign_s = SIGN_S
         self._thread = OwnedThread(self._run, "standby", self._note_bug)
         self._thread.start()
 
@@ -72,6 +78,8 @@ class JournalStream:
         with self._changed:
             if self._is_over:
                 return False
+            if self._is_idle:
+                self._since_s = time.monotonic()
             self._left.append(change)
             self._changed.notify_all()
             return True
@@ -91,6 +99,11 @@ class JournalStream:
         with self._changed:
             self._changed.wait_for(lambda: self.problem or self._is_idle, timeout_s)
             return self._is_idle and not self.problem
+
+    def await_kept(self) -> None:
+        """Waits until all that was put has been sent, or the stream is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or (self._is_idle and not self.problem))
 
     def fail(self, reason: str) -> None:
         """Sends nothing more; changes wait for `stop`. May be called by any thread."""
@@ -113,6 +126,12 @@ class JournalStream:
                 change.kept()
 
     @property
+    def lag_s(self) -> float:
+        """Seconds since a change that the other process lacks, at most; 0: it lacks none."""
+        with self._changed:
+            return 0.0 if self._is_idle else time.monotonic() - self._since_s
+
+    @property
     def _is_idle(self) -> bool:
         return not (self._left or self._is_sending)
 
@@ -120,44 +139,43 @@ class JournalStream:
 
     def _run(self) -> None:
         while True:
-            changes: list[Change] = []
             try:
-                group = self._take()
-                if group is None:
+                small = self._take()
+                if small is None:
                     return
-                changes = group[0]
-                self._send_all(*group)
+                self._send_all(self._sending, small)
             except (PacelineError, OSError) as problem:
-                self._give_back(changes, str(problem) or type(problem).__name__)
+                self._give_back(str(problem) or type(problem).__name__)
                 return
-            for change in changes:
+            sent, self._sending = self._sending, []
+            for change in sent:
                 if change.kept is not None:
                     change.kept()
             with self._changed:
-                self._is_sending = False
+                self._is_sending, self._since_s = False, time.monotonic()
                 self._changed.notify_all()
 
-    def _give_back(self, changes: list[Change], reason: str) -> None:
+    def _give_back(self, reason: str) -> None:
         """Keeps changes that were not sent until `stop`, which may have come already."""
         with self._changed:
-            self._left[:0] = changes
+            self._left[:0] = self._sending
             self._is_sending = False
         self.fail(reason)
         if self._is_over:
             self.stop()
 
-    def _take(self) -> tuple[list[Change], list[JournalPiece]] | None:
-        """Returns all changes, with the content of the small files; None: nothing is sent more."""
+    def _take(self) -> list[JournalPiece] | None:
+        """Removes all changes, and returns the small files; None: nothing is sent any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._left or self.problem)
+            self._changed.wait_for(lambda: self._left or self.problem, self.sign_s)
         with self._engine_lock, self._changed:
             if self.problem:
                 return None
             paths = dict.fromkeys(one.path for one in self._left if one.path is not None)
             found = [read_small(self._folder, path) for path in paths]
-            changes, self._left = self._left, []
+            self._sending, self._left = self._left, []
             self._is_sending = True
-        return changes, [piece for piece in found if piece is not None]
+        return [piece for piece in found if piece is not None]
 
     def _send_all(self, changes: Iterable[Change], small: list[JournalPiece]) -> None:
         call: list[JournalPiece] = []
@@ -181,4 +199,4 @@ class JournalStream:
                     yield from self._reader.changed(change.spans.find())
 
     def _note_bug(self, error: ThreadError) -> None:
-        self.fail(str(error))
+        self._give_back(str(error))

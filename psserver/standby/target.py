@@ -14,6 +14,7 @@ from psserver.standby.pieces import SentSpan
 from psserver.standby.spans import JournalPiece
 
 CALL_TIMEOUT_S = 30.0
+RELEASE_TIMEOUT_S = 2.0
 PUT_TIMEOUT_S = 10.0  # Workers wait for the answer.
 
 
@@ -77,6 +78,28 @@ class MoveTarget:
             )
         try:
             self._stub.Prepare(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.address) from failure
+
+    def followed(self, move: str) -> None:
+        """Notes that it has everything: from now on it may be promoted.
+
+        Raises:
+            PacelineError: It refuses, or does not answer.
+        """
+        try:
+            self._stub.Followed(pb.FollowedRequest(id=move), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.address) from failure
+
+    def release(self) -> bool:
+        """Makes it forget the shard; returns whether it serves it instead.
+
+        Raises:
+            PacelineError: It refuses, or does not answer.
+        """
+        try:
+            return self._stub.Release(pb.ReleaseStandbyRequest(), timeout=RELEASE_TIMEOUT_S).serves
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from failure
 

@@ -22,6 +22,7 @@ from psworker.transports.retry import RetryPolicy
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
+SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 ELSEWHERE_S = 1.0  # Timeout of a question to the next address of a shard that has gone.
 CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a hanging shard is reported within 10 s.
 
@@ -94,16 +95,19 @@ class Link:
     def _follow(self, address: str) -> None:
         """Makes all further calls at another address."""
         with self._moving:
-            if address != self.address:
-                log.warning("the shard at %s has moved to %s", self.address, address)
-                self._channel.move(self._connect(address))
-                self.address = self.patience.address = address
             self._next = ""
+            if address == self.address:
+                return
+            log.warning("the shard at %s has moved to %s", self.address, address)
+            self._channel.move(self._connect(address))
+            self.address = self.patience.address = address
+        if self._transport is not None:
+            self._transport.renew()
 
     def _look_elsewhere(self, failure: grpc.RpcError) -> None:
         """Follows the shard to its next address, if the present one is gone and it is there."""
         address = self._next
-        if not address or failure.code() is not grpc.StatusCode.UNAVAILABLE:
+        if not address or failure.code() not in SILENT:
             return
         channel = self.credentials.channel(address)
         try:
@@ -125,6 +129,7 @@ class Link:
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.
         """
+        request.instance = self.instance
         try:
             reply = self.control.Heartbeat(request, timeout=timeout_s)
             self.waiting_for, self.patience.heard_s = reply.waiting_for, time.monotonic()
@@ -132,7 +137,7 @@ class Link:
                 self.uneven = reply.uneven
                 if self.uneven:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
-            self._check(reply.instance)
+            self._check(reply.instance, reply.former_instance)
             self.epochs = dict(reply.epochs)
             self._next = "" if reply.next_address == self.address else reply.next_address
             self.fastest_step_s = reply.fastest_step_s
@@ -150,12 +155,18 @@ class Link:
         """Seconds since a heartbeat was answered."""
         return time.monotonic() - self.patience.heard_s
 
-    def _check(self, instance: int) -> None:
-        """Checks that the shard's process is the one that this worker has joined.
+    def _check(self, instance: int, former: int) -> None:
+        """Checks that the shard's process is the one that this worker has joined, or its heir.
+
+        Args:
+            instance: Number of the shard.
+            former: Its number before it went on without its standby, which has that number still.
 
         Raises:
             ReplacedError: It is another, which lacks unsaved state; this worker must rejoin.
         """
+        if self.instance and self.instance == former:
+            self.instance = instance
         if self.instance not in (0, instance):
             raise ReplacedError(f"the shard at {self.address} has been restarted")
 
@@ -192,7 +203,7 @@ class Link:
     def endpoint(self) -> Endpoint:
         """Returns the place of the shard's data sockets, which it asks the shard for."""
         reply = self.describe()
-        self._check(reply.instance)
+        self._check(reply.instance, reply.former_instance)
         host = self.address.rpartition(":")[0].strip("[]")
         is_unix = self.address.startswith("unix:")
         return Endpoint(

@@ -146,6 +146,9 @@ class Transport(ABC):
     def hold(self) -> None:  # noqa: B027 - not every data plane has something to hold
         """Keeps requests without a payload where several can leave together faster."""
 
+    def renew(self) -> None:  # noqa: B027
+        """Connects again, since the shard is at another address."""
+
     def let_go(self) -> None:  # noqa: B027
         """Sends the requests that `hold` has kept; further ones leave at once."""
 

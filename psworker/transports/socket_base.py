@@ -73,6 +73,12 @@ class SocketTransport(Transport):
         """Sends the requests that `hold` has kept; further ones leave at once."""
         self._notices.let_go()
 
+    def renew(self) -> None:
+        """Connects again, since the shard is at another address; a process there may be silent."""
+        for connection in self._push_connections:
+            connection.channel.renew()
+        self._notices.renew()
+
     def close(self) -> None:
         """Closes all connections; calls under way fail."""
         with self._adding:

@@ -371,7 +371,9 @@ class Caller:
         host: Any = SimpleNamespace(offer=self.own)
         mover, incoming = Mover(None, host, lambda: ANYONE), ArrivingJournals(folder / "journals")
         engine = rooms.front.engine
-        standby = StandbyServicer(engine, mover, incoming, self.own, lambda: True)
+        standby = StandbyServicer(
+            engine, mover, incoming, self.own, lambda: True, lambda reason: None
+        )
         self.services: dict[str, Any] = {
             "Control": rooms.front.control,
             "Checkpoints": Refusing(Checkpointer(engine)),

@@ -11,7 +11,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance", "data_port", "data_local", "now_s", "moved_to")
+    __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance", "data_port", "data_local", "now_s", "moved_to", "former_instance")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class DescribeReply(_message.Message):
     DATA_LOCAL_FIELD_NUMBER: _ClassVar[int]
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     MOVED_TO_FIELD_NUMBER: _ClassVar[int]
+    FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     shard: int
     num_shards: int
@@ -32,7 +33,8 @@ class DescribeReply(_message.Message):
     data_local: str
     now_s: float
     moved_to: str
-    def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ..., moved_to: _Optional[str] = ...) -> None: ...
+    former_instance: int
+    def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ..., moved_to: _Optional[str] = ..., former_instance: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after")
@@ -246,7 +248,7 @@ class ChooseReply(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +268,7 @@ class HeartbeatRequest(_message.Message):
     PACE_FIELD_NUMBER: _ClassVar[int]
     DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -278,7 +281,8 @@ class HeartbeatRequest(_message.Message):
     pace: Pace
     data_plane: str
     stage: StageReport
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
+    instance: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")
@@ -347,7 +351,7 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance")
     class EpochsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +367,7 @@ class HeartbeatReply(_message.Message):
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     FASTEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
@@ -371,7 +376,8 @@ class HeartbeatReply(_message.Message):
     epochs: _containers.ScalarMap[int, int]
     fastest_step_s: float
     next_address: str
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ...) -> None: ...
+    former_instance: int
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ...) -> None: ...
 
 class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")

@@ -7,29 +7,39 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MoveRequest(_message.Message):
-    __slots__ = ("to", "mbit")
+    __slots__ = ("to", "mbit", "stays", "same_host", "register", "failover_s")
     TO_FIELD_NUMBER: _ClassVar[int]
     MBIT_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    FAILOVER_S_FIELD_NUMBER: _ClassVar[int]
     to: str
     mbit: int
-    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ...) -> None: ...
+    stays: bool
+    same_host: bool
+    register: str
+    failover_s: float
+    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ..., stays: bool = ..., same_host: bool = ..., register: _Optional[str] = ..., failover_s: _Optional[float] = ...) -> None: ...
 
 class MoveReply(_message.Message):
-    __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s")
+    __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s", "table_nbytes")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     SENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     phase: str
     to: str
     sent_nbytes: int
     problem: str
     pause_s: float
-    def __init__(self, phase: _Optional[str] = ..., to: _Optional[str] = ..., sent_nbytes: _Optional[int] = ..., problem: _Optional[str] = ..., pause_s: _Optional[float] = ...) -> None: ...
+    table_nbytes: int
+    def __init__(self, phase: _Optional[str] = ..., to: _Optional[str] = ..., sent_nbytes: _Optional[int] = ..., problem: _Optional[str] = ..., pause_s: _Optional[float] = ..., table_nbytes: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("id", "shard", "num_shards", "cluster", "protocol", "journal_format", "instance", "table_nbytes", "tables", "source")
+    __slots__ = ("id", "shard", "num_shards", "cluster", "protocol", "journal_format", "instance", "table_nbytes", "tables", "source", "register", "failover_s", "holder", "epoch")
     ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +50,10 @@ class OfferRequest(_message.Message):
     TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    FAILOVER_S_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     id: str
     shard: int
     num_shards: int
@@ -50,7 +64,11 @@ class OfferRequest(_message.Message):
     table_nbytes: int
     tables: _containers.RepeatedScalarFieldContainer[str]
     source: str
-    def __init__(self, id: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., cluster: _Optional[str] = ..., protocol: _Optional[int] = ..., journal_format: _Optional[int] = ..., instance: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., tables: _Optional[_Iterable[str]] = ..., source: _Optional[str] = ...) -> None: ...
+    register: str
+    failover_s: float
+    holder: str
+    epoch: int
+    def __init__(self, id: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., cluster: _Optional[str] = ..., protocol: _Optional[int] = ..., journal_format: _Optional[int] = ..., instance: _Optional[int] = ..., table_nbytes: _Optional[int] = ..., tables: _Optional[_Iterable[str]] = ..., source: _Optional[str] = ..., register: _Optional[str] = ..., failover_s: _Optional[float] = ..., holder: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("boot",)
@@ -111,6 +129,36 @@ class PrepareMoveRequest(_message.Message):
 class PrepareMoveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FollowedRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class FollowedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseStandbyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseStandbyReply(_message.Message):
+    __slots__ = ("serves",)
+    SERVES_FIELD_NUMBER: _ClassVar[int]
+    serves: bool
+    def __init__(self, serves: bool = ...) -> None: ...
+
+class PromoteRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PromoteReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, jobs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BeginMoveRequest(_message.Message):
     __slots__ = ("id",)

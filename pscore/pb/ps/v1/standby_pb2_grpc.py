@@ -54,6 +54,21 @@ class StandbyStub(object):
                 request_serializer=ps_dot_v1_dot_standby__pb2.PrepareMoveRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_standby__pb2.PrepareMoveReply.FromString,
                 _registered_method=True)
+        self.Followed = channel.unary_unary(
+                '/ps.v1.Standby/Followed',
+                request_serializer=ps_dot_v1_dot_standby__pb2.FollowedRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_standby__pb2.FollowedReply.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/ps.v1.Standby/Release',
+                request_serializer=ps_dot_v1_dot_standby__pb2.ReleaseStandbyRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_standby__pb2.ReleaseStandbyReply.FromString,
+                _registered_method=True)
+        self.Promote = channel.unary_unary(
+                '/ps.v1.Standby/Promote',
+                request_serializer=ps_dot_v1_dot_standby__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_standby__pb2.PromoteReply.FromString,
+                _registered_method=True)
         self.Begin = channel.unary_unary(
                 '/ps.v1.Standby/Begin',
                 request_serializer=ps_dot_v1_dot_standby__pb2.BeginMoveRequest.SerializeToString,
@@ -92,6 +107,27 @@ class StandbyServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Followed(self, request, context):
+        """Notes that the process has all of the shard, and gets each change before it is answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Ends that, unless the process serves by now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Promote(self, request, context):
+        """Serves in the place of a shard whose process or machine is lost, because a person asks for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Begin(self, request, context):
         """Serves from the journals from now on; again changes nothing.
         """
@@ -121,6 +157,21 @@ def add_StandbyServicer_to_server(servicer, server):
                     servicer.Prepare,
                     request_deserializer=ps_dot_v1_dot_standby__pb2.PrepareMoveRequest.FromString,
                     response_serializer=ps_dot_v1_dot_standby__pb2.PrepareMoveReply.SerializeToString,
+            ),
+            'Followed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Followed,
+                    request_deserializer=ps_dot_v1_dot_standby__pb2.FollowedRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_standby__pb2.FollowedReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=ps_dot_v1_dot_standby__pb2.ReleaseStandbyRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_standby__pb2.ReleaseStandbyReply.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=ps_dot_v1_dot_standby__pb2.PromoteRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_standby__pb2.PromoteReply.SerializeToString,
             ),
             'Begin': grpc.unary_unary_rpc_method_handler(
                     servicer.Begin,
@@ -236,6 +287,87 @@ class Standby(object):
             '/ps.v1.Standby/Prepare',
             ps_dot_v1_dot_standby__pb2.PrepareMoveRequest.SerializeToString,
             ps_dot_v1_dot_standby__pb2.PrepareMoveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Followed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Standby/Followed',
+            ps_dot_v1_dot_standby__pb2.FollowedRequest.SerializeToString,
+            ps_dot_v1_dot_standby__pb2.FollowedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Standby/Release',
+            ps_dot_v1_dot_standby__pb2.ReleaseStandbyRequest.SerializeToString,
+            ps_dot_v1_dot_standby__pb2.ReleaseStandbyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Standby/Promote',
+            ps_dot_v1_dot_standby__pb2.PromoteRequest.SerializeToString,
+            ps_dot_v1_dot_standby__pb2.PromoteReply.FromString,
             options,
             channel_credentials,
             insecure,

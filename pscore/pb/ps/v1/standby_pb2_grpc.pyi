@@ -41,6 +41,12 @@ class StandbyStub:
     """Writes pieces of files, in order; one call at a time."""
     Prepare: _grpc.UnaryUnaryMultiCallable[_standby_pb2.PrepareMoveRequest, _standby_pb2.PrepareMoveReply]
     """Compares all parts of files with their hashes, and records that they are complete."""
+    Followed: _grpc.UnaryUnaryMultiCallable[_standby_pb2.FollowedRequest, _standby_pb2.FollowedReply]
+    """Notes that the process has all of the shard, and gets each change before it is answered."""
+    Release: _grpc.UnaryUnaryMultiCallable[_standby_pb2.ReleaseStandbyRequest, _standby_pb2.ReleaseStandbyReply]
+    """Ends that, unless the process serves by now."""
+    Promote: _grpc.UnaryUnaryMultiCallable[_standby_pb2.PromoteRequest, _standby_pb2.PromoteReply]
+    """Serves in the place of a shard whose process or machine is lost, because a person asks for it."""
     Begin: _grpc.UnaryUnaryMultiCallable[_standby_pb2.BeginMoveRequest, _standby_pb2.BeginMoveReply]
     """Serves from the journals from now on; again changes nothing."""
 
@@ -55,6 +61,12 @@ class StandbyAsyncStub(StandbyStub):
     """Writes pieces of files, in order; one call at a time."""
     Prepare: _aio.UnaryUnaryMultiCallable[_standby_pb2.PrepareMoveRequest, _standby_pb2.PrepareMoveReply]  # type: ignore[assignment]
     """Compares all parts of files with their hashes, and records that they are complete."""
+    Followed: _aio.UnaryUnaryMultiCallable[_standby_pb2.FollowedRequest, _standby_pb2.FollowedReply]  # type: ignore[assignment]
+    """Notes that the process has all of the shard, and gets each change before it is answered."""
+    Release: _aio.UnaryUnaryMultiCallable[_standby_pb2.ReleaseStandbyRequest, _standby_pb2.ReleaseStandbyReply]  # type: ignore[assignment]
+    """Ends that, unless the process serves by now."""
+    Promote: _aio.UnaryUnaryMultiCallable[_standby_pb2.PromoteRequest, _standby_pb2.PromoteReply]  # type: ignore[assignment]
+    """Serves in the place of a shard whose process or machine is lost, because a person asks for it."""
     Begin: _aio.UnaryUnaryMultiCallable[_standby_pb2.BeginMoveRequest, _standby_pb2.BeginMoveReply]  # type: ignore[assignment]
     """Serves from the journals from now on; again changes nothing."""
 
@@ -90,6 +102,30 @@ class StandbyServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_standby_pb2.PrepareMoveReply, _abc.Awaitable[_standby_pb2.PrepareMoveReply]]:
         """Compares all parts of files with their hashes, and records that they are complete."""
+
+    @_abc_1.abstractmethod
+    def Followed(
+        self,
+        request: _standby_pb2.FollowedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_standby_pb2.FollowedReply, _abc.Awaitable[_standby_pb2.FollowedReply]]:
+        """Notes that the process has all of the shard, and gets each change before it is answered."""
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _standby_pb2.ReleaseStandbyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_standby_pb2.ReleaseStandbyReply, _abc.Awaitable[_standby_pb2.ReleaseStandbyReply]]:
+        """Ends that, unless the process serves by now."""
+
+    @_abc_1.abstractmethod
+    def Promote(
+        self,
+        request: _standby_pb2.PromoteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_standby_pb2.PromoteReply, _abc.Awaitable[_standby_pb2.PromoteReply]]:
+        """Serves in the place of a shard whose process or machine is lost, because a person asks for it."""
 
     @_abc_1.abstractmethod
     def Begin(

@@ -240,7 +240,7 @@ def test_a_table_that_is_made_meanwhile_is_followed_and_a_job_that_is_freed_is_g
         machine.push(0)
         await machine.rest()
         machine.engine.forget(JOB, is_forced=True)
-        while any((tmp_path / "incoming-standby").glob("*/")):
+        while any(tape.pictures[-1][0].glob("*/")):  # The picture comes after the files.
             await asyncio.sleep(0)
         machine.followed.unfollow()
         return tape

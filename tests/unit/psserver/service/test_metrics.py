@@ -20,6 +20,7 @@ from psserver.engine.engine import Engine
 from psserver.publish.publications import Publications
 from psserver.service.metrics import MetricsPage, ShardCollector
 from psserver.service.publish_metrics import PublicationCollector
+from psserver.service.standby_metrics import StandbyCollector, StandbyView
 from psserver.service.web import REQUEST_NBYTES_MAX, WebServer
 from scripts import grafana
 
@@ -256,7 +257,8 @@ def test_the_dashboard_and_the_alerts_name_metrics_that_exist() -> None:
     engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
     there = set()
     published = PublicationCollector(Publications(engine, {}, None))
-    for family in (*ShardCollector(engine).collect(), *published.collect()):
+    parts = (ShardCollector(engine), published, StandbyCollector(StandbyView))
+    for family in (family for part in parts for family in part.collect()):
         ends = {
             "counter": ("_total",),
             "gauge": ("",),

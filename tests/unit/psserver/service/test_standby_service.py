@@ -14,9 +14,9 @@ from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.decisions.limits import Limits
 from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
-from psserver.service.standby_service import StandbyServicer
+from psserver.service.standby_service import SILENT_S, StandbyServicer
 from psserver.standby.handover import Giver
-from psserver.standby.mover import Mover, described
+from psserver.standby.mover import MoveOrder, Mover, described
 from psserver.standby.pieces import ArrivingJournals
 from psserver.standby.spans import Span, digest_of_span
 
@@ -27,12 +27,16 @@ class Process:
     """An empty process of shard 1 of 2, without sockets."""
 
     def __init__(self, folder: Path) -> None:
-        self.engine = Engine(Shard(1, 2, 10.0, Limits(memory_nbytes=1 << 20)), now=lambda: 0.0)
+        self.now_s = 0.0
+        shard = Shard(1, 2, 10.0, Limits(memory_nbytes=1 << 20))
+        self.engine = Engine(shard, now=lambda: self.now_s)
         self.incoming = ArrivingJournals(folder / "target")
         self.begun: list[object] = []
         mover = Mover(None, cast(Any, self), lambda: ANYONE)
         own = lambda: described(1, 2, "night")  # noqa: E731
-        self.service = StandbyServicer(self.engine, mover, self.incoming, own, self.take_over)
+        self.closed: list[str] = []
+        parts = (own, self.take_over, self.closed.append)
+        self.service = StandbyServicer(self.engine, mover, self.incoming, *parts)
 
     def take_over(self) -> bool:
         self.begun.append(self.incoming.begin())
@@ -122,7 +126,7 @@ def test_a_move_whose_token_cannot_be_read_is_refused_and_the_shard_serves(tmp_p
         process.offer = offered
         mover = Mover(None, process, unreadable)
         with pytest.raises(ConfigError, match="token file"):
-            mover.start("127.0.0.1:1", 0)
+            mover.start(MoveOrder(to="127.0.0.1:1"))
         assert mover.task is None
         assert mover.giving.phase is Giver.SERVING
 
@@ -131,6 +135,63 @@ def test_a_move_whose_token_cannot_be_read_is_refused_and_the_shard_serves(tmp_p
 
 def fail() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_standby_is_promoted_once_its_source_is_silent_and_takes_nothing_more(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        process = Process(tmp_path)
+        service, promotion = process.service, pb.PromoteRequest()
+        puts, _ = sent(tmp_path / "source")
+        await service.Offer(offered(), CONTEXT)
+        process.now_s = 100.0
+        for put in puts:
+            await service.Put(put, CONTEXT)
+        with pytest.raises(RemoteProtocolError, match="no standby that has everything"):
+            await service.Promote(promotion, CONTEXT)
+        await service.Followed(pb.FollowedRequest(id="m"), CONTEXT)
+        process.now_s += SILENT_S / 2
+        with pytest.raises(ConfigError, match="still sends"):
+            await service.Promote(promotion, CONTEXT)
+        await service.Put(puts[1], CONTEXT)  # A sign of life.
+        process.now_s += SILENT_S - 1.0
+        with pytest.raises(ConfigError, match="still sends"):
+            await service.Promote(promotion, CONTEXT)
+        assert not process.begun
+        process.now_s += 1.0
+        assert list((await service.Promote(promotion, CONTEXT)).jobs) == []
+        ((mark),) = process.begun
+        assert mark == {"id": "m", "instance": 7, "source": "", "standby": True}
+        assert (tmp_path / "target" / "1-a" / "arena").read_bytes() == b"numbers"
+        with pytest.raises(RemoteProtocolError, match="serving"):
+            await service.Put(puts[1], CONTEXT)  # The source was cut off, and lives.
+        assert (await service.Release(pb.ReleaseStandbyRequest(), CONTEXT)).serves
+        await service.Begin(pb.BeginMoveRequest(id="m"), CONTEXT)  # Of a source that has lost it.
+        assert len(process.begun) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_standby_that_is_released_forgets_the_shard(tmp_path: Path) -> None:
+    async def scene() -> None:
+        process = Process(tmp_path)
+        service = process.service
+        puts, _ = sent(tmp_path / "source")
+        await service.Offer(offered(), CONTEXT)
+        for put in puts:
+            await service.Put(put, CONTEXT)
+        await service.Followed(pb.FollowedRequest(id="m"), CONTEXT)
+        assert not (await service.Release(pb.ReleaseStandbyRequest(), CONTEXT)).serves
+        assert not list(tmp_path.glob("incoming-*"))
+        assert process.closed == ["it is the standby of ", ""]  # Workers may join again.
+        process.now_s = 100.0
+        with pytest.raises(RemoteProtocolError, match="empty"):
+            await service.Promote(pb.PromoteRequest(), CONTEXT)
+        with pytest.raises(RemoteProtocolError, match="empty"):
+            await service.Put(puts[0], CONTEXT)
+
+    asyncio.run(scene())
 
 
 Call = Callable[[StandbyServicer], Awaitable[object]]
@@ -157,6 +218,12 @@ REFUSED: dict[str, tuple[Call, type[PacelineError], str]] = {
     ),
     "the begin of no move": (
         lambda s: s.Begin(pb.BeginMoveRequest(id=""), CONTEXT), RemoteProtocolError, "not complete",
+    ),
+    "a standby of no move": (
+        lambda s: s.Followed(pb.FollowedRequest(id="m"), CONTEXT), RemoteProtocolError, "empty",
+    ),
+    "a promotion of no standby": (
+        lambda s: s.Promote(pb.PromoteRequest(), CONTEXT), RemoteProtocolError, "is empty",
     ),
     "two addresses": (
         lambda s: s.Move(pb.MoveRequest(to="a:1,b:1"), CONTEXT), ConfigError, "several",

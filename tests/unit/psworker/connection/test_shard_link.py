@@ -160,14 +160,16 @@ class Control:
     def __init__(self, failure: BaseException | None) -> None:
         self.failure = failure
         self.timeouts: list[float] = []
+        self.known: list[int] = []
 
     def Heartbeat(  # noqa: N802 - gRPC's name
-        self, request: object, timeout: float
+        self, request: pb.HeartbeatRequest, timeout: float
     ) -> pb.HeartbeatReply:
         self.timeouts.append(timeout)
+        self.known.append(request.instance)
         if self.failure is not None:
             raise self.failure
-        return pb.HeartbeatReply(instance=7)
+        return pb.HeartbeatReply(instance=7, former_instance=5)
 
 
 def beat(failure: BaseException | None, joined: int = 7) -> list[float]:
@@ -176,7 +178,7 @@ def beat(failure: BaseException | None, joined: int = 7) -> list[float]:
     control = Control(failure)
     link.control = control  # type: ignore[assignment]
     try:
-        link.beat(None, timeout_s=2.0)  # type: ignore[arg-type]
+        link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
     finally:
         link.close()
     return control.timeouts
@@ -195,6 +197,16 @@ def test_a_heartbeat_that_is_refused_is_raised() -> None:
 def test_a_shard_that_was_started_again_is_not_the_one_joined() -> None:
     with pytest.raises(ReplacedError, match=f"the shard at {ADDRESS} has been restarted"):
         beat(None, joined=6)
+
+
+def test_a_shard_that_went_on_without_its_standby_is_known_by_its_new_number() -> None:
+    link, control = Link(ADDRESS, patience_s=0.0), Control(None)
+    link.instance = 5
+    link.control = control  # type: ignore[assignment]
+    for _ in range(2):
+        link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+    link.close()
+    assert control.known == [5, 7]
 
 
 def test_an_unknown_data_plane_is_refused_with_the_right_ones() -> None:

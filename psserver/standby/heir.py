@@ -1,0 +1,123 @@
+"""A standby that takes the shard over by itself, once the process that has it is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from pscore.errors import ConfigError, PacelineError
+from psserver.standby.handover import Taker, Taking
+from psserver.standby.registers import register_of, settle
+from psserver.standby.succession import Claim, take
+
+log = structlog.get_logger()
+LOOKS = 6  # Looks at the other process's sign of life within `failover_s`.
+
+
+class Standing(Protocol):
+    """The process that is the standby.
+
+    Attributes:
+        taking: Its decisions.
+        num_heard: Calls that the other process has made.
+    """
+
+    taking: Taking
+    num_heard: int
+
+    def keep(self) -> None:
+        """Ends to follow, and records that; raises an `OSError` if there is no room."""
+
+    def drop(self) -> None:
+        """Forgets the shard."""
+
+    def serve(self, claim: Claim) -> None:
+        """Serves; raises an `OSError` if there is no room."""
+
+
+class Heir:
+    """The tries of a standby to get the shard.
+
+    Silence is counted in looks, so that a standby which was stopped itself does not mistake that
+    for the other's silence.
+    """
+
+    def __init__(
+        self, standing: Standing, shard: str, place: str, failover_s: float, holder: str
+    ) -> None:
+        """Asks nobody yet.
+
+        Args:
+            standing: The standby's process.
+            shard: Name of the shard in the register.
+            place: The register's.
+            failover_s: Seconds of silence after which it tries.
+            holder: Address of the process that has the shard.
+        """
+        self._standing, self._shard, self._place = standing, shard, place
+        self._failover_s, self._holder = failover_s, holder
+        self._said = ""
+
+    def require(self, holder: str, epoch: int) -> None:
+        """Checks that the register is the one of the process that has the shard.
+
+        Args:
+            holder: That process's name.
+            epoch: Epoch of its newest claim.
+
+        Raises:
+            ConfigError: It is not, or does not answer.
+        """
+        try:
+            newest = register_of(self._place, self._shard).newest()
+        except (OSError, ValueError) as problem:
+            raise ConfigError(f"the register at {self._place}: {problem}") from problem
+        if newest is None or (newest.holder, newest.epoch) != (holder, epoch):
+            raise ConfigError(
+                f"{self._place} is not the same place here and for the shard's process: name one "
+                "that both machines reach"
+            )
+
+    async def watch(self, move: str) -> None:
+        """Waits for silence, then tries again and again, until this is no standby any more."""
+        standing, looks, heard = self._standing, 0, -1
+        while standing.taking.waits_for(move):
+            await asyncio.sleep(self._failover_s / LOOKS)
+            looks = looks + 1 if standing.num_heard == heard else 0
+            heard = standing.num_heard
+            if looks >= LOOKS:
+                now = time.strftime("%H:%M:%S")
+                await self.try_now(move, f"at {now} {self._holder} was silent {self._failover_s} s")
+
+    async def try_now(self, move: str, reason: str) -> None:
+        """Tries once."""
+        standing, ask = self._standing, partial(self._ask, move, reason)
+        try:
+            register = await asyncio.to_thread(register_of, self._place, self._shard)
+            await asyncio.to_thread(register.newest)  # Before this process gives up to follow.
+            if not standing.taking.waits_for(move):
+                return
+            if standing.taking.phase is Taker.FOLLOWING:
+                standing.keep()
+            claim = await asyncio.to_thread(ask)
+            if not standing.taking.waits_for(move):
+                return
+            if claim is None:
+                log.warning("the shard goes on without this standby")
+                standing.drop()
+            else:
+                standing.serve(claim)
+                log.warning("this standby takes over", epoch=claim.epoch, reason=reason)
+        except (PacelineError, OSError, ValueError) as problem:
+            if str(problem) != self._said:
+                self._said = str(problem)
+                log.error("the standby cannot take over yet", reason=self._said)
+
+    def _ask(self, move: str, reason: str) -> Claim | None:
+        decide: Callable[[Claim | None], Claim | None] = partial(take, heir=move, reason=reason)
+        return settle(register_of(self._place, self._shard), decide)

@@ -1,0 +1,12 @@
+"""The longest time without a finished step after each loss is found."""
+
+import pytest
+
+from benchmarks.standby import outages
+
+
+def test_the_longest_time_without_a_step_is_found_for_each_loss() -> None:
+    ends = [[0.0, 1.0, 2.0, 5.5, 6.0, 9.0], [0.5, 1.5, 4.0, 6.5, 8.5]]
+    assert outages([2.5, 6.2], ends) == [3.0, 2.8]
+    with pytest.raises(SystemExit, match="over before a loss"):
+        outages([10.0], ends)

@@ -1,0 +1,196 @@
+"""A shard whose other process fails at any call goes on to answer, and never beside that one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+
+from pscore.errors import TransportError
+from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1 import standby_pb2 as pb
+from psserver.standby import mover, parting
+from psserver.standby.handover import Giver
+from psserver.standby.mover import MoveOrder, Mover
+from psserver.standby.stream import JournalStream
+
+STANDBY = MoveOrder(to="b:1", stays=True, same_host=True)
+
+
+class Target:
+    """The other process, whose calls fail as a test says."""
+
+    failing: ClassVar[set[str]] = set()
+    calls: ClassVar[list[str]] = []
+    serves = False
+
+    def __init__(self, address: str, credentials: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*_: object) -> object:
+            if name == "close":
+                return None
+            self.calls.append(name)
+            if name in self.failing:
+                raise TransportError(f"{name} fails")
+            return self.serves if name == "release" else SimpleNamespace(boot="another")
+
+        return call
+
+
+class Host:
+    """A process that has a shard, without sockets."""
+
+    address = "a:1"
+
+    def __init__(self) -> None:
+        self.is_open, self.done = True, list[str]()
+        self.stream: Any = None
+        self.failed: Callable[[], None] = lambda: None
+
+    def offer(self) -> pb.OfferRequest:
+        return pb.OfferRequest(source=self.address)
+
+    def require_movable(self, boot: str) -> None:
+        pass
+
+    def follow(self, send: object, failed: Callable[[], None]) -> JournalStream:
+        self.failed = failed
+        flushed = SimpleNamespace(problem="", sent_nbytes=0, is_whole=False)
+        flushed.flush = lambda _: not flushed.problem
+        self.stream = flushed
+        return cast(JournalStream, flushed)
+
+    def fail(self) -> None:
+        self.stream.problem = "it is gone"
+        self.failed()
+
+    def slices(self, stream: JournalStream) -> Iterable[Any]:
+        return ()
+
+    def unfollow(self) -> None:
+        self.done.append("unfollow")
+
+    def sent_spans(self) -> list[Any]:
+        return []
+
+    async def announce(self, address: str) -> None:
+        self.done.append(f"announce {address}".strip())
+
+    async def freeze(self) -> None:
+        self.is_open = False
+
+    async def thaw(self) -> None:
+        self.is_open = True
+
+    async def fence(self) -> None:
+        self.is_open = False
+
+    async def renew(self) -> None:
+        assert self.is_open, "workers' heartbeats are held, so they never know"
+        self.done.append("renew")
+
+    def reopen(self) -> None:
+        self.is_open = True
+
+    def show_moved(self, address: str) -> None:
+        self.done.append(f"moved to {address}")
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> type[Target]:
+    for module in (mover, parting):
+        monkeypatch.setattr(module, "MoveTarget", Target)
+    monkeypatch.setattr(parting, "PART_S", 0.0)
+    monkeypatch.setattr(mover, "RETRY_S", 1e6)
+    Target.failing, Target.calls, Target.serves = set(), [], False
+    return Target
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    while not claim():
+        await asyncio.sleep(0)
+
+
+def test_a_standby_that_fails_in_the_last_step_of_a_move_leaves_the_shard_open(
+    target: type[Target], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        assert host.done == ["announce b:1"]  # Workers know it before it may serve.
+        target.failing = {"prepare", "release"}
+        moves.start(MoveOrder(to="b:1"))
+        await until(lambda: moves.giving.phase is Giver.SERVING)
+        assert host.is_open
+        assert host.done[-3:] == ["renew", "unfollow", "announce"]
+        assert not (tmp_path / "standby.json").exists()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_stream_that_fails_before_the_standby_knows_leaves_none_behind(
+    target: type[Target], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+
+        async def announce(address: str) -> None:
+            if address:
+                host.fail()  # While workers are told.
+
+        host.announce = announce  # type: ignore[method-assign]
+        moves.start(STANDBY)
+        await until(lambda: moves.giving.phase is Giver.SERVING)
+        assert "followed" not in target.calls
+        assert moves.problem == "it is gone"
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_standby_that_was_promoted_has_the_shard(target: type[Target], tmp_path: Path) -> None:
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        target.serves = True
+        host.fail()
+        await until(lambda: moves.giving.phase is Giver.MOVED)
+        assert host.done[-2:] == ["unfollow", "moved to b:1"]
+        again = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)  # After a kill.
+        assert (again.giving.phase, again.to) == (Giver.GIVEN, "b:1")
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_that_was_killed_asks_its_standby_first(
+    target: type[Target], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        moves = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        for serves in (False, True):
+            host = Host()
+            host.is_open = False
+            again = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+            assert not again.giving.serves
+            mark = (tmp_path / "standby.json").read_bytes()
+            target.serves = serves
+            again.resume()
+            wanted = Giver.MOVED if serves else Giver.SERVING
+            while again.giving.phase is not wanted:
+                await asyncio.sleep(0)
+            assert host.is_open is not serves
+            (tmp_path / "standby.json").write_bytes(mark)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
