@@ -29,7 +29,7 @@ from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.table_spec import COUNT_MAX, TableSpec, rule_from_proto
+from pscore.table_spec import TableSpec, rule_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from pscore.version import VERSION
@@ -57,6 +57,7 @@ TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons f
 HOST_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
 COUNTS = ("round", "minibatch", "epoch", "since")  # Fields of requests.
+COUNT_MAX = (1 << 63) - 1  # Rounds of attempts have the life of a job in their upper bits.
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -97,7 +97,10 @@ def test_lightning_clips_the_mean_where_there_is_one(
 
 
 def test_a_shard_of_ray_names_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+    here = SimpleNamespace(
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+        get_runtime_context=lambda: SimpleNamespace(was_current_actor_reconstructed=False),
+    )
     monkeypatch.setattr(ray, "ray", here)
     monkeypatch.setattr(ray, "READY_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
