@@ -22,7 +22,7 @@ pytestmark = [
 ]
 PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
 SCRIPT = """
-import os, torch, psworker
+import os, sys, torch, psworker
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -36,7 +36,9 @@ while optimizer.steps < int(os.environ.get("STEPS", "20")):
     (model(torch.ones(2, 4)) ** 2).mean().backward()
     optimizer.step()
 local = os.environ.get("LOCAL_RANK", "none")
-print("rank", psworker.rank(), "of", psworker.size(), "local", local, "from", first, flush=True)
+rank, size = psworker.rank(), psworker.size()
+# In one piece: torchrun's workers have no buffer.
+sys.stdout.write(f"rank {rank} of {size} local {local} from {first}\\n")
 """
 
 
@@ -151,7 +153,7 @@ def test_the_commands_of_one_machine(shells: dict[str, Shell]) -> None:
     assert "again" in said
     top = f"script --quiet --command '{top}' /dev/null"  # It needs a terminal.
     for page, word in ((dashboard, "8090"), (top, "run-")):
-        running.append(shell.start(f"export TERM=xterm; exec {page}"))
+        running.append(shell.start(f"export TERM=xterm COLUMNS=100 LINES=40; exec {page}"))
         assert running[-1].stdout is not None
         for line in running[-1].stdout:
             if word in line:
