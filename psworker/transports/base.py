@@ -36,6 +36,7 @@ class OutgoingPush:
         payload: Returns the parts of the payload. A transport calls it once, on the thread that
             sends, because it compresses or waits for a device.
         waits: Whether `payload` waits for a copy from a device.
+        is_pulled: Whether the step waits for the pull of this slice, which follows.
         done: The shard's answer, or the error.
         pull: The pull that leaves with it and is not answered yet; None: there is none.
     """
@@ -43,6 +44,7 @@ class OutgoingPush:
     header: data_pb2.PushHeader
     payload: Callable[[], Sequence[memoryview]]
     waits: bool = False
+    is_pulled: bool = False
     done: Future[data_pb2.PushReply] = field(default_factory=Future)
     pull: PullCall | None = None
 

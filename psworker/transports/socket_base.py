@@ -43,6 +43,8 @@ class SocketTransport(Transport):
         """
         self._endpoint = endpoint
         self._limit_s = policy.limit_s
+        self._is_holding = False
+        self._kept: OutgoingPush | None = None  # A push that leaves with its pull.
         self._reconnect = partial(policy.call, self._connect)
         self._adding = threading.Lock()  # Guards `_push_connections` and `_is_closed`.
         self._is_closed = False
@@ -54,23 +56,33 @@ class SocketTransport(Transport):
         self._notices.start()
 
     def push(self, push: OutgoingPush) -> None:
-        """Sends one slice; a notice at once, unless a device has still to copy the gradient."""
-        if push.header.shared and not push.waits:
-            self._push_now(push)
+        """Sends one slice; while requests are held, in one frame with the pull that follows."""
+        self._send_kept()
+        if self._is_holding and push.is_pulled:
+            self._kept = push
         else:
-            sender = self._push_connection(push).sender
-            sender.start(lambda: self._push_now(push), push.done.set_exception)
+            self._send(push)
 
     def pull(self, call: PullCall) -> None:
-        """Requests one slice."""
-        self._notices.request(call, pb.Envelope(pull=call.header), call.request)
+        """Requests one slice, in the frame of its push if that is kept."""
+        kept, self._kept = self._kept, None
+        is_along = kept is not None and not call.request and _is_of_same(kept, call)
+        if kept is not None:
+            if is_along:
+                kept.carry(call)
+            self._send(kept)
+        if not is_along:
+            self._notices.request(call, pb.Envelope(pull=call.header), call.request)
 
     def hold(self) -> None:
-        """Keeps pulls, and pushes whose gradients are in shared memory, until `let_go`."""
+        """Keeps requests until `let_go`: a push for its pull, and those without a payload."""
+        self._is_holding = True
         self._notices.hold()
 
     def let_go(self) -> None:
         """Sends the requests that `hold` has kept; further ones leave at once."""
+        self._is_holding = False
+        self._send_kept()
         self._notices.let_go()
 
     def renew(self) -> None:
@@ -113,7 +125,7 @@ class SocketTransport(Transport):
         with self._adding:
             while len(self._push_connections) < num_wanted and not self._is_closed:
                 channel = FrameChannel[OutgoingPush](
-                    self._reconnect, self._on_pushed, "push", self._limit_s
+                    self._reconnect, self._on_answered, "push", self._limit_s
                 )
                 channel.start()
                 sender = DaemonExecutor(1, "data-send")
@@ -126,6 +138,19 @@ class SocketTransport(Transport):
         they stay in order, even if there are more connections by then.
         """
         return self._push_connections[push.header.slice % len(self._push_connections)]
+
+    def _send_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._send(kept)
+
+    def _send(self, push: OutgoingPush) -> None:
+        """Sends a push; a notice at once, unless a device has still to copy the gradient."""
+        if push.header.shared and not push.waits:
+            self._push_now(push)
+        else:
+            sender = self._push_connection(push).sender
+            sender.start(lambda: self._push_now(push), push.done.set_exception)
 
     def _push_now(self, push: OutgoingPush) -> None:
         try:
@@ -192,6 +217,12 @@ class SocketTransport(Transport):
         elif self._land(call, reply, incoming):
             return None
         return pb.Envelope(pull=call.header)
+
+
+def _is_of_same(push: OutgoingPush, call: PullCall) -> bool:
+    """Returns whether a push and a pull are of the same slice of the same table."""
+    pushed, pulled = push.header, call.header
+    return pushed.slice == pulled.slice and pushed.sender.table == pulled.sender.table
 
 
 def _push_envelope(push: OutgoingPush) -> pb.Envelope:

@@ -152,7 +152,8 @@ class Payloads:
             feedback.origin = None if origin is None else origin.numpy(force=True).copy()
         waits = is_on_device(grad)
         if is_shared and not waits:
-            return OutgoingPush(header=header, payload=partial(self._count, grad.nbytes))
+            count = partial(self._count, grad.nbytes)
+            return OutgoingPush(header=header, payload=count, is_pulled=push.may_wait)
         if waits:
             encode = self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
         elif feedback is None:
@@ -160,7 +161,9 @@ class Payloads:
         else:
             encode = partial(feedback.flush if flush else feedback.encode, push, grad.numpy())
         payload = partial(self._make_payload, header, push, encode)
-        return OutgoingPush(header=header, payload=payload, waits=waits)
+        return OutgoingPush(
+            header=header, payload=payload, waits=waits, is_pulled=push.may_wait and not waits
+        )
 
     @property
     def has_refused(self) -> bool:

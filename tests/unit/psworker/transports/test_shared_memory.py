@@ -64,7 +64,7 @@ class Plane(SharedMemoryTransport):
 
 def push_of(index: int, *, may_wait: bool = True) -> OutgoingPush:
     header = pb.PushHeader(sender=pb.Sender(job="j"), slice=index, shared=True, may_wait=may_wait)
-    return OutgoingPush(header=header, payload=lambda: ())
+    return OutgoingPush(header=header, payload=lambda: (), is_pulled=may_wait)
 
 
 def pull_of(index: int) -> PullCall:
