@@ -27,8 +27,9 @@ def published() -> str:
     smaller, cost, beside = found["smaller_than_bf16"], found["training_cost"], found["beside"]
     rows = [
         [
-            "versions read while shards are killed, of them mixed",
-            f"{found['commits']}, {found['torn']}",
+            f"versions read during {sum(found['kills'].values())} kills of shards, a relay and "
+            "readers; of them mixed or older",
+            f"{found['commits']:,}; {found['torn']}",
         ],
         *(
             [f"bytes of all bfloat16 weights over a step's, AdamW at {rate}", f"{times:.1f}"]
@@ -38,22 +39,34 @@ def published() -> str:
             [f"step time that 8 readers add, every={every[1:]}", f"{100 * share:.1f} %"]
             for every, share in cost.items()
         ),
-        ["publication to a reader's commit, 1 % changed", f"{found['refresh_ms']['delta']:.1f} ms"],
         [
-            "the same of all weights, for a reader that begins",
-            f"{found['refresh_ms']['whole']:.1f} ms",
+            "from the end of `publish` to the commit of the last of 8 readers, 1 % changed",
+            f"{found['refresh_ms']['delta']:.1f} ms",
         ],
+        ["all weights, for a reader that begins", f"{found['refresh_ms']['whole']:.1f} ms"],
         ["`commit` into a module", f"{found['pause_ms']:.2f} ms"],
         *(
             [f"beside it, all weights: {label}", f"{beside[key]:.1f} ms"]
             for key, label in (
-                ("safetensors", "a file of safetensors"),
+                ("safetensors", "a file of safetensors over HTTP"),
                 ("http", "`torch.save` over HTTP"),
                 ("gloo", "a broadcast of Gloo"),
             )
         ),
     ]
-    head = [f"{found['numel'] / 1e6:.0f} million elements, processes of one machine", ""]
+    link = "loopback" if found["link"] == "loopback" else "links of 1 Gbit/s"
+    head = [f"{found['numel'] / 1e6:.0f} million elements, {link}", ""]
+    return f"{about}\n\n" + table(head, rows, "lr")
+
+
+def rollouts() -> str:
+    """Returns the episodes of rollouts with weights of some versions ago."""
+    found, about = _newest(
+        "rollouts.json", "python -m benchmarks.rollouts --out docs/results/rollouts.json"
+    )
+    runs = found["lengths"]["0"]
+    head = ["versions old", f"steps of an episode at the end, {len(runs)} seeds (500 is the most)"]
+    rows = [[form, f"{length:.0f}"] for form, length in found["last"].items()]
     return f"{about}\n\n" + table(head, rows, "lr")
 
 
@@ -100,4 +113,8 @@ def _time(took_ms: float | None) -> str:
     return "not installed" if took_ms is None else f"{took_ms:.0f} ms"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"published": published, "rows by id": rows_by_id}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "published": published,
+    "rollouts": rollouts,
+    "rows by id": rows_by_id,
+}
