@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -39,6 +40,19 @@ from psserver.service.publications import ReadersServicer
 from psserver.service.web import WebServer
 from tests.integration.worker import WAIT_S, Worker
 from tests.unit.psserver.process.test_supervisor import make_plan
+
+# What an injected failure ends has no time to close its sockets.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _collect() -> Iterator[None]:
+    """Collects what a failure has left, before other tests are told of it."""
+    yield
+    gc.collect()
+
 
 Provoke = Callable[[str, int], object]  # Gets the shard's address, and a port to connect to.
 
