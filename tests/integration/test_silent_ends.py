@@ -41,7 +41,7 @@ from psserver.service.web import WebServer
 from tests.integration.worker import WAIT_S, Worker
 from tests.unit.psserver.process.test_supervisor import make_plan
 
-# What an injected failure ends has no time to close its sockets.
+# Nothing closes the sockets of a thread that an injected failure ends.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _collect() -> Iterator[None]:
-    """Collects what a failure has left, before other tests are told of it."""
+    """Collects the sockets that a failure has left, before other tests are told of them."""
     yield
     gc.collect()
 
