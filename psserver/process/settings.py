@@ -115,7 +115,7 @@ class ServerSettings(BaseSettings):
     """Whether a shard that dies is started again."""
     spare: bool = True
     """Whether a process that has loaded everything waits to take the place of a shard that dies, at
-    once instead of after seconds. It takes 65 MB."""
+    once instead of after seconds. It takes the memory of a shard without jobs."""
     alive_file: Path | None = None
     """File whose time of change is set every 10 s while the shards work, for the liveness check of
     an engine: if it has not changed for two minutes, a shard hangs. By default none."""
