@@ -133,42 +133,44 @@ extern "C" __global__ void count_blocks(const float* residual, int n, const Sele
   }
 }
 
-// One block: where each block writes, and how many elements equal to the threshold it may send.
+// One block: where each block writes, and how many elements equal to the threshold it may send. The
+// first `left` equal elements are sent, so the number before a block is known from a sum alone.
 extern "C" __global__ void place_blocks(Select* select, int* above, int* equal, int num_blocks,
                                         int limit, int if_exceeded) {
   __shared__ int some_above[THREADS];
   __shared__ int some_equal[THREADS];
-  __shared__ int start;
-  __shared__ int left;
   if (if_exceeded && !select->exceeded) return;
-  int t = threadIdx.x;
-  if (t == 0) {
-    start = 0;
-    left = select->left;
+  int t = threadIdx.x, left = select->left, each = (num_blocks + THREADS - 1) / THREADS;
+  int first = t * each, stop = first + each < num_blocks ? first + each : num_blocks;
+  int num_above = 0, num_equal = 0;
+  for (int b = first; b < stop; ++b) {
+    num_above += above[b];
+    num_equal += equal[b];
   }
-  for (int first = 0; first < num_blocks; first += THREADS) {
-    bool is_there = first + t < num_blocks;
-    some_above[t] = is_there ? above[first + t] : 0;
-    some_equal[t] = is_there ? equal[first + t] : 0;
+  some_above[t] = num_above;
+  some_equal[t] = num_equal;
+  __syncthreads();
+  for (int back = 1; back < THREADS; back <<= 1) {  // Sums up to and with each thread's part.
+    int more_above = t >= back ? some_above[t - back] : 0;
+    int more_equal = t >= back ? some_equal[t - back] : 0;
     __syncthreads();
-    for (int b = 0; t == 0 && b < THREADS; ++b) {
-      int ties = some_equal[b] < left ? some_equal[b] : left;
-      int count = some_above[b] + ties;
-      some_above[b] = start;
-      some_equal[b] = ties;
-      start += count;
-      left -= ties;
-    }
-    __syncthreads();
-    if (is_there) {
-      above[first + t] = some_above[t];
-      equal[first + t] = some_equal[t];
-    }
+    some_above[t] += more_above;
+    some_equal[t] += more_equal;
     __syncthreads();
   }
-  if (t == 0) {
-    select->count = start;
-    if (!if_exceeded) select->exceeded = start > limit;
+  int before_above = some_above[t] - num_above, before_equal = some_equal[t] - num_equal;
+  for (int b = first; b < stop; ++b) {
+    int here_above = above[b], here_equal = equal[b];
+    int sent = before_equal < left ? before_equal : left, rest = left - sent;
+    above[b] = before_above + sent;
+    equal[b] = here_equal < rest ? here_equal : rest;
+    before_above += here_above;
+    before_equal += here_equal;
+  }
+  if (t == THREADS - 1) {
+    int sent = some_equal[t] < left ? some_equal[t] : left;
+    select->count = some_above[t] + sent;
+    if (!if_exceeded) select->exceeded = select->count > limit;
   }
 }
 

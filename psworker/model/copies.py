@@ -49,16 +49,22 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Context manager: makes a stream current, and its device; None changes nothing."""
+    if stream is None:
+        return contextlib.nullcontext()
+    if torch.cuda.current_device() == stream.device_index:
+        return torch.cuda.stream(stream)
+    return _on_other_device(stream)
+
+
 @contextlib.contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Context manager: makes a stream current, and its device; None changes nothing.
+def _on_other_device(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Context manager: makes a stream of another device current.
 
     The device comes first: torch restores the stream that was current before, and a stream of
     another device would get a context there, of hundreds of megabytes.
     """
-    if stream is None:
-        yield
-        return
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 

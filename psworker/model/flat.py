@@ -194,6 +194,10 @@ class FlatModel:
         if has_views and self._grads_host is None:
             log.warning("gradient_as_bucket_view=True has no effect on %s", self.device)
         self.views = GradViews(self.parameters, layout, self._grads_host if has_views else None)
+        # The parameters' parts of the gradients of a device, as `state_view` returns them.
+        self._places: list[torch.Tensor] = []
+        if self.is_on_device:
+            self._places = [self.state_view(self.grads, index) for index in range(len(starts))]
         self._cast: list[int] = []  # Parameters that are not views of the weights.
         self._homes: dict[int, int] = {}  # Addresses in the flat weights of the other parameters.
         self.gather_weights()
@@ -211,6 +215,11 @@ class FlatModel:
                 self._homes[index] = parameter.data_ptr()
             else:
                 self._cast.append(index)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the gradients are in the memory of a device, such as a GPU."""
+        return self._grads_host is None
 
     @property
     def is_sharded(self) -> bool:
@@ -359,11 +368,14 @@ class FlatModel:
         compared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for index in indices:
             parameter, start = self.parameters[index], self.layout.offsets[index]
-            grad, part = parameter.grad, self.grads[start : start + parameter.numel()]
+            grad = parameter.grad
             assert grad is not None
-            if is_on_device(part):
-                compared[index] = part.view(parameter.shape), dense(grad).to(part.dtype)
-            elif not self._is_as_gathered(index, grad, part):
+            if self.is_on_device:
+                part = self._places[index]
+                compared[index] = part, dense(grad).to(part.dtype)
+                continue
+            part = self.grads[start : start + parameter.numel()]
+            if not self._is_as_gathered(index, grad, part):
                 return index
         if compared:
             flags = _differ([*compared.values()])
@@ -420,7 +432,7 @@ class FlatModel:
         for index in indices:
             grad = self.parameters[index].grad
             assert grad is not None
-            places.append(self.state_view(self.grads, index))
+            places.append(self._places[index])
             grads.append(dense(grad))
         if places:
             with torch.no_grad():

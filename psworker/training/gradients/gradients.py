@@ -53,9 +53,10 @@ class Gradients:
         self._index = {id(parameter): i for i, parameter in enumerate(table.flat.parameters)}
         self._missing = [0] * len(slices)  # Gradients of each slice still to come.
         self._slices_of: list[list[int]] = [[] for _ in table.flat.parameters]
-        for spec in slices:
-            for segment in spec.segments:
-                self._slices_of[segment.tensor].append(spec.index)
+        self._tensors_of = [[segment.tensor for segment in spec.segments] for spec in slices]
+        for part, tensors in enumerate(self._tensors_of):
+            for tensor in tensors:
+                self._slices_of[tensor].append(part)
         self.accumulates = False
         self.attempts = Attempts(table.session, table.replica)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -103,14 +104,19 @@ class Gradients:
             self._leave_early(index)
 
     def _leave_early(self, index: int) -> None:
-        """Gathers one gradient during backward, and pushes the slices that it completes."""
-        self._gather([index])
-        views = self._flat.views
-        if views.can_attach(index) and self._may_attach(index):
-            views.attach(index)
-        if views.has(index):
-            views.stamp(index)
-        self.overlap.moved(index, self._flat.parameters[index])
+        """Pushes the slices that a gradient completes during backward.
+
+        On a CPU it is gathered at once, while it is in the cache. A GPU gathers those of a slice
+        together: each call from Python takes longer than most of these copies.
+        """
+        if not self._flat.is_on_device:
+            self._gather([index])
+            views = self._flat.views
+            if views.can_attach(index) and self._may_attach(index):
+                views.attach(index)
+            if views.has(index):
+                views.stamp(index)
+            self.overlap.moved(index, self._flat.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
             if self._missing[part] == 0 and part not in self._pushed:
@@ -118,6 +124,7 @@ class Gradients:
         with self._exchange.together:
             for part in [part for part in self._ready if self._exchange.has_landed(part)]:
                 self._ready.remove(part)
+                self._gather(self._tensors_of[part])
                 self._push(part, in_backward=True)  # `step` pushes the others: it may wait.
 
     # ----- at the end of a step
@@ -169,7 +176,7 @@ class Gradients:
             while left:
                 index = exchange.next_landed(left)
                 left.remove(index)
-                self._gather([part.tensor for part in self._table.layout.slices[index].segments])
+                self._gather(self._tensors_of[index])
                 self._push(index)
                 self._end_slice(index)
 

@@ -44,7 +44,10 @@ def test_without_a_copy_nothing_is_to_be_waited_for() -> None:
 
 
 def test_a_stream_is_left_before_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for torch's own: with the device outside no other one is touched at the end."""
+    """Stand-ins for torch's own: with the device outside no other one is touched at the end.
+
+    A device that is current already is not entered: that takes as long as a copy's start.
+    """
     done: list[str] = []
 
     @contextlib.contextmanager
@@ -53,8 +56,9 @@ def test_a_stream_is_left_before_its_device(monkeypatch: pytest.MonkeyPatch) -> 
         yield
         done.append(f"leave {what}")
 
-    stream = types.SimpleNamespace(device="cuda:1")
+    stream = types.SimpleNamespace(device="cuda:1", device_index=1)
     monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("stream"))
     with on_stream(cast(Any, stream)):
         done.append("work")
@@ -62,6 +66,11 @@ def test_a_stream_is_left_before_its_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert done == order
     with on_stream(None):
         assert done == order
+    done.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with on_stream(cast(Any, stream)):
+        done.append("work")
+    assert done == ["enter stream", "work", "leave stream"]
 
 
 def test_values_of_the_host_stay_as_they_are() -> None:
