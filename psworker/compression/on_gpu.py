@@ -90,13 +90,13 @@ class DeviceFeedback(Feedback):
         """
         with self._lock:
             self._begin(push)
-            refused = check.start(grad)
+            check.start(grad)
             total, residual = grad, self._encoder.state.get(RESIDUAL)
             if residual is not None:
-                total = grad + residual
-                stays = torch.isfinite(total).all().logical_not() | (refused != 0)
+                total = grad + residual  # Not finite where the gradient is not.
+                stays = torch.isfinite(total).all().logical_not()
                 residual.copy_(torch.where(stays, residual, 0.0))
-            done = self._copies.to_host((host, total), check.copied)
+            done = self._copies.to_host((host, total))
 
         def ready() -> memoryview:
             done.wait()
@@ -175,7 +175,7 @@ class DeviceSide:
         self._host = torch.from_numpy(host)
         self._device = device
         self._copies = copies_of(device)
-        self._checks: dict[int, FiniteCheck] = {}
+        self._checks: dict[int, tuple[FiniteCheck, torch.Tensor]] = {}  # And the part of the host.
         self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
         self._newest: dict[int, Push] = {}  # By slice: the last push without error feedback.
         if device.type == "cuda":
@@ -211,16 +211,16 @@ class DeviceSide:
             flush: Whether the residual is added, uncompressed.
         """
         if index not in self._checks:
-            self._checks[index] = FiniteCheck(self._layout, index, self._device)
-        check = self._checks[index]
-        spec = self._layout.slices[index]
-        host = self._host[spec.start : spec.stop]
+            spec = self._layout.slices[index]
+            place = self._host[spec.start : spec.stop]
+            self._checks[index] = FiniteCheck(self._layout, index, self._device), place
+        check, host = self._checks[index]
         if isinstance(feedback, DeviceFeedback):
             if flush:
                 return feedback.start_flush(push, grad, check, host)
             return feedback.start(push, grad, check)
         check.start(grad)
-        done = self._copies.to_host((host, grad), check.copied)
+        done = self._copies.to_host((host, grad))
         self._newest[index] = push
 
         def ready() -> memoryview:

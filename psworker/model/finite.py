@@ -1,9 +1,9 @@
 """Finds NaN and Inf in a gradient on a device without waiting for the device.
 
-A gradient that is not encoded is checked on the device right before it is copied, by one kernel, or
-by torch where there are no kernels. The host reads the flag, which is copied to pinned memory, once
-the gradient has arrived, and then sends nothing. Only then is each tensor checked, to name one.
-Encoders check what they encode, with flags of their own.
+A gradient that is not encoded is checked on the device right before it is copied, by one kernel
+that writes a flag to pinned memory of the host, or by torch where there are no kernels. The host
+reads the flag once the gradient has arrived, and then sends nothing. Only then is each tensor
+checked, to name one. Encoders check what they encode, with flags of their own.
 """
 
 from __future__ import annotations
@@ -37,33 +37,24 @@ class FiniteCheck:
         self._spans = [(part.start, part.stop) for part in spec.segments]
         self._names = [layout.tensors[part.tensor].name for part in spec.segments]
         self._launch = launcher(device)
-        self._flags = torch.zeros(2, dtype=torch.int32, device=device)
-        self._host = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # Two results by turns: the kernel of a push that was given up may still be queued.
+        host = torch.zeros(2, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._hosts = list(host)
+        self._results = host.numpy()
+        self._turn = 0
 
-    def start(self, grad: torch.Tensor) -> torch.Tensor:
-        """Starts the check of `(numel,) float32` on the current stream; returns at once.
-
-        Returns:
-            `(1,) int32` on the device, not 0 where the gradient holds NaN or Inf.
-        """
-        refused = self._flags[1:]
+    def start(self, grad: torch.Tensor) -> None:
+        """Starts the check of `(numel,) float32` on the current stream; returns at once."""
+        self._turn = 1 - self._turn
+        host = self._hosts[self._turn]
         if self._launch is None:
-            refused.copy_(is_not_finite(grad))
+            host[1:].copy_(is_not_finite(grad).int(), non_blocking=True)
         else:
-            self._flags.zero_()
-            start_room(self._launch, grad, np.uint64(0), self._flags)
-        return refused
-
-    @property
-    def copied(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of the host for the result of `start`, and the result; `require_finite` reads it.
-
-        The caller copies it, on the way of the payload.
-        """
-        return self._host, self._flags
+            self._results[self._turn] = 0
+            start_room(self._launch, grad, np.uint64(0), host)
 
     def require_finite(self, grad: torch.Tensor, step: int) -> None:
-        """Raises if `start` has found NaN or Inf; `copied` must have been copied by then.
+        """Raises if `start` has found NaN or Inf; the stream must have made it by then.
 
         Args:
             grad: The gradient that was given to `start`.
@@ -72,7 +63,7 @@ class FiniteCheck:
         Raises:
             GradientError: The gradient holds NaN or Inf; names the tensor.
         """
-        if self._host[1]:
+        if self._results[self._turn, 1]:
             self.refuse(grad, step)
 
     def refuse(self, grad: torch.Tensor, step: int) -> NoReturn:

@@ -196,7 +196,7 @@ class FlatModel:
         self.views = GradViews(self.parameters, layout, self._grads_host if has_views else None)
         # The parameters' parts of the gradients of a device, as `state_view` returns them.
         self._places: list[torch.Tensor] = []
-        if self.is_on_device:
+        if self._grads_host is None:
             self._places = [self.state_view(self.grads, index) for index in range(len(starts))]
         self._cast: list[int] = []  # Parameters that are not views of the weights.
         self._homes: dict[int, int] = {}  # Addresses in the flat weights of the other parameters.
@@ -215,11 +215,6 @@ class FlatModel:
                 self._homes[index] = parameter.data_ptr()
             else:
                 self._cast.append(index)
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the gradients are in the memory of a device, such as a GPU."""
-        return self._grads_host is None
 
     @property
     def is_sharded(self) -> bool:
@@ -370,7 +365,7 @@ class FlatModel:
             parameter, start = self.parameters[index], self.layout.offsets[index]
             grad = parameter.grad
             assert grad is not None
-            if self.is_on_device:
+            if self._grads_host is None:
                 part = self._places[index]
                 compared[index] = part, dense(grad).to(part.dtype)
                 continue

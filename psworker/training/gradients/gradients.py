@@ -13,6 +13,7 @@ import torch
 
 from pscore.errors import GradientError
 from pscore.types import Role
+from psworker.model.device import is_on_device
 from psworker.training.gradients.attempts import Attempts
 from psworker.training.gradients.overlap import INSTEAD, EarlyGradients
 from psworker.training.table import TrainingTable
@@ -109,7 +110,7 @@ class Gradients:
         On a CPU it is gathered at once, while it is in the cache. A GPU gathers those of a slice
         together: each call from Python takes longer than most of these copies.
         """
-        if not self._flat.is_on_device:
+        if not is_on_device(self._flat.grads):
             self._gather([index])
             views = self._flat.views
             if views.can_attach(index) and self._may_attach(index):
