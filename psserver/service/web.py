@@ -1,19 +1,22 @@
 """The HTTP server of the metrics page and of the dashboard: uvicorn behind limits for strangers.
 
-A connection carries one request, and has a few seconds from its begin to the last byte of the
-answer, a TLS handshake included. There is a limited number of places. When all are taken, a
-newcomer gets the place of a connection that has not sent its request yet (`pscore.net.crowd`), so
-slow peers keep no probe waiting, however many they are.
+A connection carries one request. Its peer has a few seconds to send it, a TLS handshake included,
+and as many to take the answer; the time that this process needs is not counted. There is a limited
+number of places. When all are taken, a newcomer gets the place of a connection on which nothing
+whole has come, or that is slow (`pscore.net.crowd.Places`), so slow peers keep no probe waiting,
+however many they are. If there is none, newcomers wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -24,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from pscore.net import crowd, descriptors, sockets
+from pscore.net.crowd import Places, Stage
 
 CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.
@@ -32,6 +36,7 @@ NEWCOMERS = 4  # Connections that are begun with in one turn of the loop.
 ACCEPTING_S_MAX = 0.02  # Time for accepting connections in one turn of the loop.
 SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
 PAUSE_S = 0.1
+TICKS = 5  # The time of a peer is counted in so many parts.
 
 Answer = Callable[[Request], Awaitable[Response]]
 Newcomer = tuple[socket.socket, tuple[Any, ...]]  # An accepted connection, and its peer.
@@ -41,20 +46,45 @@ class HttpExchange(H11Protocol):
     """One connection: a request and its answer.
 
     Attributes:
-        address: Host at the other end.
+        accepted: The socket.
         ended: Done when the connection is closed.
     """
 
-    def __init__(self, address: str, config: Config, state: ServerState) -> None:
-        """Waits for the connection of a peer at `address`."""
+    def __init__(
+        self,
+        accepted: socket.socket,
+        places: Places[HttpExchange],
+        config: Config,
+        state: ServerState,
+    ) -> None:
+        """Waits for the connection over `accepted`, which holds one of the `places`."""
         super().__init__(config, state, {})
-        self.address = address
+        self.accepted = accepted
+        self.note = partial(places.advance, self)
         self.ended: asyncio.Future[None] = self.loop.create_future()
 
-    @property
-    def has_asked(self) -> bool:
-        """Whether the head of the request has come."""
-        return self.scope is not None
+    def data_received(self, data: bytes) -> None:
+        """Notes whether the head of the request has come."""
+        super().data_received(data)
+        if self.scope is not None:
+            self.note(Stage.ASKED)
+
+    def on_response_complete(self) -> None:
+        """Notes that the peer only has to take the answer."""
+        self.note(Stage.ANSWERED)
+        super().on_response_complete()
+
+    def close(self) -> None:
+        """Closes the connection, without the rest of the answer.
+
+        A handshake is not cancelled: asyncio may have begun to watch a descriptor that is closed
+        then, and that another connection has by now. It fails by itself.
+        """
+        if self.transport is not None:
+            self.transport.abort()
+            return
+        with contextlib.suppress(OSError):
+            self.accepted.shutdown(socket.SHUT_RDWR)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the exchange."""
@@ -63,11 +93,15 @@ class HttpExchange(H11Protocol):
             self.ended.set_result(None)
 
 
+# The one whose TLS is at work.
+_CURRENT: contextvars.ContextVar[HttpExchange] = contextvars.ContextVar("exchange")
+
+
 class WebServer:
     """An HTTP server inside the event loop of its process.
 
     Attributes:
-        accepting: Accepts connections, once it has started; it ends by `stop`, or by a bug.
+        accepting: Serves, once it has started; it ends by `stop`, or by a bug.
     """
 
     def __init__(
@@ -76,13 +110,15 @@ class WebServer:
         """Listens to nothing yet.
 
         Args:
-            answer: Returns the response to a request; the body of HEAD is left out.
-            seconds_max: Seconds for one connection.
-            context: TLS; None: none.
+            answer: Returns the response to a request, in one piece; the body of HEAD is left out.
+            seconds_max: Seconds that a peer may take for its request, and for the answer.
+            context: TLS of this server alone; None: none.
         """
         self._answer = answer
         self._seconds_max = seconds_max
         self._context = context
+        if context is not None:  # It is called when the first message of a peer is whole.
+            context.sni_callback = lambda *_: _CURRENT.get().note(Stage.BEGUN)
         self._config = Config(
             self._app,
             http=HttpExchange,
@@ -98,7 +134,8 @@ class WebServer:
         self._state = ServerState()
         self._state.default_headers = [(b"connection", b"close")]
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // DESCRIPTORS_SHARE)
-        self._open: dict[asyncio.Task[None], HttpExchange] = {}  # In order of arrival.
+        self._places: Places[HttpExchange] = Places(TICKS)
+        self._serving: dict[asyncio.Task[None], HttpExchange] = {}
         self.accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -112,20 +149,33 @@ class WebServer:
         listener.setblocking(False)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux: no turn is spent on silent connections.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
-        self.accepting = asyncio.create_task(self._accept(listener))
+        self.accepting = asyncio.create_task(self._run(listener))
         return int(listener.getsockname()[1])
 
     async def stop(self) -> None:
         """Stops listening, and closes all connections."""
         if self.accepting is None:
             return
-        tasks = [self.accepting, *self._open]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        self.accepting.cancel()
+        await asyncio.wait([self.accepting])
+        for exchange in self._serving.values():
+            exchange.close()
+        if self._serving:
+            await asyncio.wait(self._serving)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (await self._answer(Request(scope)))(scope, receive, send)
+
+    async def _run(self, listener: socket.socket) -> None:
+        async with asyncio.TaskGroup() as duties:
+            duties.create_task(self._accept(listener))
+            duties.create_task(self._limit_time())
+
+    async def _limit_time(self) -> None:
+        while True:
+            await asyncio.sleep(self._seconds_max / TICKS)
+            for exchange in self._places.tick():
+                exchange.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -145,10 +195,13 @@ class WebServer:
                         self._make_room()
                         await asyncio.sleep(PAUSE_S)
                 newcomers = self._thin_out(newcomers)
-                for accepted, (address, *_) in newcomers[:NEWCOMERS]:
+                num_begun = 0
+                while newcomers and num_begun < NEWCOMERS and self._has_room():
+                    accepted, (address, *_) = newcomers.pop(0)
                     self._start_serving(accepted, address)
-                del newcomers[:NEWCOMERS]
-                await asyncio.sleep(0)  # A few newcomers in a turn of the loop, then the others.
+                    num_begun += 1
+                # A few newcomers in a turn of the loop, then the others.
+                await asyncio.sleep(0 if num_begun or not newcomers else PAUSE_S)
         finally:
             for one in (listener, *(accepted for accepted, _ in newcomers)):
                 one.close()
@@ -159,7 +212,7 @@ class WebServer:
         A crowd that comes at once is closed as fast as the kernel hands it over, so its connections
         do not fill the kernel's queue, where those of others would be lost.
         """
-        excess = len(newcomers) - max(NEWCOMERS, self._connections_max - len(self._open))
+        excess = len(newcomers) - max(NEWCOMERS, self._connections_max - len(self._places))
         if excess <= 0:
             return newcomers
         poll = select.poll()
@@ -172,36 +225,36 @@ class WebServer:
             accepted.close()
         return [newcomer for newcomer in newcomers if newcomer[0] not in closing]
 
+    def _has_room(self) -> bool:
+        """Returns whether there is a place for a newcomer, and makes one if that may be."""
+        return len(self._places) < self._connections_max or self._make_room()
+
+    def _make_room(self) -> bool:
+        """Closes the connection that has the least claim to its place, if one may be closed."""
+        exchange = self._places.choose()
+        if exchange is None:
+            return False
+        self._places.leave(exchange)
+        exchange.close()
+        return True
+
     def _start_serving(self, accepted: socket.socket, address: str) -> None:
-        if len(self._open) >= self._connections_max:
-            self._make_room()
-        exchange = HttpExchange(address, self._config, self._state)
-        task = asyncio.create_task(self._serve(accepted, exchange))
-        self._open[task] = exchange
-        task.add_done_callback(lambda _: accepted.close())
-        task.add_done_callback(lambda task: self._open.pop(task, None))
+        exchange = HttpExchange(accepted, self._places, self._config, self._state)
+        self._places.enter(exchange, address)
+        task = asyncio.create_task(self._serve(exchange))
+        self._serving[task] = exchange
+        task.add_done_callback(self._end_serving)
 
-    def _make_room(self) -> None:
-        """Closes the connection that has the least claim to its place, if there is one."""
-        held = [
-            (task, exchange.address, exchange.has_asked) for task, exchange in self._open.items()
-        ]
-        waiting = [(task, address) for task, address, has_asked in held if not has_asked]
-        if held:
-            (task,) = crowd.to_close(waiting or [(task, address) for task, address, _ in held])
-            del self._open[task]
-            task.cancel()
+    def _end_serving(self, task: asyncio.Task[None]) -> None:
+        exchange = self._serving.pop(task)
+        self._places.leave(exchange)
+        exchange.accepted.close()
 
-    async def _serve(self, accepted: socket.socket, exchange: HttpExchange) -> None:
+    async def _serve(self, exchange: HttpExchange) -> None:
         loop = asyncio.get_running_loop()
-        transport: asyncio.Transport | None = None
-        try:
-            with contextlib.suppress(OSError):  # Also of TLS, and the end of the time.
-                async with asyncio.timeout(self._seconds_max):
-                    transport, _ = await loop.connect_accepted_socket(
-                        lambda: exchange, accepted, ssl=self._context
-                    )
-                    await exchange.ended
-        finally:
-            if transport is not None:
-                transport.abort()
+        _CURRENT.set(exchange)
+        with contextlib.suppress(OSError):  # Also of TLS.
+            await loop.connect_accepted_socket(
+                lambda: exchange, exchange.accepted, ssl=self._context
+            )
+            await exchange.ended

@@ -49,15 +49,6 @@ def ask(port: int, path: str, context: ssl.SSLContext | None = None) -> tuple[in
     return answer.status, body
 
 
-def ask_again(port: int, path: str, context: ssl.SSLContext) -> tuple[int, bytes]:
-    """Asks up to three times, as a kubelet does: a busy machine may close a connection for one
-    that is accepted later."""
-    for _ in range(2):
-        with contextlib.suppress(ConnectionError):
-            return ask(port, path, context)
-    return ask(port, path, context)
-
-
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with Command(tmp_path_factory.mktemp("probed")).detached() as run:
@@ -79,7 +70,7 @@ def test_slow_peers_do_not_keep_a_probe_over_tls_waiting(tmp_path: Path) -> None
         context = ssl.create_default_context(cafile=strong.files / "ca.pem")
         with crowd(port, 600, b"\x16\x03\x01"):  # The begin of a TLS handshake.
             for _ in range(NUM_PROBES):
-                assert ask_again(port, "/healthz", context) == (200, b"ready\n")
+                assert ask(port, "/healthz", context) == (200, b"ready\n")
 
 
 def test_slow_peers_do_not_hold_the_places_of_the_dashboard(tmp_path: Path) -> None:

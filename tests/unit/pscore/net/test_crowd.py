@@ -1,6 +1,6 @@
 """Which connection goes when there are too many."""
 
-from pscore.net.crowd import to_close
+from pscore.net.crowd import SAFE_TICKS, Places, Stage, to_close
 
 
 def test_the_oldest_of_the_address_with_most_goes() -> None:
@@ -22,3 +22,43 @@ def test_one_address_does_not_take_the_places_of_others() -> None:
             (gone,) = to_close(held)
             held = [each for each in held if each[0] != gone]
     assert (0, "honest") in held
+
+
+def test_who_speaks_keeps_its_place_before_any_number_of_silent_ones() -> None:
+    places = Places[int](5)
+    places.enter(0, "a")
+    places.advance(0, Stage.BEGUN)
+    places.enter(1, "b")
+    for number in range(2, 1000):
+        assert places.choose() == number - 1
+        places.leave(number - 1)
+        places.enter(number, "b")
+
+
+def test_who_speaks_is_safe_for_a_while_and_one_that_is_answered_always() -> None:
+    places = Places[str](5)
+    for name, stage in (("slow", Stage.BEGUN), ("asked", Stage.ASKED), ("takes", Stage.ANSWERED)):
+        places.enter(name, "a")
+        places.advance(name, stage)
+    for _ in range(SAFE_TICKS):
+        assert places.choose() is None
+        assert places.tick() == []
+    assert places.choose() == "slow"
+    places.leave("slow")
+    assert places.choose() == "takes"
+    places.leave("takes")
+    assert places.choose() is None
+
+
+def test_the_time_of_the_answer_does_not_count() -> None:
+    places = Places[str](3)
+    for name in ("asks", "silent"):
+        places.enter(name, "a")
+    assert [places.tick() for _ in range(2)] == [[], []]
+    places.advance("asks", Stage.ASKED)
+    assert [places.tick() for _ in range(3)] == [[], ["silent"], ["silent"]]
+    places.leave("silent")
+    places.advance("asks", Stage.ANSWERED)
+    places.advance("asks", Stage.BEGUN)  # A handshake that goes on: no way back.
+    places.advance("gone", Stage.ASKED)
+    assert [places.tick() for _ in range(4)] == [[], [], [], ["asks"]]

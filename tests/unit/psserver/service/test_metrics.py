@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from pscore.types import Verdict
+from psserver.access import certs
 from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
@@ -242,6 +245,101 @@ def test_a_newcomer_gets_the_place_of_one_that_has_not_asked() -> None:
         assert (await first.read()).endswith(b"here")
         for _, each in [(first, writer), *idle]:
             each.close()
+        await server.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_handshake_under_way_keeps_its_place(tmp_path: Path) -> None:
+    """A probe on a busy machine: a crowd comes between the server's part and its own."""
+    certs.make(tmp_path, [], days=1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    context.num_tickets = 0  # As shards do: the handshake is over with one message of each side.
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    probe = ssl.create_default_context(cafile=tmp_path / "ca.pem").wrap_bio(
+        received, sent, server_hostname="localhost"
+    )
+
+    async def scene() -> None:
+        page = MetricsPage(make_engine(), lambda: True)
+        server = WebServer(page.answer, seconds_max=WAIT_S, context=context)
+        server._connections_max = 2
+        port = await server.start("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with pytest.raises(ssl.SSLWantReadError):
+            probe.do_handshake()
+        writer.write(sent.read())
+        received.write(await reader.read(1 << 16))
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        for _, each in crowd:
+            each.write(b"\x16\x03\x01")
+        for silent, _ in crowd[:-1]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await silent.read() == b""
+        probe.do_handshake()
+        probe.write(get("/healthz"))
+        writer.write(sent.read())
+        received.write(await reader.read(1 << 16))
+        assert probe.read().startswith(b"HTTP/1.1 200 ")
+        for _, each in [(reader, writer), *crowd]:
+            each.close()
+        await server.stop()
+
+    asyncio.run(scene())
+
+
+def test_the_time_of_the_answer_is_not_that_of_the_peer() -> None:
+    """One that has asked is answered, long after one that has not was closed."""
+
+    async def scene() -> None:
+        may_end = asyncio.Event()
+
+        async def answer(request: Request) -> Response:
+            await may_end.wait()
+            return PlainTextResponse("here")
+
+        server = WebServer(answer, seconds_max=0.01)
+        port = await server.start("127.0.0.1", 0)
+        both = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        (asked, writer), (silent, other) = both
+        writer.write(get("/"))
+        for _ in range(2):
+            other.write(b"G")
+            with contextlib.suppress(ConnectionResetError):
+                assert await silent.read() == b""
+            other.close()
+            silent, other = await asyncio.open_connection("127.0.0.1", port)
+        may_end.set()
+        assert (await asked.read()).endswith(b"here")
+        for each in (writer, other):
+            each.close()
+        await server.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_newcomer_waits_while_all_places_are_of_peers_that_are_answered() -> None:
+    async def scene() -> None:
+        asked, may_end = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: Request) -> Response:
+            asked.set()
+            await may_end.wait()
+            return PlainTextResponse("here")
+
+        server = WebServer(answer, seconds_max=WAIT_S)
+        server._connections_max = 1
+        port = await server.start("127.0.0.1", 0)
+        both = []
+        for _ in range(2):
+            both.append(await asyncio.open_connection("127.0.0.1", port))
+            both[-1][1].write(get("/"))
+            await asked.wait()
+        may_end.set()
+        for reader, writer in both:
+            assert (await reader.read()).endswith(b"here")
+            writer.close()
         await server.stop()
 
     asyncio.run(scene())
