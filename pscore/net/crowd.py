@@ -2,7 +2,7 @@
 
 The oldest connections of the addresses that have most of them are closed. So a newcomer that speaks
 at once is heard, however many connections others hold and say nothing on, and one address cannot
-take the places of all. Once the first message of a peer has come whole (`Places`), it is given a
+take the places of all. Once the first message of a peer has come whole (`OpenExchanges`), it is given a
 while in which nobody takes its place.
 """
 
@@ -18,7 +18,7 @@ K = TypeVar("K", bound=Hashable)
 SAFE_TICKS = 2  # A peer that speaks keeps its place for one tick at least, and for two at most.
 
 
-class Stage(enum.IntEnum):
+class ExchangeStage(enum.IntEnum):
     """How far an exchange of one request and its answer has come."""
 
     SILENT = 0  # No message of the peer has come whole.
@@ -28,13 +28,13 @@ class Stage(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class _Place:
+class _Exchange:
     address: str
-    stage: Stage = Stage.SILENT
+    stage: ExchangeStage = ExchangeStage.SILENT
     ticks: int = 0  # Those that the peer has let pass.
 
 
-class Places(Generic[K]):
+class OpenExchanges(Generic[K]):
     """Exchanges that are open, and which of them goes.
 
     Time is counted in ticks of the caller's loop, so a loop that stands still for long, on a busy
@@ -44,21 +44,21 @@ class Places(Generic[K]):
     def __init__(self, ticks_max: int) -> None:
         """Gives a peer `ticks_max` ticks for its request, and as many for the answer."""
         self._ticks_max = ticks_max
-        self._held: dict[K, _Place] = {}  # In order of arrival.
+        self._held: dict[K, _Exchange] = {}  # In order of arrival.
 
     def __len__(self) -> int:
         return len(self._held)
 
     def enter(self, exchange: K, address: str) -> None:
         """Adds an exchange with a peer at `address`."""
-        self._held[exchange] = _Place(address)
+        self._held[exchange] = _Exchange(address)
 
-    def advance(self, exchange: K, stage: Stage) -> None:
+    def advance(self, exchange: K, stage: ExchangeStage) -> None:
         """Notes that an exchange, which may have left, has come so far."""
         place = self._held.get(exchange)
         if place is not None and stage > place.stage:
             place.stage = stage
-            if stage is Stage.ANSWERED:
+            if stage is ExchangeStage.ANSWERED:
                 place.ticks = 0
 
     def leave(self, exchange: K) -> None:
@@ -68,16 +68,16 @@ class Places(Generic[K]):
     def tick(self) -> list[K]:
         """Counts a tick, and returns the exchanges whose peers have no time left."""
         for place in self._held.values():
-            place.ticks += place.stage is not Stage.ASKED
+            place.ticks += place.stage is not ExchangeStage.ASKED
         return [it for it, place in self._held.items() if place.ticks > self._ticks_max]
 
     def choose(self) -> K | None:
         """Returns the exchange that goes for a newcomer; None: each keeps its place for now."""
         silent, slow = [], []
         for exchange, place in self._held.items():
-            if place.stage is Stage.SILENT:
+            if place.stage is ExchangeStage.SILENT:
                 silent.append((exchange, place.address))
-            elif place.stage is not Stage.ASKED and place.ticks >= SAFE_TICKS:
+            elif place.stage is not ExchangeStage.ASKED and place.ticks >= SAFE_TICKS:
                 slow.append((exchange, place.address))
         return next(iter(to_close(silent or slow)), None)
 

@@ -3,7 +3,7 @@
 A connection carries one request. Its peer has a few seconds to send it, a TLS handshake included,
 and as many to take the answer; the time that this process needs is not counted. There is a limited
 number of places. When all are taken, a newcomer gets the place of a connection on which nothing
-whole has come, or that is slow (`pscore.net.crowd.Places`), so slow peers keep no probe waiting,
+whole has come, or that is slow (`pscore.net.crowd.OpenExchanges`), so slow peers keep no probe waiting,
 however many they are. If there is none, newcomers wait.
 """
 
@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from pscore.net import crowd, descriptors, sockets
-from pscore.net.crowd import Places, Stage
+from pscore.net.crowd import OpenExchanges, ExchangeStage
 
 CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.
@@ -53,7 +53,7 @@ class HttpExchange(H11Protocol):
     def __init__(
         self,
         accepted: socket.socket,
-        places: Places[HttpExchange],
+        places: OpenExchanges[HttpExchange],
         config: Config,
         state: ServerState,
     ) -> None:
@@ -67,11 +67,11 @@ class HttpExchange(H11Protocol):
         """Notes whether the head of the request has come."""
         super().data_received(data)
         if self.scope is not None:
-            self.note(Stage.ASKED)
+            self.note(ExchangeStage.ASKED)
 
     def on_response_complete(self) -> None:
         """Notes that the peer only has to take the answer."""
-        self.note(Stage.ANSWERED)
+        self.note(ExchangeStage.ANSWERED)
         super().on_response_complete()
 
     def close(self) -> None:
@@ -102,6 +102,7 @@ class WebServer:
 
     Attributes:
         accepting: Serves, once it has started; it ends by `stop`, or by a bug.
+        connections_max: Number of places.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class WebServer:
         self._seconds_max = seconds_max
         self._context = context
         if context is not None:  # It is called when the first message of a peer is whole.
-            context.sni_callback = lambda *_: _CURRENT.get().note(Stage.BEGUN)
+            context.sni_callback = lambda *_: _CURRENT.get().note(ExchangeStage.BEGUN)
         self._config = Config(
             self._app,
             http=HttpExchange,
@@ -133,8 +134,8 @@ class WebServer:
         )
         self._state = ServerState()
         self._state.default_headers = [(b"connection", b"close")]
-        self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // DESCRIPTORS_SHARE)
-        self._places: Places[HttpExchange] = Places(TICKS)
+        self.connections_max = min(CONNECTIONS_MAX, descriptors.limit() // DESCRIPTORS_SHARE)
+        self._places: OpenExchanges[HttpExchange] = OpenExchanges(TICKS)
         self._serving: dict[asyncio.Task[None], HttpExchange] = {}
         self.accepting: asyncio.Task[None] | None = None
 
@@ -186,7 +187,7 @@ class WebServer:
                     if not newcomers:
                         newcomers.append(await loop.sock_accept(listener))
                     end_s = loop.time() + ACCEPTING_S_MAX
-                    while len(newcomers) < self._connections_max and loop.time() < end_s:
+                    while len(newcomers) < self.connections_max and loop.time() < end_s:
                         newcomers.append(listener.accept())
                 except BlockingIOError:
                     pass  # No more of them wait.
@@ -212,7 +213,7 @@ class WebServer:
         A crowd that comes at once is closed as fast as the kernel hands it over, so its connections
         do not fill the kernel's queue, where those of others would be lost.
         """
-        excess = len(newcomers) - max(NEWCOMERS, self._connections_max - len(self._places))
+        excess = len(newcomers) - max(NEWCOMERS, self.connections_max - len(self._places))
         if excess <= 0:
             return newcomers
         poll = select.poll()
@@ -227,7 +228,7 @@ class WebServer:
 
     def _has_room(self) -> bool:
         """Returns whether there is a place for a newcomer, and makes one if that may be."""
-        return len(self._places) < self._connections_max or self._make_room()
+        return len(self._places) < self.connections_max or self._make_room()
 
     def _make_room(self) -> bool:
         """Closes the connection that has the least claim to its place, if one may be closed."""

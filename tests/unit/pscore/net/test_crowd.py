@@ -1,6 +1,6 @@
 """Which connection goes when there are too many."""
 
-from pscore.net.crowd import SAFE_TICKS, Places, Stage, to_close
+from pscore.net.crowd import SAFE_TICKS, OpenExchanges, ExchangeStage, to_close
 
 
 def test_the_oldest_of_the_address_with_most_goes() -> None:
@@ -25,9 +25,9 @@ def test_one_address_does_not_take_the_places_of_others() -> None:
 
 
 def test_who_speaks_keeps_its_place_before_any_number_of_silent_ones() -> None:
-    places = Places[int](5)
+    places = OpenExchanges[int](5)
     places.enter(0, "a")
-    places.advance(0, Stage.BEGUN)
+    places.advance(0, ExchangeStage.BEGUN)
     places.enter(1, "b")
     for number in range(2, 1000):
         assert places.choose() == number - 1
@@ -36,8 +36,12 @@ def test_who_speaks_keeps_its_place_before_any_number_of_silent_ones() -> None:
 
 
 def test_who_speaks_is_safe_for_a_while_and_one_that_is_answered_always() -> None:
-    places = Places[str](5)
-    for name, stage in (("slow", Stage.BEGUN), ("asked", Stage.ASKED), ("takes", Stage.ANSWERED)):
+    places = OpenExchanges[str](5)
+    for name, stage in (
+        ("slow", ExchangeStage.BEGUN),
+        ("asked", ExchangeStage.ASKED),
+        ("takes", ExchangeStage.ANSWERED),
+    ):
         places.enter(name, "a")
         places.advance(name, stage)
     for _ in range(SAFE_TICKS):
@@ -51,14 +55,14 @@ def test_who_speaks_is_safe_for_a_while_and_one_that_is_answered_always() -> Non
 
 
 def test_the_time_of_the_answer_does_not_count() -> None:
-    places = Places[str](3)
+    places = OpenExchanges[str](3)
     for name in ("asks", "silent"):
         places.enter(name, "a")
     assert [places.tick() for _ in range(2)] == [[], []]
-    places.advance("asks", Stage.ASKED)
+    places.advance("asks", ExchangeStage.ASKED)
     assert [places.tick() for _ in range(3)] == [[], ["silent"], ["silent"]]
     places.leave("silent")
-    places.advance("asks", Stage.ANSWERED)
-    places.advance("asks", Stage.BEGUN)  # A handshake that goes on: no way back.
-    places.advance("gone", Stage.ASKED)
+    places.advance("asks", ExchangeStage.ANSWERED)
+    places.advance("asks", ExchangeStage.BEGUN)  # A handshake that goes on: no way back.
+    places.advance("gone", ExchangeStage.ASKED)
     assert [places.tick() for _ in range(4)] == [[], [], [], ["asks"]]

@@ -230,7 +230,7 @@ def test_a_newcomer_gets_the_place_of_one_that_has_not_asked() -> None:
             return PlainTextResponse("here")
 
         server = WebServer(answer, seconds_max=WAIT_S)
-        server._connections_max = 2
+        server.connections_max = 2
         port = await server.start("127.0.0.1", 0)
         first, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(get("/"))
@@ -264,7 +264,7 @@ def test_a_handshake_under_way_keeps_its_place(tmp_path: Path) -> None:
     async def scene() -> None:
         page = MetricsPage(make_engine(), lambda: True)
         server = WebServer(page.answer, seconds_max=WAIT_S, context=context)
-        server._connections_max = 2
+        server.connections_max = 2
         port = await server.start("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with pytest.raises(ssl.SSLWantReadError):
@@ -329,7 +329,7 @@ def test_a_newcomer_waits_while_all_places_are_of_peers_that_are_answered() -> N
             return PlainTextResponse("here")
 
         server = WebServer(answer, seconds_max=WAIT_S)
-        server._connections_max = 1
+        server.connections_max = 1
         port = await server.start("127.0.0.1", 0)
         both = []
         for _ in range(2):
