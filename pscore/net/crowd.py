@@ -2,8 +2,8 @@
 
 The oldest connections of the addresses that have most of them are closed. So a newcomer that speaks
 at once is heard, however many connections others hold and say nothing on, and one address cannot
-take the places of all. Once the first message of a peer has come whole (`OpenExchanges`), it is given a
-while in which nobody takes its place.
+take the places of all. Once the first message of a peer has come whole (`OpenExchanges`), nobody
+takes its place for a while.
 """
 
 from __future__ import annotations

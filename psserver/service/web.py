@@ -3,8 +3,8 @@
 A connection carries one request. Its peer has a few seconds to send it, a TLS handshake included,
 and as many to take the answer; the time that this process needs is not counted. There is a limited
 number of places. When all are taken, a newcomer gets the place of a connection on which nothing
-whole has come, or that is slow (`pscore.net.crowd.OpenExchanges`), so slow peers keep no probe waiting,
-however many they are. If there is none, newcomers wait.
+whole has come, or that is slow (`pscore.net.crowd.OpenExchanges`), so slow peers keep no probe
+waiting, however many they are. If there is none, newcomers wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from pscore.net import crowd, descriptors, sockets
-from pscore.net.crowd import OpenExchanges, ExchangeStage
+from pscore.net.crowd import ExchangeStage, OpenExchanges
 
 CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.

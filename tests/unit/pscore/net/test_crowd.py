@@ -1,6 +1,6 @@
 """Which connection goes when there are too many."""
 
-from pscore.net.crowd import SAFE_TICKS, OpenExchanges, ExchangeStage, to_close
+from pscore.net.crowd import SAFE_TICKS, ExchangeStage, OpenExchanges, to_close
 
 
 def test_the_oldest_of_the_address_with_most_goes() -> None:
@@ -24,7 +24,7 @@ def test_one_address_does_not_take_the_places_of_others() -> None:
     assert (0, "honest") in held
 
 
-def test_who_speaks_keeps_its_place_before_any_number_of_silent_ones() -> None:
+def test_a_peer_that_speaks_keeps_its_place_before_any_number_of_silent_ones() -> None:
     places = OpenExchanges[int](5)
     places.enter(0, "a")
     places.advance(0, ExchangeStage.BEGUN)
@@ -35,7 +35,7 @@ def test_who_speaks_keeps_its_place_before_any_number_of_silent_ones() -> None:
         places.enter(number, "b")
 
 
-def test_who_speaks_is_safe_for_a_while_and_one_that_is_answered_always() -> None:
+def test_a_peer_that_speaks_is_safe_for_a_while_and_one_that_is_answered_always() -> None:
     places = OpenExchanges[str](5)
     for name, stage in (
         ("slow", ExchangeStage.BEGUN),
