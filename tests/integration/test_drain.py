@@ -1,5 +1,6 @@
 """A shard moves to another process while workers train, and processes are killed meanwhile."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from tests.integration.command import Command, eventually, gone, taken_port
 
 DEADLINE_S = 200.0
 STEPS = 60
+Results = list[tuple[int, list[float]]]  # Of each worker: its clock, and the weights.
 
 
 def train(station: Station, last: int) -> tuple[int, list[float]]:
@@ -29,7 +31,7 @@ def train(station: Station, last: int) -> tuple[int, list[float]]:
     Returns:
         Its clock, and the weights.
     """
-    drawn = torch.Generator().manual_seed(int(psworker_rank()))
+    drawn = torch.Generator().manual_seed(int(os.environ["RANK"]))
     parts = [torch.nn.Parameter(torch.zeros(1 << 17)) for _ in range(4)]
     named = [(str(number), part) for number, part in enumerate(parts)]
     inner = torch.optim.SGD(parts, lr=0.1, momentum=0.9)
@@ -44,13 +46,6 @@ def train(station: Station, last: int) -> tuple[int, list[float]]:
     found = values[:: 1 << 10].tolist()
     optimizer.close()
     return optimizer.clock, found
-
-
-def psworker_rank() -> str:
-    """Returns the rank of this process, before it has joined."""
-    import os
-
-    return os.environ["RANK"]
 
 
 class Place:
@@ -110,7 +105,7 @@ class Scene:
         reply = move(self.second.address, self.empty.address, mbit, ANYONE, tell)
         assert reply.pause_s > 0
 
-    def results(self) -> list[tuple[int, list[float]]]:
+    def results(self) -> Results:
         return results_of(self.workers)
 
 
@@ -120,8 +115,17 @@ def status_of(address: str) -> StatusReply:
     return found
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, list[float]]]:
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    """Processes whose workers have made ten steps."""
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        scene.reach(10)
+        yield scene
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The results of a run without a move."""
     with ExitStack() as stack:
         return Scene(tmp_path_factory.mktemp("undisturbed"), stack).results()
@@ -129,53 +133,44 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, lis
 
 @pytest.mark.slow
 def test_a_shard_moves_and_its_old_process_is_stopped_meanwhile_bits_stay(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    scene: Scene, undisturbed: Results
 ) -> None:
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        scene.drain()
-        assert status_of(scene.second.address).shard.moved_to == scene.empty.address
-        assert [job.job for job in status_of(scene.empty.address).jobs] == ["night"]
-        ask.drain([scene.second.address], 1.0)
-        assert scene.source.wait(60) == 0
-        assert scene.results() == undisturbed
+    scene.drain()
+    assert status_of(scene.second.address).shard.moved_to == scene.empty.address
+    assert [job.job for job in status_of(scene.empty.address).jobs] == ["night"]
+    ask.drain([scene.second.address], 1.0)
+    assert scene.source.wait(60) == 0
+    assert scene.results() == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["source", "target"])
 def test_a_process_is_killed_while_the_journals_are_copied_and_the_shard_stays(
-    victim: str, tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    victim: str, scene: Scene, undisturbed: Results
 ) -> None:
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        killed = scene.source if victim == "source" else scene.target
+    killed = scene.source if victim == "source" else scene.target
 
-        def kill(phase: str) -> None:
-            assert phase == "copying"
-            kill_child(killed)
+    def kill(phase: str) -> None:
+        assert phase == "copying"
+        kill_child(killed)
 
-        with pytest.raises(CommandError):
-            scene.drain(1, kill)
-        eventually(lambda: is_well(scene.second.address) and is_well(scene.empty.address))
-        scene.drain()
-        assert scene.results() == undisturbed
+    with pytest.raises(CommandError):
+        scene.drain(1, kill)
+    eventually(lambda: is_well(scene.second.address) and is_well(scene.empty.address))
+    scene.drain()
+    assert scene.results() == undisturbed
 
 
 @pytest.mark.slow
 def test_both_processes_are_killed_after_a_move_and_each_knows_its_place(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    scene: Scene, undisturbed: Results
 ) -> None:
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        scene.drain()
-        kill_child(scene.target)
-        kill_child(scene.source)
-        old, new = scene.second.address, scene.empty.address
-        eventually(lambda: is_well(old) and status_of(old).shard.moved_to == new)
-        assert scene.results() == undisturbed
+    scene.drain()
+    kill_child(scene.target)
+    kill_child(scene.source)
+    old, new = scene.second.address, scene.empty.address
+    eventually(lambda: is_well(old) and status_of(old).shard.moved_to == new)
+    assert scene.results() == undisturbed
 
 
 def is_well(address: str) -> bool:
@@ -189,7 +184,7 @@ def is_well(address: str) -> bool:
 
 @pytest.mark.slow
 def test_the_last_step_fails_and_the_shard_answers_its_workers_again(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    tmp_path: Path, scene: Scene, undisturbed: Results
 ) -> None:
     incoming = tmp_path / "c" / "state" / "journal" / "incoming-shard-1-of-2"
 
@@ -198,13 +193,10 @@ def test_the_last_step_fails_and_the_shard_answers_its_workers_again(
             eventually(lambda: any(incoming.glob("*/arena")))
             (incoming / "prepared.json").mkdir()  # So the mark cannot be written.
 
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        with pytest.raises(CommandError, match="has shard 1, this process has 0"):
-            move(scene.second.address, scene.first.address, 0, ANYONE, print)
-        with pytest.raises(CommandError, match="no room for the journals"):
-            scene.drain(8, obstruct)
-        assert "no room" in status_of(scene.second.address).moving
-        scene.drain()
-        assert scene.results() == undisturbed
+    with pytest.raises(CommandError, match="has shard 1, this process has 0"):
+        move(scene.second.address, scene.first.address, 0, ANYONE, print)
+    with pytest.raises(CommandError, match="no room for the journals"):
+        scene.drain(8, obstruct)
+    assert "no room" in status_of(scene.second.address).moving
+    scene.drain()
+    assert scene.results() == undisturbed

@@ -2,7 +2,6 @@
 
 import re
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
 
@@ -14,9 +13,17 @@ from pscore.pb.ps.v1.standby_pb2 import MoveRequest
 from psserver.exits import CommandError
 from psserver.remote.drain import move, promote
 from tests.integration.command import eventually
-from tests.integration.test_drain import Scene, is_well, kill_child, status_of, undisturbed
+from tests.integration.test_drain import (
+    Results,
+    Scene,
+    is_well,
+    kill_child,
+    scene,
+    status_of,
+    undisturbed,
+)
 
-__all__ = ["undisturbed"]  # The fixture.
+__all__ = ["scene", "undisturbed"]  # The fixtures.
 
 
 def stand(scene: Scene, register: str = "") -> list[str]:
@@ -50,103 +57,88 @@ def promoted(address: str) -> bool:
         return False
 
 
+@pytest.fixture
+def register(tmp_path: Path) -> Path:
+    """An empty folder, in which shard and standby make claims."""
+    (tmp_path / "register").mkdir()
+    return tmp_path / "register"
+
+
 @pytest.mark.slow
 def test_a_machine_is_lost_and_its_standby_is_promoted_bits_stay(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    scene: Scene, undisturbed: Results
 ) -> None:
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        with pytest.raises(CommandError, match="on the shard's host"):
-            move(scene.second.address, scene.empty.address, 0, ANYONE, print, standby=MoveRequest())
-        assert re.match(r"the standby needs \d+\.\d MB of memory, and .* Mbit/s", stand(scene)[0])
-        with pytest.raises(CommandError, match="still sends"):
-            promote(scene.empty.address, ANYONE)
-        scene.reach(20)
-        lose(scene.source)
-        eventually(lambda: promoted(scene.empty.address))
-        assert scene.results() == undisturbed
+    with pytest.raises(CommandError, match="on the shard's host"):
+        move(scene.second.address, scene.empty.address, 0, ANYONE, print, standby=MoveRequest())
+    assert re.match(r"the standby needs \d+\.\d MB of memory, and .* Mbit/s", stand(scene)[0])
+    with pytest.raises(CommandError, match="still sends"):
+        promote(scene.empty.address, ANYONE)
+    scene.reach(20)
+    lose(scene.source)
+    eventually(lambda: promoted(scene.empty.address))
+    assert scene.results() == undisturbed
 
 
 @pytest.mark.slow
 def test_a_standby_is_killed_and_the_shard_goes_on_and_gets_it_back(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    scene: Scene, undisturbed: Results
 ) -> None:
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        stand(scene)
-        kill_child(scene.target)
-        eventually(lambda: "followed" not in status_of(scene.second.address).moving)
-        scene.reach(20)
-        eventually(lambda: follows(scene))
-        move(scene.second.address, scene.empty.address, 0, ANYONE, print)  # To the standby.
-        assert scene.results() == undisturbed
+    stand(scene)
+    kill_child(scene.target)
+    eventually(lambda: "followed" not in status_of(scene.second.address).moving)
+    scene.reach(20)
+    eventually(lambda: follows(scene))
+    move(scene.second.address, scene.empty.address, 0, ANYONE, print)  # To the standby.
+    assert scene.results() == undisturbed
 
 
 @pytest.mark.slow
 def test_a_shard_with_a_standby_is_killed_and_comes_back_or_finds_it_promoted(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    scene: Scene, undisturbed: Results
 ) -> None:
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        stand(scene)
-        kill_child(scene.source)
-        scene.reach(20)
-        eventually(lambda: follows(scene))
-        scene.reach(30)
-        assert scene.results() == undisturbed
-        assert is_well(scene.empty.address)
+    stand(scene)
+    kill_child(scene.source)
+    scene.reach(20)
+    eventually(lambda: follows(scene))
+    scene.reach(30)
+    assert scene.results() == undisturbed
+    assert is_well(scene.empty.address)
 
 
 @pytest.mark.slow
 def test_a_machine_is_lost_and_its_standby_takes_over_without_a_person_bits_stay(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    register: Path, scene: Scene, undisturbed: Results
 ) -> None:
-    (tmp_path / "register").mkdir()
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        stand(scene, str(tmp_path / "register"))
-        scene.reach(20)
-        lose(scene.source)
-        assert scene.results() == undisturbed
-        assert "was silent 1.0 s" in status_of(scene.empty.address).moving
+    stand(scene, str(register))
+    scene.reach(20)
+    lose(scene.source)
+    assert scene.results() == undisturbed
+    assert "was silent 1.0 s" in status_of(scene.empty.address).moving
 
 
 @pytest.mark.slow
 def test_a_shard_is_stopped_while_its_standby_takes_over_and_answers_nobody_afterwards(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    register: Path, scene: Scene, undisturbed: Results
 ) -> None:
-    (tmp_path / "register").mkdir()
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        stand(scene, str(tmp_path / "register"))
-        scene.reach(20)
-        (child,) = psutil.Process(scene.source.pid).children()
-        child.suspend()  # As a machine that is cut off: workers' connections stay.
-        assert scene.results() == undisturbed
-        assert "epoch 3:" in status_of(scene.empty.address).moving
-        child.resume()
-        eventually(lambda: status_of(scene.second.address).shard.moved_to == scene.empty.address)
+    stand(scene, str(register))
+    scene.reach(20)
+    (child,) = psutil.Process(scene.source.pid).children()
+    child.suspend()  # As a machine that is cut off: workers' connections stay.
+    assert scene.results() == undisturbed
+    assert "epoch 3:" in status_of(scene.empty.address).moving
+    child.resume()
+    eventually(lambda: status_of(scene.second.address).shard.moved_to == scene.empty.address)
 
 
 @pytest.mark.slow
 def test_a_standby_is_killed_and_the_register_keeps_it_from_taking_over_later(
-    tmp_path: Path, undisturbed: list[tuple[int, list[float]]]
+    register: Path, scene: Scene, undisturbed: Results
 ) -> None:
-    register = tmp_path / "register"
-    register.mkdir()
-    with ExitStack() as stack:
-        scene = Scene(tmp_path, stack)
-        scene.reach(10)
-        stand(scene, str(register))
-        (child,) = psutil.Process(scene.target.pid).children()
-        child.suspend()  # The shard goes on alone once a call has hung for 10 s.
-        eventually(lambda: (register / "shard-1-of-2.3.claim").exists())
-        child.resume()
-        eventually(lambda: (register / "shard-1-of-2.4.claim").exists())  # It is followed again.
-        kill_child(scene.source)
-        assert scene.results() == undisturbed
+    stand(scene, str(register))
+    (child,) = psutil.Process(scene.target.pid).children()
+    child.suspend()  # The shard goes on alone once a call has hung for 10 s.
+    eventually(lambda: (register / "shard-1-of-2.3.claim").exists())
+    child.resume()
+    eventually(lambda: (register / "shard-1-of-2.4.claim").exists())  # It is followed again.
+    kill_child(scene.source)
+    assert scene.results() == undisturbed
