@@ -51,6 +51,8 @@ Servers = Annotated[
     str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
+Shard = Annotated[int, typer.Option(help="Place of the shard among the addresses [0].", min=0)]
+EmptyProcess = Annotated[str, typer.Argument(help="Address of an empty process of that shard.")]
 
 
 def about_servers(function: Callable[..., None]) -> Callable[..., None]:
@@ -365,7 +367,7 @@ def stop(
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text)
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
@@ -383,18 +385,16 @@ def address_of(found: FoundServers, shard: int) -> str:
 @about_servers
 def drain(
     found: FoundServers,
-    to: Annotated[str, typer.Argument(help="Address of an empty process of the same shard.")],
+    to: EmptyProcess,
     *,
-    shard: Annotated[
-        int, typer.Option(help="Place of the shard among the addresses [0].", min=0)
-    ] = 0,
+    shard: Shard = 0,
     mbit: Annotated[int, typer.Option(help="Most Mbit/s before the pause [no limit].", min=0)] = 0,
 ) -> None:
     """Move a shard to another process while its job trains."""
     from psserver.remote.drain import move
 
     here = address_of(found, shard)
-    reply = move(here, to, mbit, found.credentials, lambda text: _say(f"{text}\n"))
+    reply = move(here, to, mbit, found.credentials, _say)
     sys.stdout.write(
         f"shard moved to {reply.to}: {reply.sent_nbytes / 1e6:.1f} MB sent, no answers for "
         f"{reply.pause_s:.3f} s; stop the old process, and name the new address from now on\n"
@@ -404,11 +404,9 @@ def drain(
 @about_servers
 def standby(
     found: FoundServers,
-    to: Annotated[str, typer.Argument(help="Address of an empty process of the same shard.")],
+    to: EmptyProcess,
     *,
-    shard: Annotated[
-        int, typer.Option(help="Place of the shard among the addresses [0].", min=0)
-    ] = 0,
+    shard: Shard = 0,
     mbit: Annotated[int, typer.Option(help="Most Mbit/s for the copy [no limit].", min=0)] = 0,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="Also on the shard's host, lost with it.")
@@ -429,11 +427,10 @@ def standby(
     from psserver.remote.drain import move
 
     here = address_of(found, shard)
-    standby = standby_pb2.MoveRequest(
+    wanted = standby_pb2.MoveRequest(
         same_host=same_host, register=register or "", failover_s=failover_s
     )
-    tell = lambda text: _say(f"{text}\n")  # noqa: E731
-    move(here, to, mbit, found.credentials, tell, standby=standby)
+    move(here, to, mbit, found.credentials, _say, standby=wanted)
     then = f"it takes over after {failover_s} s" if register else f"run psserver promote {to}"
     sys.stdout.write(f"{to} is the standby of {here}; after the loss of that, {then}\n")
 
