@@ -54,6 +54,59 @@ def bucket_of(ids: np.ndarray, seed: int) -> np.ndarray:
     return buckets_of(ids.astype(np.uint64), seed)
 
 
+def wrap(tables: dict[str, Any], lr: float, mode: str) -> tuple[Any, Any]:
+    """Returns a model of row tables and one dense layer, and its optimizer."""
+    import torch
+
+    import psworker
+
+    model = torch.nn.ModuleDict({**tables, "top": torch.nn.Linear(DIM, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight for table in tables.values()], lr=lr),
+        mode=mode,
+    )
+    return model, optimizer
+
+
+def push(model: Any, optimizer: Any, ids: np.ndarray, more: Any = 0.0) -> None:
+    """Makes a step in which the gradient of each row is its number, and adds a loss to it."""
+    import torch
+
+    rows = model["rows"](torch.from_numpy(ids))
+    wanted = torch.from_numpy(number_of(ids)).float()[:, None]
+    torch.autograd.backward((rows * wanted).sum() + more + 0.0 * model["top"](rows).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def end(line: Connection, folder: Path, model: Any, ids: dict[str, np.ndarray]) -> None:
+    """Waits until all pushes are counted; then writes the rows of each table if it is asked."""
+    import torch
+
+    with torch.no_grad():
+        model["rows"](torch.zeros(1, dtype=torch.int64))
+        line.send("counted")
+        if line.recv() == "look":
+            for name, wanted in ids.items():
+                np.save(folder / f"{name}.npy", model[name](torch.from_numpy(wanted)).numpy())
+    line.send("done")
+
+
+def judge(rows: np.ndarray, least: np.ndarray, most: np.ndarray) -> dict[str, int]:
+    """Returns how many rows are wrong, by kind; each should be its number that many times."""
+    numbers = number_of(np.arange(len(rows)))
+    found = rows[:, 0] / numbers
+    is_shifted = (rows % numbers[:, None] != 0).any(1)
+    return {
+        "lost": int((~is_shifted & (found < least)).sum()),
+        "double": int((~is_shifted & (found > most)).sum()),
+        "torn": int((rows != rows[:, :1]).any(1).sum()),
+        "shifted": int(is_shifted.sum()),
+    }
+
+
 def work(line: Connection, rank: int, life: int, environment: dict[str, str], folder: Path) -> None:
     """Trains as one worker to the step that it is told; then it looks up all rows if it is asked.
 
@@ -73,12 +126,7 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
         None, DIM, name="rows", init="zeros", min_count=MIN_COUNT, ttl=TTL, lru=LRU
     )
     marks = psworker.Embedding(None, 1, name="marks", init="zeros")
-    model = torch.nn.ModuleDict({"rows": table, "marks": marks, "top": torch.nn.Linear(DIM, 1)})
-    optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
-        model.named_parameters(),
-        rows=torch.optim.SGD([table.weight, marks.weight], lr=float(NUM_WORKERS)),
-    )
+    model, optimizer = wrap({"rows": table, "marks": marks}, float(NUM_WORKERS), "ssgd")
     np.save(folder / f"{rank}-{SEEDS}", np.array([table.seed_number, marks.seed_number], np.uint64))
     steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
     source: Any = table.source
@@ -88,29 +136,16 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
     while last is None or optimizer.steps < last:
         step = optimizer.steps
         steps.write(STEP.pack(step))
-        ids = drawn(rank, step)
-        rows = table(torch.from_numpy(ids))
         named = marks(torch.from_numpy(marks_of(rank, step, marks.seed_number)))
-        wanted = torch.from_numpy(number_of(ids)).float()[:, None]
-        loss = (rows * wanted).sum() + named.sum() + 0.0 * model["top"](rows).sum()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        push(model, optimizer, drawn(rank, step), named.sum())
         for step in set(source.tables.exchange.missed.recent) - told:
             late.write(STEP.pack(step))
             told.add(step)
         if line.poll():
             last = line.recv()
-    with torch.no_grad():
-        table(torch.zeros(1, dtype=torch.int64))  # All pushes are counted then.
-    line.send("counted")
-    if line.recv() == "look":
-        pushes = [(of, step) for step in range(last) for of in range(NUM_WORKERS)]
-        marked = np.array([marks_of(*push, marks.seed_number) for push in pushes])
-        with torch.no_grad():
-            np.save(folder / "rows.npy", table(torch.arange(NUM_IDS)).numpy())
-            np.save(folder / "marks.npy", marks(torch.from_numpy(marked)).numpy())
-    line.send("done")
+    pushes = [(of, step) for step in range(last) for of in range(NUM_WORKERS)]
+    marked = np.array([marks_of(*of, marks.seed_number) for of in pushes])
+    end(line, folder, model, {"rows": np.arange(NUM_IDS), "marks": marked})
 
 
 class Model:
@@ -208,15 +243,9 @@ def account(folder: Path, steps: list[list[np.ndarray]]) -> dict[str, float]:
             times[ids] += 1
             added[ids] += share[model.owners[ids]]
         model.step(step + 1, times, added)
-    rows = -np.load(folder / "rows.npy")
-    numbers = number_of(np.arange(NUM_IDS))
-    found = rows[:, 0] / numbers
-    is_shifted = (rows % numbers[:, None] != 0).any(1)
+    found = judge(-np.load(folder / "rows.npy"), model.values, model.values)
     return {
-        "lost": wrong["lost"] + int((~is_shifted & (found < model.values)).sum()),
-        "double": wrong["double"] + int((~is_shifted & (found > model.values)).sum()),
-        "torn": int((rows != rows[:, :1]).any(1).sum()),
-        "shifted": int(is_shifted.sum()),
+        **{kind: number + wrong.get(kind, 0) for kind, number in found.items()},
         "pushes": sum(len(begun) for lives in steps for begun in lives),
         "removed": model.removed,
     }

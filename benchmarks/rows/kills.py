@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import kit
 from benchmarks.forked import Forked, ending, prepare
 from benchmarks.rows import going
-from benchmarks.rows.going import OPEN, STEP, number_of
+from benchmarks.rows.going import OPEN, STEP, end, judge, push, wrap
 from benchmarks.survival.shards import Shards, free_ports
 
 JOB = "row-kills"
@@ -62,37 +62,18 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
         folder: Gets the steps that were begun, and the rows.
     """
     os.environ.update(environment)
-    import torch
-
     import psworker
 
     table = psworker.Embedding(None, DIM, name="rows", init="zeros")
-    model = torch.nn.ModuleDict({"rows": table, "top": torch.nn.Linear(DIM, 1)})
-    optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
-        model.named_parameters(),
-        rows=torch.optim.SGD([table.weight], lr=1.0),
-        mode="asgd",
-    )
+    model, optimizer = wrap({"rows": table}, 1.0, "asgd")
     steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
     step = 0
     while not line.poll():
         steps.write(STEP.pack(step))
-        ids = _drawn(rank, life, step)
-        rows = table(torch.from_numpy(ids))
-        wanted = torch.from_numpy(number_of(ids)).float()[:, None]
-        torch.autograd.backward((rows * wanted).sum() + 0.0 * model["top"](rows).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        push(model, optimizer, _drawn(rank, life, step))
         step += 1
-    with torch.no_grad():
-        table(torch.zeros(1, dtype=torch.int64))  # All pushes are counted then.
     line.recv()
-    line.send("counted")
-    if line.recv() == "look":
-        with torch.no_grad():
-            np.save(folder / "rows.npy", table(torch.arange(NUM_IDS)).numpy())
-    line.send("done")
+    end(line, folder, model, {"rows": np.arange(NUM_IDS)})
 
 
 class Run:
@@ -184,15 +165,8 @@ def account(folder: Path, steps: list[list[np.ndarray]]) -> dict[str, float]:
                 ids = _drawn(rank, life, step)
                 most[ids] += 1
                 least[ids] += step < known
-    rows = -np.load(folder / "rows.npy")
-    numbers = number_of(np.arange(NUM_IDS))
-    times = rows[:, 0] / numbers
-    is_shifted = (rows % numbers[:, None] != 0).any(1)
     return {
-        "lost": int((~is_shifted & (times < least)).sum()),
-        "double": int((~is_shifted & (times > most)).sum()),
-        "torn": int((rows != rows[:, :1]).any(1).sum()),
-        "shifted": int(is_shifted.sum()),
+        **judge(-np.load(folder / "rows.npy"), least, most),
         "pushes": sum(len(begun) for lives in steps for begun in lives),
     }
 
