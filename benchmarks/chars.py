@@ -39,14 +39,12 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Characters in, logits of the next ones out; the embedding is the output's matrix too."""
 
-    def __init__(
-        self, num_characters: int, length: int, width: int = 64, num_layers: int = 2
-    ) -> None:
+    def __init__(self, num_characters: int, length: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_characters, width)
-        self.place = nn.Parameter(0.02 * torch.randn(length, width))
-        self.layers = nn.Sequential(*(Layer(width, 4) for _ in range(num_layers)))
-        self.norm = nn.LayerNorm(width)
+        self.embedding = nn.Embedding(num_characters, 64)
+        self.place = nn.Parameter(0.02 * torch.randn(length, 64))
+        self.layers = nn.Sequential(Layer(64, 4), Layer(64, 4))
+        self.norm = nn.LayerNorm(64)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:

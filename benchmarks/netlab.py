@@ -19,7 +19,6 @@ import os
 import re
 import subprocess
 import sys
-from types import TracebackType
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 QUEUE_MS = 50  # As much as a switch's buffer may hold.
@@ -102,12 +101,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

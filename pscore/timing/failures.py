@@ -63,14 +63,13 @@ def failure_cost(deployment: Deployment, rule: Rule, step_s: float) -> FailureCo
     return FailureCost(worker_s=stall + missing_s, shard_s=SHARD_BACK_S + _pull_s(deployment))
 
 
-def stall_s(num_workers: int, rule: Rule, step_s: float, noticed_s: float = NOTICED_S) -> float:
+def stall_s(num_workers: int, rule: Rule, step_s: float) -> float:
     """Returns the seconds that the others wait for a killed worker, as a mean over its moment.
 
     Args:
         num_workers: Workers of the job.
         rule: The mode.
         step_s: Seconds of a step.
-        noticed_s: Seconds until the shards no longer wait for it.
     """
     waits = rule.by_step and rule.fan_in(num_workers, num_workers) == num_workers
     if not waits or num_workers == 1:
@@ -78,7 +77,7 @@ def stall_s(num_workers: int, rule: Rule, step_s: float, noticed_s: float = NOTI
     steps = period(rule)
     blocks = all(plan.block for plan in map(rule.plan, steps) if plan.pull)
     spread_s = len(steps) * step_s
-    most_s = noticed_s if blocks else max(0.0, noticed_s - step_s)  # If it dies before a pull.
+    most_s = NOTICED_S if blocks else max(0.0, NOTICED_S - step_s)  # If it dies before a pull.
     # The mean of max(0, most - u) over u, uniform in 0 to the spread.
     wait_s = most_s - spread_s / 2 if most_s > spread_s else most_s**2 / (2 * spread_s)
     late_s = spread_s / 2 if rule.outer_optimizer else 0.0  # The successor, in its first round.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
@@ -97,19 +97,15 @@ class ShardWatch:
         history: The answers so far; guards itself.
     """
 
-    def __init__(
-        self, asker: Asker, history: History, *, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, asker: Asker, history: History) -> None:
         """Starts no thread yet.
 
         Args:
             asker: The shards.
             history: Receives the answers.
-            now: The clock that is shown, in seconds since 1970.
         """
         self.history = history
         self._asker = asker
-        self._now = now
         self._end = threading.Event()
         self._thread = OwnedThread(self._run, "watch", self._show_silence)
 
@@ -126,7 +122,7 @@ class ShardWatch:
         if any(isinstance(answer, pb.StatusReply) for answer in answers):
             status = combine(addresses, answers)
             readers.add(status, self._asker.publications())
-        self.history.add(self._now(), status)
+        self.history.add(time.time(), status)
 
     def end(self) -> None:
         """Ends the thread and the connections."""
@@ -137,7 +133,7 @@ class ShardWatch:
 
     def _show_silence(self, error: ThreadError) -> None:
         """Shows that no shard answers, instead of old answers for ever."""
-        self.history.add(self._now(), None)
+        self.history.add(time.time(), None)
 
     def _run(self) -> None:
         while not self._end.wait(POLL_S):

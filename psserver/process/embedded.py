@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
@@ -52,12 +51,7 @@ class EmbeddedServers:
     def __enter__(self) -> EmbeddedServers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -66,7 +60,6 @@ def start_embedded(
     *,
     host: str = "127.0.0.1",
     lease_s: float = 10.0,
-    log_format: str = "text",
     log_level: str = "error",
     trust: Trust | None = None,
     journal_dir: Path | None = None,
@@ -77,7 +70,6 @@ def start_embedded(
         num_shards: How many.
         host: Where they listen.
         lease_s: Silence until a worker is declared lost, in seconds.
-        log_format: `text` or `json`.
         log_level: The lowest level that is written.
         trust: Peers that may connect; None: all of this machine.
         journal_dir: Where they keep journals. By default nowhere, since a shard is not started
@@ -103,7 +95,7 @@ def start_embedded(
             num_threads=max(1, (os.cpu_count() or 1) // num_shards),
             lease_s=lease_s,
             grace_s=GRACE_S,
-            log_format=log_format,
+            log_format="text",
             log_level=log_level,
             trust=Trust() if trust is None else trust,
             journal_dir=None if journal_dir is None else str(journal_dir),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pscore.compressors.base import Compressor
 from pscore.rules.base import Rule
 from pscore.timing.deployment import Deployment
 from pscore.timing.plans import without_warmup
@@ -31,22 +30,19 @@ class TimedKill:
     back_s: float
 
 
-def lost_s(
-    deployment: Deployment, rule: Rule, kill: TimedKill, compressor: Compressor = RAW, *, steps: int
-) -> float:
+def lost_s(deployment: Deployment, rule: Rule, kill: TimedKill, *, steps: int) -> float:
     """Returns the seconds by which the other workers end later because of a kill.
 
     Args:
         deployment: Hosts, links, model and computing.
         rule: The mode.
         kill: The kill.
-        compressor: Compressor of pushes.
         steps: Steps of each worker; the kill must be long before their end.
     """
     ends = []
     for has_kill in (False, True):
         with quiet():
-            job = make_job(deployment, without_warmup(rule), compressor, steps=steps)
+            job = make_job(deployment, without_warmup(rule), RAW, steps=steps)
             survivors = list(job.workers)
             if not kill.is_shard:
                 del survivors[kill.index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from pscore.errors import ServerUnavailableError
 from psworker.connection.membership.session import Session
@@ -70,12 +69,7 @@ class LongWait:
                 f"cannot learn whether it is lost: {problem}"
             ) from None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the wait."""
         self._session.waits = ""
         if self._session.timeline is not None:

@@ -15,6 +15,8 @@ from psworker.transports.base import OutgoingPush, PullCall, Transport
 from psworker.transports.daemon_threads import DaemonExecutor
 from psworker.transports.retry import CALL_TIMEOUT_S, RetryPolicy
 
+NUM_THREADS = 2  # Pushes, and pulls, under way at once.
+
 
 class GrpcTransport(Transport):
     """Unary calls, with a connection for pushes and one for pulls."""
@@ -22,11 +24,7 @@ class GrpcTransport(Transport):
     name: ClassVar[str] = "grpc"
 
     def __init__(
-        self,
-        address: str,
-        policy: RetryPolicy,
-        credentials: Credentials = ANYONE,
-        num_threads: int = 2,
+        self, address: str, policy: RetryPolicy, credentials: Credentials = ANYONE
     ) -> None:
         """Connects at the first call.
 
@@ -34,7 +32,6 @@ class GrpcTransport(Transport):
             address: `host:port` or `unix:///path`.
             policy: The repetition of calls.
             credentials: Certificates and token.
-            num_threads: Pushes, and pulls, under way at once.
         """
         self._policy = policy
         self._channels = [credentials.channel(address) for _ in range(2)]
@@ -43,8 +40,8 @@ class GrpcTransport(Transport):
         wanted = faults.from_environment()
         self._push = faults.caller(wanted.at("push"), push)
         self._pull = faults.caller(wanted.at("pull"), pull)
-        self._push_threads = DaemonExecutor(num_threads, "push")
-        self._pull_threads = DaemonExecutor(num_threads, "pull")
+        self._push_threads = DaemonExecutor(NUM_THREADS, "push")
+        self._pull_threads = DaemonExecutor(NUM_THREADS, "pull")
 
     def push(self, push: OutgoingPush) -> None:
         """Sends one slice."""
