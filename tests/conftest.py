@@ -4,6 +4,8 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPILES = pytest.StashKey[subprocess.Popen[bytes]]()
 LIBRARIES = ("accelerate", "lightning", "transformers")
 
 settings.register_profile("paceline", derandomize=True, deadline=None, database=None)
@@ -43,8 +46,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Starts to compile the kernels while the processes that run the tests collect them.
+
+    Each process that they start would compile them otherwise, where no earlier run has done so.
+    """
+    if session.config.getoption("numprocesses", None):
+        command = [sys.executable, str(ROOT / "tests" / "kernels.py")]
+        session.config.stash[COMPILES] = subprocess.Popen(command, cwd=ROOT)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Waits for that process, which has ended long ago."""
+    if process := session.config.stash.get(COMPILES, None):
+        process.wait()
+
+
+gc.disable()  # Until all tests are collected: each collection would visit thousands of them.
+
+
 def pytest_collection_finish() -> None:
-    """Excludes the thousands of tests from garbage collections, which would visit all of them."""
+    """Excludes the thousands of tests from garbage collections."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -7,6 +7,7 @@ decisions, are in `log`, so that a model of the equations can follow the same hi
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class RandomOrder(Loop):
 
     def queues(self, kinds: tuple[str, ...] = (), rank: int | None = None) -> list[Any]:
         """Returns the queues that are not empty, of some kinds or of one worker."""
-        found: list[Any] = [queue for queue, calls in self._queues.items() if calls]
+        found: list[Any] = list(self._queues)
         return [
             queue
             for queue in found
@@ -92,7 +93,7 @@ class RandomOrder(Loop):
 
     def draw(self) -> bool:
         """Runs one event, or none if a slow worker is drawn; returns False if there is none."""
-        found = self.queues()
+        found: list[Any] = list(self._queues)
         if not found:
             return False
         queue = found[self._rng.integers(len(found))]
@@ -311,11 +312,17 @@ SGD_GROUP = {
 CURVATURE = np.linspace(0.25, 1.0, NUMEL)
 
 
+@functools.cache
+def _minibatch(worker: int, step: int) -> tuple[Vector, Vector]:
+    """Returns a worker's minimum, and the noise of one minibatch."""
+    noise = np.random.default_rng([worker, step]).standard_normal(NUMEL)
+    return np.cos(np.arange(NUMEL) * (1.0 + worker)), 0.3 * noise
+
+
 def quadratic(worker: int, step: int, weights: Vector) -> Vector:
     """A noisy quadratic of which every worker has its own minimum; the gradient of a minibatch."""
-    rng = np.random.default_rng([worker, step])
-    target = np.cos(np.arange(NUMEL) * (1.0 + worker))
-    grad: Vector = CURVATURE * (weights - target) + 0.3 * rng.standard_normal(NUMEL)
+    target, noise = _minibatch(worker, step)
+    grad: Vector = CURVATURE * (weights - target) + noise
     return grad
 
 

@@ -1,7 +1,5 @@
 """On a real device: payloads, residuals and weights are the CPU's, and nobody waits for them."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -41,9 +39,9 @@ SLEEP_CYCLES = 1_000_000_000  # Half a second or so.
 
 
 @pytest.fixture(scope="module")
-def launch(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def launch(device: torch.device) -> Launch:
     if device.type == "cpu":
-        return shim.launcher(shim.build(Path(tmp_path_factory.mktemp("shim"))))
+        return shim.launcher(shim.build())
     found = launcher(device)
     if found is None:
         pytest.fail(advice(torch.version.cuda))

@@ -35,9 +35,15 @@ def name(path: Path) -> str:
 
 
 @functools.cache
+def tree_of(text: str) -> ast.Module:
+    """Returns the syntax tree of a text, which nobody changes."""
+    return ast.parse(text)
+
+
+@functools.cache
 def parse(path: Path) -> ast.Module:
     """Returns the syntax tree of a file, which nobody changes."""
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return tree_of(path.read_text(encoding="utf-8"))
 
 
 def imports(tree: ast.AST, package: str = "") -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 from pscore import errors
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Verdict
-from tests.house.source import PACKAGES, ROOT, modules, name, parse
+from tests.house.source import PACKAGES, ROOT, modules, name, parse, tree_of
 
 # Bases; only their subclasses are raised.
 BASES = {"PacelineError"}
@@ -34,7 +34,7 @@ class Names:
 def names_of(text: str) -> Names:
     """Returns the names in a file with this text."""
     defined, used, called = set(), set(), set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
         elif isinstance(node, ast.Attribute):

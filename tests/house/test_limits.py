@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGES, modules_or_skip, name, parse
+from tests.house.source import PACKAGES, modules_or_skip, name, parse, tree_of
 
 COLUMNS_MAX = 100
 FUNCTION_LINES_MAX = 70
@@ -26,7 +26,7 @@ def too_wide(text: str) -> list[str]:
 def too_long(text: str) -> list[str]:
     functions = [
         node
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree_of(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     lengths = {node: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
@@ -77,7 +77,7 @@ def packed(text: str) -> list[str]:
     """Returns the calls with arguments that are packed into a literal and unpacked at once."""
     return [
         f"line {node.lineno}: {ast.unparse(node.func)}"
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree_of(text))
         if isinstance(node, ast.Call)
         if any(
             isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List)

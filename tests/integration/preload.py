@@ -7,11 +7,10 @@ import torch
 
 import psworker
 from pscore.local import LOCAL_UPDATES
-from pscore.optimizers import OPTIMIZERS, warm_up
+from tests.kernels import compile_kernels
 
 torch.set_num_threads(1)  # A thread pool would not survive the fork.
 torch.optim.SGD([torch.zeros(1)], lr=0.1).zero_grad()  # Torch imports its compiler at the first.
 assert LOCAL_UPDATES
 assert dir(psworker)
-for optimizer in OPTIMIZERS.own.values():
-    warm_up(optimizer())
+compile_kernels()

@@ -165,10 +165,7 @@ def _prepare(kind: str) -> None:
 
     load("psserver")
     if kind == "psserver":
-        from pscore.optimizers import OPTIMIZERS, warm_up
-
-        for optimizer in OPTIMIZERS.own.values():
-            warm_up(optimizer())
+        importlib.import_module("tests.kernels").compile_kernels()
         assert "torch" not in sys.modules
         subprocess.Popen = _ShardPopen  # type: ignore[misc]
     else:

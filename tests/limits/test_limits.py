@@ -33,6 +33,7 @@ from tests.paper.inner import Inner
 GROUP = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
 SPEEDS = (1.0, 1.0, 0.5, 0.2)
 STEPS = 40
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]  # Of the order of arrival.
 
 
 def run(rule: Rule, seed: int = 1, **arguments: Any) -> Cluster:
@@ -57,19 +58,19 @@ def assert_same(one: Cluster, other: Cluster, *, same_events: bool = True) -> No
         assert one.log == other.log
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ssp_with_bound_0_is_ssgd(seed: int) -> None:
     assert_same(run(SSP(bound=0), seed), run(SSGD(), seed))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ssp_without_bound_is_asgd(seed: int) -> None:
     asgd = run(ASGD(), seed, group={"lr": 0.02})
     assert_same(run(SSP(bound=-1), seed, group={"lr": 0.02}), asgd)
     assert_same(run(SSP(bound=10_000), seed, group={"lr": 0.02}), asgd)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_backup_workers_are_the_mean_of_all_in_the_order_of_ranks(seed: int) -> None:
     """backup=0 is ssgd, and ssgd is this loop in float32."""
     cluster = run(SSGD(backup=0), seed, group={"lr": 0.05})
@@ -84,7 +85,7 @@ def test_no_backup_workers_are_the_mean_of_all_in_the_order_of_ranks(seed: int) 
     np.testing.assert_array_equal(cluster.flat_weights(), weights)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ssd_of_one_plain_step_is_od_without_correction(seed: int) -> None:
     ssd = run(SSD(steps=1, warmup=10, local="sgd"), seed)
     assert_same(ssd, run(OD(warmup=10, local="sgd"), seed))
@@ -102,12 +103,12 @@ class BlockingOD(OD):
         return replace(super().plan(step), block=True)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_od_without_local_update_and_with_a_blocking_pull_is_ssgd(seed: int) -> None:
     assert_same(run(BlockingOD(warmup=0, local="none"), seed), run(SSGD(), seed))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("rule", [OD(warmup=STEPS), SSD(warmup=STEPS), CD(warmup=STEPS)], ids=str)
 def test_a_warm_up_that_does_not_end_is_ssgd(rule: Rule, seed: int) -> None:
     """Only the weights: the last pull of the warm-up brings the optimizer's state."""
@@ -134,7 +135,7 @@ def test_staleness_of_one_at_most_is_asgd() -> None:
     assert_same(staleness, asgd)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "rule",
     [DCASGD(variance_control=0.0), DCASGD(adaptive=True, adaptive_control=0.0)],
@@ -145,7 +146,7 @@ def test_dcasgd_without_lambda_is_asgd(rule: Rule, seed: int) -> None:
     assert_same(run(rule, seed, group=group), run(ASGD(), seed, group=group))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("local", ["sgd", "dc", "dc_adaptive", "glu", "secant", "mirror", "none"])
 def test_cd_without_compression_is_od(local: str, seed: int) -> None:
     od = run(OD(warmup=10, local=local), seed)
@@ -171,7 +172,7 @@ def sgd(lr: float) -> Inner:
 ROUNDS: dict[str, Any] = {"gradient": halves, "group": {"lr": 0.5}}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -246,7 +247,7 @@ def test_rounds_of_one_step_are_ssgd_up_to_rounding_with_any_momentum(momentum: 
     np.testing.assert_allclose(local.seen(), ssgd.seen(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -260,7 +261,7 @@ def test_rounds_without_outer_momentum_are_local_sgd(rule: Rule, seed: int) -> N
     assert_same(run(rule, seed, inner=sgd(0.05)), run(LocalSGD(steps=7), seed, inner=sgd(0.05)))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_slowmo_with_a_constant_rate_is_diloco_without_nesterov(seed: int) -> None:
     """lr 1/2 is a power of two, so that u * lr is DiLoCo's V to the bit."""
     slowmo = SlowMo(steps=5, slow_lr=0.75, slow_momentum=0.5)

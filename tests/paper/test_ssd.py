@@ -131,15 +131,20 @@ def model(
     return seen, weights
 
 
-@pytest.mark.parametrize(("steps", "spread"), [(1, 0), (4, 1), (4, 0), (4, 4), (2, 2)])
 @pytest.mark.parametrize(
-    ("name", "form", "update"),
+    ("name", "form", "update", "steps", "spread"),
     [
-        ("sgd", "exact", plain),
-        ("glu", "exact", glu),
-        ("secant", "exact", secant),
-        ("mirror", "exact", mirror),
-        ("mirror", "kept", mirror),
+        *(("mirror", "exact", mirror, *at) for at in [(1, 0), (4, 1), (4, 0), (4, 4), (2, 2)]),
+        *(
+            (*local, *at)
+            for local in [
+                ("sgd", "exact", plain),
+                ("glu", "exact", glu),
+                ("secant", "exact", secant),
+                ("mirror", "kept", mirror),
+            ]
+            for at in [(1, 0), (4, 4)]
+        ),
     ],
 )
 def test_it_follows_the_equation_for_200_steps(

@@ -17,12 +17,13 @@ from pssim.faulty import simulate
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
 
 NUM_SEEDS = 8
+COMPRESSORS = ("2bit", "topk(ratio=0.25)")
 
 
-@pytest.mark.parametrize("compressor", ["2bit", "topk(ratio=0.25)"])
 @pytest.mark.parametrize("name", SERVED)
-def test_all_workers_hold_one_estimate(name: str, compressor: str) -> None:
+def test_all_workers_hold_one_estimate(name: str) -> None:
     for seed in range(NUM_SEEDS):
+        compressor = COMPRESSORS[seed % 2]
         # A shard that is killed begins with another estimate, which is right.
         pulls = parse_compressor(compressor)
         case = replace(draw(name, seed), pull_compressor=pulls, crashes=())

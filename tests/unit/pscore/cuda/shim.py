@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ import pytest
 from pscore.cuda.encoders import Launch
 from pscore.cuda.sources import names, source
 
+SHIM = Path(__file__).with_name("shim.hpp")
+FOLDER = Path(__file__).resolve().parents[4] / "build" / "shim"
 FLAGS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC"),
     # Undefined behaviour, such as a load of a misaligned float4, ends the process: SIGILL.
@@ -22,11 +26,12 @@ FLAGS = (
 )
 
 
-def build(folder: Path, text: str | None = None) -> ctypes.CDLL:
+def build(text: str | None = None) -> ctypes.CDLL:
     """Compiles all kernels, with a function `launch_<kernel>` for each; skips without g++.
 
+    A library of the same text and compiler is made once, also for other processes.
+
     Args:
-        folder: Where to compile.
         text: The kernels' source; None: `source()`.
     """
     compiler = shutil.which("g++")
@@ -37,12 +42,19 @@ def build(folder: Path, text: str | None = None) -> ctypes.CDLL:
         for name in names()
     )
     kernels = source() if text is None else text
-    (folder / "kernels.cpp").write_text(f'#include "shim.hpp"\n{kernels}\n{launchers}\n')
-    include = f"-I{Path(__file__).parent}"
-    command = [compiler, *FLAGS, include, "kernels.cpp", "-o", "kernels.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    code = f"{SHIM.read_text('utf-8')}\n{kernels}\n{launchers}\n"
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    key = hashlib.sha256("\0".join((version, *FLAGS, code)).encode()).hexdigest()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    library = FOLDER / f"{key}.so"
+    with (FOLDER / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            command = [compiler, *FLAGS, "-x", "c++", "-", "-o", f"{library}.draft"]
+            done = subprocess.run(command, input=code, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            Path(f"{library}.draft").rename(library)
+    return ctypes.CDLL(str(library))
 
 
 def launcher(library: ctypes.CDLL) -> Launch:

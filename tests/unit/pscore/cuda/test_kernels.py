@@ -4,7 +4,6 @@ The CUDA kernels are run as C++; torch's own operations, which do without kernel
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,11 +33,11 @@ Make = Callable[[Compressor, int], Encoder]
 
 
 @pytest.fixture(scope="module", params=["kernels", "torch"])
-def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(request: pytest.FixtureRequest) -> Make:
     """Returns what makes an encoder on the CPU; torch makes those that have no kernels."""
     if request.param == "torch":
         return lambda compressor, numel: TorchEncoder(compressor, numel, CPU)
-    launch = launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+    launch = launcher(build())
 
     def with_kernels(compressor: Compressor, numel: int) -> Encoder:
         if not can_encode(compressor):

@@ -1,6 +1,5 @@
 """The CUDA local updates move the weights as the CPU's do, bit for bit: run here as C++."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ COLUMNS = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.05}
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+def launch() -> Launch:
+    return launcher(build())
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import ctypes
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,27 +48,26 @@ def is_right(library: ctypes.CDLL, name: str, grad: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("code", BARRIERS)
-def test_a_lost_barrier_is_noticed(tmp_path: Path, code: str) -> None:
+def test_a_lost_barrier_is_noticed(code: str) -> None:
     assert source().count(code) == 1
     without = source().replace(code, code.removesuffix(BARRIER))
-    assert not is_right(build(tmp_path, without), BARRIERS[code], gradient(9000, 0))
+    assert not is_right(build(without), BARRIERS[code], gradient(9000, 0))
 
 
 @pytest.mark.parametrize("name", ["2bit", "bf16", "int8", "topk(ratio=0.1)", "fp16"])
-def test_flushed_denormals_are_noticed(tmp_path: Path, name: str) -> None:
-    library = build(tmp_path)
+def test_flushed_denormals_are_noticed(name: str) -> None:
+    library = build()
     grads = [EXTREMES["denormal"], EXTREMES["mixed"]]
     assert all(is_right(library, name, grad) for grad in grads)
     with flushed_denormals(library):
         assert not all(is_right(library, name, grad) for grad in grads)
 
 
-def test_a_misaligned_load_ends_the_process(tmp_path: Path) -> None:
-    build(tmp_path)
+def test_a_misaligned_load_ends_the_process() -> None:
     text = (
-        "import ctypes, numpy as np\n"
-        "from tests.unit.pscore.cuda.shim import launcher\n"
-        f"launch = launcher(ctypes.CDLL({str(tmp_path / 'kernels.so')!r}))\n"
+        "import numpy as np\n"
+        "from tests.unit.pscore.cuda.shim import build, launcher\n"
+        "launch = launcher(build())\n"
         "values = np.zeros(4096, np.float32)\n"
         "start = -values.ctypes.data // 4 % 4\n"
         "flags = np.zeros(2, np.int32)\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,13 @@ def trained(rule: Rule, folder: Path | None, tables: Any = TABLES) -> RowShards:
     return shards
 
 
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A folder in memory, where journals lie by default: hundreds are made and removed there."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 class Death:
     """Kills the process before or after the n-th call of a method that changes a slice."""
 
@@ -85,7 +93,7 @@ class Death:
     ("rule", "tables"), [(SSGD(), TABLES), (ASGD(), TABLES), (SSGD(), GOING), (ASGD(), GOING)]
 )
 def test_killed_at_any_change(
-    rule: Rule, tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: Rule, tables: Any, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = trained(rule, None, tables)
     for step, worker in pushes():
@@ -94,7 +102,7 @@ def test_killed_at_any_change(
     death, kills = Death(monkeypatch), 0
     for at in range(200):
         death.left = None
-        shards = trained(rule, tmp_path / str(at), tables)
+        shards = trained(rule, shared_memory / str(at), tables)
         death.left = at + 1
         pending = pushes()
         while pending:

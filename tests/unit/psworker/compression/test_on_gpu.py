@@ -4,7 +4,6 @@ import contextlib
 import logging
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,8 +36,8 @@ def check() -> FiniteCheck:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+def kernels() -> Launch:
+    return launcher(build())
 
 
 @pytest.fixture(params=["kernels", "torch"])

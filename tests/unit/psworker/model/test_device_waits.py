@@ -1,6 +1,5 @@
 """How often a GPU is waited for, how much is copied and started; the CPU stands for it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -136,10 +135,8 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_push_starts_two_kernels(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run, started = launcher(build(tmp_path)), list[str]()
+def test_a_push_starts_two_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started = launcher(build()), list[str]()
 
     def launch(kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         started.append(kernel)

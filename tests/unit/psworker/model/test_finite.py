@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +21,11 @@ LAYOUT = make_layout(TENSORS, 2)  # Slice 0 has the bias and the weight's begin,
 
 
 @pytest.fixture(scope="module", params=["kernels", "torch"])
-def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Checks by the kernel, run as C++ on the CPU, or by torch."""
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "kernels":
-            launch = launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+            launch = launcher(build())
             patched.setattr("psworker.model.finite.launcher", lambda _: launch)
         yield
 
