@@ -49,9 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Starts to compile the kernels while the processes that run the tests collect them.
 
-    Each process that they start would compile them otherwise, where no earlier run has done so.
+    Each process that they start would compile them otherwise, where no earlier run has done so. A
+    few folders need them seldom.
     """
-    if session.config.getoption("numprocesses", None):
+    if session.config.getoption("numprocesses", None) and session.config.args == ["tests"]:
         command = [sys.executable, str(ROOT / "tests" / "kernels.py")]
         session.config.stash[COMPILES] = subprocess.Popen(command, cwd=ROOT)
 
