@@ -1,6 +1,7 @@
 """Rule 5: how docstrings begin, and clauses with *who* or *what* and no noun before it."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -38,19 +39,19 @@ def docstrings(path: Path) -> Iterator[str]:
             yield " ".join(text.split())
 
 
-def comments(path: Path) -> Iterator[str]:
-    """Yields the comments of a file, those of following lines as one."""
-    text = ""
-    last = -2
+@functools.cache
+def comments(path: Path) -> list[str]:
+    """Returns the comments of a file, those of following lines as one."""
+    found, text, last = [], "", -2
     reader = io.StringIO(path.read_text(encoding="utf-8")).readline
     for token in tokenize.generate_tokens(reader):
         if token.type == tokenize.COMMENT:
             if token.start[0] != last + 1:
-                yield text
+                found.append(text)
                 text = ""
             text = f"{text} {token.string.lstrip('# ')}".strip()
             last = token.start[0]
-    yield text
+    return [*found, text]
 
 
 def begins_badly(docstring: str) -> bool:
