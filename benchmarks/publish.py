@@ -1,7 +1,9 @@
 """Published weights: torn versions, bytes, refresh and pause, and their cost to training.
 
     python -m benchmarks.publish --quick --json                          # under 5 minutes
-    python -m benchmarks.publish --torn 100000                           # only that case
+    python -m benchmarks.publish --only torn --out FILE                  # a part, under 4 minutes
+
+`--only` keeps the other parts of the file, and `torn` adds to the versions that are there.
 
 Times are of hosts with links of 1 Gbit/s (`benchmarks/netlab.py`, needs root; else loopback): the
 shards on one host with the publisher, the trainer on another, each of 8 readers on its own.
@@ -43,6 +45,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import kit, measured, netlab
+from pscore.json_text import to_json
 from psserver.process.embedded import start_embedded
 
 MODULE = "benchmarks.publish"
@@ -52,8 +55,11 @@ CHANGED = 100  # One element of so many.
 NUM_READERS = 8
 COMPUTE_S = 0.3
 RATE = "1gbit"
-KILL_S = 2.0  # From one kill to the next.
+COMMITS_PER_KILL, LOOK_S = 400, 0.05
 COUNTED = 20  # Versions that a reader takes between two reports.
+QUICK_TORN_S, TORN_S = 40.0, 200.0  # How long processes are killed.
+KILLED = ("shard", "relay", "reader")
+COST_NUMEL = 2_000_000  # The trainer sends and gets them within a third of a step.
 LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
 
 
@@ -128,7 +134,7 @@ def follow(numel: int, has_module: bool) -> None:
         import torch
 
         module = torch.nn.Module()
-        module.w = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
+        module.w = torch.nn.Parameter(torch.zeros(numel))
     begin_s = time.monotonic()
     subscriber = psworker.Subscriber(dtype="bf16")
     weights = subscriber.wait(timeout_s=WAIT_S)
@@ -330,11 +336,19 @@ class _Readers:
         self._roles[index].popen.kill()
         self._roles[index] = self._start(self._places[index])
 
-    def require_alive(self) -> None:
-        """Raises an error if one has ended by itself."""
-        for role in self._roles:
-            if role.popen.poll() is not None:
-                raise RuntimeError(f"a reader has ended: {role.written()[-2000:]}")
+    def advance(self, publisher: kit.Role, end_s: float) -> bool:
+        """Waits for some versions; returns whether they have come before `end_s`.
+
+        Raises:
+            RuntimeError: A process has ended by itself.
+        """
+        wanted = self.commits + COMMITS_PER_KILL
+        while time.monotonic() < end_s and self.commits < wanted:
+            time.sleep(LOOK_S)
+            for role in (publisher, *self._roles):
+                if role.popen.poll() is not None:
+                    raise RuntimeError(f"{role.what} has ended: {role.written()[-2000:]}")
+        return self.commits >= wanted
 
     def end(self) -> None:
         """Kills all."""
@@ -342,24 +356,16 @@ class _Readers:
             role.popen.kill()
 
 
-def torn(seconds: float, commits: int) -> dict[str, Any]:
-    """Counts versions that readers take while all but the publisher are killed.
-
-    Args:
-        seconds: The least length.
-        commits: The least number of versions.
-    """
-    import psutil
-
-    kills = dict.fromkeys(("shard", "relay", "reader"), 0)
+def torn(*, is_quick: bool) -> dict[str, Any]:
+    """Counts versions that readers take while all but the publisher are killed."""
+    kills = dict.fromkeys(KILLED, 0)
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         run = _supervised(folder)
         stack.callback(os.kill, run["pid"], signal.SIGTERM)
         env = kit.worker_environment(run["addresses"], 0, 1, "tcp", "torn")
-        stack.enter_context(
-            kit.roles(kit.Role(MODULE, "fill", {"numel": 10_000, "num_arrays": 4}, env))
-        )
+        publisher = kit.Role(MODULE, "fill", {"numel": 10_000, "num_arrays": 4}, env)
+        stack.enter_context(kit.roles(publisher))
         port = _free_pair()
         words = ["relay", "--job", "torn", "--servers", ",".join(run["addresses"])]
         command = [sys.executable, "-m", "psserver", *words, "--listen", f"127.0.0.1:{port}"]
@@ -367,15 +373,15 @@ def torn(seconds: float, commits: int) -> dict[str, Any]:
         behind = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
         readers = _Readers([run["addresses"], behind] * 2)
         stack.callback(readers.end)
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s or readers.commits < commits:
-            time.sleep(KILL_S)
-            readers.require_alive()
+        end_s = time.monotonic() + (QUICK_TORN_S if is_quick else TORN_S)
+        while readers.advance(publisher, end_s):
             what = draw.choice(sorted(kills))
             kills[what] += 1
             if what == "shard":
-                shards = psutil.Process(run["pid"]).children()
-                os.kill(draw.choice(shards).pid, signal.SIGKILL)
+                shard = draw.choice(read_run(folder)["shards"])
+                if shard["pid"] is not None:  # None while it is away.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(shard["pid"], signal.SIGKILL)
             elif what == "reader":
                 readers.kill(draw.randrange(4))
             else:
@@ -402,12 +408,23 @@ def _supervised(folder: str) -> dict[str, Any]:
     env = {**os.environ, "XDG_RUNTIME_DIR": folder}
     command = [sys.executable, "-m", "psserver", "start", "--port", "0", "--shards", "2"]
     subprocess.run([*command, "--detach"], env=env, check=True, capture_output=True)
+    return read_run(folder)
+
+
+def read_run(folder: str) -> dict[str, Any]:
+    """Returns the only run file below a folder."""
     (path,) = Path(folder).rglob("run.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def smaller(rate: str, steps: int) -> float:
+def smaller(*, is_quick: bool) -> dict[str, Any]:
+    """Returns how often the deltas are smaller than all weights in bfloat16, by learning rate."""
+    steps = 12 if is_quick else 100
+    return {"smaller_than_bf16": {rate: smaller_at(rate, steps) for rate in RATES}}
+
+
+def smaller_at(rate: str, steps: int) -> float:
     """Returns bytes of bfloat16 over bytes of deltas, of a transformer that AdamW trains."""
     import torch
 
@@ -451,8 +468,9 @@ def _flat(model: Any) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def refresh(numel: int, rounds: int) -> dict[str, Any]:
+def refresh(*, is_quick: bool) -> dict[str, Any]:
     """Measures a change from its publication to the commits of readers, and the commit alone."""
+    numel, rounds = size_of(is_quick)
     deltas, pauses, wholes = [], [], []
     with hosts(1 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
         shards = lab.start(0, "serve", host=lab.address(0))
@@ -482,9 +500,10 @@ def refresh(numel: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def training_cost(numel: int, steps: int) -> dict[str, float]:
+def training_cost(*, is_quick: bool) -> dict[str, Any]:
     """Returns the share that 8 readers add to the time of a step, by K."""
-    times = {}
+    steps = 12 if is_quick else 100
+    numel, times = COST_NUMEL, {}
     for every in (0, 4, 1):
         with hosts(2 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
             published = {"PACELINE_PUBLISH": f"*:every={every}" if every else ""}
@@ -500,11 +519,13 @@ def training_cost(numel: int, steps: int) -> dict[str, float]:
                 reader.line()
             trainer.tell()
             times[every] = trainer.result()["step_s"]
-    return {f"k{every}": round(times[every] / times[0] - 1, 4) for every in (4, 1)}
+    cost = {f"k{every}": round(times[every] / times[0] - 1, 4) for every in (4, 1)}
+    return {"training_cost": cost, "step_s": round(times[0], 4)}
 
 
-def beside(numel: int, rounds: int) -> dict[str, float]:
+def beside(*, is_quick: bool) -> dict[str, Any]:
     """Returns the milliseconds of other ways for the same weights."""
+    numel, rounds = size_of(is_quick)
     found: dict[str, float] = {}
     with hosts(2) as lab:
         with kit.roles(lab.start(0, "give", host=lab.address(0), numel=numel)) as (giver,):
@@ -516,25 +537,30 @@ def beside(numel: int, rounds: int) -> dict[str, float]:
         pair = [lab.start(rank, "broadcast", env, rank=rank, **given) for rank in range(2)]
         with kit.roles(*pair):
             found["gloo"] = max(role.result()["ms"] for role in pair)
-    return found
+    return {"beside": found}
 
 
-def measure(*, is_quick: bool, commits: int) -> dict[str, Any]:
-    """Measures all cases."""
-    numel = 2_000_000 if is_quick else 25_600_000
-    rounds = 10 if is_quick else 30
-    return {
-        **torn(20.0, commits),
-        "training_cost": training_cost(numel, 12 if is_quick else 200),
-        "smaller_than_bf16": {rate: smaller(rate, 12 if is_quick else 100) for rate in RATES},
-        **refresh(numel, rounds),
-        "beside": beside(numel, rounds),
-        "link": RATE if netlab.available() is None else "loopback",
-        "numel": numel,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": kit.machine(),
-        "commit": kit.commit(),
-    }
+MEASURES = {
+    "torn": torn,
+    "cost": training_cost,
+    "bytes": smaller,
+    "refresh": refresh,
+    "beside": beside,
+}
+
+
+def size_of(is_quick: bool) -> tuple[int, int]:
+    """Returns the number of elements, and of rounds."""
+    return (2_000_000, 10) if is_quick else (25_600_000, 30)
+
+
+def add(found: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Returns a result with the figures of a part; its counts are added."""
+    counts = {name: part[name] + found.get(name, 0) for name in ("commits", "torn") if name in part}
+    if "kills" in part:
+        former = found.get("kills", {})
+        counts["kills"] = {what: part["kills"][what] + former.get(what, 0) for what in KILLED}
+    return found | part | counts
 
 
 def main() -> None:
@@ -543,18 +569,23 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description="Published weights.")
     parser.add_argument("--quick", action="store_true", help="2 million elements, few rounds")
-    parser.add_argument("--torn", type=int, help="only that case, of so many versions")
+    parser.add_argument("--only", choices=list(MEASURES), help="measure this part")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if args.torn is not None:
-        found = torn(0.0, args.torn)
-        if args.out is not None and args.out.exists():
-            found = json.loads(args.out.read_text(encoding="utf-8")) | found
-    else:
-        found = measure(is_quick=args.quick, commits=0 if args.quick else 100_000)
-    lines = [f"{name}: {value}" for name, value in found.items()]
-    kit.publish(found, "\n".join(lines), args.out, as_json=args.json)
+    found: dict[str, Any] = {}
+    if args.only and args.out is not None and args.out.exists():
+        found = json.loads(args.out.read_text(encoding="utf-8"))
+    link = RATE if netlab.available() is None else "loopback"
+    for name in [args.only] if args.only else MEASURES:
+        part = MEASURES[name](is_quick=args.quick)
+        print(f"{name}: {part}", flush=True)
+        found = add(found, part)
+        about = {"is_quick": args.quick, "link": link, **kit.describe_run(MODULE)}
+        found.setdefault("parts", {})[name] = about
+        kit.publish(found, "", args.out, as_json=False)
+    if args.json:
+        print(to_json(found))
 
 
 if __name__ == "__main__":

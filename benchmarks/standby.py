@@ -1,7 +1,7 @@
 """Moves of a shard while its job trains, and losses of its machine: the pause, beside a step.
 
-    python -m benchmarks.standby --quick --json                          # about a minute
-    python -m benchmarks.standby --json                                  # 25.6 million parameters
+    python -m benchmarks.standby --quick --json                  # 2.56 million parameters
+    python -m benchmarks.standby --only lost --out FILE          # one part; adds to FILE's losses
 
 Two shards and two workers in `ssgd` with momentum, over TCP, on loopback, all on this machine. The
 second shard moves to an empty process, then to another one, and so on, each time by `psserver
@@ -17,7 +17,8 @@ drain`; the process that it leaves is stopped.
                       above, and then nothing is `lost`, `double`, `torn` or `partial`
     cost              `measured`: a step while the second shard has a standby, relative to one
                       without; `formula`: the same on a link that is full
-    off_cost          not measured: null
+    off_cost          what the product's code for standbys adds to a round where there is none:
+                      two checkouts by turns (`--off BEFORE AFTER`); else null
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks import kit, measured
+from benchmarks import kit, measured, versions
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1.standby_pb2 import MoveRequest
 from psserver.remote import ask
@@ -51,6 +52,7 @@ MODULE = "benchmarks.standby"
 NUM_WORKERS = 2
 FAILOVER_S = 0.5  # Silence after which a standby takes over.
 LOOK_S = 0.02
+OFF_ROUNDS = 12  # In one turn.
 WARM_STEPS = 10  # The first steps of a job compile loops; they are left out of the times.
 
 
@@ -126,6 +128,19 @@ def shard(folder: Path, index: int) -> Iterator[Place]:
     finally:
         process.terminate()
         process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained, and how often the second shard has trouble meanwhile."""
+
+    numel: int
+    steps: int
+    moves: int
+
+    def is_that_of(self, run: Mapping[str, Any]) -> bool:
+        """Returns whether a run without trouble has trained the same."""
+        return (run.get("numel"), run.get("steps")) == (self.numel, self.steps)
 
 
 Trouble = Callable[[Path, Place, list[Place]], list[float]]
@@ -223,49 +238,98 @@ def outages(lost_s: Sequence[float], ends_s: Sequence[Sequence[float]]) -> list[
     return found
 
 
+def still(job: Job) -> dict[str, Any]:
+    """Trains without trouble; the other parts compare with it."""
+    found = run(job.numel, job.steps, 0, nothing, nothing)
+    if len(found["digests"]) != 1:
+        raise SystemExit("the workers of a run without trouble have different weights")
+    step_s = round(kit.median(found["times_s"]), 4)
+    return {"still": {"step_s": step_s, "digest": found["digests"].pop(), **asdict(job)}}
+
+
+def drains(job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Moves the shard."""
+    moved = run(job.numel, job.steps, job.moves, nothing, drain)
+    return {
+        "drain": {
+            "pause_s": round(max(moved["trouble"]), 3),
+            "step_s": former["still"]["step_s"],
+            "worst_step_s": round(max(moved["times_s"]), 3),
+            "moves": job.moves,
+            "identical": moved["digests"] == {former["still"]["digest"]},
+        }
+    }
+
+
+def losses(job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Loses machines, and adds to those lost before."""
+    lost = run(job.numel, job.steps, job.moves, nothing, lose)
+    before = former.get("machine_lost", {"times": [], "identical": True})
+    times = [*before["times"], *outages(lost["trouble"], lost["ends_s"])]
+    is_same = before["identical"] and lost["digests"] == {former["still"]["digest"]}
+    return {
+        "machine_lost": {
+            "times": times,
+            "p99_s": sorted(times)[int(0.99 * len(times))],
+            **dict.fromkeys(("lost", "double", "torn", "partial"), 0 if is_same else None),
+            "identical": is_same,
+        }
+    }
+
+
+def costs(job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Trains while the second shard has a standby."""
+    stood = run(job.numel, job.steps, 1, stand, nothing)
+    share = round(kit.median(stood["times_s"]) / former["still"]["step_s"], 3)
+    return {"cost": {"measured": share, "formula": 1 + 1 / NUM_WORKERS}}
+
+
+def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
+    """Returns the share that a round of one checkout takes longer than one of another."""
+    times_s: dict[Path, list[float]] = {before: [], after: []}
+    for _ in range(turns):
+        for folder, times in times_s.items():
+            times += versions.measure(folder.resolve(), ["tcp", "flat", 1, OFF_ROUNDS])[0]
+    share = kit.median(times_s[after]) / kit.median(times_s[before]) - 1
+    commits = {"before": kit.commit(before), "after": kit.commit(after)}
+    return {"off_cost": round(share, 4), "off": {**commits, "rounds": turns * OFF_ROUNDS}}
+
+
+PARTS = {"drain": drains, "lost": losses, "cost": costs}
+
+
 def main() -> None:
-    """Measures moves."""
+    """Measures the parts, and writes the result."""
     if measured.serve(sys.argv[1:], ROLES):
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the parameters")
+    parser.add_argument("--only", choices=list(PARTS), help="measure this part, keep the others")
+    parser.add_argument("--off", nargs=2, type=Path, metavar="FOLDER", help="only `off_cost`")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--moves", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the figures to this file")
+    parser.add_argument("--moves", type=int, default=3, help="or losses")
     parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
     numel = 2_560_000 if options.quick else 25_600_000
-    still = run(numel, options.steps, 0, nothing, nothing)
-    step_s, is_same = kit.median(still["times_s"]), len(still["digests"]) == 1
-    moved = run(numel, options.steps, options.moves, nothing, drain)
-    drained = {
-        "pause_s": round(max(moved["trouble"]), 3),
-        "step_s": round(step_s, 4),
-        "worst_step_s": round(max(moved["times_s"]), 3),
-        "moves": options.moves,
-        "identical": is_same and moved["digests"] == still["digests"],
-    }
-    kit.show("a shard moves", list(drained), [list(drained.values())])
-    lost = run(numel, options.steps, options.moves, nothing, lose)
-    times, is_same = (
-        outages(lost["trouble"], lost["ends_s"]),
-        is_same and (lost["digests"] == still["digests"]),
-    )
-    machine_lost = {
-        "times": times,
-        "p99_s": sorted(times)[int(0.99 * len(times))],
-        **dict.fromkeys(("lost", "double", "torn", "partial"), 0 if is_same else None),
-        "identical": is_same,
-    }
-    kit.show("a machine is lost", list(machine_lost), [list(machine_lost.values())])
-    stood = run(numel, options.steps, 1, stand, nothing)
-    cost = {
-        "measured": round(kit.median(stood["times_s"]) / step_s, 3),
-        "formula": 1 + 1 / NUM_WORKERS,
-    }
-    kit.show("a shard has a standby", list(cost), [list(cost.values())])
-    if options.json:
-        found = {"machine_lost": machine_lost, "drain": drained, "cost": cost, "off_cost": None}
-        print(json.dumps(found))
+    job = Job(numel=numel, steps=options.steps, moves=options.moves)
+    found: dict[str, Any] = {"off_cost": None}
+    if (options.only or options.off) and options.out is not None and options.out.exists():
+        found = json.loads(options.out.read_text(encoding="utf-8"))
+    if options.off:
+        parts: list[str] = []
+        found |= off(*options.off, turns=4)
+    else:
+        parts = [options.only] if options.only else list(PARTS)
+        if not job.is_that_of(found.get("still", {})):
+            found |= still(job)
+    for name in parts:
+        found |= PARTS[name](job, found)
+        found.setdefault("parts", {})[name] = kit.describe_run(MODULE)
+    if options.off:
+        found.setdefault("parts", {})["off"] = kit.describe_run(MODULE)
+    lines = [f"{name}: {value}" for name, value in found.items()]
+    kit.publish(found, "\n".join(lines), options.out, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 
 import psworker
 
-NUM_LEARNERS, NUM_ROLLOUTS, STEPS, EPOCHS = 2, 4, 128, 4
+NUM_LEARNERS, NUM_ROLLOUTS, STEPS, EPOCHS, PARTS = 2, 4, 128, 4, 4
 WIDTH, DISCOUNT, TRACE, CLIP, WEIGHT_MAX = 32, 0.99, 0.95, 0.2, 2.0
 LONGEST = 500  # Steps of an episode.
 
@@ -94,8 +94,9 @@ def learn(rank, batches, args):
     psworker.init(job=args.job, rank=rank, num_workers=NUM_LEARNERS)
     adam = torch.optim.Adam(model.parameters(), lr=args.lr)
     optimizer = psworker.DistributedOptimizer(
-        adam, named_parameters=model.named_parameters(), publish_every=EPOCHS
+        adam, named_parameters=model.named_parameters(), publish_every=EPOCHS * PARTS
     )
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / args.updates)
     for update in range(args.updates):
         found = sorted(
             (batches.get() for _ in range(NUM_ROLLOUTS // NUM_LEARNERS)), key=lambda one: one[0]
@@ -107,14 +108,14 @@ def learn(rank, batches, args):
         }
         action = batch["action"].long()[..., None]
 
-        def log_p(batch=batch, action=action):
-            scores = torch.log_softmax(model["policy"](batch["state"]), -1)
-            return scores.gather(-1, action)[..., 0]
+        def log_p(part=slice(None), batch=batch, action=action):
+            scores = torch.log_softmax(model["policy"](batch["state"][:, part]), -1)
+            return scores.gather(-1, action[:, part])[..., 0]
 
         with torch.no_grad():
             value, after = (model["value"](batch[name])[..., 0] for name in ("state", "next"))
             gain, gains = torch.zeros(len(found)), torch.zeros_like(value)
-            surprise = 1.0 + DISCOUNT * after * (1 - batch["fell"]) - value
+            surprise = 1 - DISCOUNT + DISCOUNT * after * (1 - batch["fell"]) - value
             for step in reversed(range(STEPS)):
                 gain = surprise[:, step] + DISCOUNT * TRACE * (1 - batch["ended"][:, step]) * gain
                 gains[:, step] = gain
@@ -123,26 +124,27 @@ def learn(rank, batches, args):
             before = log_p()
             if args.corrected:
                 gains *= (before - batch["log_p"]).exp().clamp(max=WEIGHT_MAX)
-        for _ in range(EPOCHS):
-            ratio = (log_p() - before).exp()
+        for part in [part for _ in range(EPOCHS) for part in torch.randperm(STEPS).chunk(PARTS)]:
+            ratio = (log_p(part) - before[:, part]).exp()
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-            miss = model["value"](batch["state"])[..., 0] - target
-            loss = -torch.min(ratio * gains, clipped * gains).mean() + 5e-3 * miss.square().mean()
+            gain = torch.min(ratio * gains[:, part], clipped * gains[:, part]).mean()
+            miss = model["value"](batch["state"][:, part])[..., 0] - target[:, part]
             optimizer.zero_grad()
-            loss.backward()
+            (0.5 * miss.square().mean() - gain).backward()
             optimizer.step()
+        rate.step()
     psworker.shutdown()
 
 
 def run(args):
     """Trains; yields the mean length of the 20 episodes that ended last, after each update."""
-    spawn = multiprocessing.get_context("spawn")
-    batches, lengths = [spawn.Queue() for _ in range(NUM_LEARNERS)], spawn.Queue()
+    fork = multiprocessing.get_context("forkserver")  # Which has imported this program once.
+    batches, lengths = [fork.Queue() for _ in range(NUM_LEARNERS)], fork.Queue()
     processes = [
-        spawn.Process(target=learn, args=(rank, batches[rank], args), daemon=True)
+        fork.Process(target=learn, args=(rank, batches[rank], args), daemon=True)
         for rank in range(NUM_LEARNERS)
     ] + [
-        spawn.Process(
+        fork.Process(
             target=roll_out, args=(i, batches[i % NUM_LEARNERS], lengths, args), daemon=True
         )
         for i in range(NUM_ROLLOUTS)
@@ -167,7 +169,7 @@ def parse(words=None):
     parser = argparse.ArgumentParser(description="CartPole with stale rollouts.")
     parser.add_argument("--staleness", type=int, default=0, help="versions")
     parser.add_argument("--uncorrected", dest="corrected", action="store_false")
-    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--updates", type=int, default=150)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--job", default=f"cartpole-{os.getpid()}")
