@@ -472,6 +472,7 @@ PAGES = (
     "docs/rules/decentralised.md",
     "docs/rules/overlap.md",
     "docs/rules/quorum.md",
+    "docs/standby.md",
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)

@@ -135,6 +135,9 @@ def follow(numel: int, has_module: bool) -> None:
 
         module = torch.nn.Module()
         module.w = torch.nn.Parameter(torch.zeros(numel))
+    with psworker.Subscriber() as early:  # Loads all code.
+        early.wait(timeout_s=WAIT_S)
+    measured.await_go()
     begin_s = time.monotonic()
     subscriber = psworker.Subscriber(dtype="bf16")
     weights = subscriber.wait(timeout_s=WAIT_S)
@@ -471,7 +474,7 @@ def _flat(model: Any) -> np.ndarray:
 def refresh(*, is_quick: bool) -> dict[str, Any]:
     """Measures a change from its publication to the commits of readers, and the commit alone."""
     numel, rounds = size_of(is_quick)
-    deltas, pauses, wholes = [], [], []
+    deltas, pauses = [], []
     with hosts(1 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
         shards = lab.start(0, "serve", host=lab.address(0))
         stack.enter_context(kit.roles(shards))
@@ -484,7 +487,11 @@ def refresh(*, is_quick: bool) -> dict[str, Any]:
         for host in range(1, 1 + NUM_READERS):
             readers.append(lab.start(host, "follow", env, numel=numel, has_module=host == 1))
             stack.enter_context(kit.roles(readers[-1]))
-            wholes.append(readers[-1].line()["whole_ms"])
+        for reader in readers:
+            reader.line()  # It is ready.
+        for reader in readers:
+            reader.tell()
+        whole_ms = max(reader.line()["whole_ms"] for reader in readers)
         for _ in range(rounds):
             publisher.tell()
             end_s = publisher.line()["end_s"]
@@ -494,7 +501,7 @@ def refresh(*, is_quick: bool) -> dict[str, Any]:
     return {
         "refresh_ms": {
             "delta": round(kit.median(deltas), 2),
-            "whole": round(kit.median(wholes), 2),
+            "whole": round(whole_ms, 2),
         },
         "pause_ms": round(kit.median(pauses), 3),
     }
@@ -513,9 +520,10 @@ def training_cost(*, is_quick: bool) -> dict[str, Any]:
             trainer = lab.start(1, "train", env, numel=numel, steps=steps)
             stack.enter_context(kit.roles(trainer))
             trainer.line()
-            for host in range(2, 2 + NUM_READERS if every else 2):
-                reader = lab.start(host, "read", env)
-                stack.enter_context(kit.roles(reader))
+            places = range(2, 2 + NUM_READERS if every else 2)
+            readers = [lab.start(host, "read", env) for host in places]
+            stack.enter_context(kit.roles(*readers))
+            for reader in readers:
                 reader.line()
             trainer.tell()
             times[every] = trainer.result()["step_s"]

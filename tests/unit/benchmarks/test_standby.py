@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.standby import outages
+from benchmarks.standby import Job, outages
 
 
 def test_the_longest_time_without_a_step_is_found_for_each_loss() -> None:
@@ -10,3 +10,10 @@ def test_the_longest_time_without_a_step_is_found_for_each_loss() -> None:
     assert outages([2.5, 6.2], ends) == [3.0, 2.8]
     with pytest.raises(SystemExit, match="over before a loss"):
         outages([10.0], ends)
+
+
+def test_only_a_run_of_the_same_job_is_compared_with() -> None:
+    job = Job(numel=100, steps=10, moves=3)
+    assert job.is_that_of({"numel": 100, "steps": 10, "moves": 1})
+    assert not job.is_that_of({"numel": 100, "steps": 11})
+    assert not job.is_that_of({})
