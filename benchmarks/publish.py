@@ -504,6 +504,7 @@ def refresh(*, is_quick: bool) -> dict[str, Any]:
             "whole": round(whole_ms, 2),
         },
         "pause_ms": round(kit.median(pauses), 3),
+        "numel": numel,
     }
 
 
