@@ -43,6 +43,7 @@ from typing import Any
 import psutil
 
 from benchmarks import kit, measured, versions
+from pscore.json_text import to_json
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1.standby_pb2 import MoveRequest
 from psserver.remote import ask
@@ -326,6 +327,9 @@ def main() -> None:
     for name in parts:
         found |= PARTS[name](job, found)
         found.setdefault("parts", {})[name] = kit.describe_run(MODULE)
+        print(f"{name}: {found}", flush=True)
+        if options.out is not None:  # What there is stays if a later part fails.
+            options.out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
     if options.off:
         found.setdefault("parts", {})["off"] = kit.describe_run(MODULE)
     lines = [f"{name}: {value}" for name, value in found.items()]
