@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import round_links, round_moves, round_times
+from benchmarks import round_links, round_times
 from benchmarks.markdown import machine, table
 from benchmarks.rounds import FORMS, FURTHER
 
@@ -19,7 +19,6 @@ ROUNDS = tuple(  # By task and data; those that there are.
 )
 ROUND_LINKS = RESULTS / "round_links.json"
 ROUND_TIMES = RESULTS / "round_times.json"
-ROUND_MOVES = RESULTS / "round_moves.json"
 TASK_NAMES = {"text": "characters", "lenet": "LeNet", "resnet": "ResNet-20"}
 NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
 
@@ -78,16 +77,6 @@ def times() -> str:
     )
 
 
-def moves() -> str:
-    """Returns losses and bytes of rounds at rates of fine-tuning."""
-    run = json.loads(ROUND_MOVES.read_text(encoding="utf-8"))
-    return (
-        "`python -m benchmarks.rounds --moves --out docs/results/round_moves.json`, "
-        f"{run['date']}. Loss before: {run['before']:.4f}. Bytes are those of `diloco` without "
-        f"compression.\n\n{round_moves.rows_of(run)}"
-    )
-
-
 def _has(run: dict[str, Any], form: str) -> bool:
     return any(form in row for row in run["forms"].values())
 
@@ -110,5 +99,4 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rounds": rounds,
     "round links": link_bytes,
     "round times": times,
-    "round moves": moves,
 }
