@@ -133,7 +133,7 @@ def shard(folder: Path, index: int) -> Iterator[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained, and how often the second shard has trouble meanwhile."""
+    """Names what is trained, and how often the second shard has trouble meanwhile."""
 
     numel: int
     steps: int
