@@ -12,7 +12,7 @@ from benchmarks.markdown import machine, table
 from benchmarks.publish import COST_NUMEL
 
 FOLDER = kit.ROOT / "docs" / "results"
-SMALLER = {"3e-6": 60, "1e-5": 25, "1e-4": 5.5}  # What was asked of the figures.
+SMALLER = {"3e-6": 60, "1e-5": 25, "1e-4": 5.5}  # The bars that were set.
 SMALL = f" ({COST_NUMEL / 1e6:.0f} million elements)"
 COSTS = {"k4": "2 %", "k1": "5 %"}
 PIECE = 30  # Updates, whose mean a column shows.
@@ -26,7 +26,7 @@ def _newest(name: str, command: str) -> tuple[dict[str, Any], str]:
 
 
 def published() -> str:
-    """Returns the figures of published weights, beside what was asked of them."""
+    """Returns the figures of published weights, beside the bars that were set for them."""
     found = json.loads((FOLDER / "publish.json").read_text(encoding="utf-8"))
     cost, beside = found["training_cost"], found["beside"]
     kills = sum(found["kills"].values())
@@ -74,7 +74,7 @@ def published() -> str:
 
 
 def _parts(found: dict[str, Any], module: str) -> str:
-    """Returns a sentence that says when and on what the parts of a result were measured."""
+    """Returns a sentence with the date, commit and machine of each part of a result."""
     said = [
         f"`{name}` {part['date']}, commit {part['commit']}, {machine(part['machine'])}"
         for name, part in found["parts"].items()

@@ -328,7 +328,7 @@ def main() -> None:
         found |= PARTS[name](job, found)
         found.setdefault("parts", {})[name] = kit.describe_run(MODULE)
         print(f"{name}: {found}", flush=True)
-        if options.out is not None:  # What there is stays if a later part fails.
+        if options.out is not None:  # These figures stay if a later part fails.
             options.out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
     if options.off:
         found.setdefault("parts", {})["off"] = kit.describe_run(MODULE)
