@@ -416,6 +416,23 @@ def test_jobs_that_are_set_back(site: Site, tmp_path: Path) -> None:
         site.clears("JobsSetBack")
 
 
+def test_a_standby_that_is_away(site: Site, tmp_path: Path) -> None:
+    first, second = Shard(tmp_path), Shard(tmp_path)
+    with ExitStack() as stack:
+        for name, each in (("a", first), ("b", second)):
+            each.options = ("--state-dir", str(tmp_path / name), "--lease-s", "60")
+            stack.callback(each.stop)
+            each.start()
+        stack.enter_context(workers(first, count=1))
+        site.aim(first.metrics)
+        first.call("standby", second.servers, "--same-host")
+        until(lambda: site.value("paceline_standby_in_sync") == [1.0], "no standby")
+        second.stop()
+        assert site.fires("StandbyAway")["instance"].endswith(str(first.metrics))
+        second.start()
+        site.clears("StandbyAway")
+
+
 def test_an_old_checkpoint(site: Site, tmp_path: Path) -> None:
     with shard(tmp_path) as one, workers(one, count=1):
         site.aim(one.metrics)

@@ -153,13 +153,12 @@ def test_the_commands_of_one_machine(shells: dict[str, Shell]) -> None:
     assert "again" in said
     top = f"script --quiet --command '{top}' /dev/null"  # It needs a terminal.
     for page, word in ((dashboard, "8090"), (top, "run-")):
-        running.append(shell.start(f"export TERM=xterm COLUMNS=100 LINES=40; exec {page}"))
+        running.append(shell.start(f"TERM=xterm COLUMNS=100 LINES=40 exec {page}"))
         assert running[-1].stdout is not None
-        for line in running[-1].stdout:
-            if word in line:
-                break
-        else:
-            raise AssertionError(page)
+        shown = ""
+        while word not in shown:
+            shown += (line := running[-1].stdout.readline())
+            assert line, (page, shown)
     assert shell.run(
         "python -c 'import urllib.request as r; r.urlopen(\"http://127.0.0.1:8090\")'"
     ) == (0, "")
