@@ -417,12 +417,11 @@ def test_jobs_that_are_set_back(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_standby_that_is_away(site: Site, tmp_path: Path) -> None:
-    first, second = Shard(tmp_path), Shard(tmp_path)
     with ExitStack() as stack:
-        for name, each in (("a", first), ("b", second)):
-            each.options = ("--state-dir", str(tmp_path / name), "--lease-s", "60")
-            stack.callback(each.stop)
-            each.start()
+        first, second = (
+            stack.enter_context(shard(tmp_path, "--state-dir", str(tmp_path / name)))
+            for name in ("a", "b")
+        )
         stack.enter_context(workers(first, count=1))
         site.aim(first.metrics)
         first.call("standby", second.servers, "--same-host")
