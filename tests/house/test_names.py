@@ -10,8 +10,8 @@ from tests.house.source import ROOT, definitions, modules_or_skip, parse
 
 HEADING = re.compile(r"^#+ .*way of (one|a) gradient.*$", re.IGNORECASE | re.MULTILINE)
 ENTRY = re.compile(r"`([\w/]+\.py):([\w.]+)`")
-ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
-PLACES = re.split("^## ", ARCHITECTURE.partition("## Where to find something")[2], flags=re.M)[0]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+PLACES = re.split("^## ", CONTRIBUTING.partition("## Where to find something")[2], flags=re.M)[0]
 
 
 def gradient_entries(readme: str) -> list[tuple[str, str]] | None:
@@ -36,12 +36,12 @@ def test_the_way_of_one_gradient_points_at_names_that_exist() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRY.findall(PLACES), ids=":".join)
-def test_the_places_of_the_architecture_exist(entry: tuple[str, str]) -> None:
+def test_the_places_for_contributors_exist(entry: tuple[str, str]) -> None:
     path, defined = entry
     assert defined in set(definitions(parse(ROOT / path).body))
 
 
-def test_the_architecture_answers_ten_questions_about_places() -> None:
+def test_contributors_find_ten_questions_about_places() -> None:
     rows = [line for line in PLACES.splitlines() if line.startswith("|")]
     assert sum("?" in row and "`" in row for row in rows) == 10
 
