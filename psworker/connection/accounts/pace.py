@@ -51,6 +51,8 @@ class Pace:
                 took_s = now_s - self._stepped_s
                 self._steps_s += took_s
                 self._note_step(took_s - (self._waits_s - self._waited_s))
+            else:  # All sums are of the steps that have a time.
+                self._requests_s, self._busy_s = 0.0, now_s
             self._stepped_s, self._waited_s = now_s, self._waits_s
 
     def _note_step(self, computed_s: float) -> None:
@@ -90,9 +92,9 @@ class Pace:
             self._requests_s += self.now() - self._busy_s
 
     def waited(self, seconds: float) -> None:
-        """Counts a wait for the answer of a shard."""
+        """Counts a wait for the answer of a shard, if it is after the first step."""
         with self._lock:
-            self._waits_s += seconds
+            self._waits_s += seconds if self._stepped_s is not None else 0.0
 
     def message(self) -> pb.Pace:
         """Returns the sums of this moment."""

@@ -24,6 +24,24 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
     assert (message.num_steps, message.steps_s) == (2, 5.0)
 
 
+def test_the_first_step_has_no_waits_and_no_requests_either() -> None:
+    """Its kernels are made in it: of 30 s that one waits, the share of later steps says nothing."""
+    clock = Clock()
+    pace, first, under_way = Pace(clock), Future[int](), Future[int]()
+    pace.follow(first)
+    clock.now_s += 30.0
+    pace.follow(under_way)
+    first.set_result(0)
+    pace.waited(30.0)
+    pace.end_step()
+    clock.now_s += 2.0
+    under_way.set_result(0)
+    pace.waited(1.0)
+    pace.end_step()
+    message = pace.message()
+    assert (message.steps_s, message.waits_s, message.requests_s) == (2.0, 1.0, 2.0)
+
+
 def test_requests_that_overlap_count_once_and_one_under_way_until_now() -> None:
     clock = Clock()
     pace, push, pull, late = Pace(clock), Future[int](), Future[int](), Future[int]()
@@ -63,6 +81,7 @@ def test_an_answer_that_is_there_already_takes_no_time() -> None:
 def test_waits_are_a_part_of_the_requests() -> None:
     clock = Clock()
     pace, push = Pace(clock), Future[int]()
+    pace.end_step()
     pace.follow(push)
     clock.now_s += 4.0
     push.set_result(0)
