@@ -3,7 +3,8 @@
 The parameters are laid out once in a flat vector, last parameter first, because backward finishes
 the last ones first: a slice is complete, and leaves, as early as it can. Each tensor starts at a
 multiple of 16 elements (64 bytes), so that a view on it is aligned; the gaps are zeros. The vector
-is cut into slices of at most 4 MiB, which are distributed over the shards by bytes. Tensors that
+is cut into slices of at most 4 MiB, or of more where the job says so, which are distributed over the
+shards by bytes. Tensors that
 may be compressed lie before the others, with a cut between them, so that no slice has both. Every
 worker and every shard computes the same plan from names, shapes, dtypes, groups, compressibility
 and the number of shards, and they compare its fingerprint.
@@ -50,8 +51,15 @@ class Layout:
         return tuple(spec for spec in self.slices if spec.shard == shard)
 
 
-def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
+def make_layout(
+    tensors: Sequence[TensorSpec], num_shards: int, *, slice_numel: int = 0
+) -> Layout:
     """Returns the layout of `tensors` over `num_shards`.
+
+    Args:
+        tensors: The parameters of the model.
+        num_shards: The number of shards.
+        slice_numel: The most elements of a slice; 0: `_cuts` chooses.
 
     The flat vector begins with the last tensor, and each shard has a part of about equal size:
 
@@ -73,7 +81,7 @@ def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
                 offsets[index] = numel
                 numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
         if numel > start:
-            cuts += [start + cut for cut in _cuts(numel - start, num_shards)[1:]]
+            cuts += [start + cut for cut in _cuts(numel - start, num_shards, slice_numel)[1:]]
     slices = _slices(tensors, offsets, cuts, num_shards)
     return Layout(
         tensors=tuple(tensors),
@@ -177,16 +185,17 @@ def _header_nbytes(spec: TensorSpec) -> int:
     return len(json.dumps(spec.name)) + HEADER_NBYTES_TENSOR + dimensions_nbytes
 
 
-def _cuts(numel: int, num_shards: int) -> list[int]:
-    """Returns the slices' boundaries: slices of equal length.
+def _cuts(numel: int, num_shards: int, slice_numel: int = 0) -> list[int]:
+    """Returns the slices' boundaries: slices of equal length, of `slice_numel` at most if it is set.
 
-    A shard's part of the model is at least `SLICES_PER_SHARD` slices, so that pushes, updates and
+    Else a shard's part of the model is at least `SLICES_PER_SHARD` slices, so that pushes, updates and
     pulls overlap, and so that all shards' links are busy from the first gradients on; but no slice
     is shorter than `SLICE_NUMEL_FINE` for that. A smaller model has one slice on each shard, unless
     they would be shorter than `SLICE_NUMEL_MIN`.
     """
     per_shard = -(-numel // num_shards)
-    longest = min(SLICE_NUMEL_MAX, max(SLICE_NUMEL_FINE, -(-per_shard // SLICES_PER_SHARD)))
+    chosen = min(SLICE_NUMEL_MAX, max(SLICE_NUMEL_FINE, -(-per_shard // SLICES_PER_SHARD)))
+    longest = slice_numel or chosen
     per_slice = max(SLICE_NUMEL_MIN, -(-per_shard // -(-per_shard // longest)))
     per_slice = -(-per_slice // ALIGNMENT) * ALIGNMENT
     return [*range(0, numel, per_slice), numel]

@@ -14,32 +14,49 @@ from pscore.partition import Layout, make_layout
 from pscore.types import ByteArray, SliceSpec, TensorSpec
 
 FLOAT_NBYTES = 4
+SLICE_MIB_LEAST, SLICE_MIB_MOST = 4, 16  # A frame holds a slice of 16 MiB with three arrays of state.
+MIB_NUMEL = (1 << 20) // FLOAT_NBYTES
 
 
 @dataclass(frozen=True)
 class Flat(Content):
-    """Parts of one flat vector of float32."""
+    """Parts of one flat vector of float32.
+
+    Attributes:
+        slice_mib: The most MiB of weights in a slice; 0: pscore/partition.py chooses, 4 at most.
+    """
 
     name: ClassVar[str] = "flat"
+    slice_mib: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the length.
+
+        Raises:
+            ConfigError: It is no length that a slice may have.
+        """
+        least, most, given = SLICE_MIB_LEAST, SLICE_MIB_MOST, self.slice_mib
+        if type(given) is not int or (given and not least <= given <= most):
+            raise ConfigError(f"slice_mib is {given!r}, must be an integer in {least}..{most}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Returns this content, which has no arguments.
+        """Returns the content that `arguments` describes.
 
         Raises:
-            ConfigError: There are some.
+            ConfigError: One of them is unknown or wrong.
         """
-        if arguments:
-            raise ConfigError(f"content 'flat' has no arguments, not {', '.join(arguments)}")
-        return cls()
+        if unknown := arguments.keys() - {"slice_mib"}:
+            raise ConfigError(f"content 'flat' has no arguments {', '.join(sorted(unknown))}")
+        return cls(**arguments)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns no arguments."""
-        return {}
+        """Returns the arguments of `of`."""
+        return {"slice_mib": self.slice_mib} if self.slice_mib else {}
 
     def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
         """Returns the slices of a flat vector (pscore/partition.py)."""
-        return make_layout(tensors, num_shards)
+        return make_layout(tensors, num_shards, slice_numel=self.slice_mib * MIB_NUMEL)
 
     def optimizer(self, name: str) -> Stepping:
         """Returns an optimizer on flat slices (pscore/optimizers)."""

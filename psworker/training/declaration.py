@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pscore.compressors.base import Compressor
+from pscore.content import Content
+from pscore.contents import FLAT
 from pscore.optimizers.base import Optimizer
 from pscore.publish.possible import PUBLISH_EVERY_MAX, require_weights
 from pscore.rules.base import Rule
@@ -27,6 +29,7 @@ class Declaration:
         min_nbytes: Smaller parameters are not compressed; in bytes of float32.
         exclude: Names or patterns of more parameters to leave out.
         publish_every: Updates from one version for readers to the next; None: there are none.
+        content: The slices of the parameters.
     """
 
     named: Sequence[tuple[str, torch.nn.Parameter]]
@@ -35,6 +38,7 @@ class Declaration:
     min_nbytes: int
     exclude: Sequence[str]
     publish_every: int | None = None
+    content: Content = FLAT
 
     def require_publishable(self, rule: Rule, plugin: Optimizer) -> None:
         """Refuses to publish weights that the shards do not have.
@@ -83,4 +87,5 @@ class Declaration:
             optimizer=plugin.name,
             num_groups=len(optimizer.param_groups),
             pull_compressor=self.pull_compressor,
+            content=self.content,
         )

@@ -18,6 +18,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
+from pscore.contents import FLAT
+from pscore.contents.flat import Flat
 from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
@@ -95,6 +97,9 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         rows_mode: Their mode, if it is another: `"asgd"` beside `"ssgd"`.
         publish_every: Updates from one version of the weights for readers to the next; seconds in
             an asynchronous mode (docs/publish.md). That of rank 0 counts. None: there are none.
+        slice_mib: The longest slice of the weights, 4 to 16 MiB. Longer ones need less Python,
+            which counts where shards and workers share a machine; shorter ones overlap better on
+            a network (docs/dataplane.md). None: at most 4.
 
     Raises:
         UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
@@ -129,6 +134,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         rows: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         rows_mode: str | Rule | None = None,
         publish_every: int | None = None,
+        slice_mib: int | None = None,
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
@@ -142,6 +148,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             min_nbytes=compress_min_nbytes,
             exclude=compress_exclude,
             publish_every=publish_every,
+            content=FLAT if slice_mib is None else Flat(slice_mib),
         )
         is_raw = self._declaration.pull_compressor.is_raw
         plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=is_raw)

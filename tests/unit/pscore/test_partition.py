@@ -301,3 +301,24 @@ def test_the_largest_model_is_planned_in_little_memory() -> None:
     """A declaration that is accepted must not cost a shard its memory before a byte has come."""
     layout = make_layout([tensor("w", NUMEL_MAX)], 2)
     assert len(layout.slices) == NUMEL_MAX // SLICE_NUMEL_MAX <= 1 << 16
+
+
+@pytest.mark.parametrize("slice_mib", [4, 7, 16])
+def test_slices_are_as_long_as_a_job_says(slice_mib: int) -> None:
+    tensors = model([30_000_000, 5_000_000, 100])
+    layout = Flat(slice_mib).layout(tensors, 2)
+    longest = slice_mib << 18
+    numels = [part.numel for part in layout.slices]
+    assert longest // 2 < min(numels[:-1])
+    assert max(numels) <= longest + ALIGNMENT
+    assert sum(numels) == layout.numel
+    assert Flat.of(Flat(slice_mib).arguments()) == Flat(slice_mib)
+    assert Flat().layout(tensors, 2).slices == make_layout(tensors, 2).slices
+
+
+@pytest.mark.parametrize("slice_mib", [3, 17, -4, 4.0, True, "8", None])
+def test_a_length_that_no_slice_may_have_is_refused(slice_mib: Any) -> None:
+    with pytest.raises(ConfigError, match=r"slice_mib is .*, must be an integer in 4\.\.16"):
+        Flat(slice_mib)
+    with pytest.raises(ConfigError, match="content 'flat' has no arguments rows"):
+        Flat.of({"rows": 1})
