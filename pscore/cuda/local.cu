@@ -8,26 +8,21 @@ struct Row {
   float p[10];
 };
 
-typedef const Row* __restrict__ Rows;
-typedef const float* __restrict__ In;
-typedef float* __restrict__ Out;
-
-// All threads work on one segment after the other. No array overlaps another (`__restrict__`), so a
-// thread loads several elements before it stores the first one.
+// All threads work on one segment after the other.
 #define EACH_ELEMENT(i)                                                            \
   for (const Row* row = rows; row < rows + num_rows; ++row)                        \
-    _Pragma("unroll 4")                                                            \
     for (int i = row->start + blockIdx.x * THREADS + threadIdx.x,                  \
              stop = row->start + row->numel; i < stop; i += gridDim.x * THREADS)
 
-extern "C" __global__ void local_sgd(Rows rows, int num_rows, Out w, In g) {
+extern "C" __global__ void local_sgd(const Row* rows, int num_rows, float* w, const float* g) {
   EACH_ELEMENT(i) {
     float sign = row->p[0], decay = row->p[1], lr = row->p[2];
     w[i] = w[i] - lr * (g[i] * sign + decay * w[i]);
   }
 }
 
-extern "C" __global__ void local_glu(Rows rows, int num_rows, Out w, In g, Out old) {
+extern "C" __global__ void local_glu(const Row* rows, int num_rows, float* w, const float* g,
+                                     float* old) {
   EACH_ELEMENT(i) {
     float alpha = row->p[0], beta = row->p[1], decay = row->p[2], lr = row->p[3];
     float shrink = row->p[4], inverse = row->p[5], now = w[i];
@@ -37,15 +32,16 @@ extern "C" __global__ void local_glu(Rows rows, int num_rows, Out w, In g, Out o
   }
 }
 
-extern "C" __global__ void local_secant(Rows rows, int num_rows, Out w, In g, In sync) {
+extern "C" __global__ void local_secant(const Row* rows, int num_rows, float* w, const float* g,
+                                        const float* sync) {
   EACH_ELEMENT(i) {
     float alpha = row->p[0], beta = row->p[1], decay = row->p[2], lr = row->p[3];
     w[i] = w[i] - lr * (alpha * g[i] + beta * sync[i] + decay * w[i]);
   }
 }
 
-extern "C" __global__ void secant_rebase(Rows rows, int num_rows, Out w,
-                                         In pulled, Out old, Out sync) {
+extern "C" __global__ void secant_rebase(const Row* rows, int num_rows, float* w,
+                                         const float* pulled, float* old, float* sync) {
   EACH_ELEMENT(i) {
     float shrink = row->p[0], rate = row->p[1], now = pulled[i];
     sync[i] = (shrink * old[i] - now) * rate;
@@ -54,7 +50,8 @@ extern "C" __global__ void secant_rebase(Rows rows, int num_rows, Out w,
   }
 }
 
-extern "C" __global__ void local_dc(Rows rows, int num_rows, Out w, In g, Out old) {
+extern "C" __global__ void local_dc(const Row* rows, int num_rows, float* w, const float* g,
+                                    float* old) {
   EACH_ELEMENT(i) {
     float control = row->p[0], sign = row->p[1], decay = row->p[2], lr = row->p[3];
     float before = w[i];
@@ -64,8 +61,8 @@ extern "C" __global__ void local_dc(Rows rows, int num_rows, Out w, In g, Out ol
   }
 }
 
-extern "C" __global__ void local_dc_adaptive(Rows rows, int num_rows, Out w,
-                                             In g, Out old, Out square) {
+extern "C" __global__ void local_dc_adaptive(const Row* rows, int num_rows, float* w,
+                                             const float* g, float* old, float* square) {
   EACH_ELEMENT(i) {
     float control = row->p[0], sign = row->p[1], decay = row->p[2], lr = row->p[3];
     float keep = row->p[4], take = row->p[5], before = w[i], own = g[i] * g[i];
@@ -77,7 +74,8 @@ extern "C" __global__ void local_dc_adaptive(Rows rows, int num_rows, Out w,
   }
 }
 
-extern "C" __global__ void sgd_momentum(Rows rows, int num_rows, Out w, In g, Out v) {
+extern "C" __global__ void sgd_momentum(const Row* rows, int num_rows, float* w, const float* g,
+                                        float* v) {
   EACH_ELEMENT(i) {
     float factor = row->p[0], decay = row->p[1], lr = row->p[2], keep = row->p[3];
     float take = row->p[4], ahead = row->p[5], along = row->p[6];
@@ -89,8 +87,8 @@ extern "C" __global__ void sgd_momentum(Rows rows, int num_rows, Out w, In g, Ou
 }
 
 // Adam, AdamW, and with `largest` AMSGrad.
-extern "C" __global__ void adam(Rows rows, int num_rows, Out w, In g, Out m, Out v,
-                                Out largest) {
+extern "C" __global__ void adam(const Row* rows, int num_rows, float* w, const float* g, float* m,
+                                float* v, float* largest) {
   EACH_ELEMENT(i) {
     float factor = row->p[0], decay = row->p[1], shrink = row->p[2], take1 = row->p[3];
     float keep2 = row->p[4], take2 = row->p[5], step_size = row->p[6];

@@ -107,13 +107,13 @@ class RelayProcess:
                 self._loop.add_signal_handler(number, self._ending.set)
             thread = OwnedThread(self._read, "relay", self._broke)
             thread.start()
+            stack.push_async_callback(asyncio.to_thread, thread.join, END_S)
+            stack.callback(self._is_over.set)
             while not self._ending.is_set():
                 for shard in self._versions.shards:
                     shard.forget_silent()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), TICK_S)
-            self._is_over.set()
-            await asyncio.to_thread(thread.join, END_S)
         if self._problem is not None:
             raise self._problem
 

@@ -213,6 +213,7 @@ def test_a_relay_ends_with_any_of_its_threads_and_tasks(
     ports = note_ports(monkeypatch)
     with pytest.raises(InjectedError):
         run_relay(capsys, lambda address: provoke(address, ports[0]))
+    assert "relay" not in {left.name for left in threading.enumerate()}
 
 
 def test_a_call_that_a_relay_does_not_answer_is_refused_and_ends_nothing(
