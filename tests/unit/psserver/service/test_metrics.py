@@ -56,6 +56,18 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode()
 
 
+class HeldAnswer:
+    """An answer that is made once `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def answer(self, request: Request) -> Response:
+        self.asked.set()
+        await self.may_end.wait()
+        return PlainTextResponse("here")
+
+
 def samples(body: str) -> dict[str, float]:
     return {
         " ".join([sample.name, *(f"{k}={v}" for k, v in sorted(sample.labels.items()))]): (
@@ -222,26 +234,20 @@ def test_a_newcomer_gets_the_place_of_one_that_has_not_asked() -> None:
     """The answer to a request is under way all the while, and keeps its place."""
 
     async def scene() -> None:
-        asked, may_end = asyncio.Event(), asyncio.Event()
-
-        async def answer(request: Request) -> Response:
-            asked.set()
-            await may_end.wait()
-            return PlainTextResponse("here")
-
-        server = WebServer(answer, seconds_max=WAIT_S)
+        held = HeldAnswer()
+        server = WebServer(held.answer, seconds_max=WAIT_S)
         server.connections_max = 2
         port = await server.start("127.0.0.1", 0)
         first, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(get("/"))
-        await asked.wait()
+        await held.asked.wait()
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         for _, each in idle:  # The kernel would keep back one on which nothing comes.
             each.write(b"G")
         for reader, _ in idle[:-1]:
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
-        may_end.set()
+        held.may_end.set()
         assert (await first.read()).endswith(b"here")
         for _, each in [(first, writer), *idle]:
             each.close()
@@ -293,13 +299,8 @@ def test_the_time_of_the_answer_is_not_that_of_the_peer() -> None:
     """One that has asked is answered, long after one that has not was closed."""
 
     async def scene() -> None:
-        may_end = asyncio.Event()
-
-        async def answer(request: Request) -> Response:
-            await may_end.wait()
-            return PlainTextResponse("here")
-
-        server = WebServer(answer, seconds_max=0.01)
+        held = HeldAnswer()
+        server = WebServer(held.answer, seconds_max=0.01)
         port = await server.start("127.0.0.1", 0)
         both = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         (asked, writer), (silent, other) = both
@@ -310,7 +311,7 @@ def test_the_time_of_the_answer_is_not_that_of_the_peer() -> None:
                 assert await silent.read() == b""
             other.close()
             silent, other = await asyncio.open_connection("127.0.0.1", port)
-        may_end.set()
+        held.may_end.set()
         assert (await asked.read()).endswith(b"here")
         for each in (writer, other):
             each.close()
@@ -321,22 +322,16 @@ def test_the_time_of_the_answer_is_not_that_of_the_peer() -> None:
 
 def test_a_newcomer_waits_while_all_places_are_of_peers_that_are_answered() -> None:
     async def scene() -> None:
-        asked, may_end = asyncio.Event(), asyncio.Event()
-
-        async def answer(request: Request) -> Response:
-            asked.set()
-            await may_end.wait()
-            return PlainTextResponse("here")
-
-        server = WebServer(answer, seconds_max=WAIT_S)
+        held = HeldAnswer()
+        server = WebServer(held.answer, seconds_max=WAIT_S)
         server.connections_max = 1
         port = await server.start("127.0.0.1", 0)
         both = []
         for _ in range(2):
             both.append(await asyncio.open_connection("127.0.0.1", port))
             both[-1][1].write(get("/"))
-            await asked.wait()
-        may_end.set()
+            await held.asked.wait()
+        held.may_end.set()
         for reader, writer in both:
             assert (await reader.read()).endswith(b"here")
             writer.close()
