@@ -202,6 +202,8 @@ class Watch:
             while not (self._is_over or self.lost):
                 now_s = time.monotonic()
                 if now_s >= next_s:
+                    if next_s and now_s - next_s > TICK_S:  # This process was stopped itself.
+                        self._pardon(now_s - next_s)
                     next_s = now_s + TICK_S
                     self._tell(PING)
                     self._look_for_silence(now_s)
@@ -236,6 +238,11 @@ class Watch:
             elif line.startswith(LOST):
                 self.lose(line[len(LOST) + 1 :].decode(errors="replace"))
         return True
+
+    def _pardon(self, away_s: float) -> None:
+        """Counts no time against the others in which this process could not hear them."""
+        for rank in self._heard_s:
+            self._heard_s[rank] += away_s
 
     def _look_for_silence(self, now_s: float) -> None:
         for rank, heard_s in self._heard_s.items():

@@ -1,0 +1,51 @@
+"""What the processes of a group notice of each other."""
+
+import threading
+import time
+
+import pytest
+
+from psworker.group import watch
+from psworker.group.watch import SILENT_S, TICK_S, Watch
+from tests.integration.cluster import wait_until
+
+
+class Clock:
+    """A clock that can be set forward, as it is for a process that was stopped."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self._real = time.monotonic
+
+    def monotonic(self) -> float:
+        return self._real() + self.ahead_s
+
+
+def test_a_group_whose_host_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has heard the others meanwhile, and nobody has ended."""
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    both = [Watch(0, 2), Watch(1, 2)]
+    place = both[0].listen()
+    member = threading.Thread(target=both[1].connect, args=(place,))
+    member.start()
+    both[0].connect(place)
+    member.join()
+    begun_s = clock.monotonic()
+    wait_until(lambda: all(heard_s(one) > begun_s for one in both))
+    clock.ahead_s = SILENT_S + 3 * TICK_S
+    resumed_s = clock.monotonic()
+    wait_until(lambda: all(one.lost or heard_s(one) > resumed_s for one in both))
+    assert [one.lost for one in both] == ["", ""]
+    for one in reversed(both):
+        one.leave("over", failed=False)
+    for thread in threading.enumerate():
+        if "group" in thread.name:
+            thread.join()
+    for one in both:
+        for peer in one._peers:
+            peer.close()
+
+
+def heard_s(one: Watch) -> float:
+    return min(one._heard_s.values())
