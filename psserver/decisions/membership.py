@@ -286,11 +286,6 @@ class Membership:
         self.has_ended = self.is_idle and not failed
         return True
 
-    def prolong(self, by_s: float) -> None:
-        """Prolongs all leases, by time in which nobody could be heard."""
-        for member in self.members.values():
-            member.lease_ends_s += by_s
-
     def expire(self, now_s: float) -> list[Member]:
         """Declares the workers lost whose lease has run out, and returns them."""
         over = [

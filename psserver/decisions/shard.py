@@ -160,7 +160,8 @@ class Shard:
         lost: list[tuple[Job, Member]] = []
         actions: Actions = []
         for job in self.jobs.values():
-            job.membership.prolong(away_s)
+            for member in job.membership.members.values():
+                member.lease_ends_s += away_s
             members = job.membership.expire(now_s)
             lost += [(job, member) for member in members]
             if members:
