@@ -1,4 +1,4 @@
-"""What the processes of a group notice of each other."""
+"""The watch by which the processes of a group notice each other's end."""
 
 import threading
 import time
