@@ -41,13 +41,16 @@ class OpenExchanges(Generic[K]):
     machine, takes one tick of each peer's time and no more.
     """
 
-    def __init__(self, ticks_max: int) -> None:
-        """Gives a peer `ticks_max` ticks for its request, and as many for the answer."""
+    def __init__(self, ticks_max: float) -> None:
+        """Gives a peer `ticks_max` ticks for its request, and as many to take the answer."""
         self._ticks_max = ticks_max
         self._held: dict[K, _Exchange] = {}  # In order of arrival.
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __contains__(self, exchange: K) -> bool:
+        return exchange in self._held
 
     def enter(self, exchange: K, address: str) -> None:
         """Adds an exchange with a peer at `address`."""
@@ -71,15 +74,16 @@ class OpenExchanges(Generic[K]):
             place.ticks += place.stage is not ExchangeStage.ASKED
         return [it for it, place in self._held.items() if place.ticks > self._ticks_max]
 
-    def choose(self) -> K | None:
-        """Returns the exchange that goes for a newcomer; None: each keeps its place for now."""
+    def choose(self, count: int = 1) -> list[K]:
+        """Returns the exchanges that go for so many newcomers; fewer: others keep their places."""
         silent, slow = [], []
         for exchange, place in self._held.items():
             if place.stage is ExchangeStage.SILENT:
                 silent.append((exchange, place.address))
             elif place.stage is not ExchangeStage.ASKED and place.ticks >= SAFE_TICKS:
                 slow.append((exchange, place.address))
-        return next(iter(to_close(silent or slow)), None)
+        chosen = to_close(silent, count)
+        return chosen + to_close(slow, count - len(chosen))
 
 
 def to_close(waiting: Sequence[tuple[K, str]], count: int = 1) -> list[K]:

@@ -1,10 +1,11 @@
 """Accepts connections on TCP, with or without TLS, and on Unix sockets of the same host.
 
 A new connection has a few seconds for the TLS handshake and for its first message. If too many are
-still at that, one of them is closed (`crowd`), so that slow peers cannot exhaust the listener. If
-there are too many connections in all, or there is no file descriptor or thread for one more, one of
-a stranger is closed; without any, new connections are refused, which is logged sparsely, and the
-listener continues: it ends when its owner stops it, and in no other way.
+still at that, one of them is closed on which nothing whole has come, or that is slow
+(`crowd.OpenExchanges`), so slow peers cannot exhaust the listener; if there is none, newcomers
+wait. If there are too many connections in all, or there is no file descriptor or thread for one
+more, one of a stranger is closed; without any, new connections are refused, which is logged
+sparsely, and the listener continues: it ends when its owner stops it, and in no other way.
 
 A connection to a Unix socket is accepted only from a process of the same user.
 """
@@ -20,13 +21,14 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from pscore.net import connection as connections
-from pscore.net import crowd, descriptors, sockets, tls
+from pscore.net import descriptors, sockets, tls
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection, Service
+from pscore.net.crowd import ExchangeStage, OpenExchanges
 from pscore.net.endpoint import peer_user
 from pscore.threads import OwnedThread
 
@@ -36,6 +38,8 @@ PENDING_SHARE = 4  # They get at most one of so many descriptors.
 UNKNOWN_NBYTES = 32 << 20  # Bytes of long headers from all peers that are not known yet.
 RECOVERED_S = 3.0  # Without a refusal for lack of resources; then the listener is well again.
 PAUSE_S = 0.1
+AT_ONCE = 16  # Connections that are accepted in one turn.
+TICK_S = 1.0  # The time of a peer is counted in so long parts, while others want its place.
 STOP_TIMEOUT_S = 1.0  # For the threads of all connections together.
 THIS_HOST = "this host"  # Other end of a Unix socket, for the log.
 
@@ -49,34 +53,57 @@ class Strangers:
         """Keeps at most `num_max`."""
         self.num_max = num_max
         self._lock = threading.Lock()
-        self._held: dict[socket.socket, str] = {}  # With their addresses, in order of arrival.
+        self._held: OpenExchanges[socket.socket] = OpenExchanges(math.inf)
+        self._ticked_s = -math.inf
 
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, accepted: socket.socket) -> bool:
+        return accepted in self._held
+
     def add(self, accepted: socket.socket, address: str) -> None:
-        """Adds a connection; closes one if that is one too many."""
+        """Adds a connection."""
         with self._lock:
-            self._held[accepted] = address
-            is_full = len(self._held) > self.num_max
-        if is_full:
-            self.drop_one()
+            self._held.enter(accepted, address)
+
+    def note_greeted(self, accepted: socket.socket) -> None:
+        """Notes that the first message of a handshake has come."""
+        with self._lock:
+            self._held.advance(accepted, ExchangeStage.BEGUN)
 
     def remove(self, accepted: socket.socket) -> None:
         """Removes a connection whose peer is known now, or that has ended."""
         with self._lock:
-            self._held.pop(accepted, None)
+            self._held.leave(accepted)
 
-    def drop_one(self) -> bool:
-        """Shuts a connection down; returns whether there was one."""
+    def has_room(self) -> bool:
+        """Returns whether there is a place for a newcomer, and makes one if that may be."""
+        return len(self) < self.num_max or self.drop_some()
+
+    def trim(self) -> None:
+        """Shuts down those that are too many, as far as they may go."""
+        if (excess := len(self) - self.num_max) > 0:
+            self.drop_some(excess)
+
+    def drop_some(self, count: int = 1) -> bool:
+        """Shuts so many connections down; returns whether there was one that may go."""
         with self._lock:
-            if not self._held:
-                return False
-            (dropped,) = crowd.to_close(list(self._held.items()))
-            del self._held[dropped]
-            with contextlib.suppress(OSError):  # It may have ended by itself.
-                dropped.shutdown(socket.SHUT_RDWR)
-        return True
+            now_s = time.monotonic()
+            if now_s - self._ticked_s >= TICK_S:
+                self._ticked_s = now_s
+                self._held.tick()
+            chosen = self._held.choose(count)
+        for dropped in chosen:
+            self.drop(dropped)
+        return bool(chosen)
+
+    def drop(self, accepted: socket.socket) -> None:
+        """Shuts a connection down, unless its peer has become known, or it has ended."""
+        with self._lock, contextlib.suppress(OSError):
+            if accepted in self._held:
+                self._held.leave(accepted)
+                accepted.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
@@ -140,6 +167,7 @@ class Listener:
     def start(self) -> None:
         """Starts to accept."""
         for listener, serve in self._listeners:
+            listener.setblocking(False)
             poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
             poll.register(listener, select.POLLIN)
             accept = partial(self._accept, listener, poll, serve)
@@ -174,16 +202,57 @@ class Listener:
         return not any(thread.is_alive() for _, thread in served)
 
     def _accept(self, listener: socket.socket, poll: select.poll, serve: Serve) -> None:
-        spare = descriptors.SpareDescriptor()
+        spare, own = descriptors.SpareDescriptor(), listener.fileno()
+        silent: dict[int, tuple[socket.socket, float]] = {}  # With their deadlines, oldest first.
         while not self._is_closing:
-            poll.poll()  # `accept` would not wait if there is no descriptor left.
+            # `accept` would not wait if there is no descriptor left.
+            events = poll.poll(1e3 * TICK_S if silent else None)
+            events.sort(key=lambda event: event[0] == own)  # First those that have spoken.
+            for number, _ in events:
+                if number != own:
+                    poll.unregister(number)
+                    self._start_serving(silent.pop(number)[0], serve)
+                elif self._pending.has_room():
+                    deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
+                    for accepted in self._accept_some(listener, spare):
+                        poll.register(accepted, select.POLLIN)
+                        silent[accepted.fileno()] = accepted, deadline_s
+                    self._pending.trim()
+                else:
+                    time.sleep(PAUSE_S)
+            for accepted, deadline_s in list(silent.values()):
+                if deadline_s > time.monotonic():
+                    break
+                self._pending.drop(accepted)  # Its end is an event.
+        spare.close()
+        for accepted, _ in silent.values():
+            accepted.close()
+
+    def _accept_some(
+        self, listener: socket.socket, spare: descriptors.SpareDescriptor
+    ) -> Iterator[socket.socket]:
+        """Accepts connections, which get a thread when their peers have said something."""
+        for _ in range(AT_ONCE):  # A crowd costs as little as may be, for the others' sake.
             try:
                 accepted, _ = listener.accept()
+            except BlockingIOError:
+                return
             except OSError as problem:
                 self._on_accept_failed(problem, listener, spare)
+                return
+            is_full = len(self._connections) >= CONNECTIONS_MAX
+            is_scarce = descriptors.is_scarce(accepted.fileno())
+            dropped = (is_full or is_scarce) and (
+                self._pending.drop_some() or self._greeted.drop_some()
+            )
+            if (is_full or is_scarce) and not dropped:
+                few = f"few of the {descriptors.limit()} file descriptors are left"
+                self._note_refusal(few if is_scarce else f"{CONNECTIONS_MAX} connections are open")
+            elif _is_of_this_user(accepted):
+                self._pending.add(accepted, peer_of(accepted))
+                yield accepted
                 continue
-            self._start_serving(accepted, serve)
-        spare.close()
+            accepted.close()
 
     def _on_accept_failed(
         self, problem: OSError, listener: socket.socket, spare: descriptors.SpareDescriptor
@@ -200,21 +269,14 @@ class Listener:
                 time.sleep(PAUSE_S)
 
     def _start_serving(self, accepted: socket.socket, serve: Serve) -> None:
-        """Starts a thread for a new connection, or closes it."""
-        is_full = len(self._connections) >= CONNECTIONS_MAX
-        is_scarce = descriptors.is_scarce(accepted.fileno())
-        if (is_full or is_scarce) and not (self._pending.drop_one() or self._greeted.drop_one()):
-            few = f"few of the {descriptors.limit()} file descriptors are left"
-            self._note_refusal(few if is_scarce else f"{CONNECTIONS_MAX} connections are open")
-        elif _is_of_this_user(accepted):
-            self._pending.add(accepted, peer_of(accepted))
-            try:
+        """Starts a thread for a connection, unless it had to go."""
+        try:
+            if accepted in self._pending:
                 OwnedThread(partial(serve, accepted), "data-read", self._service.broke).start()
-            except RuntimeError as problem:
-                self._pending.remove(accepted)
-                self._note_refusal(str(problem))
-            else:
                 return
+        except RuntimeError as problem:
+            self._pending.remove(accepted)
+            self._note_refusal(str(problem))
         accepted.close()
 
     def _note_refusal(self, reason: str) -> None:
@@ -262,6 +324,7 @@ class Listener:
         """
         if self._context is None or accepted.family == socket.AF_UNIX:
             return accepted
+        tls.on_greeted.set(partial(self._pending.note_greeted, accepted))
         # A copy: TLS detaches its socket, and this one must stay so that it can be shut down.
         copied = accepted.dup()
         try:

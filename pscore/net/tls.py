@@ -16,7 +16,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ OWN = (
     "set PACELINE_TLS_CERT and PACELINE_TLS_KEY to ones that its --tls-client-ca has signed, the "
     "client.pem and client.key of `psserver certs`"
 )
+
+# Called when the first message of the peer is whole, in the handshake of a server.
+on_greeted: ContextVar[Callable[[], None]] = ContextVar("greeted", default=lambda: None)
 
 
 class TLSSocket:
@@ -166,6 +170,7 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLCont
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # No client resumes sessions, and without tickets none can be replayed.
+    context.sni_callback = lambda *_: on_greeted.get()()
     _show(context, cert, key)
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED

@@ -34,7 +34,6 @@ from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
 from psserver.engine.views import CopiesView, DefinedTable, Saves
-from psserver.stores import kind_of
 
 log = structlog.get_logger()
 
@@ -224,8 +223,6 @@ class Engine:
             )
         if not is_new:
             return view
-        if self._executor is not None:  # The weights are on their way meanwhile.
-            self._executor.submit(kind_of(spec.content.name).warm_up, table.optimizer)
         log.info(
             "table defined",
             job=job.name,
@@ -301,21 +298,17 @@ class Engine:
 
     # ----- time
 
-    def tick(self, away_s: float = 0.0) -> list[tuple[RunningJob, Member]]:
+    def tick(self) -> list[tuple[RunningJob, Member]]:
         """Declares silent workers lost, logs long waits, and has quiet slices hashed.
 
         The owner calls it about once a second.
-
-        Args:
-            away_s: Seconds since the last call in which this process was stopped, or did nothing
-                else: messages of healthy workers wait in its sockets.
 
         Returns the workers that are declared lost, each with its job.
         """
         with self.lock:
             self.counters.settle()
             now_s = self.now()
-            found, actions = self.shard.tick(now_s, away_s)
+            found, actions = self.shard.tick(now_s)
             lost = [(self.jobs[job.name], member) for job, member in found]
             for job, member in lost:
                 log.warning(

@@ -18,6 +18,7 @@ from psserver.engine.job import Request, RunningJob, RunningTable
 from psserver.slices.base import Payload, Store
 from psserver.slices.journal import SliceJournal
 from psserver.slices.sums import RAW
+from psserver.stores import kind_of
 
 log = structlog.get_logger()
 
@@ -37,6 +38,7 @@ def recover(engine: Engine, inspect: Callable[[Store], None] | None = None) -> l
                     if inspect is not None:
                         inspect(queue.store)
                     _resume_slice(engine, job, running, index)
+                kind_of(running.table.spec.content.name).warm_up(running.table.optimizer)
             try:
                 job.residuals.recover(job.recorder.read_residuals())
             except (ValueError, UnknownJobError) as problem:

@@ -73,10 +73,12 @@ class CheckpointSchedule:
 
     def run(self) -> None:
         """Writes checkpoints until a last one is requested, and copies until it is copied."""
-        is_last = False
+        is_last, due_s = False, time.monotonic()
         self._copy()
         while not is_last:
-            is_last = self._last.wait(self._plan.every_s)
+            now_s = time.monotonic()
+            due_s = max(due_s + self._plan.every_s, now_s)  # From one begin to the next.
+            is_last = self._last.wait(due_s - now_s)
             self.take(is_last=is_last)
         if self._copier is not None:
             self._copier.finish()

@@ -85,7 +85,6 @@ from psserver.service.web import WebServer
 log = structlog.get_logger()
 
 TICK_S = 1.0
-LATE_S = 2 * TICK_S  # Without a tick for longer, this process was stopped itself, and heard nobody.
 WINDOW_TICK_S = 0.02  # The grain of the windows of rounds with a quorum.
 NO_WINDOW_TICK_S = 0.5  # Without a table that has windows: a new one is noticed after so long.
 MBIT_NBYTES = 125_000
@@ -107,6 +106,7 @@ class Daemon:
         code: The exit code so far.
         grace_s: Seconds that requests under way may take at the end.
         engine: The shard itself.
+        callers: The peers on its port of gRPC.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
@@ -142,7 +142,7 @@ class Daemon:
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         self._moves = ShardMoves(plan, self.engine, self._journals, self._took_over)
         self._moves.stop_data, self._moves.start_data = self.close, self._start_data
-        self._callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
+        self.callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
         self._instance = secrets.randbits(63)
         self._data: Listener | None = None
         self._addresses: list[str] = []  # Addresses of all shards, once ours is known.
@@ -173,7 +173,7 @@ class Daemon:
                 self._moves.signpost,
                 *spans.interceptors("psserver"),
                 AuthInterceptor(self._authorizer, self.engine.heard),
-                ErrorInterceptor(self.broke, self._callers.note_answered),
+                ErrorInterceptor(self.broke, self.callers.note_answered),
             ],
         )
         server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))
@@ -253,7 +253,7 @@ class Daemon:
     async def run(self) -> None:
         """Serves until asked to end, then lets the requests under way be answered."""
         self._watch()
-        duties = (self._tick(), self._tick_windows(), self._bring(), self._keep_room())
+        duties = (self._tick(), self._tick_windows(), self._bring(), self.keep_room())
         tasks = [asyncio.create_task(duty) for duty in duties]
         for task in (*tasks, *filter(None, [self._web.accepting])):
             task.add_done_callback(self._check)
@@ -321,13 +321,10 @@ class Daemon:
             self._ending.set()
 
     async def _tick(self) -> None:
-        ticked_s = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             if not self._moves.is_frozen:
-                now_s = time.monotonic()
-                self.engine.tick(max(0.0, now_s - ticked_s - LATE_S))
-                ticked_s = now_s
+                self.engine.tick()
                 self._publications.tick()
                 await self.check_readiness()
             if self.plan.beats:
@@ -343,10 +340,12 @@ class Daemon:
             has_windows = not self._moves.is_frozen and self.engine.tick_windows()
             await asyncio.sleep(WINDOW_TICK_S if has_windows else NO_WINDOW_TICK_S)
 
-    async def _keep_room(self) -> None:
+    async def keep_room(self) -> None:
+        """Closes connections of strangers to gRPC while there are too many."""
         while True:
             await asyncio.sleep(ROOM_S)
-            num_closed = self._callers.make_room(self._port)
+            # Not on the loop, which would get the GIL back after each of its many calls.
+            num_closed = await asyncio.to_thread(self.callers.make_room, self._port)
             if num_closed:
                 setup.sparsely("connections of strangers closed: too many", number=num_closed)
 

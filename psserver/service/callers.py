@@ -3,8 +3,9 @@
 gRPC refuses connections beyond a number, and closes none of them for a newcomer, so peers that
 connect and say nothing could keep all workers and probes out. This module looks for the accepted
 sockets among the file descriptors of the process, and shuts down those whose peers have proved
-nothing: the peer has shown no token or, where none is needed, has named no live worker. When the
-others alone take nearly all places, the oldest of these go too, as a worker connects again.
+nothing: the peer has shown no token or, where none is needed, has named no live worker. Those that
+were never answered go first, and not one that reads a checkpoint. When the others alone take nearly
+all places, the oldest of these go too, as a worker connects again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Callers:
         self._limit = num_max * 3 // 4
         self._known_max = num_max - num_max // 16
         self._needs_token = needs_token
-        self._known: dict[str, Peer] = {}  # By gRPC's name for them.
+        # By gRPC's name for them: those that have proved something, and others that were answered.
+        self._known: dict[str, Peer] = {}
+        self._heard: dict[str, Peer] = {}
         # By inode, in order of arrival: our sockets; None: one of another port, or that listens.
         self._seen: dict[int, Peer | None] = {}
 
@@ -60,30 +63,37 @@ class Callers:
         if not peer.startswith(("ipv4:", "ipv6:")):
             return
         is_proof = not method.startswith(HEALTH) if self._needs_token else method in WORKERS_PROOFS
-        if is_proof and peer not in self._known:
-            self._known[peer] = _named(peer)
+        kept = self._known if is_proof else self._heard
+        if peer not in kept:
+            kept[peer] = _named(peer)
 
     def make_room(self, port: int) -> int:
         """Closes connections to a port if there are too many, of strangers first; returns how many.
 
-        Only sockets that are new since the last call are looked at, so thousands of strangers that
-        stay cost the event loop little.
+        Any thread may call it, one at a time. Only sockets that are new since the last call are
+        looked at, so thousands of strangers that stay cost little.
         """
+        noted = self._known, self._heard
         numbers = [int(name) for name in os.listdir(OWN_DESCRIPTORS)]
-        if len(numbers) <= self._limit and len(self._known) <= 2 * self._limit:
+        if len(numbers) <= self._limit and max(map(len, noted)) <= 2 * self._limit:
             return 0
         sockets = _sockets(numbers)
         new = {inode: _caller(sockets[inode], port) for inode in sockets if inode not in self._seen}
         kept = {inode: peer for inode, peer in self._seen.items() if inode in sockets}
         self._seen = kept | new
         accepted = {peer: sockets[inode] for inode, peer in self._seen.items() if peer is not None}
-        self._known = {name: peer for name, peer in self._known.items() if peer in accepted}
+        for peers in noted:
+            for name, peer in tuple(peers.items()):
+                if peer not in accepted:
+                    del peers[name]  # One that has come meanwhile is noted at its next call.
         excess = len(accepted) - self._limit
         if excess <= 0:
             return 0
-        known = set(self._known.values())
+        known, heard = (set(tuple(peers.values())) for peers in noted)
         strangers = [(peer, peer[0]) for peer in accepted if peer not in known]
-        closing = crowd.to_close(strangers, excess)
+        closing = crowd.to_close([it for it in strangers if it[0] not in heard], excess)
+        answered = [it for it in strangers if it[0] in heard]
+        closing += crowd.to_close(answered, excess - len(closing))
         others = [(peer, peer[0]) for peer in accepted if peer in known]
         closing += crowd.to_close(others, max(0, len(others) - self._known_max))
         for peer in closing:

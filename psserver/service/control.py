@@ -52,6 +52,7 @@ from psserver.service.messages import (
     to_proto,
 )
 from psserver.service.shared_view import SharedView
+from psserver.stores import kind_of
 
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
@@ -193,6 +194,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._data = data
         self._process = psutil.Process()
         self._status = SharedView(self._make_status)
+        self._compiled: dict[tuple[str, str], asyncio.Task[None]] = {}  # By content and optimizer.
         self.closed = ""  # Why workers cannot join yet; empty if they can.
         self.told: set[tuple[str, int]] = set()  # Jobs and incarnations that know `_next`.
         self._next = ""  # Where this shard will soon be, or its standby is.
@@ -260,10 +262,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
-        job = self._heard(request)
+        self._heard(request)
         require_name("table", request.table.name)
         spec = TableSpec.from_proto(request.table)
-        table = self._engine.define(job, spec)
+        await self._compile(spec)
+        table = self._engine.define(self._heard(request), spec)
         return pb.DefineReply(
             table=table.index,
             created=table.is_new,
@@ -271,6 +274,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             step=table.origin.step,
             has_weights=table.has_weights,
         )
+
+    async def _compile(self, spec: TableSpec) -> None:
+        """Compiles the loops of a table, for seconds if the machine has no cache of them.
+
+        A push would do it under the engine's lock, and all other calls would wait for that. A
+        worker whose call ends before it repeats the call.
+        """
+        name = spec.content.name, spec.optimizer
+        if name not in self._compiled:
+            warm_up = kind_of(spec.content.name).warm_up
+            work = asyncio.to_thread(warm_up, spec.content.optimizer(spec.optimizer))
+            self._compiled[name] = asyncio.create_task(work)
+        await asyncio.wait([self._compiled[name]])
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Excludes a worker from open steps, records its return, or changes the mode."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import select
 import socket
 import ssl
@@ -26,7 +25,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from pscore.net import crowd, descriptors, sockets
+from pscore.net import crowd, descriptors, sockets, tls
 from pscore.net.crowd import ExchangeStage, OpenExchanges
 
 CONNECTIONS_MAX = 256
@@ -93,10 +92,6 @@ class HttpExchange(H11Protocol):
             self.ended.set_result(None)
 
 
-# The one whose TLS is at work.
-_CURRENT: contextvars.ContextVar[HttpExchange] = contextvars.ContextVar("exchange")
-
-
 class WebServer:
     """An HTTP server inside the event loop of its process.
 
@@ -113,13 +108,11 @@ class WebServer:
         Args:
             answer: Returns the response to a request, in one piece; the body of HEAD is left out.
             seconds_max: Seconds that a peer may take for its request, and for the answer.
-            context: TLS of this server alone; None: none.
+            context: TLS (`pscore.net.tls.server_context`); None: none.
         """
         self._answer = answer
         self._seconds_max = seconds_max
         self._context = context
-        if context is not None:  # It is called when the first message of a peer is whole.
-            context.sni_callback = lambda *_: _CURRENT.get().note(ExchangeStage.BEGUN)
         self._config = Config(
             self._app,
             http=HttpExchange,
@@ -232,12 +225,11 @@ class WebServer:
 
     def _make_room(self) -> bool:
         """Closes the connection that has the least claim to its place, if one may be closed."""
-        exchange = self._places.choose()
-        if exchange is None:
-            return False
-        self._places.leave(exchange)
-        exchange.close()
-        return True
+        chosen = self._places.choose()
+        for exchange in chosen:
+            self._places.leave(exchange)
+            exchange.close()
+        return bool(chosen)
 
     def _start_serving(self, accepted: socket.socket, address: str) -> None:
         exchange = HttpExchange(accepted, self._places, self._config, self._state)
@@ -253,7 +245,7 @@ class WebServer:
 
     async def _serve(self, exchange: HttpExchange) -> None:
         loop = asyncio.get_running_loop()
-        _CURRENT.set(exchange)
+        tls.on_greeted.set(partial(exchange.note, ExchangeStage.BEGUN))
         with contextlib.suppress(OSError):  # Also of TLS.
             await loop.connect_accepted_socket(
                 lambda: exchange, exchange.accepted, ssl=self._context

@@ -202,8 +202,6 @@ class Watch:
             while not (self._is_over or self.lost):
                 now_s = time.monotonic()
                 if now_s >= next_s:
-                    if next_s and now_s - next_s > TICK_S:  # This process was stopped itself.
-                        self._pardon(now_s - next_s)
                     next_s = now_s + TICK_S
                     self._tell(PING)
                     self._look_for_silence(now_s)
@@ -216,8 +214,6 @@ class Watch:
             if self._waits_since_s is not None:
                 log.critical("process %d is stuck in a collective, and ends", self._rank)
                 os._exit(EXIT_CODE)
-        for peer in self._peers:
-            peer.close()
 
     def _receive(self, peer: socket.socket) -> bool:
         """Reads what a process has sent; returns whether its socket is still of use."""
@@ -240,11 +236,6 @@ class Watch:
             elif line.startswith(LOST):
                 self.lose(line[len(LOST) + 1 :].decode(errors="replace"))
         return True
-
-    def _pardon(self, away_s: float) -> None:
-        """Counts no time against the others in which this process could not hear them."""
-        for rank in self._heard_s:
-            self._heard_s[rank] += away_s
 
     def _look_for_silence(self, now_s: float) -> None:
         for rank, heard_s in self._heard_s.items():

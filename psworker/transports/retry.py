@@ -87,8 +87,9 @@ class RetryPolicy:
             if waited_s >= said_s:
                 said_s *= 2
                 why = explain_silence(self.address)
-                text = "%s has not answered for %.0f s%s"
-                log.warning(text, self.address, waited_s, why and f": {why}")
+                text = "%s has not answered for %.0f s; this side waits %.0f s more%s"
+                left_s = self.limit_s - waited_s
+                log.warning(text, self.address, waited_s, left_s, why and f": {why}")
             time.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, DELAY_S_MAX)
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.service.data_socket import make_listener
 from psserver.slices.store import SliceStore
+from tests.integration.command import join_threads
 from tests.unit.psserver.front import Front, play, pull_header, push_header, stores_of
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
@@ -172,8 +172,7 @@ def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
             assert quick.answer().pushed.version <= 1
             for peer in (*silent, quick):
                 peer.socket.close()
-        for thread in threading.enumerate():
-            if thread.name.startswith("data-read"):
-                thread.join(WAIT_S)
+        for name in ("data-accept", "data-read"):  # The first start the others.
+            join_threads(name)
 
     play(scene)

@@ -123,7 +123,7 @@ SHARD: dict[str, tuple[tuple[Any, str, object], Provoke]] = {
     "ticks of publications": ((Publications, "tick", fail), nothing),
     "ticks of windows": ((Daemon, "_tick_windows", fail_later), nothing),
     "bringing": ((Daemon, "_bring", fail_later), nothing),
-    "room for strangers": ((Daemon, "_keep_room", fail_later), nothing),
+    "room for strangers": ((Daemon, "keep_room", fail_later), nothing),
     "the metrics page": ((WebServer, "_thin_out", fail), connect),
     "a call of a reader": ((ReadersServicer, "Watch", fail_later), watch),
 }

@@ -21,11 +21,13 @@ import pytest
 
 from pscore.errors import AccessError, LimitError, ThreadError, TransportError
 from pscore.net import connection, sockets, tls, wire
+from pscore.net import listener as listeners
 from pscore.net.budget import Budget
 from pscore.net.channel import HELD_MAX
 from pscore.net.credentials import Credentials
+from pscore.net.crowd import SAFE_TICKS
 from pscore.net.endpoint import Endpoint, connect
-from pscore.net.listener import Listener
+from pscore.net.listener import Listener, Strangers
 from pscore.net.send_queue import SendQueue
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray
@@ -133,6 +135,53 @@ def test_a_peer_without_the_token_gets_that_reason(token: str, is_local: bool) -
             sender.send(0, tensor(0, 10)).done.result(WAIT_S)
         sender.close()
     assert not peer.seen
+
+
+def test_a_handshake_under_way_keeps_its_place(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on a busy machine: a crowd comes between the listener's part and its own."""
+    monkeypatch.setattr(listeners, "PENDING_MAX", 2)
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = tls.client_context(Credentials(ca=files / "ca.pem"))
+    assert context is not None
+    worker = context.wrap_bio(received, sent, server_hostname="localhost")
+    theirs = tls.server_context(files / "server.pem", files / "server.key", None)
+    with listening(Peer(TOKEN), theirs) as listener, contextlib.ExitStack() as opened:
+
+        def connected() -> socket.socket:
+            return opened.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+
+        plain = connected()
+        with pytest.raises(ssl.SSLWantReadError):
+            worker.do_handshake()
+        plain.sendall(sent.read())
+        received.write(plain.recv(1 << 16))
+        crowd = [connected() for _ in range(6)]
+        for silent in crowd[:-1]:
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(1) == b""
+        worker.do_handshake()
+        hello = pb.Envelope(hello=pb.Hello(token=TOKEN)).SerializeToString()
+        worker.write(b"".join(sockets.frame_parts(hello, ())))
+        plain.sendall(sent.read())
+        received.write(plain.recv(1 << 16))
+        assert worker.read(1)
+
+
+def test_a_handshake_under_way_gives_its_place_up_when_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listeners, "TICK_S", 0.0)  # Each look at the places is a tick.
+    strangers = Strangers(1)
+    one, other = socket.socketpair()
+    with one, other:
+        strangers.add(one, "a")
+        strangers.note_greeted(one)
+        assert [strangers.has_room() for _ in range(SAFE_TICKS)] == [False] * (SAFE_TICKS - 1) + [
+            True
+        ]
+        assert other.recv(1) == b""
 
 
 def test_nothing_is_read_before_the_hello() -> None:

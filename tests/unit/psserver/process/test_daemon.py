@@ -259,3 +259,28 @@ def test_a_journal_directory_that_cannot_be_used_ends_with_its_own_code(tmp_path
         assert refusal.value.code is Exit.STATE_DIR
 
     asyncio.run(use())
+
+
+def test_a_call_is_answered_while_the_connections_of_strangers_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That takes seconds for thousands of them on a busy machine."""
+    may_end = threading.Event()
+
+    async def use(daemon: Daemon, stub: Stub) -> None:
+        began, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def make_room(port: int) -> int:
+            loop.call_soon_threadsafe(began.set)
+            assert may_end.wait(100.0)
+            return 0
+
+        monkeypatch.setattr(daemon.callers, "make_room", make_room)
+        keeping = asyncio.create_task(daemon.keep_room())
+        await began.wait()
+        assert (await stub.Describe(pb.DescribeRequest())).num_shards == 1
+        assert not may_end.is_set()
+        may_end.set()
+        keeping.cancel()
+
+    with_daemon(use)

@@ -32,6 +32,22 @@ def test_a_peer_that_has_named_a_live_worker_stays() -> None:
             assert callers.make_room(port) == 0
 
 
+def test_a_stranger_that_was_answered_goes_after_those_that_say_nothing() -> None:
+    """The process that takes checkpoints, before a crowd."""
+    callers = Callers(2, needs_token=False)  # A place for one stranger.
+    with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        clients = []
+        for _ in range(3):
+            clients.append(opened.enter_context(socket.create_connection((host, port))))
+            opened.enter_context(listener.accept()[0])
+        method = "/paceline.ps.v1.Checkpoints/Capture"
+        callers.note_answered(method, f"ipv4:{host}:{clients[0].getsockname()[1]}")
+        assert callers.make_room(port) == 2
+        for silent in clients[1:]:
+            assert silent.recv(1) == b""
+
+
 def test_peers_that_have_named_live_workers_cannot_take_all_places() -> None:
     """The oldest of them goes, so that a probe is still answered."""
     callers = Callers(16, needs_token=False)

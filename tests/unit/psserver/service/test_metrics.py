@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from pscore.net import tls
 from pscore.types import Verdict
 from psserver.access import certs
 from psserver.decisions.directory import PeerReport
@@ -259,9 +260,7 @@ def test_a_newcomer_gets_the_place_of_one_that_has_not_asked() -> None:
 def test_a_handshake_under_way_keeps_its_place(tmp_path: Path) -> None:
     """A probe on a busy machine: a crowd comes between the server's part and its own."""
     certs.make(tmp_path, [], days=1)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
-    context.num_tickets = 0  # As shards do: the handshake is over with one message of each side.
+    context = tls.server_context(tmp_path / "server.pem", tmp_path / "server.key", None)
     received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
     probe = ssl.create_default_context(cafile=tmp_path / "ca.pem").wrap_bio(
         received, sent, server_hostname="localhost"

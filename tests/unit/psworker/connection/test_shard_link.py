@@ -135,7 +135,7 @@ def test_a_silence_is_told_before_patience_ends(
     with pytest.raises(ServerUnavailableError):
         RetryPolicy(ADDRESS, 24.0).call(fails(*[DOWN] * 100))
     said = [record.message for record in caplog.records]
-    assert said[0] == "127.0.0.1:1 has not answered for 5 s"
+    assert said[0] == "127.0.0.1:1 has not answered for 5 s; this side waits 19 s more"
     assert len(said) == 3
 
 

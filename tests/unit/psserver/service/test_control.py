@@ -1,0 +1,42 @@
+"""The control service while the machine compiles."""
+
+import asyncio
+import threading
+
+import pytest
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.stores import kind_of
+from tests.unit.psserver.front import JOB, Context, Front
+
+
+def test_a_table_is_declared_when_its_loops_are_compiled_and_other_calls_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def compile_slowly(optimizer: object) -> None:
+        threads.append(threading.current_thread())
+        began.set()
+        assert may_end.wait(200.0)
+
+    async def scene() -> None:
+        front = Front()
+        for rank in range(2):
+            await front.join(rank)
+        slices = front.executor.submit(threading.current_thread)
+        monkeypatch.setattr(kind_of("flat"), "warm_up", compile_slowly)
+        ended = asyncio.create_task(front.define(0))
+        both = [asyncio.create_task(front.define(rank)) for rank in range(2)]
+        assert await asyncio.to_thread(began.wait, 200.0)
+        ended.cancel()  # Its worker repeats it, and the work goes on.
+        request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100)
+        assert (await front.control.Heartbeat(request, Context())).instance == 7
+        assert not front.job.tables
+        may_end.set()
+        assert sorted([(await each).created for each in both]) == [False, True]
+        assert len(threads) == 1
+        assert threads[0] not in (threading.main_thread(), slices.result())
+
+    asyncio.run(scene())
