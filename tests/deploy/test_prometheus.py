@@ -71,8 +71,8 @@ while True:
 
 
 def free_ports(count: int) -> int:
-    """Returns the first of `count` free ports in a row."""
-    for first in range(21000, 60000, 50):
+    """Returns the first of `count` free ports in a row; those of another process are others."""
+    for first in range(21000 + 50 * (os.getpid() % 200), 60000, 50):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:
