@@ -78,6 +78,7 @@ class SliceJournal:
         self._heap = Pool(numel, payload_nbytes_max)
         self._is_on = True  # Whether each change is written.
         self._takes = True  # Whether new arrays lie in the arena: before it is on again, too.
+        self._wanted = 0  # Most arrays in use at once while some lay on the heap.
         self._number = -1  # Number of the record that counts.
         self.pool = ArenaPool(arena, numel, payload_nbytes_max) if pool is None else pool
         self.record = state_pb2.SliceRecord(version=-1)
@@ -110,17 +111,21 @@ class SliceJournal:
                 return self.pool.take()
             except OSError as problem:
                 self._give_up(problem)
-        return self._heap.take()
+        cell = self._heap.take()
+        self._wanted = max(self._wanted, self.pool.num_used + self._heap.num_used)
+        return cell
 
     def look_for_room(self) -> bool:
         """Returns whether there is room again for the arrays of a journal that had ended.
 
-        From then on new arrays lie in the arena. The journal is on again with the first commit at
-        which all do that the record names.
+        That is for the most that were in use at once, or the next pushes would end it again. From
+        then on new arrays lie in the arena. The journal is on again with the first commit at which
+        all do that the record names.
         """
         wanted = sum(place == 0 for place in self._places())
         try:
             self._arena.reserve(wanted * self.pool.cell_nbytes)
+            self.pool.grow(self._wanted)
         except OSError:
             return False
         self._takes = True

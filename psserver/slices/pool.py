@@ -70,11 +70,16 @@ class Pool:
         Raises:
             OSError: There is no room for it on the disk.
         """
-        if self._free:
-            return self._free.pop()
-        cell = self._make()
-        self.places.append(cell.place)
-        return cell
+        if not self._free:
+            self.grow(len(self.places) + 1)
+        return self._free.pop()
+
+    def grow(self, count: int) -> None:
+        """Makes cells until there are `count`; raises an `OSError` if there is no room for them."""
+        while len(self.places) < count:
+            cell = self._make()
+            self.places.append(cell.place)
+            self._free.append(cell)
 
     def give(self, cell: Cell) -> None:
         """Returns a cell to the pool."""
@@ -84,6 +89,11 @@ class Pool:
     def cell_nbytes(self) -> int:
         """Bytes of one cell."""
         return self._nbytes
+
+    @property
+    def num_used(self) -> int:
+        """Number of cells in use."""
+        return len(self.places) - len(self._free)
 
     def poison_free(self) -> None:
         """Fills free cells with NaN, for tests and the simulator."""

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numba.core.caching import IndexDataCacheFile
 
 from pscore.memory import kernels
 from pscore.types import FloatArray
@@ -15,6 +16,26 @@ LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 1000)
 
 def random(numel: int, seed: int = 0) -> FloatArray:
     return np.random.default_rng(seed).standard_normal(numel, dtype=np.float32)
+
+
+@kernels.kernel
+def twice(value: int) -> int:
+    return 2 * value
+
+
+def test_a_loop_runs_where_the_disk_has_no_room_for_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = []
+
+    def full(*_: object) -> None:
+        tries.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "load", lambda *_: None)  # No code of before.
+    monkeypatch.setattr(IndexDataCacheFile, "save", full)
+    assert twice(21) == 42
+    assert tries
 
 
 @given(ARRAYS, st.sampled_from([1.0, 2.0, 0.5, 32.0, -3.0]))

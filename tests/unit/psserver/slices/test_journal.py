@@ -254,6 +254,29 @@ def test_a_slice_is_journalled_again_when_there_is_room(
     assert any(returns)
 
 
+def test_a_journal_ends_once_where_there_is_room_between_the_steps_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the open step's gradients are applied, the arrays of the rest fit into the arena."""
+    arena = Arena(tmp_path / "arena", seal=1)
+    root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
+    process = Process(arena, SSGD(), "sgd", root)
+    journal = process.store.journal
+    assert journal is not None
+    was_on = []
+    with monkeypatch.context() as patch:
+        for number, message in enumerate(messages("sgd")):
+            if number == 1:
+                patch.setattr(Arena, "allocate", full)
+            process.send(*message)
+            process.store.journal_again()
+            was_on.append(journal.is_on)
+    assert was_on == sorted(was_on, reverse=True)
+    assert not was_on[-1]
+    process.store.journal_again()
+    assert journal.is_on
+
+
 def full(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
