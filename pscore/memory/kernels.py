@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numba
@@ -12,7 +13,6 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core.base import BaseContext
-from numba.core.caching import FunctionCache
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
@@ -53,20 +53,19 @@ def _make_prefetch(typing_context: Any, address: Any) -> Any:
 prefetch = cast(Callable[[Any], None], intrinsic(_make_prefetch))
 
 
-class KernelCache(FunctionCache):
-    """The compiled code of a loop on disk; if that is full, each process compiles it again."""
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Writes the code for a signature."""
-        with suppress(OSError):
-            super().save_overload(sig, data)
-
-
 def kernel(function: F) -> F:
-    """Compiles a loop at its first call and caches the code on disk; it runs without the GIL."""
-    made = numba.njit(nogil=True, error_model="numpy")(function)
-    made._cache = KernelCache(function)  # As `cache=True` does it.
+    """Compiles a loop at its first call and caches the code on disk; it runs without the GIL.
+
+    Where the disk is full, each process compiles it again.
+    """
+    made: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    made._cache.save_overload = partial(_save, made._cache.save_overload)
     return cast(F, made)
+
+
+def _save(save: Callable[..., None], *code: Any) -> None:
+    with suppress(OSError):
+        save(*code)
 
 
 def inlined(function: F) -> F:
