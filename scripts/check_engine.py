@@ -80,7 +80,9 @@ class Log:
         """Says whether the code inside raised no error."""
         try:
             yield
-        except (CheckError, subprocess.CalledProcessError, OSError, ValueError) as problem:
+        except (
+            CheckError, subprocess.CalledProcessError, OSError, ValueError, LookupError
+        ) as problem:  # fmt: skip
             self.num_failed += 1
             self.say(f"FAIL  {name}: {problem}")
         else:
@@ -272,10 +274,9 @@ def page(log: Log) -> None:
         if "mnist" not in (said := shell(status)):
             raise CheckError(f"{status!r} shows no job: {tail(said)}")
         log.say(f"      {up!r}, {logs!r}, {status!r}: accuracy {max(found)}")
-        for command in commands("deploy.md", "Workers that come and go")[0].splitlines():
-            scale(log, project, shell, command)
         (elastic,) = [task for task in tasks if "--scale" in task]
-        scale(log, project, shell, elastic)
+        for count in (4, 2):  # "Up and down", says the page.
+            scale(log, project, shell, elastic.replace("worker=4", f"worker={count}"))
         (monitoring,) = [task for task in tasks if "monitoring" in task]
         shell(monitoring)
         wait("Prometheus", lambda: len(asked(project, 'up{job="paceline"} == 1')) == PAIR)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import psworker
+from scripts.printed import commands
 from tests.house.source import ROOT
 
 DOCS = ROOT / "docs"
@@ -41,6 +42,17 @@ def test_a_page_says_how_to_scale_and_stop_and_where_things_lie(page: str, row: 
 @pytest.mark.parametrize("page", ENGINES)
 def test_a_page_begins_with_a_file_or_a_command(page: str) -> None:
     assert re.search(r"^```(?:bash|python)$", (DOCS / page).read_text(encoding="utf-8"), re.M)
+
+
+CALL = re.compile(r'commands\(\s*"(\S+\.md)"(?:, "([^"]+)")?(?:, "(\w+)")?\)')
+
+
+@pytest.mark.parametrize(
+    "path", ["scripts/check_engine.py", *sorted(ROOT.glob("tests/deploy/*.py"))], ids=str
+)
+def test_the_commands_that_a_check_runs_are_on_their_pages(path: str) -> None:
+    for words in CALL.findall((ROOT / path).read_text(encoding="utf-8")):
+        assert commands(*filter(None, words)), words
 
 
 def test_the_concepts_have_a_drawing_and_a_link_for_every_mode() -> None:
