@@ -59,6 +59,7 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
     import torch
 
     from pscore.compressors.none import NoCompression
+    from pscore.contents import FLAT, LONG
     from pscore.optimizers.sgd import SGD
     from pscore.rules import SSGD
     from pscore.table_spec import TableSpec
@@ -66,6 +67,7 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
     from psworker.connection.exchange.exchange import Exchange
     from psworker.job import context
     from psworker.replica.replica import Replica
+    from psworker.training.declaration import is_near
 
     session = context.join().session
     spec = TensorSpec(name="flat", shape=shape, dtype="float32")
@@ -77,6 +79,7 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
         compressor=NoCompression(),
         optimizer=SGD.name,
         num_groups=1,
+        content=LONG if is_near(session) else FLAT,
     )
     exchange = Exchange(session, table, share=True)
     layout = exchange.layout

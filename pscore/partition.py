@@ -3,7 +3,8 @@
 The parameters are laid out once in a flat vector, last parameter first, because backward finishes
 the last ones first: a slice is complete, and leaves, as early as it can. Each tensor starts at a
 multiple of 16 elements (64 bytes), so that a view on it is aligned; the gaps are zeros. The vector
-is cut into slices of at most 4 MiB, which are distributed over the shards by bytes. Tensors that
+is cut into slices of at most 4 MiB, or 16 MiB where a job says so (pscore/contents/flat.py), which
+are distributed over the shards by bytes. Tensors that
 may be compressed lie before the others, with a cut between them, so that no slice has both. Every
 worker and every shard computes the same plan from names, shapes, dtypes, groups, compressibility
 and the number of shards, and they compare its fingerprint.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError
@@ -25,6 +26,7 @@ SLICE_NUMEL_MAX = 1 << 20  # 4 MiB of float32: hides latency, and gRPC is slow b
 SLICE_NUMEL_FINE = 1 << 17  # 512 KiB of float32: overlap alone makes no slice shorter.
 SLICE_NUMEL_MIN = 1 << 12  # Below 16 KiB a message costs more than its bytes.
 SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_cuts`.
+LONG_NUMEL_MAX, LONG_PER_SHARD = 1 << 22, 2  # Of long slices; a frame holds one with its state.
 TENSORS_MAX = 1 << 17
 NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
 DIMENSIONS_MAX = 64  # As in torch.
@@ -50,8 +52,8 @@ class Layout:
         return tuple(spec for spec in self.slices if spec.shard == shard)
 
 
-def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
-    """Returns the layout of `tensors` over `num_shards`.
+def make_layout(tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool = False) -> Layout:
+    """Returns the layout of `tensors` over `num_shards`, in slices of the usual length or longer.
 
     The flat vector begins with the last tensor, and each shard has a part of about equal size:
 
@@ -73,7 +75,7 @@ def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
                 offsets[index] = numel
                 numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
         if numel > start:
-            cuts += [start + cut for cut in _cuts(numel - start, num_shards)[1:]]
+            cuts += [start + cut for cut in _cuts(numel - start, num_shards, is_long)[1:]]
     slices = _slices(tensors, offsets, cuts, num_shards)
     return Layout(
         tensors=tuple(tensors),
@@ -90,11 +92,19 @@ def owner(layout: Layout, position: int) -> int:
     return next(s.shard for s in layout.slices if s.start <= position < s.stop)
 
 
-def fingerprint(tensors: Sequence[TensorSpec], num_shards: int) -> str:
-    """Returns 16 hexadecimal digits that differ when the declarations differ."""
+def fingerprint(
+    tensors: Sequence[TensorSpec], num_shards: int, content: Mapping[str, object] | None = None
+) -> str:
+    """Returns 16 hexadecimal digits that differ when the declarations differ.
+
+    Args:
+        tensors: The parameters of the model.
+        num_shards: The number of shards.
+        content: Arguments of the table's content, where they count too; None: they do not.
+    """
     declared = [[t.name, list(t.shape), t.dtype, t.group, t.compress] for t in tensors]
     lengths = [SLICE_NUMEL_MAX, SLICE_NUMEL_FINE, SLICE_NUMEL_MIN, SLICES_PER_SHARD]
-    rules = [num_shards, ALIGNMENT, *lengths]
+    rules = [num_shards, ALIGNMENT, *lengths, *([content] if content else [])]
     return hashlib.sha256(json.dumps([declared, rules]).encode()).hexdigest()[:16]
 
 
@@ -177,16 +187,20 @@ def _header_nbytes(spec: TensorSpec) -> int:
     return len(json.dumps(spec.name)) + HEADER_NBYTES_TENSOR + dimensions_nbytes
 
 
-def _cuts(numel: int, num_shards: int) -> list[int]:
+def _cuts(numel: int, num_shards: int, is_long: bool) -> list[int]:
     """Returns the slices' boundaries: slices of equal length.
 
     A shard's part of the model is at least `SLICES_PER_SHARD` slices, so that pushes, updates and
-    pulls overlap, and so that all shards' links are busy from the first gradients on; but no slice
+    pulls overlap, and so that all shards' links are busy from the first gradients on; through
+    shared memory fewer long ones need less Python (`is_long`). But no slice
     is shorter than `SLICE_NUMEL_FINE` for that. A smaller model has one slice on each shard, unless
     they would be shorter than `SLICE_NUMEL_MIN`.
     """
     per_shard = -(-numel // num_shards)
-    longest = min(SLICE_NUMEL_MAX, max(SLICE_NUMEL_FINE, -(-per_shard // SLICES_PER_SHARD)))
+    most, number = SLICE_NUMEL_MAX, SLICES_PER_SHARD
+    if is_long:
+        most, number = LONG_NUMEL_MAX, LONG_PER_SHARD
+    longest = min(most, max(SLICE_NUMEL_FINE, -(-per_shard // number)))
     per_slice = max(SLICE_NUMEL_MIN, -(-per_shard // -(-per_shard // longest)))
     per_slice = -(-per_slice // ALIGNMENT) * ALIGNMENT
     return [*range(0, numel, per_slice), numel]

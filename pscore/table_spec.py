@@ -57,6 +57,11 @@ class TableSpec:
         """
         return self.content.layout(self.tensors, self.num_shards)
 
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that differ when tensors, shards or slices differ."""
+        return fingerprint(self.tensors, self.num_shards, self.content.arguments())
+
     def step_at(self, clock: int) -> int:
         """Returns the training step of a worker that has pushed `clock` times."""
         return self.rule.step_after(self.origin.step, max(0, clock - self.origin.clock))
@@ -96,8 +101,8 @@ class TableSpec:
             optimizer=self.optimizer,
             optimizer_release=OPTIMIZERS.release(self.optimizer),
             num_groups=self.num_groups,
-            fingerprint=fingerprint(self.tensors, self.num_shards),
-            content=None if self.content == FLAT else _content_to_proto(self.content),
+            fingerprint=self.fingerprint,
+            content=None if self.content == FLAT else content_to_proto(self.content),
         )
 
     @classmethod
@@ -113,9 +118,7 @@ class TableSpec:
             pulls = compressor_from_proto(table.pull_compressor)
             require_for_pulls(pulls)
         OPTIMIZERS.agree(table.optimizer, table.optimizer_release)
-        content: Content = FLAT
-        if table.HasField("content"):
-            content = make_content(table.content.name, _arguments_of(table.content))
+        content = content_from_proto(table)
         return cls(
             name=table.name,
             tensors=tuple(
@@ -244,8 +247,20 @@ def _plugin_from_proto(registry: Registry[Any], plugin: pb.Plugin) -> tuple[str,
     return plugin.name, _arguments_of(plugin)
 
 
-def _content_to_proto(content: Content) -> pb.Plugin:
+def content_to_proto(content: Content) -> pb.Plugin:
+    """Returns name and arguments of a content as a message."""
     return pb.Plugin(name=content.name, arguments=json.dumps(content.arguments()))
+
+
+def content_from_proto(message: pb.Table | pb.DefineReply) -> Content:
+    """Returns the content in a message; without one it is `FLAT`.
+
+    Raises:
+        ConfigError: It or an argument does not exist.
+    """
+    if not message.HasField("content"):
+        return FLAT
+    return make_content(message.content.name, _arguments_of(message.content))
 
 
 def _arguments_of(plugin: pb.Plugin) -> dict[str, Any]:

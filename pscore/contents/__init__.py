@@ -11,9 +11,9 @@ from pscore.errors import ConfigError
 from pscore.rows.spec import Rows
 
 CONTENTS: dict[str, type[Content]] = {content.name: content for content in (Flat, Rows)}
-FLAT = Flat()
+FLAT, LONG = Flat(), Flat(long=True)
 
-__all__ = ["CONTENTS", "FLAT", "make_content"]
+__all__ = ["CONTENTS", "FLAT", "LONG", "make_content"]
 
 
 def make_content(name: str, arguments: Mapping[str, Any]) -> Content:

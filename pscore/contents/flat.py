@@ -18,28 +18,34 @@ FLOAT_NBYTES = 4
 
 @dataclass(frozen=True)
 class Flat(Content):
-    """Parts of one flat vector of float32."""
+    """Parts of one flat vector of float32.
+
+    Attributes:
+        long: Whether slices have up to 16 MiB of weights, for shared memory (pscore/partition.py).
+    """
 
     name: ClassVar[str] = "flat"
+    long: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Returns this content, which has no arguments.
+        """Returns the content that `arguments` describes.
 
         Raises:
-            ConfigError: There are some.
+            ConfigError: There is another argument than `long`, or that is not True or False.
         """
-        if arguments:
-            raise ConfigError(f"content 'flat' has no arguments, not {', '.join(arguments)}")
-        return cls()
+        is_long = arguments.get("long", False)
+        if arguments.keys() - {"long"} or not isinstance(is_long, bool):
+            raise ConfigError(f"content 'flat' has no arguments {dict(arguments)!r}")
+        return cls(long=is_long)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns no arguments."""
-        return {}
+        """Returns the arguments of `of`."""
+        return {"long": True} if self.long else {}
 
     def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
         """Returns the slices of a flat vector (pscore/partition.py)."""
-        return make_layout(tensors, num_shards)
+        return make_layout(tensors, num_shards, is_long=self.long)
 
     def optimizer(self, name: str) -> Stepping:
         """Returns an optimizer on flat slices (pscore/optimizers)."""

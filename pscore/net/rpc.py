@@ -23,8 +23,6 @@ from pscore import errors
 from pscore.text import printable
 
 MESSAGE_NBYTES_MAX = 80 << 20  # More than the largest frame (wire.py).
-# The largest request to a shard: a slice of 4 MiB with four arrays of state, and a long header.
-REQUEST_NBYTES_MAX = 24 << 20
 CONNECTIONS_MAX = 4096  # gRPC, one shard; fewer where file descriptors are few.
 DATA_SERVICE = "ps.v1.Data"
 SENDER_KEY = "paceline-sender-bin"  # Key of the metadata of a push or pull: its `Sender`.
@@ -42,7 +40,7 @@ CHANNEL_OPTIONS: ChannelOptions = (
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
-    ("grpc.max_receive_message_length", REQUEST_NBYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.max_concurrent_streams", 256),  # On one connection.
     ("grpc.max_connection_idle_ms", 300_000),  # Workers send heartbeats; the next call connects.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -30,7 +30,7 @@ from pscore.types import ByteArray, FloatArray, HyperArray
 PROTOCOL = 5  # Raised if a peer of the version before would misunderstand a message.
 MAGIC = b"PL" + bytes([PROTOCOL, 0])
 HEADER_NBYTES_MAX = 1 << 20
-PAYLOAD_NBYTES_MAX = 64 << 20  # A slice of 4 MiB with the three arrays of Adam, four times over.
+PAYLOAD_NBYTES_MAX = 64 << 20  # A long slice with three arrays of state.
 PREFIX = struct.Struct("<4sIQQ")
 CHECKED = struct.Struct("<4sIQ")
 FLOAT_NBYTES = 4

@@ -27,7 +27,7 @@ import numpy as np
 from pscore.errors import ConfigError, DecodeError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import read_credentials
-from pscore.partition import Layout, fingerprint
+from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2, publish_pb2
 from pscore.publish import codec
 from pscore.publish.codec import BitArray, Delta, form_of
@@ -330,7 +330,7 @@ class Reader:
 
     def _follow(self, spec: TableSpec) -> None:
         """Begins with a table, or with another than before: nothing of it is held."""
-        known = fingerprint(spec.tensors, spec.num_shards)
+        known = spec.fingerprint
         if known == self._known:
             return
         if spec.num_shards != len(self._lines):

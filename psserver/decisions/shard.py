@@ -186,8 +186,13 @@ class Shard:
 
     # ----- tables
 
-    def define(self, job: Job, spec: TableSpec) -> tuple[Table, bool]:
+    def define(self, job: Job, spec: TableSpec, *, adopts: bool = False) -> tuple[Table, bool]:
         """Returns the table that `spec` declares, and whether it is new.
+
+        Args:
+            job: The job.
+            spec: The declaration.
+            adopts: Whether the job's table may have its weights in slices of another length.
 
         Raises:
             JobMismatchError: The job's table of this name differs; the message names how.
@@ -196,6 +201,8 @@ class Shard:
         """
         table = job.tables.get(spec.name)
         if table is not None:
+            if adopts and spec.content.name == table.spec.content.name:
+                spec = replace(spec, content=table.spec.content)
             difference = spec.difference(table.spec)
             if difference is not None:
                 raise JobMismatchError(f"job {job.name!r}: {difference}{job.hint()}")

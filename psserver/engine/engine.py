@@ -203,8 +203,13 @@ class Engine:
 
     # ----- tables
 
-    def define(self, job: RunningJob, spec: TableSpec) -> DefinedTable:
+    def define(self, job: RunningJob, spec: TableSpec, *, adopts: bool = False) -> DefinedTable:
         """Returns the table that `spec` declares; a new one gets memory for this shard's slices.
+
+        Args:
+            job: The job.
+            spec: The declaration.
+            adopts: Whether the job's table may have its weights in slices of another length.
 
         Raises:
             JobMismatchError: The job has a table of this name that differs.
@@ -212,7 +217,7 @@ class Engine:
             ConfigError: The declaration is not one that a shard can serve.
         """
         with self.lock:
-            table, is_new = self.shard.define(job.job, spec)
+            table, is_new = self.shard.define(job.job, spec, adopts=adopts)
             if is_new:
                 self._allocation.allocate(job, table)
             view = DefinedTable(
@@ -220,6 +225,7 @@ class Engine:
                 is_new=is_new,
                 origin=table.spec.origin,
                 has_weights=table.has_weights,
+                content=table.spec.content,
             )
         if not is_new:
             return view

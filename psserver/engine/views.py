@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from pscore.content import Content
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
 from psserver.decisions.shard import Job, Shard
@@ -41,6 +42,7 @@ class DefinedTable:
     is_new: bool
     origin: Origin  # Steps at which its workers start to count.
     has_weights: bool
+    content: Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.table_spec import TableSpec, rule_from_proto
+from pscore.table_spec import TableSpec, content_to_proto, rule_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from pscore.version import VERSION
@@ -266,13 +266,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         require_name("table", request.table.name)
         spec = TableSpec.from_proto(request.table)
         await self._compile(spec)
-        table = self._engine.define(self._heard(request), spec)
+        table = self._engine.define(self._heard(request), spec, adopts=request.adopts)
         return pb.DefineReply(
             table=table.index,
             created=table.is_new,
             clock=table.origin.clock,
             step=table.origin.step,
             has_weights=table.has_weights,
+            content=content_to_proto(table.content),
         )
 
     async def _compile(self, spec: TableSpec) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from pscore.partition import fingerprint
 from pscore.pb.ps.v1 import publish_pb2 as pb
 from pscore.pb.ps.v1 import publish_pb2_grpc
 from pscore.text import printable
@@ -102,7 +101,7 @@ def _reply(view: View, known: str) -> pb.WatchReply:
         exact=view.exact,
         waiting_for=view.waiting_for,
     )
-    if view.spec is not None and known != fingerprint(view.spec.tensors, view.spec.num_shards):
+    if view.spec is not None and known != view.spec.fingerprint:
         reply.table.CopyFrom(view.spec.to_proto())
     return reply
 

@@ -8,12 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from pscore.compressors.base import Compressor
+from pscore.content import Content
+from pscore.contents import FLAT, LONG
 from pscore.optimizers.base import Optimizer
 from pscore.publish.possible import PUBLISH_EVERY_MAX, require_weights
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec, count_of
 from psworker.compression.error_feedback import choose
+from psworker.connection.membership.session import Session
 from psworker.model.flat import describe, trained
+
+
+def is_near(session: Session) -> bool:
+    """Returns whether this process is a worker by itself, with shared memory to all shards."""
+    return session.group.is_alone and all(link.transport.shares_memory for link in session.links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +58,27 @@ class Declaration:
             count_of(self.publish_every, "publish_every", least=1, most=PUBLISH_EVERY_MAX)
             require_weights("model", rule, plugin)
 
+    def content(self, rule: Rule, session: Session) -> Content:
+        """Returns the slices that a worker chooses: long ones through shared memory.
+
+        Where the numbers depend on the slices, which is so for the scales of compressors and for
+        fragments, they do not depend on the data plane. A group shares slices out.
+
+        Args:
+            rule: The mode.
+            session: This worker's part in the job.
+        """
+        is_raw = self.compressor.is_raw and self.pull_compressor.is_raw
+        is_whole = rule.schedule is None or rule.schedule.number == 1
+        return LONG if is_raw and is_whole and is_near(session) else FLAT
+
     def spec(
         self,
         name: str,
         optimizer: torch.optim.Optimizer,
         rule: Rule,
         plugin: Optimizer,
-        num_shards: int,
+        session: Session,
     ) -> TableSpec:
         """Returns the declaration of a table of the parameters that are trained now.
 
@@ -65,7 +87,7 @@ class Declaration:
             optimizer: The optimizer whose groups hold the parameters.
             rule: The mode.
             plugin: The optimizer that the shards run.
-            num_shards: Number of shards.
+            session: This worker's part in the job.
 
         Raises:
             ConfigError: A parameter has no name, or there is nothing to train.
@@ -77,10 +99,11 @@ class Declaration:
         return TableSpec(
             name=name,
             tensors=tuple(marked),
-            num_shards=num_shards,
+            num_shards=len(session.links),
             rule=rule,
             compressor=self.compressor,
             optimizer=plugin.name,
             num_groups=len(optimizer.param_groups),
             pull_compressor=self.pull_compressor,
+            content=self.content(rule, session),
         )

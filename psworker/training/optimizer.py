@@ -11,6 +11,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -424,9 +425,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Returns a table of the parameters that are trained; arguments are `TrainingTable`'s."""
         session, declaration = self._context.session, self._declaration
         declaration.require_publishable(rule, plugin)
+        spec = declaration.spec(name, self, rule, plugin, session)
         return TrainingTable(
             session,
-            declaration.spec(name, self, rule, plugin, len(session.links)),
+            replace(spec, content=session.define(spec, adopts=True).content),
             parameters,
             plugin,
             has_views,

@@ -16,6 +16,8 @@ import psworker
 from pscore.net.credentials import ANYONE
 from psserver.exits import CommandError
 from psserver.remote import checkpoint
+from psworker.training import declaration
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job
 from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, same, weights_of
@@ -112,6 +114,45 @@ def test_a_restored_job_continues_to_the_bit_on_other_shards(
             for first, final in [worker.result() for worker in workers]:
                 assert same(first, half)
                 assert same(final, whole)
+
+
+def train_slices(me: Station, is_near: bool, span: range) -> tuple[list[int], np.ndarray]:
+    """Trains a tensor, and pauses until `continue`; returns the lengths of slices, and weights."""
+    declaration.is_near = lambda session: is_near
+    weights = torch.nn.Parameter(torch.zeros(3_000_000))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.Adam([weights], lr=0.01), [("weights", weights)]
+    )
+    for step in span:
+        generator = torch.Generator().manual_seed(step)
+        weights.grad = torch.randn(weights.shape, generator=generator)
+        optimizer.step()
+        if step == HALF - 1:
+            me.tell()
+            me.hear()
+    numels = [part.numel for part in table_of(optimizer).layout.slices]
+    psworker.shutdown()
+    return numels, weights.detach().numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_near", [True, False])
+def test_a_restored_job_keeps_its_slices_with_workers_that_would_choose_others(
+    shards: Shards, command: Command, tmp_path: Path, is_near: bool
+) -> None:
+    folder, job = tmp_path / "checkpoints", new_job()
+    whole, rest = range(WHOLE), range(HALF, WHOLE)
+    with shards.workers(train_slices, is_near, whole, num_workers=1, job=job) as (worker,):
+        worker.hear()
+        run(command, shards, "checkpoint", folder, "--job", job)
+        worker.tell()
+        numels, weights = worker.result()
+    assert len(numels) == (4 if is_near else 12)
+    with Shards(2) as others:
+        run(command, others, "restore", folder, "--job", job)
+        ((found, final),) = others.run(train_slices, not is_near, rest, num_workers=1, job=job)
+    assert found == numels
+    assert np.array_equal(final, weights)
 
 
 def step_of(path: Path) -> int:

@@ -1,12 +1,13 @@
 """The data planes: the same bits by each of them, and nothing lost, doubled or left behind."""
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 import psworker
+from pscore.partition import LONG_NUMEL_MAX
 from psworker.connection import shard_link as link
+from psworker.training import declaration
 from psworker.transports import Endpoint, Transport, choose
 from psworker.transports.retry import RetryPolicy
 from tests.inside import table_of
@@ -56,6 +59,50 @@ def test_every_data_plane_gives_the_same_bits(shards: Shards, mode: str) -> None
             assert used == {"local" if plane == "auto" else plane}
             for name, weight in results["grpc"][0][1].items():
                 assert np.array_equal(weights[name], weight), (plane, name)
+
+
+def train_long(
+    me: Station, planes: Sequence[str], is_near: bool, path: Path
+) -> tuple[str, int, list[str]]:
+    """Trains four steps, or the last two of them from the state of the first two.
+
+    Returns:
+        The data plane of this worker, the number of slices, and digests of weights and state.
+    """
+    os.environ["PACELINE_DATA_PLANE"] = planes[me.rank]
+    declaration.is_near = lambda session: is_near
+    parameter = torch.nn.Parameter(torch.ones(2 * LONG_NUMEL_MAX))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.Adam([parameter], lr=0.01, amsgrad=True), [("large", parameter)]
+    )
+    if path.exists():
+        parameter.data.copy_(torch.load(path.with_suffix(".weights")))
+        optimizer.load_state_dict(torch.load(path))
+    while optimizer.steps < 4:
+        generator = torch.Generator().manual_seed(10 * me.rank + optimizer.steps)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        if me.rank == 0 and optimizer.steps == 2 and not path.exists():
+            torch.save(parameter.data, path.with_suffix(".weights"))
+            torch.save(optimizer.state_dict(), path)
+    (state,) = optimizer.state_dict()["state"].values()
+    digests = [
+        hashlib.sha256(array.numpy()).hexdigest() for array in (parameter.data, *state.values())
+    ]
+    return plane_of(optimizer).pop(), len(table_of(optimizer).layout.slices), digests
+
+
+@pytest.mark.slow
+def test_slices_of_each_length_give_the_same_bits_by_each_plane(tmp_path: Path) -> None:
+    """A long slice with three arrays of state is the longest of all frames."""
+    path = tmp_path / "state"
+    with Shards(1) as one:
+        (_, num_slices, digests), other = one.run(train_long, ("tcp", "local"), False, path)
+        assert (other[1], other[2]) == (num_slices, digests)
+        assert num_slices == 8
+        for planes in (("local", "tcp"), ("grpc", "local")):
+            for rank, found in enumerate(one.run(train_long, planes, True, path)):
+                assert found == (planes[rank], 2, digests)
 
 
 def make_layer(

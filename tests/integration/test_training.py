@@ -199,7 +199,7 @@ def test_a_worker_without_samples_does_not_count(shards: Shards) -> None:
             assert relative_error(together[name], weight) <= 1e-5, name
 
 
-LARGE = 3 * (1 << 20) + 12345  # Elements: a tensor over twelve slices, six a shard.
+LARGE = 3 * (1 << 20) + 12345  # Elements: a tensor over four long slices, two a shard.
 
 
 def train_large(me: Station) -> tuple[int, dict[str, np.ndarray]]:
@@ -221,7 +221,7 @@ def test_a_tensor_that_spans_slices_on_both_shards_is_put_together(shards: Shard
     # Means of the two steps: i + 0.5 and i + 1.5, so -0.5 * (2 i + 2); small: -0.5 * 2 * 0.5.
     expected = -(np.arange(LARGE, dtype=np.float32) % 1009 + 1)
     for num_slices, weights in shards.run(train_large):
-        assert num_slices == 12
+        assert num_slices == 4
         assert np.array_equal(weights["large"], expected)
         assert np.array_equal(weights["small"], np.full(3, -0.5, np.float32))
 

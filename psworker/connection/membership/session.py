@@ -7,13 +7,15 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from pscore.content import Content
 from pscore.errors import LOST, ConfigError, ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.table_spec import TableSpec
+from pscore.table_spec import TableSpec, content_from_proto
 from pscore.types import Origin
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.membership.heartbeats import Heartbeats
@@ -27,6 +29,14 @@ BARRIER_WAIT_MS = 5_000  # After this long the shard answers with the workers th
 _forks: list[int] = []  # Longer in a process that was forked from this one.
 os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 _finished: dict[str, int] = {}  # By job: incarnation under which this process has finished last.
+
+
+class AgreedTable(NamedTuple):
+    """A table as the shards have it."""
+
+    number: int  # Its index at the shards.
+    origin: Origin  # Where its steps begin.
+    content: Content
 
 
 class Session:
@@ -153,8 +163,8 @@ class Session:
 
     # ----- what a job needs
 
-    def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:
-        """Declares a table at every shard; returns its index, and where its steps begin.
+    def define(self, spec: TableSpec, *, again: bool = False, adopts: bool = False) -> AgreedTable:
+        """Declares a table at every shard; returns it as the job has it.
 
         A worker that is lost before it has a table, because it was stopped for longer than its
         lease or a shard was restarted, rejoins here.
@@ -162,6 +172,8 @@ class Session:
         Args:
             spec: The declaration.
             again: Whether the job has this table already.
+            adopts: Whether the first shard's table may have its weights in slices of another
+                length: its first worker, or a checkpoint, has chosen them.
 
         Raises:
             JobMismatchError: The job's table of this name is a different one; names the difference.
@@ -170,10 +182,9 @@ class Session:
             ShardMapError: The shards number their tables differently.
             ReplacedError: This worker has to rejoin, and has a table already.
         """
+        request = pb.DefineRequest(job=self.job, table=spec.to_proto(), adopts=adopts)
         while True:
-            request = pb.DefineRequest(
-                job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
-            )
+            request.worker, request.incarnation = self.rank, self.incarnation
             try:
                 found = self._declare(request, again=again)
             except LOST as problem:
@@ -189,13 +200,16 @@ class Session:
                 self._has_tables, self._mending = True, self._mending.again()
                 return found
 
-    def _declare(self, request: pb.DefineRequest, *, again: bool) -> tuple[int, Origin]:
+    def _declare(self, request: pb.DefineRequest, *, again: bool) -> AgreedTable:
         """Declares a table by the present membership, as `define` does."""
-        name, tables, origins = request.table.name, set(), []
+        name, tables, origins, contents = request.table.name, set(), [], []
         step = self._joining.known.progress.get(name)
         for link in self.links:
             reply = link.call(link.control.Define, request)
+            if request.adopts:
+                request.table.content.CopyFrom(reply.content)
             tables.add(reply.table)
+            contents.append(content_from_proto(reply))
             origins.append((reply.clock, reply.step))
             is_known = step is not None or (again and reply.created)
             if is_known and not reply.has_weights:  # A shard without slices has nothing to lose.
@@ -211,7 +225,11 @@ class Session:
             raise ShardMapError(
                 f"table {name!r} has different numbers on different shards: {tables}"
             )
-        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
+        return AgreedTable(
+            number=int(tables.pop()),
+            origin=Origin(*max(origins)),  # A shard may have no slice of the table.
+            content=contents[0],
+        )
 
     def rejoin(self) -> None:
         """Joins the job again as a new incarnation, after having been declared lost.

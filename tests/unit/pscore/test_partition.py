@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore import partition
+from pscore.contents import FLAT, LONG
+from pscore.contents.flat import Flat
 from pscore.errors import ConfigError
+from pscore.net.rpc import MESSAGE_NBYTES_MAX
+from pscore.net.wire import FLOAT_NBYTES, HEADER_NBYTES_MAX, PAYLOAD_NBYTES_MAX
+from pscore.optimizers import OPTIMIZERS
 from pscore.partition import (
     ALIGNMENT,
+    LONG_NUMEL_MAX,
     NUMEL_MAX,
     SLICE_NUMEL_MAX,
     SLICE_NUMEL_MIN,
@@ -301,3 +307,41 @@ def test_the_largest_model_is_planned_in_little_memory() -> None:
     """A declaration that is accepted must not cost a shard its memory before a byte has come."""
     layout = make_layout([tensor("w", NUMEL_MAX)], 2)
     assert len(layout.slices) == NUMEL_MAX // SLICE_NUMEL_MAX <= 1 << 16
+
+
+@pytest.mark.parametrize("numel", [100, 300_000, 1_500_000, 25_600_000, 100_000_000])
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_long_slices_are_fewer_and_two_at_least_on_each_shard(numel: int, num_shards: int) -> None:
+    tensors = model([numel, 7])
+    usual, layout = FLAT.layout(tensors, num_shards), LONG.layout(tensors, num_shards)
+    assert (layout.offsets, layout.numel) == (usual.offsets, usual.numel)
+    assert sum(part.numel for part in layout.slices) == numel_of(layout) == layout.numel
+    assert len(layout.slices) <= len(usual.slices)
+    assert max(part.numel for part in layout.slices) <= LONG_NUMEL_MAX
+    for shard in range(num_shards):
+        wanted = min(2, len(usual.of_shard(shard)))
+        assert len(layout.of_shard(shard)) >= wanted
+    if numel >= 25_600_000:
+        assert len(layout.slices) <= len(usual.slices) // 3
+
+
+def numel_of(layout: Layout) -> int:
+    return max(part.stop for part in layout.slices)
+
+
+def test_a_frame_holds_the_longest_slice_with_the_state_of_each_optimizer() -> None:
+    for name in OPTIMIZERS:
+        num_arrays = 1 + len(FLAT.optimizer(name).state_names)
+        nbytes = num_arrays * FLOAT_NBYTES * LONG_NUMEL_MAX
+        assert nbytes <= PAYLOAD_NBYTES_MAX, name
+    assert PAYLOAD_NBYTES_MAX + HEADER_NBYTES_MAX < MESSAGE_NBYTES_MAX
+
+
+def test_the_length_of_slices_is_part_of_the_declaration() -> None:
+    tensors = model([300_000])
+    assert Flat.of(LONG.arguments()) == LONG != FLAT == Flat.of(FLAT.arguments())
+    known = [fingerprint(tensors, 2, content.arguments()) for content in (FLAT, LONG)]
+    assert known[0] == fingerprint(tensors, 2) != known[1]
+    for wrong in ({"long": 1}, {"rows": True}):
+        with pytest.raises(ConfigError, match=r"content 'flat' has no arguments \{'"):
+            Flat.of(wrong)

@@ -1,11 +1,13 @@
 """The declaration of a table travels unchanged, as a message and as a record."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.none import NoCompression
+from pscore.contents import LONG
 from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules import SSGD, parse_mode
@@ -39,6 +41,8 @@ def test_the_fingerprint_in_a_message_is_that_of_the_layout() -> None:
 def test_a_record_holds_the_origin_too() -> None:
     spec = TableSpec.from_json(json.loads(json.dumps(SPEC.to_json())))
     assert spec == SPEC
+    longer = replace(SPEC, content=LONG)
+    assert TableSpec.from_json(json.loads(json.dumps(longer.to_json()))) == longer
     record = SPEC.to_json() | {"origin": [3, COUNT_MAX]}
     assert TableSpec.from_json(record).origin == Origin(3, COUNT_MAX)
 

@@ -162,30 +162,34 @@ class Table(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table")
+    __slots__ = ("job", "worker", "incarnation", "table", "adopts")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    ADOPTS_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     table: Table
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ...) -> None: ...
+    adopts: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ...) -> None: ...
 
 class DefineReply(_message.Message):
-    __slots__ = ("table", "created", "clock", "step", "has_weights")
+    __slots__ = ("table", "created", "clock", "step", "has_weights", "content")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     table: int
     created: bool
     clock: int
     step: int
     has_weights: bool
-    def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., has_weights: bool = ...) -> None: ...
+    content: Plugin
+    def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., has_weights: bool = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step", "returns", "minibatch")

@@ -7,6 +7,7 @@ import pytest
 
 from pscore.compressors.fp16 import FP16
 from pscore.compressors.none import NoCompression
+from pscore.contents import FLAT, LONG
 from pscore.errors import (
     ConfigError,
     JobMismatchError,
@@ -212,6 +213,19 @@ def test_a_repeated_declaration_finds_the_table() -> None:
     assert (created, created_again) == (True, False)
     assert again is first
     assert job.table(0) is first
+
+
+def test_a_worker_may_take_the_slices_that_the_job_has() -> None:
+    shard = Shard(0, 1, LEASE_S)
+    job = job_of(shard, 2)
+    first, _ = shard.define(job, SPEC, adopts=True)
+    other = dataclasses.replace(SPEC, content=LONG)
+    with pytest.raises(JobMismatchError, match=r"content is .* here and .* in the job"):
+        shard.define(job, other)
+    assert shard.define(job, other, adopts=True) == (first, False)
+    assert first.spec.content == FLAT
+    with pytest.raises(JobMismatchError, match="compression is fp16 here"):
+        shard.define(job, dataclasses.replace(other, compressor=FP16()), adopts=True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from pscore.compressors import parse_compressor
+from pscore.content import Content
+from pscore.contents import FLAT
 from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.net import wire
 from pscore.partition import make_layout
@@ -83,9 +85,9 @@ class Session:
         self.waits = ""
         self.residual_senders: dict[int, Any] = {}
 
-    def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin]:
+    def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin, Content]:
         self.defined.append(spec)
-        return 5, Origin()
+        return 5, Origin(), FLAT
 
     def require_own(self) -> None: ...
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pscore.compressors.none import NoCompression
+from pscore.contents import LONG
 from pscore.errors import (
     ConfigError,
     JobMismatchError,
@@ -27,7 +28,7 @@ from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
-from pscore.table_spec import TableSpec
+from pscore.table_spec import TableSpec, content_to_proto
 from pscore.types import Origin, TensorSpec
 from psworker.connection.membership import joining
 from psworker.connection.membership import session as module
@@ -397,9 +398,9 @@ def test_a_rank_of_a_fixed_number_is_not_given_up(links: list[FakeLink]) -> None
     session.leave()
 
 
-def define(session: Session, again: bool = False) -> tuple[int, Origin]:
+def declaration() -> TableSpec:
     tensor = TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)
-    spec = TableSpec(
+    return TableSpec(
         name="model",
         tensors=(tensor,),
         num_shards=2,
@@ -408,7 +409,21 @@ def define(session: Session, again: bool = False) -> tuple[int, Origin]:
         optimizer="sgd",
         num_groups=2,
     )
-    return session.define(spec, again=again)
+
+
+def define(session: Session, again: bool = False) -> tuple[int, Origin]:
+    return session.define(declaration(), again=again)[:2]
+
+
+def test_the_first_shard_tells_the_length_of_slices_that_the_job_has(links: list[FakeLink]) -> None:
+    session = begin()
+    for link in links:
+        link.answers["Define"] = pb.DefineReply(table=2, content=content_to_proto(LONG))
+    assert session.define(declaration(), adopts=True).content == LONG
+    (first,), (second,) = (link.sent("Define") for link in links)
+    assert first.adopts
+    assert second.table.content == content_to_proto(LONG)
+    session.leave()
 
 
 def test_a_table_is_declared_alike_at_every_shard(links: list[FakeLink]) -> None:
