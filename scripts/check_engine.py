@@ -1,7 +1,7 @@
 """Checks the image, docker-compose.yml, deploy/compose and deploy/stack.yml with a real engine.
 
     deploy/check            # all checks; exit code 1 if one fails
-    deploy/check --write    # also writes its log to docs/results
+    deploy/check --write    # also writes its log to docs/results, by section
 
 Needs Docker and compose, 6 GiB of disk, about 8 minutes; root to kill a container's process from
 outside, and for the check of two hosts, with `ip` and `nsenter`: the second host is a network
@@ -106,18 +106,27 @@ def main() -> int:
         run("docker", "version", "--format", f"{{{{.{side}.Version}}}}").strip()
         for side in ("Client", "Server")
     ]
-    log.say(
-        f"{datetime.now(UTC):%Y-%m-%d}, Docker {versions[1]} (client {versions[0]}), "
-        f"{os.cpu_count()} cores"
-    )
+    engine = f"Docker {versions[1]} (client {versions[0]})"
+    about = f"{datetime.now(UTC):%Y-%m-%d}, {engine}, {os.cpu_count()} cores"
+    log.say(about)
+    sections: dict[str, list[str]] = {}
     for name, check in SECTIONS.items():
         if given.only is None or name in given.only.split(","):
+            begin = len(log.lines)
             with log.section(name):
                 check(log)
+            sections[name] = [f"{name}: {about}", *log.lines[begin:]]
     log.say(f"{log.num_failed} of the checks failed" if log.num_failed else "every check passed")
-    if given.write and not log.num_failed and given.only is None:
-        LOG.write_text("".join(f"{line}\n" for line in log.lines))
+    if given.write and not log.num_failed:
+        keep(sections)
     return 1 if log.num_failed else 0
+
+
+def keep(sections: dict[str, list[str]]) -> None:
+    """Writes the lines of sections; the others keep those of their last run."""
+    texts = {text.partition(":")[0]: text for text in LOG.read_text().strip().split("\n\n")}
+    texts |= {name: "\n".join(lines) for name, lines in sections.items()}
+    LOG.write_text("\n\n".join(texts[name] for name in SECTIONS if name in texts) + "\n")
 
 
 def build(log: Log) -> None:
