@@ -40,7 +40,7 @@ def test_every_command_works_and_training_continues_after_the_kill(tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     accuracies = re.findall(r"test: accuracy ([\d.]+)", done.stdout)
-    assert len(accuracies) == 2 * (2 + 20)
+    assert len(accuracies) == 2 * (2 + 20), done.stdout[-3000:] + done.stderr[-3000:]
     assert min(map(float, accuracies[-2:])) > 0.8
     for line in ("shard died; it is started again", "job continues where it was job=second"):
         assert line in done.stdout, done.stdout[-4000:]
