@@ -33,6 +33,7 @@ def test_every_command_works_and_training_continues_after_the_kill(tmp_path: Pat
         **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "XDG_RUNTIME_DIR": str(tmp_path),
+        "PACELINE_TIMEOUT_S": "600",  # At a load of 10 a shard is not back within 30 s.
     }
     done = subprocess.run(
         ["unshare", "--net", "bash", "-c", script],
