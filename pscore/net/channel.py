@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from pscore.awake import awake_s
 from pscore.errors import DecodeError, PacelineError, TransportError
 from pscore.net import faults, sockets, tls
 from pscore.net.endpoint import error_of, parse_envelope
@@ -184,7 +185,7 @@ class FrameChannel(Generic[C]):
         try:
             while not self._is_closed:
                 stream = self._connect()
-                began_s = time.monotonic()
+                began_s = awake_s()
                 with stream:
                     self._resume(stream)
                     problem = self._read(stream)
@@ -225,7 +226,7 @@ class FrameChannel(Generic[C]):
         Raises:
             TransportError: No connection has lasted, and no reply has come, for `limit_s`.
         """
-        now_s = time.monotonic()
+        now_s = awake_s()
         if now_s - began_s >= STEADY_S:
             self._broke_s = math.inf
         if self._broke_s == math.inf:

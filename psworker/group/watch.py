@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from pscore.awake import awake_s
 from pscore.errors import GroupError
 from pscore.threads import OwnedThread
 
@@ -100,7 +101,7 @@ class Watch:
                 self._peers[peer] = 0
         except OSError as problem:
             raise GroupError(f"the processes of this group cannot connect: {problem}") from problem
-        self._heard_s = dict.fromkeys(self._peers.values(), time.monotonic())
+        self._heard_s = dict.fromkeys(self._peers.values(), awake_s())
         OwnedThread(self._run, "group", lambda error: self.lose(str(error))).start()
 
     def _accept(self, token: str) -> None:
@@ -227,7 +228,7 @@ class Watch:
                 return False
             self.lose(f"process {rank} of this worker's group has ended")
             return False
-        self._heard_s[rank] = time.monotonic()
+        self._heard_s[rank] = awake_s()
         for line in data.splitlines():
             if line == DONE:
                 with self._changed:
@@ -239,7 +240,7 @@ class Watch:
 
     def _look_for_silence(self, now_s: float) -> None:
         for rank, heard_s in self._heard_s.items():
-            if now_s - heard_s > SILENT_S and rank not in self._done:
+            if awake_s() - heard_s > SILENT_S and rank not in self._done:
                 self.lose(f"process {rank} of this worker's group was silent for {SILENT_S:g} s")
         since_s = self._waits_since_s
         if since_s is not None and now_s - since_s >= self._say_s:

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from pscore.awake import awake_s
 from pscore.errors import (
     ConfigError,
     PacelineError,
@@ -112,7 +113,7 @@ class PeerLink:
     @property
     def silent_s(self) -> float:
         """Seconds for which replies are due and none has come; 0.0 where none is due."""
-        return time.monotonic() - self._heard_s if self._open else 0.0
+        return awake_s() - self._heard_s if self._open else 0.0
 
     @property
     def has_offers_alone(self) -> bool:
@@ -125,7 +126,7 @@ class PeerLink:
         """Sends an array, which must not change any more; calls `on_answer` once, if given."""
         call = PeerCall(on_answer)
         if not self._open:
-            self._heard_s = time.monotonic()
+            self._heard_s = awake_s()
         self._open.add(call)
         call.done.add_done_callback(lambda done: self._open.discard(call))
         call.done.add_done_callback(lambda done: self._free(call))
@@ -180,7 +181,7 @@ class PeerLink:
         Raises:
             TransportError: The worker is gone.
         """
-        delay_s, started_s, say_s = DELAY_S, time.monotonic(), SAY_AFTER_S
+        delay_s, started_s, say_s = DELAY_S, awake_s(), SAY_AFTER_S
         while True:
             for is_local in (True, False):
                 if self.is_over:
@@ -193,7 +194,7 @@ class PeerLink:
                     return stream
                 except PacelineError as failure:  # A refusal too: its worker may be gone, and
                     self.problem = failure  # another program may have got its port.
-            waited_s = time.monotonic() - started_s
+            waited_s = awake_s() - started_s
             if waited_s >= say_s:
                 say_s *= 2
                 log.warning(
@@ -241,7 +242,7 @@ class PeerLink:
     def _on_reply(
         self, envelope: data_pb2.Envelope, call: PeerCall, incoming: sockets.Incoming
     ) -> None:
-        self._heard_s = time.monotonic()
+        self._heard_s = awake_s()
         values = np.empty(incoming.payload_nbytes // wire.FLOAT_NBYTES, np.float32)
         incoming.read_into(memoryview(values).cast("B"))
         if envelope.answer.nbytes and call.slot and self._shared:

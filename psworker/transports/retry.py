@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import grpc
 
+from pscore.awake import awake_s
 from pscore.errors import (
     DamagedError,
     PacelineError,
@@ -62,7 +63,7 @@ class RetryPolicy:
         Raises:
             PacelineError: The shard refused, or did not answer in time.
         """
-        started_s = time.monotonic()
+        started_s = awake_s()
         delay_s, said_s = DELAY_S, SAY_AFTER_S
         is_explained = False
         while True:
@@ -72,7 +73,7 @@ class RetryPolicy:
             except grpc.RpcError as failure:
                 error = rpc.error_of(failure, self.address)
                 if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.heard_s > tried_s:
-                    started_s = time.monotonic()  # The shard lives, and only this call has to wait.
+                    started_s = awake_s()  # The shard lives, and only this call has to wait.
             except (TransportError, DamagedError) as failure:
                 error = failure
             if self.is_over or not isinstance(error, TransportError | DamagedError):
@@ -81,7 +82,7 @@ class RetryPolicy:
                 is_explained = True
                 if reason := self._explain():
                     raise reason
-            waited_s = time.monotonic() - started_s
+            waited_s = awake_s() - started_s
             if waited_s >= self.limit_s:
                 raise self._unavailable(waited_s, error)
             if waited_s >= said_s:

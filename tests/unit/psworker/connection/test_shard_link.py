@@ -59,7 +59,7 @@ class Clock:
     """Time that advances only by sleeping."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s = self.stopped_s = 0.0
         self.slept: list[float] = []
 
     def monotonic(self) -> float:
@@ -74,6 +74,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(retry, "awake_s", lambda: clock.now_s - clock.stopped_s)
     monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda low, high: high))
     return clock
 
@@ -103,6 +104,18 @@ def test_a_call_is_repeated_while_nobody_answers_less_and_less_often(clock: Cloc
 )
 def test_a_connection_that_broke_is_tried_again(clock: Clock, failure: BaseException) -> None:
     assert RetryPolicy(ADDRESS, 30.0).call(fails(failure)) == "answer"
+
+
+def test_a_worker_that_was_stopped_in_a_call_tries_again(clock: Clock) -> None:
+    down, answers = fails(DOWN), fails()
+
+    def call() -> str:
+        if clock.now_s == 0.0:
+            clock.now_s = clock.stopped_s = 3600.0
+            raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED)
+        return down() and answers()
+
+    assert RetryPolicy(ADDRESS, 30.0).call(call) == "answer"
 
 
 def test_a_call_may_wait_for_as_long_as_the_shard_is_heard(clock: Clock) -> None:
