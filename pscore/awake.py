@@ -1,8 +1,8 @@
 """A clock that stands still while this process is stopped.
 
 A process that is stopped (`docker pause`, a suspended virtual machine, a debugger) hears nobody,
-and the messages of healthy processes wait in its sockets. Whoever judges others by their silence
-measures it by this clock.
+and the messages of healthy processes wait in its sockets. So the silence of others is measured by
+this clock.
 """
 
 from __future__ import annotations
