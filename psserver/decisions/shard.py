@@ -148,14 +148,20 @@ class Shard:
             return []
         return self.recheck(job)
 
-    def tick(self, now_s: float) -> tuple[list[tuple[Job, Member]], Actions]:
+    def tick(self, now_s: float, away_s: float = 0.0) -> tuple[list[tuple[Job, Member]], Actions]:
         """Declares workers lost whose lease has run out; returns them, and the actions that follow.
 
         Forgets jobs that ended long ago.
+
+        Args:
+            now_s: The time.
+            away_s: Seconds of it in which this shard heard nobody: they count for no lease.
         """
         lost: list[tuple[Job, Member]] = []
         actions: Actions = []
         for job in self.jobs.values():
+            for member in job.membership.members.values():
+                member.lease_ends_s += away_s
             members = job.membership.expire(now_s)
             lost += [(job, member) for member in members]
             if members:

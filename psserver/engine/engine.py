@@ -304,17 +304,21 @@ class Engine:
 
     # ----- time
 
-    def tick(self) -> list[tuple[RunningJob, Member]]:
+    def tick(self, away_s: float = 0.0) -> list[tuple[RunningJob, Member]]:
         """Declares silent workers lost, logs long waits, and has quiet slices hashed.
 
         The owner calls it about once a second.
+
+        Args:
+            away_s: Seconds since the last call in which this process was stopped, or did nothing
+                else: messages of healthy workers wait in its sockets.
 
         Returns the workers that are declared lost, each with its job.
         """
         with self.lock:
             self.counters.settle()
             now_s = self.now()
-            found, actions = self.shard.tick(now_s)
+            found, actions = self.shard.tick(now_s, away_s)
             lost = [(self.jobs[job.name], member) for job, member in found]
             for job, member in lost:
                 log.warning(

@@ -85,6 +85,7 @@ from psserver.service.web import WebServer
 log = structlog.get_logger()
 
 TICK_S = 1.0
+LATE_S = 2 * TICK_S  # Without a tick for longer, this process was stopped itself, and heard nobody.
 WINDOW_TICK_S = 0.02  # The grain of the windows of rounds with a quorum.
 NO_WINDOW_TICK_S = 0.5  # Without a table that has windows: a new one is noticed after so long.
 MBIT_NBYTES = 125_000
@@ -321,10 +322,13 @@ class Daemon:
             self._ending.set()
 
     async def _tick(self) -> None:
+        ticked_s = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             if not self._moves.is_frozen:
-                self.engine.tick()
+                now_s = time.monotonic()
+                self.engine.tick(max(0.0, now_s - ticked_s - LATE_S))
+                ticked_s = now_s
                 self._publications.tick()
                 await self.check_readiness()
             if self.plan.beats:

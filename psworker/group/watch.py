@@ -215,6 +215,8 @@ class Watch:
             if self._waits_since_s is not None:
                 log.critical("process %d is stuck in a collective, and ends", self._rank)
                 os._exit(EXIT_CODE)
+        for peer in self._peers:
+            peer.close()
 
     def _receive(self, peer: socket.socket) -> bool:
         """Reads what a process has sent; returns whether its socket is still of use."""

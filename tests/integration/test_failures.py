@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -190,6 +191,28 @@ def test_a_worker_that_was_held_up_comes_back_and_says_so(impatient: Shards) -> 
         assert same(*weights)
         assert f"worker 1 rejoins, step {SHORT} " in second.written()
         assert "comes back" not in first.written()
+
+
+@pytest.mark.slow
+def test_a_shard_that_was_held_up_loses_no_worker(impatient: Shards) -> None:
+    """The beats that its workers have sent meanwhile wait in its sockets."""
+    with impatient.workers(train_on_signal) as workers:
+        for worker in workers:
+            worker.hear()
+        shards = psutil.Process(impatient.pid).children()
+        for shard in shards:
+            shard.suspend()
+        time.sleep(LEASE_S + 1.0)
+        for shard in shards:
+            shard.resume()
+        for worker in workers:
+            worker.tell(True)
+        for worker in workers:
+            worker.hear()
+            worker.tell(False)
+        weights = [worker.result() for worker in workers]
+        assert same(*weights)
+        assert not any("rejoins" in worker.written() for worker in workers)
 
 
 # ----- scripts

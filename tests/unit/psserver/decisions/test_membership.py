@@ -14,6 +14,7 @@ from psserver.decisions.membership import (
     Membership,
     Presence,
 )
+from psserver.decisions.shard import Shard
 from psserver.decisions.uneven import report
 
 
@@ -262,6 +263,14 @@ def test_silence_is_allowed_for_exactly_the_lease() -> None:
     assert (lost.rank, lost.presence) == (0, Presence.LOST)
     assert membership.expected() == [1]
     assert membership.expire(99.0) == []
+
+
+def test_time_in_which_the_shard_was_away_counts_for_no_lease() -> None:
+    shard = Shard(0, 1, lease_s=10.0)
+    shard.decide_join("run", 1, member(0))
+    assert shard.tick(500.0, away_s=490.0) == ([], [])
+    (lost,), _ = shard.tick(500.001)
+    assert lost[1].rank == 0
 
 
 def test_any_message_renews_a_lease() -> None:
