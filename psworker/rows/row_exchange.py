@@ -78,7 +78,7 @@ class RowExchange:
         self.counts = [0] * len(self.layout.slices)
         self.versions = [0] * len(self.layout.slices)
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        self._table, self.origin, _ = session.define(spec)
+        self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
 
@@ -215,7 +215,7 @@ class RowExchange:
     def follow(self) -> None:
         """Forgets pushes under way if this worker has joined the job again; they may be counted."""
         if self._joined_as != self.session.incarnation:
-            self._table, self.origin, _ = self.session.define(self.spec, again=True)
+            self._table, self.origin = self.session.define(self.spec, again=True)[:2]
             self._joined_as = self.session.incarnation
             self._pushes.clear()
             self.missed.doubt(self.session.rank)

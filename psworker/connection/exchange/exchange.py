@@ -85,7 +85,7 @@ class Exchange:
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
-        self.table, self.origin, _ = session.define(spec)
+        self.table, self.origin = session.define(spec)[:2]
         self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
         self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
         self._shared = SharedGrads(session, memory, self._sender) if share else None
@@ -244,7 +244,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Forgets pushes and pulls under way, which may have been counted; residuals stay."""
-        self.table, self.origin, _ = self.session.define(self.spec, again=True)
+        self.table, self.origin = self.session.define(self.spec, again=True)[:2]
         self.missed.doubt(self.session.rank)
         self._pushes.clear()
         self._pulls.clear()
@@ -257,7 +257,7 @@ class Exchange:
 
     def ask_origin(self) -> None:
         """Asks the shards from where steps are counted, after a state was loaded."""
-        self.table, self.origin, _ = self.session.define(self.spec, again=True)
+        self.table, self.origin = self.session.define(self.spec, again=True)[:2]
         self.missed.forget()
 
     def change(self, rule: Rule, step: int) -> None:
