@@ -269,14 +269,14 @@ class Listener:
                 time.sleep(PAUSE_S)
 
     def _start_serving(self, accepted: socket.socket, serve: Serve) -> None:
-        """Starts a thread for a connection, unless it had to go."""
+        """Starts a thread for a connection, unless it has ended, or had to go."""
         try:
-            if accepted in self._pending:
+            if accepted in self._pending and sockets.has_said(accepted):
                 OwnedThread(partial(serve, accepted), "data-read", self._service.broke).start()
                 return
         except RuntimeError as problem:
-            self._pending.remove(accepted)
             self._note_refusal(str(problem))
+        self._pending.remove(accepted)
         accepted.close()
 
     def _note_refusal(self, reason: str) -> None:

@@ -101,6 +101,14 @@ def is_within_host(connection: Stream) -> bool:
         return False  # It has ended; the reading thread notices that.
 
 
+def has_said(connection: socket.socket) -> bool:
+    """Returns whether bytes of the peer can be read, and not only the end of its connection."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
+
+
 def limit_silence(connection: Stream, limit_s: float) -> None:
     """Limits the wait of each read to `limit_s` seconds; writes may wait longer.
 

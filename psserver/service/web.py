@@ -27,6 +27,7 @@ from uvicorn.server import ServerState
 
 from pscore.net import crowd, descriptors, sockets, tls
 from pscore.net.crowd import ExchangeStage, OpenExchanges
+from pscore.net.sockets import has_said
 
 CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.
@@ -34,11 +35,12 @@ REQUEST_NBYTES_MAX = 8 << 10  # The head of a request; no body is read.
 NEWCOMERS = 4  # Connections that are begun with in one turn of the loop.
 ACCEPTING_S_MAX = 0.02  # Time for accepting connections in one turn of the loop.
 SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
-PAUSE_S = 0.1
+PAUSE_S = 0.02
 TICKS = 5  # The time of a peer is counted in so many parts.
 
 Answer = Callable[[Request], Awaitable[Response]]
-Newcomer = tuple[socket.socket, tuple[Any, ...]]  # An accepted connection, and its peer.
+# An accepted connection, its peer, and when it was accepted.
+Newcomer = tuple[socket.socket, tuple[Any, ...], float]
 
 
 class HttpExchange(H11Protocol):
@@ -173,51 +175,67 @@ class WebServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        newcomers: list[Newcomer] = []
+        newcomers: list[Newcomer] = []  # Connections that are not begun with.
+        speaking: list[Newcomer] = []  # Those of them on which something has come.
         try:
             while True:
+                num_before = len(newcomers)
                 try:
                     if not newcomers:
-                        newcomers.append(await loop.sock_accept(listener))
-                    end_s = loop.time() + ACCEPTING_S_MAX
-                    while len(newcomers) < self.connections_max and loop.time() < end_s:
-                        newcomers.append(listener.accept())
+                        newcomers.append((*await loop.sock_accept(listener), loop.time()))
+                    now_s = loop.time()
+                    for _ in range(self.connections_max - len(speaking)):
+                        newcomers.append((*listener.accept(), now_s))
+                        if loop.time() > now_s + ACCEPTING_S_MAX:
+                            break
                 except BlockingIOError:
                     pass  # No more of them wait.
                 except OSError as problem:  # It has ended by itself, unless descriptors are short.
                     if problem.errno in descriptors.EXHAUSTED:
                         self._make_room()
                         await asyncio.sleep(PAUSE_S)
-                newcomers = self._thin_out(newcomers)
+                is_done = len(newcomers) == num_before
+                speaking, newcomers = self._thin_out(newcomers, loop.time() - self._seconds_max)
                 num_begun = 0
-                while newcomers and num_begun < NEWCOMERS and self._has_room():
-                    accepted, (address, *_) = newcomers.pop(0)
+                while speaking and num_begun < NEWCOMERS and self._has_room():
+                    accepted, (address, *_), _ = speaking.pop(0)
                     self._start_serving(accepted, address)
                     num_begun += 1
+                newcomers = speaking + newcomers
                 # A few newcomers in a turn of the loop, then the others.
-                await asyncio.sleep(0 if num_begun or not newcomers else PAUSE_S)
+                await asyncio.sleep(PAUSE_S if is_done and newcomers and not num_begun else 0)
         finally:
-            for one in (listener, *(accepted for accepted, _ in newcomers)):
+            for one in (listener, *(accepted for accepted, *_ in newcomers)):
                 one.close()
 
-    def _thin_out(self, newcomers: list[Newcomer]) -> list[Newcomer]:
-        """Returns the newcomers without those that say nothing, as far as there are too many.
+    def _thin_out(
+        self, newcomers: list[Newcomer], before_s: float
+    ) -> tuple[list[Newcomer], list[Newcomer]]:
+        """Returns the newcomers that speak, and those that say nothing, as far as they may wait.
 
         A crowd that comes at once is closed as fast as the kernel hands it over, so its connections
-        do not fill the kernel's queue, where those of others would be lost.
+        do not fill the kernel's queue, where those of others would be lost. It costs this process
+        as little as may be: it may have a small share of a busy machine.
+
+        Args:
+            newcomers: Connections, the oldest first.
+            before_s: One that was accepted before, and says nothing, is closed.
         """
-        excess = len(newcomers) - max(NEWCOMERS, self.connections_max - len(self._places))
-        if excess <= 0:
-            return newcomers
         poll = select.poll()
-        for accepted, _ in newcomers:
+        for accepted, *_ in newcomers:
             poll.register(accepted, select.POLLIN)
-        speaking = {number for number, _ in poll.poll(0)}
-        silent = [(one, peer[0]) for one, peer in newcomers if one.fileno() not in speaking]
-        closing = set(crowd.to_close(silent, excess))
+        ready = {number for number, _ in poll.poll(0)}
+        speaking = [one for one in newcomers if one[0].fileno() in ready and has_said(one[0])]
+        silent = [one for one in newcomers if one[0].fileno() not in ready]
+        room = max(NEWCOMERS, self.connections_max - len(self._places) - len(speaking))
+        waiting = [(one, peer[0]) for one, peer, at_s in silent if at_s >= before_s]
+        closing = {one for one, *_ in newcomers if one.fileno() in ready}  # They have ended.
+        closing.difference_update(one for one, *_ in speaking)
+        closing.update(one for one, _, at_s in silent if at_s < before_s)
+        closing.update(crowd.to_close(waiting, len(waiting) - room) if len(waiting) > room else ())
         for accepted in closing:
             accepted.close()
-        return [newcomer for newcomer in newcomers if newcomer[0] not in closing]
+        return speaking, [one for one in silent if one[0] not in closing]
 
     def _has_room(self) -> bool:
         """Returns whether there is a place for a newcomer, and makes one if that may be."""

@@ -184,6 +184,17 @@ def test_a_handshake_under_way_gives_its_place_up_when_it_is_slow(
         assert other.recv(1) == b""
 
 
+def test_a_peer_that_says_nothing_has_no_thread() -> None:
+    with listening(Peer(TOKEN)) as listener, contextlib.ExitStack() as opened:
+        before = set(threading.enumerate())
+        for _ in range(5):
+            silent = socket.create_connection(("127.0.0.1", listener.port))
+            opened.enter_context(silent)
+        opened.enter_context(connect(endpoint(listener, TOKEN), is_local=False))
+        started = [each for each in threading.enumerate() if each not in before]
+        assert [each.name for each in started] == ["data-read"]
+
+
 def test_nothing_is_read_before_the_hello() -> None:
     """A first message that is long, or has a payload, is refused before memory is taken for it."""
     with listening(Peer(TOKEN)) as listener:

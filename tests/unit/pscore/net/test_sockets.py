@@ -164,3 +164,15 @@ def test_connecting_where_nobody_listens_says_so() -> None:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
         sockets.connect("127.0.0.1", port, 20.0)
+
+
+def test_the_end_of_a_connection_is_nothing_said() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert not sockets.has_said(one)
+        other.sendall(b"x")
+        assert sockets.has_said(one)
+        assert one.recv(2) == b"x"
+        other.shutdown(socket.SHUT_WR)
+        assert not sockets.has_said(one)
+    assert not sockets.has_said(one)
