@@ -21,6 +21,8 @@ FIND = (
     "$(psserver status --json | "
     'python -c \'import json, sys; print(json.load(sys.stdin)["shards"][1]["pid"])\')'
 )
+# For the pause of the page, which is short on a machine at its limit.
+AWAIT = """until psserver status --job second --json | grep -E '"step": *[1-9]'; do sleep 1; done"""
 
 
 def test_every_command_works_and_training_continues_after_the_kill(tmp_path: Path) -> None:
@@ -28,7 +30,9 @@ def test_every_command_works_and_training_continues_after_the_kill(tmp_path: Pat
     install, *blocks = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert install.startswith("make setup")
     assert f"kill -9 {PID}" in "".join(blocks)
-    script = "set -e\nip link set lo up\n" + "".join(blocks).replace(PID, FIND)
+    assert "\nsleep 8\n" in "".join(blocks)
+    printed = "".join(blocks).replace(PID, FIND).replace("sleep 8", AWAIT)
+    script = f"set -e\nip link set lo up\n{printed}"
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
