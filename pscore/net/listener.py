@@ -189,8 +189,12 @@ class Listener:
         """
         self._is_closing = True
         for listener, _ in self._listeners:
-            with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
+            with contextlib.suppress(OSError):  # Closing alone would not wake its thread.
                 listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:  # Else one might wait for another file with this number.
+            if thread is not threading.current_thread():
+                thread.join(STOP_TIMEOUT_S)
+        for listener, _ in self._listeners:
             listener.close()
         served = list(self._connections.items())
         for connection, _ in served:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.service.data_socket import make_listener
 from psserver.slices.store import SliceStore
-from tests.integration.command import join_threads
 from tests.unit.psserver.front import Front, play, pull_header, push_header, stores_of
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
@@ -163,6 +163,7 @@ def test_a_push_beyond_the_budget_is_refused_with_what_is_left() -> None:
 def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
     async def scene(front: Front) -> None:
         await ready(front, 1 << 30)
+        before = set(threading.enumerate())
         with listening(front) as server:
             silent = [Peer(server) for _ in range(100)]
             for peer in silent[:50]:
@@ -173,6 +174,8 @@ def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
             for peer in (*silent, quick):
                 peer.socket.close()
         for name in ("data-accept", "data-read"):  # The first start the others.
-            join_threads(name)
+            for thread in set(threading.enumerate()) - before:
+                if thread.name == name:
+                    thread.join(WAIT_S)
 
     play(scene)
