@@ -11,7 +11,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -428,7 +427,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         spec = declaration.spec(name, self, rule, plugin, session)
         return TrainingTable(
             session,
-            replace(spec, content=session.define(spec, adopts=True).content),
+            spec,
             parameters,
             plugin,
             has_views,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,9 +100,11 @@ class TrainingTable:
         self.name = spec.name
         self.optimizer = optimizer
         refuse_in_group(spec.rule, optimizer, session.group)
+        agreed = session.define(spec, adopts=True)
+        spec = replace(spec, content=agreed.content)
         routes = find_routes(parameters, spec.layout(), session.group, model)
         own, memory = own_slices(spec.layout(), session.group, routes)
-        self.exchange = Exchange(session, spec, share=True, own=own, memory=memory)
+        self.exchange = Exchange(session, spec, share=True, own=own, memory=memory, agreed=agreed)
         self.layout = self.exchange.layout
         self.flat = make_flat(
             parameters, memory, self.exchange.grads, routes, model, has_views=has_grad_views

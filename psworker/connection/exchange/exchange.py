@@ -33,7 +33,7 @@ from psworker.connection.exchange.residuals import Residuals
 from psworker.connection.exchange.shared_grads import SharedGrads
 from psworker.connection.exchange.together import Together
 from psworker.connection.membership import taking_part
-from psworker.connection.membership.session import Session
+from psworker.connection.membership.session import AgreedTable, Session
 from psworker.replica.ports import PullBuffer
 from psworker.transports import OutgoingPush, PullCall, Transport
 
@@ -66,8 +66,9 @@ class Exchange:
         share: bool = False,
         own: Sequence[int] | None = None,
         memory: Layout | None = None,
+        agreed: AgreedTable | None = None,
     ) -> None:
-        """Declares the table at every shard.
+        """Declares the table at every shard, unless it is declared.
 
         Args:
             session: This worker's part in the job.
@@ -75,6 +76,7 @@ class Exchange:
             share: Whether gradients and weights are in shared memory where that is possible.
             own: The slices that this process pushes and pulls in training; None: all.
             memory: Where the slices lie in `grads` and in residuals; None: as in the layout.
+            agreed: The table as the shards have it; None: it is declared here.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; names the difference.
@@ -85,7 +87,7 @@ class Exchange:
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
-        self.table, self.origin = session.define(spec)[:2]
+        self.table, self.origin = (agreed or session.define(spec))[:2]
         self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
         self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
         self._shared = SharedGrads(session, memory, self._sender) if share else None
