@@ -192,7 +192,7 @@ class Listener:
             with contextlib.suppress(OSError):  # Closing alone would not wake its thread.
                 listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:  # Else one might wait for another file with this number.
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(STOP_TIMEOUT_S)
         for listener, _ in self._listeners:
             listener.close()
