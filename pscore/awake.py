@@ -8,7 +8,6 @@ this clock.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -57,30 +56,16 @@ class AwakeClock:
         self._late_s = float("inf")
 
 
-class _OwnClock:
-    """The clock of this process, whose thread starts when it is first asked."""
-
-    def __init__(self) -> None:
-        self._starting = threading.Lock()
-        self._clock: AwakeClock | None = None
-
-    def forget(self) -> None:
-        """Begins again, in a child of a fork: threads do not go on there."""
-        self.__init__()  # type: ignore[misc]
-
-    def read_s(self) -> float:
-        clock = self._clock
-        if clock is None:
-            with self._starting:
-                clock = self._clock = self._clock or AwakeClock()
-                OwnedThread(clock.run, "awake", clock.count_all).start()
-        return clock.read_s()
-
-
-_own = _OwnClock()
-os.register_at_fork(after_in_child=_own.forget)
+_clocks: dict[int, AwakeClock] = {}  # By process: a child of a fork has no thread of its parent's.
 
 
 def awake_s() -> float:
     """Returns the seconds of this process, without those in which it was stopped."""
-    return _own.read_s()
+    own = os.getpid()
+    clock = _clocks.get(own)
+    if clock is None:
+        made = AwakeClock()
+        clock = _clocks.setdefault(own, made)
+        if clock is made:  # Of two threads that ask at once, one starts the ticks.
+            OwnedThread(clock.run, "awake", clock.count_all).start()
+    return clock.read_s()

@@ -28,7 +28,6 @@ WAIT_S = 200.0
 
 # Locks that no other code of a shard runs under.
 ELSEWHERE = {
-    "pscore.awake",  # Of the requesting side: the start of its clock.
     "pscore.net.channel",  # Of the requesting side.
     "pscore.net.faults",  # Of tests.
     "pscore.net.congestion",  # Made when the module is imported; system calls only run under it.
