@@ -66,6 +66,6 @@ def awake_s() -> float:
     if clock is None:
         made = AwakeClock()
         clock = _clocks.setdefault(own, made)
-        if clock is made:  # Of two threads that ask at once, one starts the ticks.
+        if clock is made:  # If two threads ask at once, one starts the ticks.
             OwnedThread(clock.run, "awake", clock.count_all).start()
     return clock.read_s()
