@@ -39,7 +39,7 @@ def test_the_lengths_are_kept(page: str, lines: int) -> None:
 
 
 def test_the_front_page_takes_a_minute() -> None:
-    assert len(README.split()) <= 750
+    assert len(README.split()) <= 650
 
 
 def test_every_make_target_exists() -> None:
