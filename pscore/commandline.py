@@ -92,12 +92,7 @@ def open_standard_streams() -> None:
 
 
 def run(app: Any, name: str) -> None:
-    """Runs one command of a `typer.Typer`; reports if Ctrl-C or a full disk ends it.
-
-    Args:
-        app: With all of its commands.
-        name: Name of the program.
-    """
+    """Runs one command of a `typer.Typer`; reports if Ctrl-C or a full disk ends it."""
     for group in (app, *(entry.typer_instance for entry in app.registered_groups)):
         for command in group.registered_commands:  # Whole sentences, where typer cuts them off.
             command.short_help = (inspect.getdoc(command.callback) or "").partition("\n")[0]
@@ -129,9 +124,6 @@ def importing(name: str) -> Iterator[None]:
     """Makes Ctrl-C end this process at once with one sentence: around imports that take seconds.
 
     Modules that are being imported catch KeyboardInterrupt, or make an ImportError of it.
-
-    Args:
-        name: Name of the program.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -82,8 +82,6 @@ class Content(ABC):
 
         Args:
             data: `(nbytes,) uint8`.
-            part: The slice that is pulled.
-            layout: The layout that it is of.
 
         Raises:
             DecodeError: The payload cannot be of this slice.
@@ -104,9 +102,6 @@ class Content(ABC):
         """Returns the most bytes that some slices of a layout need.
 
         Args:
-            parts: The slices.
-            layout: The layout that they are of.
-            optimizer: The shards' optimizer.
             num_arrays: Arrays as long as the weights that the mode, the optimizer and the journal
                 need of a content that is updated as a whole.
         """

@@ -89,10 +89,6 @@ class Schedule:
         """Returns the weight of a round's move in the mean.
 
         By speed, that is all its samples over the steps of a whole round.
-
-        Args:
-            mean_samples: Mean of `samples` over its steps.
-            num_steps: Number of them.
         """
         return mean_samples * num_steps / self.steps if self.least else mean_samples
 

@@ -191,8 +191,6 @@ def count_of(value: object, what: str, *, least: int = 0, most: int = COUNT_MAX)
     Args:
         value: The number, as JSON gives it.
         what: Its name in the message.
-        least: The smallest one.
-        most: The largest one.
 
     Raises:
         ConfigError: It is not.

@@ -15,7 +15,6 @@ def printable(text: str, length_max: int = LENGTH_MAX, keep: str = "") -> str:
     r"""Returns `text` with all that is not printed escaped, as in `\x1b`, and its end cut off.
 
     Args:
-        text: From anywhere.
         length_max: Characters; longer ones are cut, and the cut is marked.
         keep: Characters that stay though they are not printed, such as line ends.
     """

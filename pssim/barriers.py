@@ -31,7 +31,6 @@ class BarrierCase:
 
     Attributes:
         seed: Seed of the network, and of the workers' numbers and paces.
-        num_workers: Number of workers.
         num_rounds: Rounds that each worker passes before it leaves.
         dies_s: Time when each worker falls silent; None: it does not.
         crashes_s: Times when the shard is killed and started again.
@@ -84,8 +83,6 @@ class BarrierLedger:
         """A worker is told that a round is open, and the largest number.
 
         Args:
-            rank: The worker.
-            number: The round.
             largest: The number that it is given.
             expected: Ranks that have not died, been lost or left.
         """
@@ -103,7 +100,6 @@ class BarrierWorker:
     """One worker: it computes, arrives, and passes.
 
     Attributes:
-        rank: Its rank.
         number: The round that it is in.
         is_over: Whether it has died, was declared lost, or has left.
     """
@@ -207,16 +203,7 @@ class BarrierWorker:
 
 
 class BarrierCluster:
-    """One shard and its workers.
-
-    Attributes:
-        case: The simulated job.
-        loop: Virtual time.
-        network: The faulty network.
-        shard: The shard.
-        ledger: The books.
-        workers: The workers.
-    """
+    """One shard and its workers."""
 
     def __init__(self, case: BarrierCase, folder: Path) -> None:
         """Makes them; the shard's journals lie in `folder`, which is empty."""

@@ -44,19 +44,7 @@ def start_weights(layout: Layout) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedJob:
-    """The parts of a simulated job that each worker has to know.
-
-    Attributes:
-        case: The simulated job.
-        spec: Its table.
-        layout: The table's slices.
-        optimizer: The shards' optimizer.
-        shards: The shards.
-        ledger: The books.
-        loop: Virtual time.
-        network: Between workers and shards.
-        recorder: Collects events.
-    """
+    """The parts of a simulated job that each worker has to know."""
 
     case: Case
     spec: TableSpec
@@ -74,7 +62,6 @@ class BookedWorker(Worker):
 
     Attributes:
         case: The simulated job; likewise the other parts of `WatchedJob`.
-        rng: Its randomness.
         grads: Gradient of each slice in the step under way.
         elements: Elements of each slice that its steps since the last push of it have touched.
         segment: `(layout.numel,) float32`, memory that a shard on its host reads.

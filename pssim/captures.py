@@ -42,7 +42,6 @@ class ResidualBook:
 
         Args:
             version: Version of the checkpoint; -1: it has no step in common.
-            index: Index of the slice.
             rank: The worker, which has not died or returned.
             arrays: Its arrays in the checkpoint, by name.
             newest: Step of its last push that had been answered when the checkpoint was complete.

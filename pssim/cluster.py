@@ -48,16 +48,7 @@ def quiet() -> Iterator[None]:
 
 
 class Cluster:
-    """The shards of one job with one table, and their connections to workers.
-
-    Attributes:
-        spec: The table.
-        layout: Its slices.
-        optimizer: Its optimizer.
-        loop: Virtual time.
-        network: Between workers and shards.
-        shards: The shards.
-    """
+    """The shards of one job with one table, and their connections to workers."""
 
     def __init__(
         self,
@@ -74,8 +65,6 @@ class Cluster:
 
         Args:
             spec: The table, which workers declare.
-            loop: Virtual time.
-            network: Between workers and shards.
             lease_s: Seconds of silence after which a worker is lost.
             observers: See each decision.
             send_later: Delays answers that lie in leased weights; None: they are sent at once.

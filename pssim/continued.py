@@ -63,7 +63,6 @@ class Kill:
 
     Attributes:
         at: Number of the action before which it happens.
-        rank: The worker.
         returns: Whether it starts again.
         is_stop: Whether it is only stopped, and continues where it was when it has been lost.
     """
@@ -380,8 +379,6 @@ class ContinuedWorld:
         """Prepares the workers.
 
         Args:
-            replicas: Replicas of each stage.
-            minibatches: Minibatches of the training.
             seed: Seed of the order of all actions.
             kills: The deaths; one of a worker that is dead already does nothing.
         """
@@ -440,7 +437,6 @@ class ContinuedWorld:
         """Gives the turn away; returns when the actor is ready and drawn.
 
         Args:
-            actor: The actor.
             ready: Whether it can go on.
             of: The job whose shards it asks.
 

@@ -98,7 +98,6 @@ class FailingCluster(TrainingCluster):
         """Makes them, with rank 0's weights on the shards.
 
         Args:
-            job: The job.
             failures: The failures; a mean of infinity: none.
         """
         self.failures = failures

@@ -51,9 +51,6 @@ class Outcome:
 
     Attributes:
         weights: `(numel,) float32`: on the shards, at the end.
-        ledger: The books.
-        workers: The workers.
-        num_events: Events of the loop.
         seconds: Virtual seconds.
         trace: Lines of the transcript.
         events: Events of steps, pushes, updates and pulls.
@@ -102,7 +99,6 @@ class FaultyCluster(Cluster):
         """Makes them.
 
         Args:
-            case: The simulated job.
             folder: Empty; the journals lie in it.
             trace: Whether a transcript is written.
         """

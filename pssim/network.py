@@ -181,8 +181,6 @@ class FaultyNetwork(Network):
         """Starts at time 0.
 
         Args:
-            loop: Virtual time.
-            faults: Faults of each message.
             cuts: Times without a connection.
             rng: Decides.
         """

@@ -35,7 +35,6 @@ class PeerCase:
     """A drawn case.
 
     Attributes:
-        seed: Seed of everything.
         mode: As `mode=` takes it.
         num: Workers.
         steps: Steps of each.

@@ -377,7 +377,6 @@ class PeerWorld:
         min_workers: Least number of workers of an elastic job; 0: it is not elastic.
         messages: Times of sending and arriving, sender and receiver of each array.
         workers: The workers, by rank; a killed one stays.
-        now_s: Simulated time.
     """
 
     def __init__(
@@ -401,11 +400,8 @@ class PeerWorld:
         """Makes the workers; nothing runs yet.
 
         Args:
-            rule: The mode.
             gradient: Returns a worker's gradient.
             start: Weights with which all workers begin, `(numel,) float32`.
-            num_workers: Number of workers.
-            steps: Steps of each.
             lr: Learning rate, or that of each step.
             make_optimizer: Makes each worker's optimizer; plain SGD if left out.
             seed: Seed of all randomness.

@@ -61,11 +61,7 @@ class Decision:
     """One action that a shard has decided and is about to execute.
 
     Attributes:
-        shard: Name of the shard.
-        job: The job.
-        slice: Index of the slice.
         clock: The state of the slice after the decision.
-        action: The action.
         sender: The request that it concerns; None for an update or a skip.
     """
 
@@ -128,7 +124,6 @@ class SimulatedShard:
     """One shard of a simulated job.
 
     Attributes:
-        index: Its number.
         name: `shard 0`.
         engine: The engine of its process; another one after a crash.
         problem: Error in a slice's queue, which only a bug can cause.
@@ -150,8 +145,6 @@ class SimulatedShard:
         """Starts the shard's first process.
 
         Args:
-            index: Its number.
-            num_shards: Number of shards of the job.
             now: Returns the virtual time in seconds.
             lease_s: Seconds of silence after which a worker is lost.
             observers: See each decision.
@@ -253,8 +246,6 @@ class SimulatedShard:
         """Receives a pull; `respond` is called with the weights, or with the reason of a wait.
 
         Args:
-            frame: The request.
-            respond: Sends the answer.
             wait_s: Seconds after which the answer is what the pull waits for; ticks look at it.
 
         Raises:

@@ -73,21 +73,15 @@ class TrainingJob:
     """A training run: the model, its workers, and its length.
 
     Attributes:
-        rule: The mode.
         make_model: Returns the model, with the same weights at each call.
         gradient: Computes one minibatch's gradients into `.grad`; returns the loss.
         group: The user's parameter group, as torch has it.
         optimizer: The user's optimizer by its name in `OPTIMIZERS`.
         lr: Learning rate of a step; None: as in `group`.
         make_inner: Returns the workers' own optimizer, in modes that have one.
-        num_workers: Workers.
-        num_shards: Shards.
         steps: Steps of each worker; in a mode with rounds by speed, of the training.
-        compressor: Compressor of pushes.
-        pull_compressor: Compressor of pulls.
         compress_min_nbytes: Smaller tensors are not compressed.
         link: Link of each worker and shard.
-        compute: Computing time.
         samples: Weight of a worker's step in the mean of its step; None: 1.
         seed: Seed of the computing times.
         on_step: Called after each step of each worker.
@@ -259,7 +253,6 @@ class TrainingCluster(Cluster):
         """Makes them, with rank 0's weights on the shards.
 
         Args:
-            job: The job.
             loop: Order of the events; None: by virtual time.
             network: Between workers and shards; None: the links of the job.
             observers: See each decision of a shard.

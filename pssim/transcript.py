@@ -26,7 +26,6 @@ def transcript(
 
     Args:
         mode: A mode as on the command line, such as `ssd(steps=2, warmup=1)`.
-        steps: Steps of each worker.
         compute_s: Seconds of one forward and backward pass, for each worker.
         latency_s: Seconds of each message, one way.
         shapes: Shapes of the model's tensors; without them it has one slice.

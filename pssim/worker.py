@@ -160,7 +160,6 @@ class Worker:
     """One worker: its replica, its exchange, and the machinery that runs its program.
 
     Attributes:
-        rank: Its rank.
         name: `worker 0`.
         incarnation: Number of its process, and of its return to the job.
         replica: Its copy of the weights.
@@ -204,10 +203,6 @@ class Worker:
         """Creates the objects of a starting process.
 
         Args:
-            program: Its program.
-            spec: The table.
-            layout: Its slices.
-            optimizer: The shards' optimizer.
             weights: `(layout.numel,) float32`, for the replica; changed in place.
             num_workers: Workers that the job was made for.
         """
@@ -299,8 +294,6 @@ class Worker:
             what: Description for the transcript.
             ask: Called with a function that takes the answer when the request arrives.
             land: Called with the answer.
-            index: The slice.
-            nbytes: Bytes of the payload.
             is_pull: Whether the answer has a payload.
         """
 

@@ -99,7 +99,6 @@ def encode(residual: FloatArray, k: int, select: str, out: ByteArray) -> tuple[i
 
     Args:
         residual: `(numel,) float32`, finite.
-        k: How many.
         select: `exact` or `sampled`.
         out: Receives the payload.
 

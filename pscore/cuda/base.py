@@ -30,13 +30,7 @@ class Encoder(ABC):
     """
 
     def __init__(self, compressor: Compressor, numel: int, device: torch.device) -> None:
-        """Allocates payload and state, once.
-
-        Args:
-            compressor: Compressor of the slice's pushes.
-            numel: Elements of the slice.
-            device: Device of gradients and state.
-        """
+        """Allocates payload and state, once."""
         self.compressor = compressor
         self.numel = numel
         nbytes = HEAD_NBYTES + compressor.payload_nbytes_max(numel)
@@ -58,7 +52,6 @@ class Encoder(ABC):
         Args:
             grad: `(numel,) float32` on the device; not changed.
             seed: Seed of this (job, worker, slice, step), for compressors that draw.
-            step: Step of the worker.
         """
         self._flags.zero_()
         self._encode(grad, seed, step)

@@ -47,9 +47,6 @@ class KernelEncoder(Encoder):
 
         Args:
             compressor: One that `can_encode`.
-            numel: Elements of the slice.
-            device: Device of gradients and state.
-            launch: Starts kernels.
         """
         super().__init__(compressor, numel, device)
         self._launch = launch
@@ -100,7 +97,6 @@ def start_room(
     """Starts the check of a gradient, in one pass.
 
     Args:
-        launch: Starts kernels.
         grad: `(numel,) float32` on the device, at a multiple of 16 bytes.
         residual: Address of `(numel,) float32`; 0 if there is none.
         flags: `(2,) int32`, zeros. The first becomes 1 where float32 does not hold the sum with the

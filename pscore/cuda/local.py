@@ -50,8 +50,6 @@ class DeviceKernels:
         """Makes a local step of `pscore/local`, or the part of it that a kernel is.
 
         Args:
-            kernel: Its name.
-            part: The slice.
             arrays: `(numel,) float32` tensors behind the weights, in the kernel's order.
             factors: `(num_groups, n) float32`.
             whole: Whether segments without a gradient are changed too.
@@ -88,7 +86,6 @@ class DeviceKernels:
         """Makes the step of `pscore/optimizers/adam.py`, or with a third array of `amsgrad.py`.
 
         Args:
-            step: The step.
             decoupled: Whether weight decay shrinks the weights and is not a part of the gradient.
         """
         rows: list[tuple[Any, ...]] = []
@@ -110,7 +107,6 @@ class DeviceKernels:
         """Starts a kernel on the segments of a slice, if there are any.
 
         Args:
-            kernel: Its name.
             rows: Start, length and factors of each segment.
             arrays: Tensors of the slice, in the kernel's order; the first one is written to.
         """

@@ -46,8 +46,6 @@ class TorchEncoder(Encoder):
 
         Args:
             compressor: One of those in `FORMS`.
-            numel: Elements of the slice.
-            device: Device of gradients and state.
         """
         super().__init__(compressor, numel, device)
         self._num_blocks = blocks.num_blocks(numel)

@@ -46,7 +46,6 @@ def require_joined(text: str, num_workers: int) -> None:
 
     Args:
         text: As for `directed_graph_of`. Graphs with a name join any workers.
-        num_workers: Number of workers.
 
     Raises:
         ConfigError: Some workers are apart.

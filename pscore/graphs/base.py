@@ -38,7 +38,6 @@ def circulant(members: Sequence[int], offsets: Sequence[int], weight: float) -> 
         members: Ranks, in order.
         offsets: Distances in places, either sign. Two that lead to the same place count double, and
             one that leads back to the member itself adds to its own weight.
-        weight: Weight of each distance.
     """
     num = len(members)
     weights: defaultdict[tuple[int, int], float] = defaultdict(float)

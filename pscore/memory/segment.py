@@ -46,11 +46,7 @@ def keeps_order() -> bool:
 
 
 class Segment(Descriptor):
-    """Memory that other processes can map.
-
-    Attributes:
-        nbytes: Its length in bytes.
-    """
+    """Memory that other processes can map."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Maps an open segment and owns its descriptor."""
@@ -79,7 +75,6 @@ class Segment(Descriptor):
         """Maps a segment of another process; owns the descriptor from now on.
 
         Args:
-            fd: The segment.
             nbytes: Length of the part that is mapped.
             may_be_file: Whether a file of this user, which cannot be sealed, is accepted too.
 

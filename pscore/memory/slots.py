@@ -27,9 +27,6 @@ class Slots:
     def __init__(self, nbytes: int) -> None:
         """Reserves memory.
 
-        Args:
-            nbytes: Longest payload.
-
         Raises:
             OSError: The machine has too little memory.
         """

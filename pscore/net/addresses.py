@@ -20,7 +20,6 @@ def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> t
     """Returns addresses from `host:port,host:port` or a list of them.
 
     Args:
-        text: The addresses.
         port_min: The lowest port; 0 where an address may name a port that is not known yet.
 
     Raises:
@@ -38,10 +37,6 @@ def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> t
 
 def split_address(address: str, *, port_min: int = 1) -> tuple[str, int]:
     """Returns host and port of `host:port`; the host of an IPv6 address has no brackets.
-
-    Args:
-        address: The address.
-        port_min: The lowest port.
 
     Raises:
         ConfigError: It is none; says what is wrong with it.

@@ -43,7 +43,6 @@ def attach(
     """Passes the descriptor of a segment; returns that of the listener's answer, mapped.
 
     Args:
-        endpoint: The listener.
         request: The sender and purpose; token and length are set here.
         own: The segment that is passed.
         nbytes: Length of the listener's segment.

@@ -18,7 +18,6 @@ class Budget:
     """Bytes that may be under way in one process; used from any thread.
 
     Attributes:
-        nbytes: The size of the budget.
         left: The bytes that are free.
     """
 
@@ -26,7 +25,6 @@ class Budget:
         """Starts with all bytes free.
 
         Args:
-            nbytes: The size of the budget.
             setting: Name of the setting that changes it, for messages; empty for none.
         """
         self._about = f" ({setting})" if setting else ""

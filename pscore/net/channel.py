@@ -70,7 +70,6 @@ class FrameChannel(Generic[C]):
                 failed attempts itself; if it raises a `PacelineError`, the channel ends with that.
             on_reply: Reads the payload of a reply and completes its call, on the reading thread.
                 It returns None, or a further request of the same call, with the same payload.
-            name: Name of the thread.
             limit_s: Longest time in which connections break again and again without a reply, in
                 seconds; then the channel ends.
             points: Points at which faults strike, each for the requests of that kind; none: `name`,

@@ -56,7 +56,6 @@ class Credentials:
         """Returns a gRPC channel to a shard; each call carries the token.
 
         Args:
-            address: Address of the shard.
             options: Options beside `CHANNEL_OPTIONS`.
         """
         options = (*CHANNEL_OPTIONS, *options)
@@ -86,7 +85,6 @@ def read_credentials(
     """Returns the credentials named by PACELINE_TLS_CA, _CERT, _KEY and PACELINE_TOKEN_FILE.
 
     Args:
-        variables: The environment.
         job: The job whose token is wanted; `EVERY` for control.
         token_file: Used if the variable is not set.
         reads: Whether a token that only reads published weights will do, and is preferred.

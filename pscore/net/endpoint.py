@@ -39,7 +39,6 @@ def connect(endpoint: Endpoint, *, is_local: bool) -> tls.Stream:
     """Returns a connection on which the listener has answered the hello.
 
     Args:
-        endpoint: The listener.
         is_local: Connects to the Unix socket; else to the TCP port.
 
     Raises:

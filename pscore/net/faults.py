@@ -103,7 +103,6 @@ class FaultyLine:
         """Sends a frame on a stream, with the faults that are drawn for it.
 
         Args:
-            frame: The whole frame.
             send: Sends bytes; may be called later, from another thread, and more than once.
             cut: Breaks the connection.
         """

@@ -110,7 +110,6 @@ class Listener:
     """Listens for connections of peers and gives each one a thread.
 
     Attributes:
-        port: TCP port.
         local: Name of the abstract Unix socket, without its leading zero byte.
     """
 
@@ -127,8 +126,6 @@ class Listener:
         """Binds all sockets; nothing is accepted yet.
 
         Args:
-            service: Admits peers and handles their frames.
-            host: Address to listen on.
             port: Port to listen on; 0 for a free one.
             local: Name of the abstract Unix socket.
             context: TLS of the TCP port; None: none.

@@ -54,7 +54,6 @@ class SendQueue:
         """Sends on `stream`, which is closed by its owner.
 
         Args:
-            stream: The connection.
             budget: Bytes that may wait for peers. One connection may have half of them, so that
                 the others have the rest.
             long_nbytes: Smallest payload of a long frame.
@@ -83,8 +82,6 @@ class SendQueue:
         """Sends a frame; a long one later, from the writing thread.
 
         Args:
-            header: The frame's header.
-            payload: The frame's payload.
             release: Called when the payload is no longer read. Without it the payload is only valid
                 during this call: the part that the peer does not take at once is copied.
         """

@@ -302,7 +302,6 @@ def read_header(
     """Reads up to a frame's header; returns None if the peer has closed between two frames.
 
     Args:
-        connection: The stream, or its reader.
         header_nbytes_max: A longer header is refused.
         payload_nbytes_max: A longer payload is refused.
         deadline_s: Deadline by the monotonic clock, for the whole header, even if it comes byte by

@@ -355,8 +355,6 @@ def explain(
     """Returns the meaning of a failed handshake and the remedy; None if TLS is not the cause.
 
     Args:
-        problem: The error of the handshake.
-        address: The peer's.
         begins: The start of the validity of its certificate and CA, if known.
     """
     if not isinstance(problem, ssl.SSLError):

@@ -78,7 +78,6 @@ def examine(
 
     Args:
         addresses: `host:port` each.
-        credentials: Certificate, key and token of this client.
         job: Check this job too.
         fingerprint: That its model must have; empty: the shards are only compared.
     """

@@ -116,7 +116,6 @@ def open_timeline(path: str | Path | None, kind: str, index: int) -> Timeline | 
     Args:
         path: As PACELINE_TIMELINE has it: the process's own name goes before the suffix.
         kind: `worker` or `shard`.
-        index: Its number.
     """
     if not path:
         return None

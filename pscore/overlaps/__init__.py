@@ -25,7 +25,6 @@ def make_overlap(name: str, arguments: Mapping[str, Any]) -> Overlap | None:
 
     Args:
         name: One of `OVERLAPS`, or `none`.
-        arguments: Arguments of the rule.
     """
     if name == NONE:
         return None

@@ -12,11 +12,6 @@ PUBLISH_EVERY_MAX = 1 << 20
 def require_weights(name: str, rule: Rule, optimizer: Optimizer) -> None:
     """Refuses to publish a table whose value on the shards is not the model.
 
-    Args:
-        name: Name of the table.
-        rule: Its mode.
-        optimizer: The optimizer that the shards run.
-
     Raises:
         ConfigError: It is not.
     """

@@ -51,8 +51,6 @@ class RowStep(NamedTuple):
         ids: `(n,) uint64`.
         grads: `(n * dim,) float32`, sums of gradients.
         scale: Factor on them.
-        version: Version of the rows after the step.
-        init: First values.
         first_state: First value of each element of the state.
     """
 

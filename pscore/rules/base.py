@@ -230,7 +230,6 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
     """Raises a `ConfigError` unless a rule fits a job of every size that it may have.
 
     Args:
-        rule: The rule.
         num_workers: Number of workers of the job; the most of an elastic one.
         min_workers: The least of an elastic job; 0: it is not elastic.
     """
@@ -246,10 +245,6 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
 
 def require_slices(rule: Rule, num_slices: int) -> None:
     """Checks that each fragment of a mode has a slice of the model.
-
-    Args:
-        rule: The mode.
-        num_slices: Slices of the model.
 
     Raises:
         ConfigError: There are fewer slices than fragments.

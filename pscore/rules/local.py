@@ -192,13 +192,7 @@ class LocalSGD(WithSpeed, WithQuorum):
 
 
 def momentum_caution(mode: str, momentum: float, compressor: Compressor) -> str:
-    """Returns the reason not to use a compressor with momentum over rounds; empty: none.
-
-    Args:
-        mode: Name of the mode.
-        momentum: Its momentum over the rounds.
-        compressor: That of pushes.
-    """
+    """Returns the reason not to use a compressor with momentum over rounds; empty: none."""
     bits = 8 * compressor.payload_nbytes_max(SAMPLE_NUMEL) / SAMPLE_NUMEL
     if not momentum or RESIDUAL not in compressor.state_names or bits > CAREFUL_BITS:
         return ""

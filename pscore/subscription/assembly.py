@@ -198,9 +198,6 @@ class Assembly:
         """Returns whether a slice of a shard's answer leads on from the one that is held.
 
         Args:
-            shard: The shard.
-            lineage: Lineage of the answer.
-            index: Number of the slice.
             base: Number of the version that its deltas lead on from; -1: it came whole.
             number: Number of the version that it leads to.
         """

@@ -35,11 +35,6 @@ class ReaderLine:
 
     Attributes:
         address: Address of the shard's control plane.
-        index: Number of the shard.
-        num_shards: Number of shards.
-        credentials: Token and certificates.
-        job: Name of the job.
-        table: Name of the table.
         trouble: Why the last call was not answered; empty: it was.
     """
 
@@ -69,7 +64,6 @@ class ReaderLine:
             ask: The version to wait for.
             wait_s: The longest wait, in seconds.
             known: Fingerprint of the table's declaration that this reader knows; empty: none.
-            reader: This reader.
 
         Raises:
             PacelineError: The shard refuses it.
@@ -192,9 +186,5 @@ class ReaderLine:
 
 
 def this_process(number: int) -> publish_pb2.Reader:
-    """Returns the description of this process as a reader.
-
-    Args:
-        number: Random number of the reader.
-    """
+    """Returns the description of this process as a reader."""
     return publish_pb2.Reader(id=number, host=socket.gethostname(), pid=os.getpid(), number=-1)

@@ -316,8 +316,6 @@ class Reader:
         """Notes the newest version of the table that a shard has now.
 
         Args:
-            index: The shard.
-            reply: Its answer.
             known: Fingerprint of the table's declaration that it was asked with.
         """
         if reply.HasField("table"):

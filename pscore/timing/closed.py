@@ -73,11 +73,6 @@ class StepTime:
 def closed_form(deployment: Deployment, rule: Rule, compressor: Compressor = RAW) -> StepTime:
     """Returns the time of a step of a mode behind its warm-up.
 
-    Args:
-        deployment: Hosts, links, model and computing.
-        rule: The mode.
-        compressor: Compressor of pushes.
-
     Raises:
         ConfigError: The mode does not fit the number of workers, or its workers exchange models
             with each other, other than by all-reduce.
@@ -111,7 +106,6 @@ def ring_form(deployment: Deployment, *, overlap: bool = True) -> StepTime:
     hosts NCCL adds up within each host first (`MachineRates.tree_hosts`).
 
     Args:
-        deployment: Hosts, links, model and computing.
         overlap: Whether buckets are exchanged during backward, as DDP does.
     """
     workers, compute_s = deployment.num_workers, deployment.computing_s()

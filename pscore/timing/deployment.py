@@ -199,8 +199,6 @@ def cut_slices(
     """Returns the slices of a model of one large tensor.
 
     Args:
-        numel: Elements of the model.
-        num_shards: Number of shards.
         per_shard_max: The most slices of a shard; a coarser layout is made where there are more.
             None: the layout of a real job.
 

@@ -41,8 +41,6 @@ class FailureCost:
         """Returns the share of time that is lost, 0 to 1.
 
         Args:
-            workers: Number of workers.
-            shards: Number of shards.
             hours: Mean hours from one death of a process to its next.
         """
         each_s = hours * HOUR_S
@@ -51,26 +49,14 @@ class FailureCost:
 
 
 def failure_cost(deployment: Deployment, rule: Rule, step_s: float) -> FailureCost:
-    """Returns the cost of killed processes in a mode.
-
-    Args:
-        deployment: Hosts, links and model.
-        rule: The mode.
-        step_s: Seconds of a step.
-    """
+    """Returns the cost of killed processes in a mode."""
     stall = stall_s(deployment.num_workers, rule, step_s)
     missing_s = (WORKER_BACK_S - min(stall, WORKER_BACK_S)) / deployment.num_workers
     return FailureCost(worker_s=stall + missing_s, shard_s=SHARD_BACK_S + _pull_s(deployment))
 
 
 def stall_s(num_workers: int, rule: Rule, step_s: float) -> float:
-    """Returns the seconds that the others wait for a killed worker, as a mean over its moment.
-
-    Args:
-        num_workers: Workers of the job.
-        rule: The mode.
-        step_s: Seconds of a step.
-    """
+    """Returns the seconds that the others wait for a killed worker, as a mean over its moment."""
     waits = rule.by_step and rule.fan_in(num_workers, num_workers) == num_workers
     if not waits or num_workers == 1:
         return 0.0

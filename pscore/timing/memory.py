@@ -13,7 +13,6 @@ def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:
 
     Args:
         rule: The table's mode: each open step has a sum.
-        num_state: Arrays of the optimizer's state.
         is_kept: Whether the table outlives the process: then no array is written in place.
     """
     sums = min(rule.steps_open(), SUMS_MAX) if rule.by_step else 1
@@ -24,8 +23,6 @@ def num_arrays(rule: Rule, num_state: int, *, is_kept: bool, is_estimated: bool)
     """Returns all arrays, each as long as the weights, that a table needs.
 
     Args:
-        rule: The table's mode.
-        num_state: Arrays of the optimizer's state.
         is_kept: Whether the table outlives the process.
         is_estimated: Whether pulls are compressed.
     """

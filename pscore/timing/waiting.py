@@ -29,8 +29,6 @@ class PaceSums:
     """The sums of one worker since it joined.
 
     Attributes:
-        rank: Its rank.
-        num_steps: Steps.
         steps_s: Seconds of these steps.
         waits_s: Seconds in which it waited for answers of shards.
         requests_s: Seconds in which pushes or pulls were under way.
@@ -60,7 +58,6 @@ def advice_line(mode: str, paces: Sequence[PaceSums]) -> str:
 
     Args:
         mode: The job's mode, as text: `ssgd(backup=0)`.
-        paces: Its live workers.
     """
     known = [pace for pace in paces if pace.num_steps >= STEPS_MIN and pace.steps_s > 0]
     if not known:

@@ -52,8 +52,6 @@ class Archive(ABC):
         """Returns memory for a table.
 
         Args:
-            spec: The declaration.
-            layout: The slices.
             base: The arrays of an earlier copy, to which slices may give the changes only.
         """
 
@@ -72,7 +70,6 @@ class Archive(ABC):
         """Returns the arrays of slices, from those of files.
 
         Args:
-            spec: The declaration.
             layout: The slices, on any number of shards.
             arrays: By array and tensor, as `Room.arrays` returned them.
             own: The slices that are wanted.
@@ -90,11 +87,6 @@ class Archive(ABC):
     ) -> dict[int, dict[str, tuple[str, int]]]:
         """Returns dtype and elements of each announced array, by slice and name.
 
-        Args:
-            spec: The declaration.
-            parts: The slices of this shard.
-            about: The announcement.
-
         Raises:
             RemoteProtocolError: It is not one of such a table.
         """
@@ -110,9 +102,7 @@ class Archive(ABC):
         """Returns the weights of one tensor as a file of their own has them, and its metadata.
 
         Args:
-            spec: The declaration.
             arrays: By array and tensor, as `Room.arrays` returned them.
-            tensor: Name of the tensor.
             since: An earlier file of all of it: only the changes since are wanted.
 
         Raises:

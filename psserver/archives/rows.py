@@ -330,7 +330,6 @@ def _read_export(path: Path, about: Mapping[str, Any]) -> tuple[Tensors, str]:
     """Returns ids and rows of an exported table, and their digest.
 
     Args:
-        path: The file.
         about: The declaration that the table must have.
 
     Raises:

@@ -40,7 +40,6 @@ def run_page(
     """Serves the page until it is interrupted.
 
     Args:
-        found: The shards.
         listen: Host and port of the page; port 0 takes a free one.
         cert: Certificate of the page; None: no TLS.
         key: Its private key.
@@ -92,7 +91,6 @@ def run_top(found: FoundServers, job: str | None, *, once: bool) -> None:
     """Shows the status in the terminal until it is interrupted.
 
     Args:
-        found: The shards.
         job: Show only this job; None: all with live workers.
         once: Show it once, a second after the start, and end.
 

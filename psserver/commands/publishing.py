@@ -34,10 +34,7 @@ def publish_versions(
     the disk is full, is left out: the command says so, and continues with the next one.
 
     Args:
-        folder: Where they go.
         servers: Addresses of all shards, in order.
-        job: Name of the job.
-        table: Name of the table.
         dtype: Type of the tensors: `bf16`, `float16` or `float32`.
         names: `MODULE:FUNCTION`, called with each name and array; None: all stay as they are.
         token_file: File with a token that reads the job; None: that of the environment.

@@ -48,7 +48,6 @@ class Copier:
         """Copies nothing yet.
 
         Args:
-            folder: Folder of the checkpoints.
             place: The second place (`place_of`).
             keep: Copies of each job that are kept.
             report: Called after each attempt with its problem, or nothing, and the number of
@@ -152,7 +151,6 @@ def fetch(folder: Path, place: SecondPlace) -> list[Path]:
 
     Args:
         folder: Folder of the checkpoints; made if it is not there.
-        place: The second place.
 
     Returns:
         The checkpoints that were brought.

@@ -32,7 +32,6 @@ def picture(
     """Returns a view (`History.view`) for `rich` to print.
 
     Args:
-        view: The view.
         job: Show only this job; None: all with live workers, else the newest.
         height: Lines of the terminal: workers and events are left out until it fits; None: the
             text may be longer than a screen.

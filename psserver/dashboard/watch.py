@@ -34,7 +34,6 @@ class Asker:
 
         Args:
             addresses: Addresses of all shards, in their order.
-            credentials: Credentials of the connections.
         """
         self.addresses = list(addresses)
         self._credentials = credentials
@@ -98,12 +97,7 @@ class ShardWatch:
     """
 
     def __init__(self, asker: Asker, history: History) -> None:
-        """Starts no thread yet.
-
-        Args:
-            asker: The shards.
-            history: Receives the answers.
-        """
+        """Starts no thread yet."""
         self.history = history
         self._asker = asker
         self._end = threading.Event()

@@ -86,10 +86,7 @@ class ModeChoice:
         """Decides at a step, if each worker has reported there and at the report before.
 
         Args:
-            step: The step.
             ranks: The live workers.
-            slices: The slices of the model.
-            num_state: State arrays of the shards' optimizer.
             risk: One of `pscore.timing.choice.RISKS`.
 
         Raises:

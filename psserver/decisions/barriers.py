@@ -55,9 +55,6 @@ class Barriers:
         """Records that `rank` has arrived at round `number`; None if all have passed that round.
 
         Args:
-            name: Name of the barrier.
-            number: Number of the round.
-            rank: The worker's rank.
             value: The number that it brings, 0 or more.
         """
         barrier = self.by_name.get(name)

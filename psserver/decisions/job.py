@@ -57,7 +57,6 @@ class Life:
         """Returns the news for a worker that joins; empty if its rank has had them before.
 
         Args:
-            rank: Rank of the worker.
             incarnation: Incarnation of the worker: a join that is sent twice is answered twice.
         """
         return self.news if self.told.setdefault(rank, incarnation) == incarnation else ""

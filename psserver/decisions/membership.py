@@ -269,9 +269,6 @@ class Membership:
         """Records that a worker leaves; returns whether that changed anything.
 
         Args:
-            rank: The worker's rank.
-            incarnation: The worker's incarnation.
-            reason: The reason for people.
             failed: Whether its script failed: it counts as lost.
         """
         member = self.members.get(rank)

@@ -32,8 +32,6 @@ def come_back(table: Table, rank: int, change: ChangeId, minibatch: int) -> None
     """Records that a worker which had stepped aside takes part again, in the same mode.
 
     Args:
-        table: The table.
-        rank: Rank of the worker.
         change: Its incarnation, and the number under which it has stepped aside.
         minibatch: All minibatches before it are in the weights.
 

@@ -42,8 +42,6 @@ class OpenStep:
         """Adds a push and returns the order to do so.
 
         Args:
-            push: The push.
-            token: Its token.
             weight: Its weight in the mean.
             factor: Applied to its gradient besides.
         """

@@ -19,19 +19,10 @@ from psserver.decisions.slice_workers import SliceWorkers
 
 
 class OpenSteps:
-    """The steps of one slice that have pushes and no update yet.
-
-    Attributes:
-        rule: The table's mode.
-    """
+    """The steps of one slice that have pushes and no update yet."""
 
     def __init__(self, rule: Rule, workers: SliceWorkers) -> None:
-        """Starts with no step open.
-
-        Args:
-            rule: The table's mode.
-            workers: The workers of the slice.
-        """
+        """Starts with no step open."""
         self.rule = rule
         # By step, or under 0 in an asynchronous mode. Invariant: in a mode by step, every key is in
         # version .. version + steps_open() - 1; empty without weights.
@@ -75,13 +66,7 @@ class OpenSteps:
         return [open_step.add(push, token, push.samples), *self.fill(version)]
 
     def arrive(self, push: Push, token: Token, version: int) -> Add:
-        """Asynchronous mode: adds a push on arrival.
-
-        Args:
-            push: The push.
-            token: Its token.
-            version: The newest version.
-        """
+        """Asynchronous mode: adds a push on arrival."""
         open_step = self.steps.get(0) or self.steps.setdefault(0, OpenStep(0))
         num_workers = self._workers.participants.num_workers
         is_mean = self.rule.fan_in(num_workers, num_workers) > 1
@@ -110,7 +95,6 @@ class OpenSteps:
         """Mode by step: returns whether the window of `step` may begin.
 
         Args:
-            step: The step.
             is_met: Whether any push is enough: the step had its quorum in another slice.
         """
         open_step = self.steps.get(step)
@@ -159,7 +143,6 @@ class OpenSteps:
 
         Args:
             version: The newest version; negative: there are no weights.
-            parking: The parked pushes of the slice.
         """
         by_step = self.rule.by_step
         keys = range(version, version + self.rule.steps_open()) if by_step else (0,)

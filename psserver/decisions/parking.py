@@ -53,8 +53,6 @@ class Parking:
         that the push is counted.
 
         Args:
-            push: The push.
-            token: Its token.
             version: The newest version, for the message.
 
         Raises:

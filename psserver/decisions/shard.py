@@ -61,7 +61,6 @@ class Shard:
 
         Args:
             index: 0-based position of this shard.
-            num_shards: Shards of the cluster.
             lease_s: Seconds of silence after which a worker is declared lost.
             limits: Bounds on its memory; None: the default ones.
         """
@@ -82,9 +81,7 @@ class Shard:
         A job that has ended starts over; one that was interrupted continues (lifetime.py).
 
         Args:
-            name: Name of the job.
             num_workers: Workers of the job; the largest number of an elastic one.
-            member: The worker.
             min_workers: The least number of an elastic job; 0: it is not elastic.
             life: The job's life on the first shard (`Lifetimes.meet`); 0: this is the first.
 
@@ -154,7 +151,6 @@ class Shard:
         Forgets jobs that ended long ago.
 
         Args:
-            now_s: The time.
             away_s: Seconds of it in which this shard heard nobody: they count for no lease.
         """
         lost: list[tuple[Job, Member]] = []
@@ -196,8 +192,6 @@ class Shard:
         """Returns the table that `spec` declares, and whether it is new.
 
         Args:
-            job: The job.
-            spec: The declaration.
             adopts: Whether the job's table may have its weights in slices of another length.
 
         Raises:

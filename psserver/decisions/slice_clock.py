@@ -74,8 +74,6 @@ class SliceClock(SliceState):
         """Decides on one push.
 
         Args:
-            push: The push.
-            token: Its token.
             now_s: The time, in seconds; only windows ask for it.
 
         Raises:
@@ -154,7 +152,6 @@ class SliceClock(SliceState):
         """Resumes from the journal of a killed process; returns the actions that were still due.
 
         Args:
-            version: Updates made.
             counted: Progress of each worker, by rank.
             open_steps: Contents of the open steps, by key.
             rule: The mode of these steps, if the process was killed during a change of the mode,

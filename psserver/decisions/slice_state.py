@@ -20,10 +20,6 @@ class SliceState:
     def __init__(self, rule: Rule, participants: Participants) -> None:
         """Starts without weights.
 
-        Args:
-            rule: The table's mode.
-            participants: The workers whose pushes its steps wait for.
-
         Raises:
             ConfigError: The mode's arguments do not fit the number of workers.
         """

@@ -30,7 +30,6 @@ class Stalls:
 
         Args:
             standing: The waits as text, each by a key that changes with every step forward.
-            now_s: The time, in seconds.
 
         Returns:
             The waits to log, and how long each has lasted, in seconds.

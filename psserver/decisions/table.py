@@ -96,8 +96,6 @@ class Table:
         """Returns what an unanswered pull of a slice waits for, as text.
 
         Args:
-            index: Index of the slice.
-            membership: The workers of the job.
             where: The slice, as text.
         """
         clock = self.clock(index)
@@ -147,10 +145,8 @@ def make_table(
     """Returns a shard's part of a declared table.
 
     Args:
-        spec: The declaration.
         index: Index of the table in its job.
         shard: Index of the shard.
-        membership: The workers of the job.
         is_kept: Whether the table outlives the process.
 
     Raises:

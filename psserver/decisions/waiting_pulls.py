@@ -21,7 +21,6 @@ class WaitingPulls(dict[Token, Pull]):
         """Removes and returns the pulls that can be answered, in the order of their arrival.
 
         Args:
-            rule: The table's mode.
             clocks: The state of the slice that the mode decides by.
             holds: Whether the pull waits for a move of its own worker too.
         """

@@ -74,7 +74,6 @@ class JobJournal:
         """Makes the folder, or opens that of a former process.
 
         Args:
-            folder: The folder.
             noted: Called with each small file that was written or deleted.
             is_new: Whether the folder is made.
 

@@ -58,7 +58,6 @@ class JobRecorder:
         """Writes nothing yet.
 
         Args:
-            job: The decisions about it.
             folder: The shard's journals; None: this job is not journalled.
             journal: The job's own, if a former process has made it.
         """
@@ -139,7 +138,6 @@ class JobRecorder:
         """Returns memory for a new table: in the journal, or on the heap if that has no room.
 
         Args:
-            table: The table.
             free_one: Frees the memory of an ended job; returns whether there was one.
 
         Raises:

@@ -49,9 +49,7 @@ class WeightsFile:
 
         Args:
             path: The file; a new one replaces a former one.
-            nbytes: Bytes of the segment.
             num_slices: Number of slices of the table on this shard.
-            seal: Number of the job's journal.
             is_new: Whether the file is made.
 
         Raises:

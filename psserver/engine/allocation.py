@@ -37,12 +37,9 @@ class Allocation:
         """Starts without tables.
 
         Args:
-            shard: The decisions.
             close_ended: Closes the jobs that the shard has replaced or freed.
             completion: Payloads and answers of requests.
             executor: Does the work of large slices; None: the calling thread does it.
-            placement: Tells large slices from small ones.
-            timeline: Records spans; None: nothing is recorded.
             on_table: Called with each new table.
         """
         self._on_table = on_table

@@ -38,8 +38,6 @@ class BarrierWaits:
         """Starts with none.
 
         Args:
-            shard: The decisions.
-            job: The job.
             lock: The engine's.
             note: Called when the barriers have changed, to journal them.
         """

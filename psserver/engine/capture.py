@@ -69,7 +69,6 @@ class TableCapture:
     """A copy of one table.
 
     Attributes:
-        job: Name of the job.
         slices: The arrays that are copied already, by slice.
     """
 
@@ -84,8 +83,6 @@ class TableCapture:
         """Schedules the copies; called under the lock.
 
         Args:
-            job: The job.
-            table: The table.
             version: Wanted of all slices; -1: that of each slice now.
             lock: The engine's.
             base: By slice: the mark of an earlier copy, since which the changes will do.
@@ -238,9 +235,6 @@ def capture(
     """Copies a table for a checkpoint, with the residuals of its workers.
 
     Args:
-        engine: The shard.
-        name: Name of the job.
-        table: Its name.
         version: Wanted of all slices; -1: that of each slice now.
         weights_only: Whether residuals are left out.
         base: By slice: the mark of an earlier copy, since which the changes will do.

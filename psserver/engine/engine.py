@@ -63,7 +63,6 @@ class Engine:
         (resume.py) before anything else.
 
         Args:
-            shard: The decisions.
             now: The clock, in seconds, never falling: of leases, waits and measured times.
             executor: Does the numeric work of large slices. None: the thread whose call leads to
                 the work does it, before the call returns.
@@ -72,7 +71,6 @@ class Engine:
             broke: Called from any thread when a slice's queue fails, which only a bug can cause.
             on_decided: Called under the lock with each job's actions, in the order in which they
                 were decided and before they are executed.
-            timeline: Records spans; None: nothing is recorded.
         """
         self.shard = shard
         self.now = now
@@ -207,8 +205,6 @@ class Engine:
         """Returns the table that `spec` declares; a new one gets memory for this shard's slices.
 
         Args:
-            job: The job.
-            spec: The declaration.
             adopts: Whether the job's table may have its weights in slices of another length.
 
         Raises:

@@ -30,7 +30,6 @@ def require_host_memory(what: str, wanted: int, free_one: Callable[[], bool]) ->
 
     Args:
         what: The allocation, for the message.
-        wanted: Its size in bytes.
         free_one: Frees memory that is kept without need; returns whether there was any.
 
     Raises:

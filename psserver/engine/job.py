@@ -211,7 +211,6 @@ class RunningJob:
             shard: The decisions about all jobs.
             recorder: Its journal.
             lock: The engine's.
-            now_s: The time.
         """
         self.job = job
         self.name = job.name
@@ -288,10 +287,7 @@ class RunningJob:
         """Records a worker's report for the choice of the mode, or decides it.
 
         Args:
-            index: Index of the table.
-            rank: Rank of the worker.
             step: The step before which it reports.
-            report: Its report.
             risk: The risk that its script accepts.
             decides: Whether all workers have reported at this step.
 
@@ -333,7 +329,6 @@ class RunningJob:
         """Records the report of a worker, and returns the state of the job for it.
 
         Args:
-            rank: Rank of the worker.
             waiting_for: The shard that does not answer it; empty if none.
             left_out: By table: steps, count and first step of its pushes that came too late.
             reported: Values of its training, by name.
@@ -373,8 +368,6 @@ class RunningJob:
         """Records a peer that has stopped under an epoch (`Directory.arrive`).
 
         Args:
-            table: Index of the table.
-            peer: The worker.
             epoch: The epoch that it knows.
             since: Epoch of the last meeting that it knows.
             again: Whether an exchange under that epoch has failed.

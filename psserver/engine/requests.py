@@ -200,7 +200,6 @@ class Requests:
         """Appends each slice's actions to its queue, in order; called under the lock.
 
         Args:
-            job: The job of the actions.
             actions: In the order in which they were decided.
             idle: Receives the queues that the caller has to run, without the lock; None: none.
         """

@@ -179,8 +179,6 @@ class JobResiduals:
         """Keeps an array of a checkpoint until its worker has pushed step `first` or a later one.
 
         Args:
-            table: The table.
-            index: Index of the slice.
             name: As in `ResidualCollection.named`.
             array: `(numel,) float32`.
             first: The first step that is pushed after the restore.

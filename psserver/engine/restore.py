@@ -36,8 +36,6 @@ def restore(
     """Makes a job without workers; those that join continue from the checkpoint.
 
     Args:
-        engine: The shard.
-        name: Name of the job.
         num_workers: Its workers; the maximum of an elastic job.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
         tables: This shard's part of the checkpoint.

@@ -89,8 +89,6 @@ def open_steps_of(
     """Returns the counted pushes that are in no update yet, by open step.
 
     Args:
-        journal: Journal of the slice.
-        compressor: Compressor of its pushes.
         token_of: Returns a token for a push whose payload has not been added yet.
     """
     open_steps: dict[int, OpenStep] = {}

@@ -165,7 +165,6 @@ class SliceQueue:
             store: The slice's numbers; only this queue touches them.
             completion: Payloads and answers of requests.
             executor: Does the work of large slices; None: `submit` does it before it returns.
-            placement: Tells large slices from small ones.
         """
         self.store = store
         self._completion = completion

@@ -15,10 +15,6 @@ def come_back(
     """Records that a worker takes part again, and counts all minibatches before one.
 
     Args:
-        engine: The shard's engine.
-        job: The job.
-        index: Index of the table.
-        rank: Rank of the worker.
         change: Its incarnation, and the number under which it has stepped aside.
         minibatch: The first minibatch that is not in the weights.
 

@@ -18,13 +18,7 @@ class Tracer(Observer):
     """Records the additions, optimizer steps and publications of one slice as spans."""
 
     def __init__(self, timeline: Timeline, address: Address, numel: int) -> None:
-        """Records nothing yet.
-
-        Args:
-            timeline: Where spans are recorded.
-            address: The slice.
-            numel: Its elements.
-        """
+        """Records nothing yet."""
         self._timeline = timeline
         self._nbytes = 4 * numel
         self._about: dict[str, Any] = {
@@ -85,9 +79,7 @@ def note_round(timeline: Timeline, address: Address, version: int, times: Times)
 
     Args:
         timeline: Where spans are recorded; on the clock of `times`.
-        address: The slice.
         version: Version that the round makes.
-        times: Times of the round.
     """
     begins_s = {"round": times.opened_s, "window": times.quorum_s}
     for name, begin_s in begins_s.items():

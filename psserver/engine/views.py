@@ -212,9 +212,6 @@ def view_of(
     """Returns a job as it is at this moment; called under the lock.
 
     Args:
-        job: The decisions about it.
-        waits: The waits of its workers.
-        now_s: The time.
         saves: Its checkpoints.
         exposed: By table: number of slices that a journal should hold, and does not.
         held: By table: counts of the things that it holds beside weights, by name.

@@ -22,13 +22,7 @@ class Waits:
     """The waits of one job of a shard."""
 
     def __init__(self, shard: Shard, job: Job, barriers: BarrierWaits) -> None:
-        """Starts with none.
-
-        Args:
-            shard: The decisions.
-            job: The job.
-            barriers: The workers that wait at its barriers.
-        """
+        """Starts with none."""
         self._shard = shard
         self._job = job
         self._barriers = barriers

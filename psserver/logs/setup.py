@@ -52,10 +52,8 @@ def sparsely(
     """Logs an event that a peer can cause as often as it likes.
 
     Args:
-        event: The event.
         peer: The peer; one line in a while is written for each.
         kind: Name of the group of such lines, if that is not the event.
-        level: Level of the line.
         fields: Further fields of the line.
     """
     with _floods_lock:

@@ -35,7 +35,6 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
 
     Args:
         engine: The shard; it does not listen yet.
-        folder: Folder of the checkpoints.
         journals: Where the shard keeps its journals, if it does.
 
     Raises:

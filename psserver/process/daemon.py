@@ -103,10 +103,8 @@ class Daemon:
     """One shard that listens.
 
     Attributes:
-        plan: The settings of the process.
         code: The exit code so far.
         grace_s: Seconds that requests under way may take at the end.
-        engine: The shard itself.
         callers: The peers on its port of gRPC.
     """
 

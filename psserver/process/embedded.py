@@ -67,8 +67,6 @@ def start_embedded(
     """Starts shards and returns when all of them answer.
 
     Args:
-        num_shards: How many.
-        host: Where they listen.
         lease_s: Silence until a worker is declared lost, in seconds.
         log_level: The lowest level that is written.
         trust: Peers that may connect; None: all of this machine.

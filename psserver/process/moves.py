@@ -58,8 +58,6 @@ class ShardMoves:
         """Continues a move that a former process has decided.
 
         Args:
-            plan: The settings of the process.
-            engine: The shard.
             journals: Its journals; None: it has none.
             took_over: Called when the jobs of a shard that has moved here are resumed.
         """

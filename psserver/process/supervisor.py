@@ -48,7 +48,6 @@ class ShardProcess:
         """Starts the process.
 
         Args:
-            plan: The plan of the shard.
             log_file: Where its log lines go; None for our own standard error.
             spare: A process that becomes the shard, if there is one.
 

@@ -71,10 +71,6 @@ class VersionsFolder:
     def write(self, weights: PublishedWeights, job: str) -> Path:
         """Writes a version; it has its name when all of it is on the disk.
 
-        Args:
-            weights: The version.
-            job: Name of the job.
-
         Returns:
             The folder of the version.
 

@@ -66,7 +66,6 @@ class Publication:
         Args:
             running: The table.
             every: Updates from one version to the next; seconds in an asynchronous mode.
-            lineage: Number of the lineage.
             on_version: Called from any thread when all slices have a new version.
             new_lineage: Returns the number of the next lineage.
 

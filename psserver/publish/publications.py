@@ -99,8 +99,6 @@ class Publications(PublishedTables[Publication]):
         """Publishes a table; again with the same `every` changes nothing.
 
         Args:
-            job: Its job.
-            index: Its number.
             every: Updates from one version to the next; seconds in an asynchronous mode.
 
         Raises:

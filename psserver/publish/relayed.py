@@ -26,8 +26,6 @@ class RelayedTable:
     """The slices of one shard of a table that is relayed.
 
     Attributes:
-        spec: The declaration of the table.
-        lineage: Number of the lineage.
         every: Updates from one version to the next; seconds in an asynchronous mode.
         exact: Whether all slices of a version are of one step.
         newest: The newest version that all slices have.
@@ -94,9 +92,6 @@ class RelayedVersions:
         """Starts without a version.
 
         Args:
-            job: Name of the job.
-            table: Name of the table.
-            num_shards: Number of shards of the job.
             now: Returns the time in seconds, of any beginning.
             rate: Most bytes per second to a reader on another host; 0: no limit.
         """

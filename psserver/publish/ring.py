@@ -93,8 +93,6 @@ class VersionRing:
         """Makes a version of another ring the newest one, byte for byte.
 
         Args:
-            lineage: Its lineage.
-            version: The version.
             bits: All of it, `(numel,) uint16`, which is not changed any more.
             deltas: Lead on to it from the newest version here; None: it came whole.
         """
@@ -120,7 +118,6 @@ class VersionRing:
         """Returns version `target` for a reader, else the newest one whole.
 
         Args:
-            lineage: Lineage of the target.
             target: Its number.
             held: Number of the version that the reader holds; -1: none.
             held_fingerprint: Its fingerprint.

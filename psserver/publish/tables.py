@@ -60,8 +60,6 @@ class PublishedTable(Protocol):
         """Returns a version of a slice for a reader (`VersionRing.find`); None: there is none yet.
 
         Args:
-            index: Number of the slice.
-            lineage: Lineage of the target.
             target: Its number.
             held: Number of the version that the reader holds; -1: none.
             known: Its fingerprint.
@@ -146,8 +144,6 @@ class PublishedTables(Generic[P]):
         """Returns the newest version of a table.
 
         Args:
-            job: Its job.
-            table: Its name.
             number: Random number of the reader; 0: none.
             reader: The reader, which is noted.
 

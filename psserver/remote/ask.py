@@ -54,8 +54,6 @@ def statuses(
     """Returns the status of the shards at `addresses`, in this order.
 
     Args:
-        addresses: The shards.
-        credentials: The token and certificates to show.
         is_patient: Make a connection that is refused or closed again for `ANSWER_S_MAX`.
 
     Raises:

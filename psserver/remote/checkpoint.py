@@ -68,9 +68,7 @@ class JobShards:
         """Makes one call.
 
         Args:
-            shard: Index of the shard.
             method: Returns the method of the shard's stub.
-            request: Its argument.
 
         Raises:
             CommandError: The shard does not answer, or refuses.
@@ -198,8 +196,6 @@ def _capture_tables(
     """Copies tables at the newest step, or at one soon to come if that is gone already.
 
     Args:
-        shards: The shards.
-        job: Name of the job.
         leads: By name of a table: its version, less its step.
         newest: The newest step of any of them.
         weights_only: Whether residuals are left out.
@@ -278,7 +274,6 @@ def _capture_at(
     stopped, and others have pushed the step that it has not, so their earlier residuals are gone.
 
     Args:
-        shards: The shards.
         requests: One for each table.
         gone: By table: the newest version that is no longer available.
 
@@ -382,7 +377,6 @@ def restore(
     Args:
         addresses: Addresses of all shards, in order.
         credentials: With the token for everything.
-        checkpoint: The checkpoint that was read.
         job: Name of the job to make.
         only: The shards that get their part, in the order in which they begin; None: all of them.
         replaces: Whether it takes the place of a job with live workers, which then join again.
@@ -410,10 +404,7 @@ def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) ->
     """Returns the message that declares a job to each of its shards.
 
     Args:
-        name: Name of this delivery.
-        checkpoint: The checkpoint that is delivered.
         job: Name of the job to make.
-        num_shards: Number of shards of the cluster.
     """
     return pb.PrepareRequest(
         job=job,

@@ -265,10 +265,6 @@ def adopt(folder: Path, name: str, fill: Callable[[Path], None]) -> Path:
 def set_aside(folder: Path, job: str) -> Path | None:
     """Moves the checkpoints of a job to where no start looks for them, and deletes none.
 
-    Args:
-        folder: Folder of the checkpoints.
-        job: Its name.
-
     Returns:
         Where they are now; None if there are none.
 
@@ -319,8 +315,6 @@ def export(
     """Writes the weights of a job as one safetensors file.
 
     Args:
-        path: The file.
-        checkpoint: The job.
         tensor: Name of a row table or parameter, of which alone the file is; None: all parameters.
         since: An earlier file of that row table: only the changes since are written.
 
@@ -422,7 +416,6 @@ def expire(folder: Path, keep_s: float) -> list[Path]:
     """Deletes what is left of jobs that have ended, or were forgotten, some time ago.
 
     Args:
-        folder: Folder of the checkpoints.
         keep_s: Seconds that they are kept, by the time that the file system has of their writing.
 
     Returns:

@@ -75,11 +75,7 @@ class SizedPool(ArenaPool):
 
 
 class RowJournal(SliceJournal):
-    """The journal of a row slice: payloads are of any length, and rows lie in files of their own.
-
-    Attributes:
-        arena: The mapped file that holds it.
-    """
+    """The journal of a row slice: payloads of any length, and rows in files of their own."""
 
     def __init__(self, arena: Arena, root: int, num_segments: int) -> None:
         """Begins at a root of zeros, or resumes from the records of a killed process.

@@ -69,7 +69,6 @@ class RowPolicy:
     """Decides which rows of one table are made in a slice, and which go.
 
     Attributes:
-        slab: The rows.
         waiting: The ids that wait, with their counts; None: every id has a row at once.
         removes: Whether rows may go.
     """
@@ -85,8 +84,6 @@ class RowPolicy:
         """Decides as `table` declares.
 
         Args:
-            table: The declaration.
-            slab: The rows.
             waiting: The ids that wait; None: none do.
             buckets: Those of the slice.
             room: Most ids that wait, in all buckets of all slices.
@@ -237,7 +234,6 @@ class Oldest:
         """Knows nothing yet.
 
         Args:
-            slab: The rows.
             table: The declaration: with a time to live rows are needed by their versions.
             buckets: Those of the slice.
             shares: `(len(buckets),) int64`, most rows of each; None: there is no bound.

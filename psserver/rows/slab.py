@@ -108,8 +108,6 @@ class Slab:
         Args:
             dim: Elements of a row.
             rows_max: Most rows.
-            optimizer: The shard's optimizer.
-            table: The declaration.
             memory: `rows_max` places.
         """
         self.dim, self.rows_max, self._optimizer = dim, rows_max, optimizer
@@ -161,7 +159,6 @@ class Slab:
         """Returns the place of each row that pushes name, `(n,) int64`, or -1.
 
         Args:
-            rows: The rows.
             found: By push: places that were found before, of these ids or others; None: none were.
         """
         places = np.full(len(rows.ids), -1, np.int64)

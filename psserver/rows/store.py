@@ -68,7 +68,6 @@ class RowStore:
     Attributes:
         numel: Numbers of as many rows as there may be.
         policies: The rows of each row table, and how they are made and go.
-        slabs: The rows of each row table.
         places_lock: Lock of the places of rows: they change on the queue's thread, and are looked
             at by others.
         counts: `(num_tables,) int64`, steps of each table.
@@ -93,8 +92,6 @@ class RowStore:
             owned: The ids that the slice owns, of each row table.
             policies: The rows of each, and how they are made and go.
             groups: The parameter group of each.
-            rule: The table's mode.
-            optimizer: The shard's optimizer.
             journal: Where every change is recorded.
             undo: The rows before a step; with a journal only.
             stamps: Words where the version is published beside the journal.
@@ -399,7 +396,6 @@ class RowStore:
         """Refuses the rows of a push for which there is no room beside those on their way.
 
         Args:
-            number: The table.
             ids: `(n,) uint64`, those that may have no row yet.
 
         Raises:

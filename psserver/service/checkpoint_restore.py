@@ -56,8 +56,6 @@ class CheckpointUpload:
         """Allocates memory for the declared tables.
 
         Args:
-            request: Job and tables.
-            engine: The shard.
             staged_nbytes: Memory of other uploads.
 
         Raises:

@@ -178,7 +178,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Serves `engine`.
 
         Args:
-            engine: The shard.
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
             drain: Called with the seconds of grace when a client asks the shard to stop.

@@ -46,8 +46,6 @@ def make_listener(
     """Binds the socket data plane of a shard; nothing is accepted before `start`.
 
     Args:
-        engine: The shard.
-        host: Address to listen on.
         port: Port to listen on; 0 for a free one.
         local: Name of the abstract Unix socket.
         authorizer: Checks tokens; None: none is needed.
@@ -91,7 +89,6 @@ class DataService:
         """Serves `engine`.
 
         Args:
-            engine: The shard.
             authorizer: Checks tokens; None: none is needed.
             fetches: Answers readers of published weights; None: there are none.
         """

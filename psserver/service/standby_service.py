@@ -54,8 +54,6 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         """Serves `engine`.
 
         Args:
-            engine: The shard.
-            mover: Moves it away.
             incoming: Where a shard that moves here arrives; None: there are no journals.
             own: Returns a description of this process, which must be that of the other.
             take_over: Serves from the journals that have arrived.

@@ -36,7 +36,6 @@ class Arena(Descriptor):
         """Opens the file, or creates it.
 
         Args:
-            path: The file.
             seal: Number of the journal for which it is created; None: opens an existing one.
 
         Raises:

@@ -63,9 +63,7 @@ class SliceJournal:
         Args:
             arena: The mapped file that holds it.
             root: Place of the root, `ROOT_NBYTES` long.
-            numel: Elements of the slice.
             payload_nbytes_max: Bytes of the longest payload.
-            num_segments: Number of segments of the slice.
             pool: Provides the arrays; None: one of arrays that are as long as the slice.
 
         Raises:
@@ -223,9 +221,6 @@ class SliceJournal:
         """Records that a gradient is in an open step.
 
         Args:
-            key: The open step.
-            push: The push of the gradient.
-            weight: Its weight.
             cell: The step's sum; with `nbytes` the payload, where a step keeps all of them.
             nbytes: Bytes of the payload.
         """

@@ -25,8 +25,6 @@ class OptimizerState:
         """Starts with zeros, or with the contents of the journal.
 
         Args:
-            spec: The slice.
-            optimizer: The shard's optimizer.
             pool: Provides the arrays; a journal if they outlive the process.
         """
         self._segments = SegmentTable.of(spec)

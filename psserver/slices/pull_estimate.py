@@ -33,7 +33,6 @@ class Estimate:
         """Starts at the weights themselves.
 
         Args:
-            compressor: Compressor of the deltas.
             weights: `(numel,) float32`; copied.
             version: Version of these weights, in updates.
         """

@@ -46,7 +46,6 @@ class SliceStore:
     """Weights, optimizer state and open sums of one slice; all arrays `(numel,) float32`.
 
     Attributes:
-        numel: Elements of the slice.
         counts: `(num_segments,) int64`, optimizer steps of each segment.
         copies: The copies of the weights; readers lease the newest.
         progress: The pushes counted, as the journal has them; None: there is no journal.
@@ -66,9 +65,6 @@ class SliceStore:
         """Starts with zeros, or with the contents of the journal.
 
         Args:
-            spec: The slice.
-            rule: The table's mode.
-            optimizer: The shard's optimizer.
             buffers: Two arrays for the weights, in shared memory; None: private ones are made.
             versions: `(2,) int64`, where the versions of these buffers are published.
             journal: Where every change is recorded; needs `buffers`, which outlive the process too.
@@ -307,7 +303,6 @@ class SliceStore:
         """Continues under another rule; the memory of the former one is dropped.
 
         Args:
-            rule: The new rule.
             epoch: Changes of the mode so far, with this one.
             clocks: Clock of each worker from now on, by rank.
         """
@@ -357,7 +352,6 @@ class SliceStore:
         """Records what an answer changes: the rule's memory, and where a worker begins.
 
         Args:
-            answer: The answer.
             weights: The weights that the worker will train on: those sent, or its estimate.
         """
         remembers = self._rule.remembers_pulls

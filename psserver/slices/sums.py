@@ -41,7 +41,6 @@ class Sums:
         """Starts without an open step.
 
         Args:
-            numel: Elements of the slice.
             rule: The table's mode: it may correct each gradient.
             pool: Provides the arrays; a journal if they outlive the process.
             memory: The rule's memory.
@@ -108,7 +107,6 @@ class Sums:
         Raw gradients are yielded where they lie: the optimizer's step adds them in its own pass.
 
         Args:
-            open_step: The step.
             grads: The gradients that are not added yet, at least one.
 
         Yields:

@@ -53,11 +53,7 @@ class Taker(enum.Enum):
 
 @dataclass(slots=True)
 class Giving:
-    """The decisions of the process that has the shard.
-
-    Attributes:
-        phase: Its phase.
-    """
+    """The decisions of the process that has the shard."""
 
     phase: Giver
 
@@ -119,7 +115,6 @@ class Taking:
     """The decisions of the process that gets the shard.
 
     Attributes:
-        phase: Its phase.
         id: The move that it takes part in; empty: none yet.
     """
 

@@ -23,7 +23,6 @@ class Standing(Protocol):
     """The process that is the standby.
 
     Attributes:
-        taking: Its decisions.
         num_heard: Calls that the other process has made.
     """
 

@@ -107,7 +107,6 @@ class PartingByRegister:
         """Asks nobody yet.
 
         Args:
-            folder: The folder of the journals.
             place: The register's.
             failover_s: Seconds of silence after which the standby tries to take over.
             source: Address of this process.

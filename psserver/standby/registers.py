@@ -31,7 +31,6 @@ def settle(register: Register, decide: Callable[[Claim | None], Claim | None]) -
     """Writes what is decided about the newest claim; decides again where another was first.
 
     Args:
-        register: The register.
         decide: Returns the claim to write, the newest one if it is right, or None.
 
     Returns:

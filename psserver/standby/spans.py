@@ -52,7 +52,6 @@ class SliceSpans:
 
     Attributes:
         job: Name of its job's folder.
-        journal: Its journal.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class SliceSpans:
         """Reads nothing yet.
 
         Args:
-            folder: The folder of the journals.
             job: Name of the job's folder in it.
             table: Index of the table.
             index: The slice.

@@ -54,7 +54,6 @@ class JournalStream:
         """Starts without changes.
 
         Args:
-            folder: The folder of the journals.
             lock: The engine's: all that was put while it was held leaves in one group.
             send: Sends pieces, and returns once the other process has them. The second argument
                 says whether they count together with those of the next call.

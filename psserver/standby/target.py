@@ -42,8 +42,6 @@ class MoveTarget:
         """Sends pieces, and returns once they are there.
 
         Args:
-            move: The move.
-            pieces: The pieces.
             more: Whether they count together with those of the next call.
 
         Raises:

@@ -54,8 +54,6 @@ class StoreKind(ABC):
         Args:
             arena: The mapped file that holds it.
             root: Place of its root.
-            table: The table.
-            part: The slice.
 
         Raises:
             ValueError: Its root, its record or a file of the slice is damaged.
@@ -64,14 +62,7 @@ class StoreKind(ABC):
 
     @abstractmethod
     def make(self, table: Table, part: SliceSpec, memory: SliceMemory, observer: Observer) -> Store:
-        """Returns the store of a slice, with the contents of its journal if there are any.
-
-        Args:
-            table: The table.
-            part: The slice.
-            memory: Its memory.
-            observer: Sees additions, steps and publications.
-        """
+        """Returns the store of a slice, with the contents of its journal if there are any."""
 
     def count_held(self, store: Store) -> Mapping[str, int]:
         """Returns counts of the things that a store holds beside weights, by name; any thread."""

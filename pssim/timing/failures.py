@@ -34,9 +34,6 @@ def lost_s(deployment: Deployment, rule: Rule, kill: TimedKill, *, steps: int) -
     """Returns the seconds by which the other workers end later because of a kill.
 
     Args:
-        deployment: Hosts, links, model and computing.
-        rule: The mode.
-        kill: The kill.
         steps: Steps of each worker; the kill must be long before their end.
     """
     ends = []

@@ -30,7 +30,6 @@ class Turns:
         """Starts idle.
 
         Args:
-            loop: Virtual time.
             rate: Bytes per second.
         """
         self.busy_s = 0.0
@@ -116,8 +115,6 @@ class HostLinks:
         """Sends a message from one host to another; `deliver` is called when all of it is there.
 
         Args:
-            source: The sender's host.
-            target: The receiver's host.
             connection: Messages of one connection arrive in the order of sending.
             nbytes: Bytes of the message; 0: it takes no bandwidth.
             deliver: Called at its arrival.

@@ -79,9 +79,7 @@ def run_in_time(
     """Runs a mode behind its warm-up, and measures whole periods of its plan.
 
     Args:
-        deployment: Hosts, links, model and computing.
         rule: The mode; one whose weights are on shards.
-        compressor: Compressor of pushes.
         num_steps: Steps to measure, at least.
         seed: Seed of computing times.
 
@@ -108,7 +106,6 @@ class TimedJob:
     """The parts of a job in time, before any event.
 
     Attributes:
-        loop: Virtual time.
         links: The links between hosts.
         shards: The shards, with all workers joined and the weights loaded.
         workers: The workers, which have yet to be started.
@@ -128,10 +125,7 @@ def make_job(
     """Returns a job whose workers make some steps of a mode.
 
     Args:
-        deployment: Hosts, links, model and computing.
         rule: The mode, without a warm-up.
-        compressor: Compressor of pushes.
-        steps: Steps of each worker.
         seed: Seed of computing times.
     """
     loop = Loop()

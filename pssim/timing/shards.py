@@ -56,13 +56,9 @@ class TimedShard:
         """Starts with all workers joined and the weights loaded.
 
         Args:
-            index: Its number.
             spec: The table, whose slices have the shards of the deployment.
             numels: Elements of each slice of the deployment.
             rates: Costs of its machine.
-            loop: Virtual time.
-            num_workers: Number of workers.
-            threads: Number of its threads.
             secured: Returns whether the connection to a worker is encrypted.
         """
         self.threads = Servers(loop, threads)

@@ -143,7 +143,6 @@ def choose_row(rows: Sequence[AdviceRow], risk: str) -> AdviceVerdict:
     """Returns what to use at a risk.
 
     Args:
-        rows: All ways to train.
         risk: One of `RISKS`: `none` changes no update, `low` allows what lost at most half a point
             where that was measured, `any` everything.
 

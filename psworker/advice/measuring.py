@@ -22,7 +22,6 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
     """Runs a script with one worker and one shard, and returns what the shard has seen.
 
     Args:
-        command: The script and its arguments.
         seconds: Seconds after which it is ended.
 
     Raises:

@@ -71,7 +71,6 @@ def advise(situation: Situation, risk: str = "low") -> AdviceReport:
     """Returns the advice for a situation.
 
     Args:
-        situation: The numbers that are given, measured or assumed.
         risk: One of `choices.RISKS`.
 
     Raises:

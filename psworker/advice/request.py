@@ -62,10 +62,6 @@ class AdviceRequest:
     def of_job(self, job: str, addresses: Sequence[str]) -> Situation:
         """Returns the situation of a job that runs; flags beside --gbit have no effect.
 
-        Args:
-            job: Its name.
-            addresses: The shards.
-
         Raises:
             ConfigError: There is no such job, no address, or a flag that has no effect.
             ServerUnavailableError: A shard does not answer.
@@ -80,9 +76,6 @@ class AdviceRequest:
 
     def of_script(self, command: Sequence[str]) -> Situation:
         """Returns the situation of a script, which runs for a minute with one worker.
-
-        Args:
-            command: The script and its arguments.
 
         Raises:
             ConfigError: A flag is missing or has no effect, or the script made too few steps.

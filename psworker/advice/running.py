@@ -34,8 +34,6 @@ class ObservedJob:
     """A job as its shards know it.
 
     Attributes:
-        name: The job.
-        mode: Its mode.
         optimizer: Optimizer of its shards.
         nbytes: Bytes of its weights.
         hosts: Host of each live worker.
@@ -113,7 +111,6 @@ def situation_of_job(job: ObservedJob, gbit: float | None, *, tls: bool) -> Situ
     """Returns the situation of a job that runs.
 
     Args:
-        job: The job.
         gbit: Bandwidth of each host's link in 10^9 bit/s; None: as much as it has carried.
         tls: Whether its connections are encrypted.
 
@@ -172,14 +169,7 @@ def _carried_gbit(job: ObservedJob, num_hosts: int) -> float:
 def await_job(
     addresses: Sequence[str], credentials: Credentials, name: str, until_s: float
 ) -> ObservedJob | None:
-    """Asks for a job until a time of `time.monotonic`; returns its last state, None: it has none.
-
-    Args:
-        addresses: The shards.
-        credentials: For them.
-        name: The job.
-        until_s: When to stop.
-    """
+    """Returns a job's last state, asked until `until_s` of `time.monotonic`; None: it has none."""
     newest: ObservedJob | None = None
     while time.monotonic() < until_s:
         try:

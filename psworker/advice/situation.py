@@ -202,7 +202,6 @@ def read_situation(
         compute_ms: Milliseconds of forward and backward.
         between_gbit: Bandwidth between sites; None: `groups` are hosts.
         latency_ms: Round trip in ms; None: `TRIP_MS` is assumed.
-        optimizer: Optimizer of the shards.
         tls: Whether connections between hosts are encrypted.
         overlap: Whether pushes may leave during backward.
         on_gpu: Whether the model is on a GPU; None: that is assumed.

@@ -153,8 +153,6 @@ def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Compres
     """Measures one compressor on normal gradients.
 
     Args:
-        compressor: Which one.
-        numel: Elements of a slice.
         num_slices: Number of slices of the model; so many are worked on in turn, as far as that
             leaves the cache.
     """
@@ -420,12 +418,9 @@ def make_report(
     """Returns the effect of each compressor on a step of a model.
 
     Args:
-        model: How it is called.
         shapes: Names and shapes of its trained parameters, in order.
         wire: The link between one worker and one shard.
         names: Compressors as `compression=` takes them, the mildest first.
-        num_workers: Number of workers of the job.
-        num_shards: Number of shards of the job.
         compute_s: Computing time of a step, in seconds, that hides as much of its pushes and pulls.
         min_nbytes: Smaller parameters are not compressed, in bytes of float32.
         cost_of: Measures one compressor on slices of so many elements, so many of them.

@@ -100,11 +100,6 @@ def make_report(
 
     Args:
         shapes: Names and shapes of its trained parameters, in order.
-        num_shards: Number of shards of the job.
-        rule: The mode.
-        compressor: Compressor of its pushes.
-        optimizer: That the shards run.
-        pull_compressor: Compressor of its pulls.
         min_nbytes: Smaller parameters are not compressed, in bytes of float32.
         exclude: Names, or patterns, of more that are not.
         num_workers: Workers of the job, for the bytes of DDP.

@@ -187,7 +187,6 @@ def gpt2(
 
     Args:
         width: Elements of a token's vector.
-        layers: Number of blocks.
         heads: Heads of a block's attention.
         is_tied: Whether the head uses the table of the embedding, as in GPT-2. Stages of a pipeline
             cannot share a tensor: there the head has its own, of 38.6 M elements more.

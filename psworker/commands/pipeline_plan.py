@@ -61,7 +61,6 @@ def plan_pipeline(
 
     Args:
         model: Known by name, `module:factory`, or the file of a profile.
-        wanted: The flags.
         job: The mode between the replicas of a stage.
         num_workers: Workers of all stages.
         num_shards: Each behind a link as fast as a worker's; None: one on each worker's host.
@@ -181,9 +180,7 @@ def cost_of(
 
     Args:
         sync: One of `SYNCS`.
-        num_workers: Workers.
         num_shards: Shards, each behind a link of its own; None: one on each worker's host.
-        profile: The model.
         job: The mode between replicas, with its compressors and optimizer.
 
     Raises:

@@ -145,7 +145,6 @@ class Launch:
         """Prepares the job; starts nothing yet.
 
         Args:
-            plan: The job.
             write: Is called on threads of its own with a worker's rank, one line of its output
                 and the stream that it came for.
             tell: Is called with a line about the job, for a person.

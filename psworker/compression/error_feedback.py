@@ -33,7 +33,6 @@ def choose(
     """Returns the declarations, with tensors marked that may be compressed.
 
     Args:
-        tensors: The parameters.
         *compressors: The compressor of pushes, and that of pulls if there is one.
         min_nbytes: Smaller tensors are not compressed, in bytes of float32.
         exclude: Names, or patterns as in `fnmatch`, of tensors that are not compressed.
@@ -73,8 +72,6 @@ class Feedback:
         """Starts without a residual.
 
         Args:
-            compressor: The compressor of the slice's pushes.
-            numel: Elements of the slice.
             key: Job, table, worker and slice, which seed its random numbers.
         """
         self._compressor = compressor

@@ -38,8 +38,6 @@ class DeviceFeedback(Feedback):
         """Starts without a residual.
 
         Args:
-            encoder: The encoder of the slice.
-            copies: The copies of its device.
             key: Job, table, worker and slice.
         """
         super().__init__(encoder.compressor, encoder.numel, key)
@@ -80,7 +78,6 @@ class DeviceFeedback(Feedback):
         """Starts the sum of gradient and residual, which becomes zero, and its copy to the host.
 
         Args:
-            push: The push.
             grad: `(numel,) float32` on the device.
             check: Finds NaN and Inf in it.
             host: `(numel,) float32`, pinned; it is the payload until the push is settled.
@@ -165,10 +162,7 @@ class DeviceSide:
         """Allocates nothing yet.
 
         Args:
-            layout: The slices.
-            compressor: The compressor of their pushes.
             host: `(layout.numel,) float32` for copies of uncompressed gradients.
-            device: The device of the gradients.
         """
         self._layout = layout
         self._compressor = compressor
@@ -204,8 +198,6 @@ class DeviceSide:
         """Starts a push's work on the device; returns a function that waits for its payload.
 
         Args:
-            index: The slice.
-            push: The push.
             grad: `(numel,) float32` on the device.
             feedback: From `place`; None if the gradient is not compressed.
             flush: Whether the residual is added, uncompressed.

@@ -34,8 +34,6 @@ class PulledEstimate:
         """Starts without values.
 
         Args:
-            compressor: The compressor of the deltas.
-            numel: Elements of the slice.
             name: Slice and worker, for messages.
         """
         self._compressor = compressor

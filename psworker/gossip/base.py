@@ -166,9 +166,6 @@ class Gossip(ABC):
         """Starts before the first meeting.
 
         Args:
-            rule: The mode.
-            rank: Rank of this worker.
-            model: Its model.
             post: Sends to the others.
         """
         self.rule = rule
@@ -182,7 +179,6 @@ class Gossip(ABC):
         """Refuses a model or a job in which the worker could not exchange.
 
         Args:
-            rule: The mode.
             device: Type of the model's device, as torch names it: `cpu`, `cuda`.
             has_tls: Whether the connections of the job are encrypted.
 
@@ -220,7 +216,6 @@ class Gossip(ABC):
         Args:
             source: Its rank.
             incarnation: Its incarnation: another process counts its exchanges anew.
-            number: Number of the exchange.
             part: Index of the part of the model.
             values: The snapshot.
 
@@ -237,8 +232,6 @@ def require_numel(source: int, values: FloatArray, least: int, most: float) -> N
     """Refuses an array of another worker that is too short or too long.
 
     Args:
-        source: Its rank.
-        values: The array.
         least: Fewest numbers that are accepted.
         most: Most of them; infinite: any number.
 

@@ -46,9 +46,6 @@ class LocalGroup(WorkerGroup):
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Connects the processes; all of them call it.
 
-        Args:
-            group: torch's group.
-
         Raises:
             GroupError: A process of the group has ended.
         """

@@ -53,9 +53,7 @@ class Routes:
         """Finds the owners.
 
         Args:
-            layout: The table's slices.
             spans: For each process, by local rank, the part of each tensor that it holds.
-            group: The processes.
         """
         self._group = group
         self.spans = spans[group.rank]

@@ -53,7 +53,6 @@ class Watch:
 
         Args:
             rank: Local rank of this process.
-            size: Number of processes of the group.
         """
         self.lost = ""
         self.on_lost: Callable[[str], None] = log.debug
@@ -164,7 +163,6 @@ class Watch:
         """Ends this process's part in the group; the leader waits until all have ended theirs.
 
         Args:
-            reason: Why, for people.
             failed: Whether the group has to end with it.
         """
         if not self._peers:

@@ -91,10 +91,6 @@ class JoinCompanions(Protocol):
         """Returns the companions; none where the model has no such tables.
 
         Args:
-            optimizers: Their optimizers.
-            named: The named parameters of the model.
-            rule: Their mode.
-            session: This worker's part in the job.
             beside: Name of the table of the dense part, as it was when training began.
             run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 

@@ -123,7 +123,6 @@ class Environment:
         """Reads the variables.
 
         Args:
-            variables: The environment.
             given: Values of fields that come before the variables, and `max_workers`, which is
                 `num_workers` of an elastic job; None: not given.
 

@@ -54,7 +54,6 @@ def put_rows(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Writes this process's rows into its part of a tensor; called as `rows` is.
 
     Args:
-        tensor: The parameter.
         values: The rows, flat, float32.
     """
     there = local(tensor)

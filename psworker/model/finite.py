@@ -26,13 +26,7 @@ class FiniteCheck:
     """Checks the gradients of one slice."""
 
     def __init__(self, layout: Layout, index: int, device: torch.device) -> None:
-        """Allocates its memory, once.
-
-        Args:
-            layout: The table's slices, with the names of their tensors.
-            index: Index of the slice.
-            device: The device of the gradients.
-        """
+        """Allocates its memory, once."""
         spec = layout.slices[index]
         self._spans = [(part.start, part.stop) for part in spec.segments]
         self._names = [layout.tensors[part.tensor].name for part in spec.segments]

@@ -166,7 +166,6 @@ class FlatModel:
 
         Args:
             parameters: The parameters, in the order of `layout.tensors`.
-            layout: The offset of each parameter.
             grads: `(layout.numel,) float32` zeros for the gradients of a model on the CPU.
             has_views: Whether parts of `grads` may become `.grad` (grad_views.py).
 

@@ -54,7 +54,6 @@ class GradViews:
 
         Args:
             parameters: In the order of `layout.tensors`.
-            layout: The offset of each parameter.
             grads: `(layout.numel,) float32` on the host; None: no views.
         """
         self._parameters = parameters

@@ -38,8 +38,6 @@ class ShardedModel(FlatModel):
 
         Args:
             parameters: The parameters, in the order of the layout's tensors.
-            routes: The parts of the processes.
-            module: The model.
         """
         from torch.distributed.fsdp import FSDPModule
 

@@ -55,7 +55,6 @@ class PeerLink:
     switch of threads would take longer, and where the other is silent the connection breaks soon.
 
     Attributes:
-        peer: The worker.
         is_over: Whether the worker is gone.
         is_new: Whether there was no connection yet.
         problem: Why there is no connection; None: there is one, or none was tried.

@@ -29,7 +29,6 @@ class PeerLinks:
         """Begins without a connection.
 
         Args:
-            session: This worker's part in the job.
             own_host: The address at which this worker listens.
             keeps: Whether a connection stays open when the directory does not list its worker.
         """

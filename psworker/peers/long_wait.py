@@ -22,7 +22,6 @@ class LongWait:
         """Prepares a wait.
 
         Args:
-            session: This worker's part in the job.
             name: Returns a description of the awaited event.
         """
         self._session = session

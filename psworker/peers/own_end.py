@@ -30,10 +30,6 @@ def make_secret() -> str:
 def open_listener(session: Session, service: PeerService) -> tuple[Listener, control_pb2.Peer]:
     """Binds this worker's sockets; nothing is accepted yet.
 
-    Args:
-        session: This worker's part in the job.
-        service: Admits the others.
-
     Returns:
         The listener, and this worker as the directory is to describe it.
 

@@ -44,8 +44,6 @@ class Peers:
         """Listens for peers; nothing is answered before a gossip starts.
 
         Args:
-            session: This worker's part in the job.
-            table: Index of the table.
             keeps_links: Whether connections stay open to workers that the directory does not list:
                 it may have been lost with its shard, and arrays under way have to arrive.
 

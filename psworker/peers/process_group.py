@@ -54,9 +54,7 @@ class GroupSums:
         """Begins a sum; the result is that of all members, or why there is none.
 
         Args:
-            wanted: The sum.
             own: Rank of this worker.
-            device: The device of the model.
         """
         group = self._group
         if group is None or group.epoch != wanted.epoch:
@@ -105,7 +103,6 @@ class ProcessGroup:
             wanted: The first sum in it.
             hosts: Address of each member, in the order of the members.
             place: Index of this worker among them.
-            device: The device of the model.
         """
         self.epoch = wanted.epoch
         self._hosts, self._place, self._device = hosts, place, device

@@ -54,7 +54,6 @@ class PeerService:
         """Listens for nobody yet.
 
         Args:
-            job: Name of the job.
             secret: Others say hello with it.
             mailbox: Gets the arrays.
         """

@@ -80,7 +80,6 @@ class SharedReceiver:
 
         Args:
             request: Number of the other worker's memory, and length of a slot.
-            segment: That memory.
 
         Raises:
             OSError: There is too little memory.

@@ -17,7 +17,6 @@ class Clocks:
     """The push counts of a replica's slices.
 
     Attributes:
-        rule: The mode.
         counts: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker. Replaced or changed only
             by this class.
@@ -32,7 +31,6 @@ class Clocks:
         """Starts before the first push.
 
         Args:
-            rule: The mode.
             parts: The slices; their versions decide from where a late worker continues.
             own: The slices that this process pushes and pulls; None, or none: all.
         """
@@ -156,9 +154,6 @@ class Clocks:
         It leaves out as many of each fragment as it knows to have ended of all: so it skips no
         round that may still need it, and keeps the order of the others.
 
-        Args:
-            step: Its step.
-
         Returns:
             The step at which it continues: `step`, or a later one.
         """
@@ -189,7 +184,6 @@ class Clocks:
 
         Args:
             fragments: At least one.
-            step: This worker's step.
         """
         schedule = self.rule.schedule
         if schedule is None or self.num_fragments == 1:
@@ -212,9 +206,7 @@ class Clocks:
         """Records a pull that has landed; call it before the slice gets its new version.
 
         Args:
-            index: Index of the slice.
             clock: The first step that the slice accepts from a worker that has (re)joined.
-            version: The version that was pulled.
         """
         is_first = self._parts[index].version < 0
         if is_first:

@@ -20,7 +20,6 @@ def push_late(
     """Pushes the weights if workers at `step` have ended this round; returns whether they have.
 
     Args:
-        replica: The late worker's.
         step: Steps behind the others.
         values: Memory for the weights, as for `Replica.finish`.
         push_pull: Sends them.

@@ -22,9 +22,7 @@ class LocalWeights:
     """The slices of one worker's weights, and the local update of its mode.
 
     Attributes:
-        parts: The slices, by index.
         local_update: The local update of the mode; None: it has none.
-        num_state: Number of state arrays of the shards' optimizer.
         around_update: Returns a context manager that each local update of a slice runs in; called
             with the slice's index and the step.
     """
@@ -41,10 +39,6 @@ class LocalWeights:
         """Starts before the first pull.
 
         Args:
-            layout: The slices.
-            rule: The mode.
-            optimizer: The optimizer of the shards.
-            num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             num_workers: Workers that the job was made for.
         """
@@ -76,7 +70,6 @@ class LocalWeights:
 
         Args:
             index: Index of the slice; its `hyper` and `active` are this step's.
-            step: The step under way.
             grad: `(numel,) float32` on the model's device.
         """
         assert self.local_update is not None

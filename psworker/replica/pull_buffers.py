@@ -27,7 +27,6 @@ class PullBuffers:
         """Allocates nothing yet.
 
         Args:
-            parts: The slices.
             num_state: Number of state arrays of the shards' optimizer.
         """
         self._parts = parts
@@ -48,8 +47,6 @@ class PullBuffers:
         Without a local update only forward and backward read the weights during a pull.
 
         Args:
-            index: Index of the slice.
-            local: The local update of the mode.
             oldest: The oldest version that the pull can bring.
         """
         part = self._parts[index]
@@ -78,7 +75,6 @@ class PullBuffers:
         """Frees the separate buffers of a slice for other slices: their content was applied.
 
         Args:
-            index: Index of the slice.
             done: The end of the copies to a device that read them.
         """
         if index in self._weights:
@@ -101,7 +97,6 @@ class PullBuffers:
         """Returns the buffer of the next pull of a slice.
 
         Args:
-            index: Index of the slice.
             room: Memory for its weights; None: a separate buffer.
             state_room: Memory for its state; empty: separate buffers.
             with_state: Whether state is pulled too.

@@ -54,9 +54,6 @@ class Pulls:
         memory a later pull costs little, so nothing is sent yet.
 
         Args:
-            index: Index of the slice.
-            push_pull: Sends the pull.
-            with_state: Whether the optimizer's state comes along.
             in_use: Whether backward still reads the weights.
         """
         state_room = self._buffers.state_room(index, self._local.local_update)
@@ -71,8 +68,6 @@ class Pulls:
         """Pulls the exact weights of a slice, with the state that a local update may need.
 
         Args:
-            index: Index of the slice.
-            push_pull: Sends the pull.
             oldest: The oldest version that will do; None: one with this worker's pushes.
             begins_at: Step of this worker's first push, if it has (re)joined.
         """
@@ -105,11 +100,8 @@ class Pulls:
         answer must not overwrite them: it is copied when it is waited for, or lands in a buffer.
 
         Args:
-            index: Index of the slice.
-            push_pull: Sends the pull.
             clock: Number of this worker's pushes that the answer waits for; None: all so far.
             oldest: The oldest version that will do; None: one with these pushes.
-            with_state: Whether the optimizer's state comes along.
             exact: As in `PullBuffer`.
             early: Whether the step's `finish` is still to come.
             in_use: Whether backward still reads the weights.

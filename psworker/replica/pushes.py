@@ -20,7 +20,6 @@ class Pushes:
         """Begins with no push sent.
 
         Args:
-            rank: Rank of the worker.
             clocks: Its push counts: the step of each slice's next push.
             parts: Its slices: the version and hyper-parameters of each.
         """
@@ -41,13 +40,10 @@ class Pushes:
         """Sends the next push of a slice.
 
         Args:
-            index: Index of the slice.
-            plan: The plan of the step under way.
             role: The kind of the values.
             values: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a value; -1 for all.
             samples: Weight in the mean of the step.
-            push_pull: Sends it.
         """
         part = self._parts[index]
         push = Push(

@@ -34,8 +34,6 @@ class Replica:
     that step on the weights before it calls `finish`; the push then carries the weights' move.
 
     Attributes:
-        rule: The mode.
-        rank: Rank of this worker.
         step: Completed steps of training, which is the 0-based number of the step under way.
         weights: `(layout.numel,) float32`, this worker's copy.
         local: The slices of these weights, and their local update.
@@ -62,12 +60,7 @@ class Replica:
         """Starts before the first pull.
 
         Args:
-            layout: The slices.
-            rule: The mode.
-            optimizer: The optimizer of the shards.
-            num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
-            rank: Rank of this worker.
             num_workers: Workers that the job was made for.
             own: The slices that it pushes and pulls, in order; None: all.
         """
@@ -113,7 +106,6 @@ class Replica:
 
         Args:
             min_version: The oldest version that will do; None: one with this worker's last push.
-            push_pull: Sends pulls.
         """
         self.abandon()
         yield from self.settle()
@@ -139,7 +131,6 @@ class Replica:
 
         Args:
             first: The step of that push, the `first_push` of all slices.
-            push_pull: Sends pulls.
             origin: The push and the step from which steps are counted.
         """
         if not self.rule.by_step:
@@ -244,7 +235,6 @@ class Replica:
             grad: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a gradient; -1 for all.
             samples: Weight in the mean of the step.
-            push_pull: Sends it.
             in_backward: Whether backward still reads the weights.
         """
         plan = self.plan()
@@ -285,7 +275,6 @@ class Replica:
         Args:
             grads: This step's gradient of each slice, `(numel,) float32`. In a mode that pushes the
                 weights' moves, they are written into it.
-            push_pull: Sends pulls.
             samples: Weight of this step in the mean of a round.
 
         Yields:
@@ -328,7 +317,6 @@ class Replica:
 
         Args:
             grads: Memory for the moves, as for `finish`.
-            push_pull: Sends them.
         """
         is_model = self.round.role is Role.MODEL
         ending = [q for q, num in enumerate(self.round.num_inner_of) if num or is_model]
@@ -345,7 +333,6 @@ class Replica:
 
         Args:
             buffers: By slice, in memory that nothing else uses.
-            push_pull: Sends pulls.
             with_state: Whether the optimizer's state comes along.
         """
         self.abandon()

@@ -26,7 +26,6 @@ class Round:
         """Opens the first round.
 
         Args:
-            layout: The slices.
             weights: `(layout.numel,) float32` on the model's device.
             role: The push that ends a round; only one of moves needs a reference.
         """

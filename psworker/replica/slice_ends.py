@@ -24,10 +24,7 @@ class SliceEnds:
         """Starts before the first step.
 
         Args:
-            layout: The slices.
             local: Their weights, and the local update of the mode.
-            clocks: This worker's push counts.
-            pulls: Its pulls.
         """
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
@@ -57,11 +54,7 @@ class SliceEnds:
         """Ends the step of a slice whose earlier pull has landed.
 
         Args:
-            index: The slice.
-            step: The step under way.
-            plan: Its plan.
             grad: This worker's gradient, `(numel,) float32`.
-            push_pull: Sends the pull.
             clock: Number of this worker's pushes that the pull waits for; None: all so far.
         """
         if plan.lands or plan.push in OF_ROUNDS:

@@ -31,7 +31,6 @@ class RowsAhead:
         """Requests the rows as they are now.
 
         Args:
-            exchange: Pushes and pulls of the tables.
             ids: By table: `(u,) uint64`, those of each slice together and ascending.
             slices: By table: the slice of each id.
         """
@@ -76,7 +75,6 @@ class RowsAhead:
         """Copies rows into `out`, as they are after this worker's last push.
 
         Args:
-            table: The table.
             ids: `(u,) uint64`, distinct, in any order.
             out: `(u, dim) float32`.
 

@@ -52,8 +52,6 @@ class RowGradients:
         """Adds the gradient of a lookup, which autograd has made.
 
         Args:
-            placeholder: The parameter of the table.
-            lookup: The lookup.
             grad: `(u + 1, dim)`, the gradient of its rows.
         """
         self._forget_cleared(placeholder)

@@ -30,10 +30,6 @@ def join_rows(
     """Declares the row tables of a model at every shard, those of each optimizer together.
 
     Args:
-        optimizers: Those of the placeholders (`table.weight`).
-        named: The named parameters of the model.
-        rule: The mode of the row tables.
-        session: This worker's part in the job.
         beside: Name of the table of the dense part, as it was when training began.
         run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 

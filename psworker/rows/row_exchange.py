@@ -56,12 +56,9 @@ class RowExchange:
     """Pushes and pulls of the row tables of one optimizer.
 
     Attributes:
-        session: This worker's part in the job.
-        spec: The declaration of the tables.
         layout: The row slices.
         counts: By slice: pushes of this worker, as the shards count them; the step of its next.
         versions: By slice: version of the rows that training has pulled last.
-        traffic: Bytes sent and received.
         missed: Steps whose rows did not count in every slice.
     """
 
@@ -130,7 +127,6 @@ class RowExchange:
         """Requests rows of one slice, as they are after this worker's last push.
 
         Args:
-            index: The slice.
             ids: By table: `(n,) uint64`, ascending, all of this slice.
             out: Receives the rows, flat, table by table.
             is_look: Whether nothing is trained on them.
@@ -183,7 +179,6 @@ class RowExchange:
         """Sends the gradient of a slice's rows, as this worker's next push.
 
         Args:
-            index: The slice.
             parts: The payload, which must not change; empty: no rows.
             hyper: `(num_groups, num_hyper) float64`.
             present: Bit i: table i has a gradient, perhaps of no row.

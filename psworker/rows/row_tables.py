@@ -116,8 +116,6 @@ class RowTables:
             optimizer: The optimizer whose groups hold their placeholders.
             tables: The modules, with their names.
             groups: The parameter group of each.
-            rule: The mode.
-            session: This worker's part in the job.
             run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 
         Raises:
@@ -252,7 +250,6 @@ class RowTables:
         """Pulls rows of one table, as they are after this worker's last push.
 
         Args:
-            index: The table.
             ids: `(u,) uint64`, ascending.
             out: `(u, dim) float32`.
             is_look: Whether nothing is trained on them.

@@ -87,9 +87,6 @@ def join_companions(
 
     Args:
         optimizers: Their optimizer, or several; None: the model has no such tables.
-        named: The named parameters of the model.
-        rule: Their mode.
-        context: This process's place in its job.
         beside: Name of the table of the dense part, as it was when training began.
         run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 

@@ -30,8 +30,6 @@ class Declaration:
 
     Attributes:
         named: All named parameters of the model.
-        compressor: The compressor of pushes.
-        pull_compressor: The compressor of the pulls that training uses.
         min_nbytes: Smaller parameters are not compressed; in bytes of float32.
         exclude: Names or patterns of more parameters to leave out.
         publish_every: Updates from one version for readers to the next; None: there are none.
@@ -47,10 +45,6 @@ class Declaration:
     def require_publishable(self, rule: Rule, plugin: Optimizer) -> None:
         """Refuses to publish weights that the shards do not have.
 
-        Args:
-            rule: The mode.
-            plugin: The optimizer that the shards run.
-
         Raises:
             ConfigError: They do not have them, or `publish_every` is out of range.
         """
@@ -63,10 +57,6 @@ class Declaration:
 
         Where the numbers depend on the slices, which is so for the scales of compressors and for
         fragments, they do not depend on the data plane. A group shares slices out.
-
-        Args:
-            rule: The mode.
-            session: This worker's part in the job.
         """
         is_raw = self.compressor.is_raw and self.pull_compressor.is_raw
         is_whole = rule.schedule is None or rule.schedule.number == 1
@@ -83,11 +73,7 @@ class Declaration:
         """Returns the declaration of a table of the parameters that are trained now.
 
         Args:
-            name: Name of the table.
             optimizer: The optimizer whose groups hold the parameters.
-            rule: The mode.
-            plugin: The optimizer that the shards run.
-            session: This worker's part in the job.
 
         Raises:
             ConfigError: A parameter has no name, or there is nothing to train.

@@ -53,7 +53,6 @@ class Hints:
         """Watches the gradients of a table from now on, instead of those of a former one.
 
         Args:
-            table: The table that is trained.
             gradients: Its gradients; with overlap each change of them is an error, not a hint.
         """
         self.end()

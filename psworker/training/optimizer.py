@@ -472,8 +472,6 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
         Args:
             kept: The state that the next table takes over.
-            rule: Its mode.
-            plugin: The optimizer that the shards run.
         """
         former, gradients = self._table, self._gradients
         names, parameters, _ = trained(self, self._declaration.named)

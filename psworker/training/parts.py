@@ -24,7 +24,6 @@ def owners(numels: Sequence[int], size: int) -> list[int]:
 
     Args:
         numels: Elements of each slice, in the order of the flat vector.
-        size: Number of processes.
     """
     total, before, ranks = sum(numels), 0, []
     for numel in numels:
@@ -40,8 +39,6 @@ def own_slices(
     """Returns the slices that this process pushes and pulls, and where they lie in its memory.
 
     Args:
-        layout: The table's slices.
-        group: The processes that are this worker.
         routes: The parts of a sharded model; None: each process has the whole model.
     """
     if routes is not None:
@@ -88,10 +85,7 @@ class Parts:
         """Divides a table.
 
         Args:
-            layout: The table's slices.
-            flat: The model as flat memory.
             replica: The replica of this process, with the slices of `own_slices`.
-            session: This process's part in the job.
         """
         group = session.group
         lengths = [spec.numel for spec in layout.slices]

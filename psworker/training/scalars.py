@@ -24,10 +24,6 @@ class Scalars:
     def __init__(self, writer: Writer, session: Session) -> None:
         """Starts to count the pace.
 
-        Args:
-            writer: Receives the scalars.
-            session: The worker's part in the job.
-
         Raises:
             ConfigError: `writer` has no `add_scalar`.
         """
@@ -44,7 +40,6 @@ class Scalars:
         """Writes the newest reported values of some names, and the pace since the last call.
 
         Args:
-            names: Names that the script has just reported.
             step: Steps of the training behind this worker.
             traffic: The bytes of this worker so far.
         """

@@ -38,12 +38,6 @@ class Steps:
         Args:
             wrapper: The optimizer that the script holds; its groups have the hyper-parameters.
             inner: The user's own optimizer, which some modes run on the worker.
-            table: The table that is trained.
-            gradients: The gradients of the step under way.
-            buffers: The model's shared buffers.
-            recovery: Rejoins after a failed step.
-            left_out: The count of steps that the script left out.
-            companions: Tables that are trained beside it.
         """
         self._wrapper = wrapper
         self._inner = inner

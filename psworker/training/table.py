@@ -53,7 +53,6 @@ class TrainingTable:
     Attributes:
         name: The table's name at the shards.
         layout: The place of each parameter in the flat vector, and the shard of each slice.
-        optimizer: The optimizer that the shards run.
         exchange: Pushes and pulls of the table.
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
@@ -83,10 +82,7 @@ class TrainingTable:
         """Declares the parameters at the shards, and moves them into flat memory.
 
         Args:
-            session: This worker's part in the job.
-            spec: The declaration of the table.
             parameters: The parameters that are trained, in the order of `spec.tensors`.
-            optimizer: The optimizer that the shards run.
             has_grad_views: Whether large `.grad`s may become views of the flat gradients.
             model: The module, which a sharded model needs.
             samples: Weight of this worker's gradient in the mean.

@@ -48,7 +48,6 @@ class NamedTensor:
         """Declares the tensor; its first value is zero.
 
         Args:
-            name: Its name.
             like: A tensor of its shape and dtype.
             alone: Whether one process of each group takes part by itself.
             one_row: Whether only one worker of a round pushes anything but zeros.
@@ -375,7 +374,6 @@ def named(
     """Returns the tensor `name` of this process's job, and declares it the first time.
 
     Args:
-        name: Its name.
         like: A tensor of its shape and dtype.
         alone: Whether one process of each group takes part by itself.
         one_row: Whether only one worker of a round pushes anything but zeros.

@@ -46,7 +46,6 @@ class RetryPolicy:
         """Sets the limit for calls to `address`.
 
         Args:
-            address: The shard's.
             limit_s: Longest time without an answer, in seconds.
             explain: Returns the reason why further attempts are useless, or None; asked once for
                 each call.

@@ -92,8 +92,6 @@ def plot(
 
     Args:
         results: By the name of the mode.
-        folder: Where the file goes.
-        title: Stands above.
         num_steps: Steps of each worker.
         epochs: Passes over the images that these are.
     """

@@ -30,8 +30,6 @@ class Missed:
         """Starts with none.
 
         Args:
-            num_slices: Slices of the table.
-            rank: The worker.
             of: Words behind the number of a step, for the log: the table's.
         """
         self._of = of
@@ -76,7 +74,6 @@ class Missed:
         Args:
             step: Its number, used if nothing of it was pushed; None: there may be none.
             unanswered: Slices whose last push may have been counted or not.
-            rule: The table's mode.
         """
         step = max((self.pushed[index] for index in self._under_way), default=step)
         if step is None:
@@ -112,7 +109,6 @@ class Missed:
         """Compares a slice, after `doubt`, with the steps that its shard has counted.
 
         Args:
-            index: The slice.
             counted: One more than the last step counted of this worker there; -1: not known.
         """
         if index not in self._unsure:

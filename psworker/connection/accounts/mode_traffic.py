@@ -32,9 +32,7 @@ def traffic_of(
 
     Args:
         numels: Elements of each tensor; all that are large enough are compressed.
-        rule: The mode.
         compressors: Compressors of pushes and of pulls.
-        num_state: Arrays of the optimizer's state.
     """
     tensors = [
         TensorSpec(name=str(number), shape=(numel, 1), dtype="float32")

@@ -27,7 +27,6 @@ class RoundSpans:
         """Records the rounds that a step has ended.
 
         Args:
-            step: The step.
             num_made: Steps of each fragment's open round; 0: the step has ended a round.
         """
         for fragment, num in enumerate(num_made):
@@ -64,7 +63,6 @@ def peer_step(
     """Records the body of a `with` block as a step with other workers; None records nothing.
 
     Args:
-        timeline: Where it is recorded.
         report: Returns the worker's last exchanges, at the end of the step.
     """
     begin_ns = 0 if timeline is None else timeline.now_ns()

@@ -38,9 +38,6 @@ class AnswerWait:
         """Prepares to wait.
 
         Args:
-            session: This worker's part in the job.
-            name: Name of the table.
-            layout: Its slices.
             check: Raises an error that makes waiting pointless; called every `CHECK_S`.
             before: Called before each wait: sends what the answer may depend on.
         """
@@ -59,8 +56,6 @@ class AnswerWait:
         """Returns the answer, and records the wait in the timeline.
 
         Args:
-            future: The answer.
-            index: The slice.
             what: A description of the answer, for people.
 
         Raises:

@@ -45,14 +45,11 @@ class Exchange:
     """Pushes and pulls of one table.
 
     Attributes:
-        spec: The declaration of the table.
-        layout: Its slices.
         table: Its index at the shards.
         grads: `(memory.numel,) float32` on the host, read there by shards of this host, or None.
         missed: Steps of this worker that did not count, or not in every slice.
         origin: The push and the step from which steps are counted.
         payloads: Makes the pushes, and keeps the residuals.
-        traffic: Bytes sent and received.
         answers: Waits for the shards' answers.
         together: A context in which pushes and pulls leave together.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
@@ -71,8 +68,6 @@ class Exchange:
         """Declares the table at every shard, unless it is declared.
 
         Args:
-            session: This worker's part in the job.
-            spec: The declaration of the table.
             share: Whether gradients and weights are in shared memory where that is possible.
             own: The slices that this process pushes and pulls in training; None: all.
             memory: Where the slices lie in `grads` and in residuals; None: as in the layout.
@@ -263,12 +258,7 @@ class Exchange:
         self.missed.forget()
 
     def change(self, rule: Rule, step: int) -> None:
-        """Changes the table's rule, on every shard and for every worker.
-
-        Args:
-            rule: The new mode.
-            step: The step of training at which this worker is.
-        """
+        """Changes the table's rule, on every shard and for every worker."""
         self.flush()
         self._num_changes += 1
         taking_part.step_aside(self.session, self.table, self._num_changes, step)
@@ -278,11 +268,7 @@ class Exchange:
         self.ask_origin()
 
     def step_aside(self, step: int) -> None:
-        """Asks the shards not to wait for this worker's pushes until `come_back`.
-
-        Args:
-            step: The step of training at which this worker is.
-        """
+        """Asks the shards not to wait for this worker's pushes until `come_back`."""
         self.flush()
         self._num_changes += 1
         taking_part.step_aside(self.session, self.table, self._num_changes, step)

@@ -26,7 +26,6 @@ class PreparedHeaders(Generic[H]):
         """Returns a header of a slice, which the caller may change.
 
         Args:
-            index: The slice.
             about: All that the header is made of; the kept one serves while this is equal.
             make: Makes the header; called if there is none, or one about something else.
         """

@@ -55,8 +55,6 @@ class Payloads:
         """Starts without residuals.
 
         Args:
-            layout: The table's slices.
-            compressor: The compressor of its pushes.
             own: The slices that this process pushes.
             shared: Memory for copies of gradients from a GPU; None: memory that no shard maps is
                 allocated when the first one comes.
@@ -131,8 +129,6 @@ class Payloads:
         """Starts work on a GPU, and returns the push as it leaves: of this worker as it is now.
 
         Args:
-            index: The slice.
-            push: The push, for the shard's decision.
             grad: `(numel,) float32`; it must not change until the push is acknowledged.
             feedback: From `choose`; None: the payload is the gradient.
             flush: Whether the payload is the sum of gradient and residual, uncompressed.

@@ -12,8 +12,6 @@ def begin_publication(session: Session, table: int, every: int) -> None:
     Rank 0 asks for it; other processes return at once.
 
     Args:
-        session: This worker's part in the job.
-        table: Number of the table.
         every: Updates from one version to the next; seconds in an asynchronous mode.
 
     Raises:

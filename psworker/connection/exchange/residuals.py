@@ -40,9 +40,6 @@ class Residuals:
         """Fetches the residuals that a restored checkpoint has for this rank.
 
         Args:
-            session: This worker's part in the job.
-            table: Index of the table.
-            layout: Its slices.
             feedback: Error feedback by slice, None where nothing is compressed; read again each
                 time, since entries may be replaced.
             pushes: Pushes by slice whose answers have not been handled yet.
@@ -92,7 +89,6 @@ class Residuals:
 
         Args:
             step: Step of the push; `ANY_STEP`: the last one.
-            slices: Indices of the slices.
         """
         for index in slices:
             begun = self._settle_early(index)

@@ -33,8 +33,6 @@ class SharedGrads:
         """Allocates the array and passes it to the shards of this host.
 
         Args:
-            session: This worker's part in the job.
-            layout: The table's slices.
             sender: Returns the table and this worker as they stand in messages.
         """
         self._session = session

@@ -45,7 +45,6 @@ class Heartbeats:
         """Starts no thread yet: the shards have to be joined first.
 
         Args:
-            member: This process as a member of the job.
             links: One per shard, in the order of the shards.
             pace: The sums of this worker's steps and waits, sent to the first shard.
         """

@@ -45,7 +45,6 @@ class JobMember:
     """This process as a member of a job.
 
     Attributes:
-        job: Name of the job.
         num_workers: Number of workers of the job; the maximum of an elastic one.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
         restart: Number of restarts of this worker.
@@ -176,7 +175,6 @@ class Joining:
         Args:
             member: This worker; its rank and lease are set by a join.
             links: One per shard, in the order of the shards.
-            group: The processes that are this worker.
             patience_s: Seconds to wait for a rank that another process still holds.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
         """

@@ -27,9 +27,6 @@ class MendingWait:
     def wait(self, problem: StateLostError) -> None:
         """Waits a moment, and logs the first of these.
 
-        Args:
-            problem: The loss.
-
         Raises:
             StateLostError: The whole wait was too long.
         """

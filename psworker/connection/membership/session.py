@@ -43,11 +43,9 @@ class Session:
     """This process as a worker of one job, or as one of the processes that are a worker.
 
     Attributes:
-        job: Name of the job.
         num_workers: Number of workers of the job; the maximum of an elastic one.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
-        group: The processes that are this worker.
         timeline: The spans of this process; None: none are recorded.
         heartbeats: Renew the leases, and carry what this worker reports.
         lease_s: Seconds without a message after which the shards declare this worker lost.
@@ -75,7 +73,6 @@ class Session:
 
         Args:
             servers: Addresses in the order of the shards.
-            job: Name of the job.
             rank: Rank of this worker; -1: the first shard decides.
             num_workers: Number of workers of the job; the maximum of an elastic one.
             min_workers: Minimum of an elastic job; 0: it is not elastic.
@@ -170,7 +167,6 @@ class Session:
         lease or a shard was restarted, rejoins here.
 
         Args:
-            spec: The declaration.
             again: Whether the job has this table already.
             adopts: Whether the first shard's table may have its weights in slices of another
                 length: its first worker, or a checkpoint, has chosen them.
@@ -272,7 +268,6 @@ class Session:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
 
         Args:
-            name: Name of the barrier.
             value: This process's value, 0 or more.
 
         Raises:
@@ -293,7 +288,6 @@ class Session:
         A worker that comes when the others have passed that round does not wait.
 
         Args:
-            name: Name of the barrier.
             number: Number of the round, at least that of the one before.
             value: This worker's value, 0 or more; in a group its leader's counts.
 
@@ -393,7 +387,6 @@ class Session:
         """Leaves the job at every shard; no worker waits for this one any more.
 
         Args:
-            reason: The reason, for people.
             failed: Whether the worker did not finish: an elastic job may wait for a replacement.
         """
         if self._has_left:

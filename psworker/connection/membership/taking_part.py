@@ -12,10 +12,7 @@ def step_aside(session: Session, table: int, number: int, step: int) -> None:
     """Asks the shards not to wait for this worker's pushes until it returns.
 
     Args:
-        session: This worker's part in the job.
-        table: Index of the table.
         number: Number of the absence or of the change of the mode, counted by this worker.
-        step: The step of training at which this worker is.
     """
     _change(session, pb.ChangeRequest(table=table, number=number, step=step))
 
@@ -24,8 +21,6 @@ def come_back(session: Session, table: int, number: int, minibatch: int) -> None
     """Asks the shards to wait for this worker's pushes again, in the same mode.
 
     Args:
-        session: This worker's part in the job.
-        table: Index of the table.
         number: The number under which it has stepped aside.
         minibatch: All minibatches before it are in the weights that the job had to begin with.
     """
@@ -37,10 +32,7 @@ def change(session: Session, table: int, number: int, rule: Rule) -> None:
     """Changes the mode of a table; every worker calls it, after all have stepped aside.
 
     Args:
-        session: This worker's part in the job.
-        table: Index of the table.
         number: The number under which it has stepped aside.
-        rule: The new mode.
 
     Raises:
         JobMismatchError: Another worker has named another mode.

@@ -186,7 +186,6 @@ def find_plan(
     on all workers is then data parallelism.
 
     Args:
-        profile: The model.
         limits: Link and memory of a worker.
         num_workers: Workers, each with a stage.
         num_shards: Shards, each behind a link as fast as a worker's.

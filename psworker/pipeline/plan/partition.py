@@ -132,9 +132,7 @@ class Partitioner:
         """Prepares the sums of the layers.
 
         Args:
-            layers: The model.
             levels: Workers of a machine first, then machines.
-            cost: Cost of a stage.
             memory: Memory of a worker; None: no limit.
         """
         self._layers = layers
@@ -376,9 +374,7 @@ def with_idle(
     Slow links can make a worker more cost more than it brings: it stays idle.
 
     Args:
-        layers: The model.
         levels: Workers of a machine first, then machines.
-        cost: Cost of a stage.
         memory: Memory of a worker; None: no limit.
         is_cut: Whether there must be two stages or more.
     """

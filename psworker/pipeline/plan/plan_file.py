@@ -26,11 +26,9 @@ class PlanFile:
     """A plan, and its prediction.
 
     Attributes:
-        model: Name of the model, for people.
         stages: Stages, in order.
         predicted_ms: Milliseconds between two minibatches.
         verdict: `pipeline` or `do not pipeline`.
-        reason: Why.
     """
 
     model: str

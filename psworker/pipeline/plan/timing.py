@@ -171,8 +171,6 @@ class Run:
         """Prepares the replicas.
 
         Args:
-            layers: The model.
-            partition: Its stages.
             cost: Bytes of the mode, and the shards.
             bandwidth: Bytes per second and direction of each worker's link.
             workers: Hosts that there are; with shards on them, idle ones have theirs too.
@@ -353,12 +351,6 @@ def fastest(
     The programme of `partition.py` finds the plans to try: for each number of workers, with and
     without waiting for pushes and pulls, and with links that are slower than they are, because
     transfers cost more than their share of a link.
-
-    Args:
-        layers: The model.
-        level: The workers and their links.
-        cost: Cost of a stage.
-        memory: Memory of a worker.
     """
     found: set[tuple[Stage, ...]] = set()
     programmes = {

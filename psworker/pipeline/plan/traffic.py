@@ -26,9 +26,7 @@ def cost_on_shards(
     """Returns the cost of stages whose replicas meet on shards.
 
     Args:
-        profile: The model.
         rule: The mode between the replicas of a stage.
-        num_state: Arrays of the optimizer's state.
         num_shards: Shards, each behind a link as fast as a worker's.
         on_workers: Whether shard i is on the host of worker i, behind its link.
         compressors: Compressors of pushes and of pulls.

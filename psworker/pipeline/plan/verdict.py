@@ -34,7 +34,6 @@ class Comparison:
         data_parallel_nbytes: Pushed and pulled by data parallelism.
         advised: The pipeline, one stage on all workers, or one worker; None: nothing fits into
             memory.
-        reason: Why.
     """
 
     pipeline: Partition | None
@@ -72,9 +71,7 @@ def compare(
     paper (`timing.py`); else those of its slowest stage.
 
     Args:
-        profile: The model.
         levels: Workers of a machine first, then machines.
-        cost: Cost of a stage.
         memory: Memory of a worker; None: no limit.
     """
     memory = memory or MemoryLimit()

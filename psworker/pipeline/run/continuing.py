@@ -55,7 +55,6 @@ class ShardSteps(Protocol):
         """Makes a step with the gradient of a minibatch.
 
         Args:
-            minibatch: Its number.
             share: Factor of the learning rates of this step.
         """
 

@@ -70,7 +70,6 @@ class Driver:
     """A replica of a stage whose neighbours stay: when one is lost, this one ends with an error.
 
     Attributes:
-        place: Stage and replica.
         losses: Losses of the minibatches that this replica has ended, by number.
         first: The minibatch at which the stage has begun with the newest weights.
         next: The minibatch that the stage takes next; those before it are given to it or counted.
@@ -84,7 +83,6 @@ class Driver:
 
         Args:
             work: The layers, and how they are trained.
-            place: Stage and replica of this worker.
             session: Its part in the job of all stages.
             peers: Its connections to the workers of that job.
             first: Minibatches that the weights have behind them.

@@ -78,7 +78,6 @@ class Flush(Stash):
         """Counts for one replica.
 
         Args:
-            place: The replica.
             schedule: Order of forwards and backwards.
             minibatches: M; None: as few as give each replica one for each stage.
 
@@ -137,8 +136,6 @@ class FrameStage:
         """Begins without minibatches.
 
         Args:
-            module: The layers.
-            place: The replica.
             send: Sends values to another rank, and does not wait.
             take: Waits for values of another rank.
             around: Records forwards and backwards.

@@ -54,8 +54,6 @@ class Members:
         """Begins without having met anyone.
 
         Args:
-            session: This worker's part in the job of all stages.
-            peers: Its connections to the workers of that job.
             planned: Replicas of each stage when all are there.
             loaded: Minibatches behind the weights with which the job began.
             declare: Declares the directory of the workers; returns its table.
@@ -248,7 +246,6 @@ class Members:
 
         Args:
             total: Minibatches of the whole training, if it ends; else None.
-            stage: The stage.
 
         Returns:
             Whether all minibatches are counted, so that its workers have left.

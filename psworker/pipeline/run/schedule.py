@@ -102,12 +102,7 @@ class Stash:
     flushes = False  # Whether no minibatch is in flight between updates.
 
     def __init__(self, place: Place, rule: Rule = ALIKE) -> None:
-        """Counts for one replica.
-
-        Args:
-            place: The replica.
-            rule: Mode between the replicas of a stage.
-        """
+        """Counts for one replica."""
         self.place = place
         self._rule = rule
 
@@ -162,7 +157,6 @@ class TwoVersions(Stash):
         """Counts for one replica.
 
         Args:
-            place: The replica.
             minibatches: M.
 
         Raises:

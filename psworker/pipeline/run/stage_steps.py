@@ -54,7 +54,6 @@ class Absences:
         """Makes a step with the gradient of a minibatch, which each slice counts once.
 
         Args:
-            minibatch: Its number.
             share: Factor of the learning rates of this step.
 
         Raises:

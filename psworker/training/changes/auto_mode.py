@@ -74,8 +74,6 @@ class ModeWish:
         """Returns the mode that the job has chosen before the next step; None: none or this one.
 
         Args:
-            table: The table that is trained.
-            inner: The wrapped optimizer.
             overlaps: Whether gradients leave during backward.
 
         Raises:

@@ -139,7 +139,6 @@ def take_over(
         former: The former table.
         table: The next one, which holds all parameters of the former.
         kept: The state that `leave` has returned.
-        groups: The parameter groups.
     """
     places = {id(parameter): index for index, parameter in enumerate(former.flat.parameters)}
     pairs = [

@@ -39,8 +39,6 @@ def require_possible(table: TrainingTable, rule: Rule, optimizer: Optimizer) -> 
     """Refuses a change that would lose something.
 
     Args:
-        table: The table now.
-        rule: The next mode.
         optimizer: The shards' optimizer in it.
 
     Raises:
@@ -75,9 +73,6 @@ def hand_over(
         former: The former table, to which no worker pushes any more.
         recovery: Recovery of that table.
         kept: The result of `growth.leave`.
-        inner: The wrapped optimizer.
-        groups: The parameter groups.
-        rule: The next mode.
         optimizer: The shards' optimizer in it.
 
     Raises:

@@ -36,10 +36,6 @@ def require_possible(table: TrainingTable, rule: Rule) -> None:
 def change_mode(table: TrainingTable, rule: Rule) -> None:
     """Switches a table to another mode; every worker calls it, between two steps.
 
-    Args:
-        table: The table that is trained.
-        rule: The new mode.
-
     Raises:
         ConfigError: The table cannot change to it.
         JobMismatchError: Another worker has named another mode.

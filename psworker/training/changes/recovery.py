@@ -69,15 +69,7 @@ class WorkerRecovery:
         left_out: LeftOut,
         companions: Companions,
     ) -> None:
-        """Starts without a failure.
-
-        Args:
-            table: The table that is trained.
-            gradients: The gradients of the step under way.
-            buffers: The model's shared buffers.
-            left_out: The count of steps that the script left out.
-            companions: Tables that are trained beside it.
-        """
+        """Starts without a failure."""
         self.failure: Failure | None = None
         self._table = table
         self._gradients = gradients

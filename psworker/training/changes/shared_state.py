@@ -30,7 +30,6 @@ def share_state(inner: torch.optim.Optimizer, table: TrainingTable) -> None:
 
     Args:
         inner: The wrapped optimizer, of the same class and parameters on all workers.
-        table: The table that is trained.
 
     Raises:
         ConfigError: The states have different lengths: the optimizers differ.

@@ -41,9 +41,6 @@ def clip(
     """Clips the gradients as `psworker.clip_grad_norm_` describes, and returns the mean's norm.
 
     Args:
-        table: The table that is trained.
-        gradients: The gradients of the step under way.
-        recovery: Rejoins after a failed step.
         max_norm: The largest 2-norm of the mean gradient.
     """
     if not takes_all(table.rule):

@@ -36,7 +36,6 @@ class Gradients:
         """Starts before the first step.
 
         Args:
-            table: The table that is trained.
             overlap: Whether gradients leave during backward.
             begin: Called before the first gradient of a step leaves during backward.
         """

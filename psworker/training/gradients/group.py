@@ -26,7 +26,6 @@ class GroupGradients(Gradients):
 
     Attributes:
         samples: Weight of the group's gradient in the mean; known once all have begun the step.
-        group: The processes that are this worker.
         all_skip: Whether every process leaves the step out.
     """
 
@@ -40,8 +39,6 @@ class GroupGradients(Gradients):
         """Starts before the first step.
 
         Args:
-            table: The table that is trained.
-            group: The processes that are this worker.
             overlap: Whether gradients leave during backward.
             begin: Called before the first gradient of a step leaves during backward.
         """

@@ -52,7 +52,6 @@ def find_overflow(
     Args:
         optimizer: The optimizer that the script gives to the scaler.
         scaler: The scaler of the script.
-        table: The table that is trained.
         attempts: Numbers of this worker's attempts at its steps.
 
     Raises:

@@ -129,7 +129,6 @@ def make_gradients(
     """Returns the gradients of this worker, or of this process of it.
 
     Args:
-        table: The table that is trained.
         overlap: Whether gradients leave during backward.
         begin: Called before the first gradient of a step leaves during backward.
     """

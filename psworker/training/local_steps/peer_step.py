@@ -62,11 +62,6 @@ class PeerStep(AloneStep):
     ) -> None:
         """Listens for other workers.
 
-        Args:
-            rule: The mode.
-            inner: The wrapped optimizer.
-            table: The table that is trained.
-
         Raises:
             ConfigError: The mode does not fit the table (`require_peers`), or this worker cannot
                 listen.
@@ -209,10 +204,6 @@ class PeerStep(AloneStep):
 
 def require_peers(table: TrainingTable, rule: Rule) -> None:
     """Refuses a mode whose workers exchange models, where they could not; nothing has changed then.
-
-    Args:
-        table: The table that is trained.
-        rule: A mode, of any kind.
 
     Raises:
         ConfigError: The table compresses, this worker is a group of processes, or the way in which

@@ -35,8 +35,6 @@ def choose_optimizer(
     """Returns the optimizer that the shards run.
 
     Args:
-        optimizer: The wrapped one.
-        rule: The mode.
         optimizer_on: `shards`, `worker`, or `auto`: the shards, if they have a counterpart.
         is_raw: Whether pulls are not compressed.
 
@@ -107,10 +105,6 @@ class MeanGradients:
 
     def __init__(self, flat: FlatModel, session: Session) -> None:
         """Starts without a gradient.
-
-        Args:
-            flat: The model as flat memory.
-            session: This worker's part in the job.
 
         Raises:
             ConfigError: The job is elastic.

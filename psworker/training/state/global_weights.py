@@ -19,13 +19,7 @@ from psworker.training.table import TrainingTable
 def global_weights(
     table: TrainingTable, recovery: WorkerRecovery, buffers: Buffers
 ) -> Iterator[None]:
-    """Context manager: loads the global weights and buffers, and restores the former ones on exit.
-
-    Args:
-        table: The table that is trained.
-        recovery: Rejoins after a failed step.
-        buffers: The model's shared buffers.
-    """
+    """Context manager: loads the global weights and buffers; restores the former ones on exit."""
     flat, replica = table.flat, table.replica
     warn_of_changes(table)
     with recovery.guard():

@@ -57,7 +57,6 @@ def complete(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
     """Makes the state of each parameter that has none yet, by a step with a gradient of zero.
 
     Args:
-        optimizer: The optimizer.
         parameters: The trained parameters; their values and gradients stay.
     """
     kept = [(parameter, parameter.grad, parameter.detach().clone()) for parameter in parameters]

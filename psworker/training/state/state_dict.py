@@ -56,9 +56,6 @@ def torch_state(
     """Returns the state of the wrapper and of the shards' optimizer.
 
     Args:
-        table: The table that is trained.
-        recovery: Rejoins after a failed step.
-        param_groups: The wrapper's parameter groups.
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
         at_round: Whether the model holds the global weights (`Progress.behind`).
@@ -182,12 +179,9 @@ def fill(
     """Copies one state tensor into its part of a flat array; an absent one stays zero.
 
     Args:
-        table: The table.
         optimizer: The shards' optimizer whose state it is.
         flat: `(layout.numel,)`.
         value: The tensor, or None.
-        index: Index of the parameter.
-        name: Name of the state.
 
     Raises:
         ConfigError: The tensor has another shape.
