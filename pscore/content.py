@@ -58,18 +58,10 @@ class Content(ABC):
 
     @abstractmethod
     def optimizer(self, name: str) -> Stepping:
-        """Returns the shards' optimizer of that name.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """Returns the shards' optimizer of that name; raises ConfigError if there is none."""
 
     def require_rule(self, rule: Rule) -> None:  # noqa: B027
-        """Refuses a mode that such a table cannot have.
-
-        Raises:
-            ConfigError: It is one.
-        """
+        """Raises ConfigError for a mode that such a table cannot have."""
 
     @property
     @abstractmethod

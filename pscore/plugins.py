@@ -27,6 +27,8 @@ BRIEF_LENGTH_MAX = 200
 class Plugin(ABC):
     """A rule or compressor: a frozen dataclass whose fields are its arguments.
 
+    Its constructor raises ConfigError for an argument that is out of its range.
+
     Attributes:
         name: Its name in the registry, in the argument of `DistributedOptimizer` and on the wire.
         source: The paper, as the docs and `psserver rules` print it.

@@ -83,11 +83,7 @@ class Outcome:
 
 
 def simulate(case: Case, *, trace: bool = False) -> Outcome:
-    """Runs a case to its end.
-
-    Raises:
-        AssertionError: An invariant is broken.
-    """
+    """Runs a case to its end; raises AssertionError if an invariant is broken."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         return FaultyCluster(case, Path(folder), trace=trace).run()
 

@@ -184,11 +184,7 @@ class SimulatedShard:
     # ----- requests
 
     def join(self, member: Member, num_workers: int, min_workers: int = 0) -> None:
-        """Admits a worker; it is heard of now.
-
-        Raises:
-            PacelineError: The worker is refused.
-        """
+        """Admits a worker, which is heard of now; raises PacelineError if it is refused."""
         member.heard_s = self._now()
         self.engine.join(JOB, num_workers, member, min_workers)
 

@@ -54,11 +54,7 @@ def split(payload: ByteArray, numel: int) -> tuple[FloatArray, ByteArray]:
 
 
 def check_nbytes(name: str, payload: ByteArray, wanted: int, numel: int) -> None:
-    """Refuses a payload of another length.
-
-    Raises:
-        DecodeError: Says both lengths.
-    """
+    """Raises DecodeError for a payload of another length."""
     if payload.nbytes != wanted:
         raise DecodeError(
             f"{name} payload of {payload.nbytes} bytes, {wanted} wanted for {numel} elements"
@@ -74,11 +70,7 @@ def largest_scale(levels: float) -> np.float32:
 
 
 def check_scales(name: str, scales: FloatArray, levels: float = 1.0) -> None:
-    """Refuses scales that are negative, NaN or Inf, or of which float32 does not hold `levels`.
-
-    Raises:
-        DecodeError: Names the first one.
-    """
+    """Raises DecodeError for a scale that is negative or not finite, also times `levels`."""
     most = largest_scale(levels)
     bad = ~((scales >= 0) & (scales <= most))
     if bad.any():
@@ -338,11 +330,7 @@ def add_ternary(codes: ByteArray, value: np.float32, out: FloatArray) -> None:
 
 
 def check_ternary(name: str, data: ByteArray, numel: int) -> None:
-    """Refuses 2-bit codes of which one is 01, or one behind the last element is not 00.
-
-    Raises:
-        DecodeError: Says which.
-    """
+    """Raises DecodeError for a 2-bit code that is 01, or is behind the last element and not 00."""
     if _has_unused(data):
         raise DecodeError(f"{name} payload holds the unused code 01")
     used, rest = divmod(numel, 4)

@@ -129,11 +129,7 @@ class DGC(Compressor):
         return nbytes
 
     def require_room(self, grad: FloatArray, state: State) -> None:
-        """Refuses a gradient that velocity or momentum cannot take; changes nothing.
-
-        Raises:
-            GradientError: Together they are too large for float32.
-        """
+        """Raises GradientError if velocity or momentum cannot take a gradient; changes nothing."""
         if self.nesterov:  # It adds a gradient nearly twice: that may be too large by itself.
             require_finite(self._has_room(grad, state), self.name)
         else:

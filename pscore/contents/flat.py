@@ -57,11 +57,7 @@ class Flat(Content):
         return 0
 
     def read_request(self, data: ByteArray, part: SliceSpec, layout: Layout) -> object:
-        """Refuses a payload.
-
-        Raises:
-            DecodeError: There is one.
-        """
+        """Raises DecodeError if there is a payload."""
         if data.nbytes:
             raise DecodeError(f"a pull with {data.nbytes} bytes of payload, none wanted")
         return None

@@ -19,11 +19,7 @@ __all__ = ["GRAPHS", "Edge", "Graph", "directed_graph_of", "graph_of", "require_
 
 
 def graph_of(text: str) -> Graph:
-    """Returns the graph of a name, or of a list of edges such as `0-1 1-2 2-0`.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Returns the graph of a name, or of edges such as `0-1 1-2 2-0`; else raises ConfigError."""
     if text in GRAPHS:
         return GRAPHS[text]
     if "-" not in text:

@@ -239,11 +239,7 @@ def parse(text: str) -> Faults:
 
 
 def _fault(part: str, kind: str, value: str, at: str, point: str) -> Fault:
-    """Returns one fault.
-
-    Raises:
-        ConfigError: It is malformed.
-    """
+    """Returns one fault; raises ConfigError if it is malformed."""
     if kind not in KINDS:
         raise _refusal(part, f"must be one of {', '.join(KINDS)}, or seed")
     if at and point not in POINTS:

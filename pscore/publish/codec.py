@@ -148,11 +148,7 @@ def apply(delta: Delta, bits: BitArray) -> None:
 
 
 def form_of(number: int) -> Form:
-    """Returns the form of that number.
-
-    Raises:
-        DecodeError: There is none.
-    """
+    """Returns the form of that number; raises DecodeError if there is none."""
     try:
         return Form(number)
     except ValueError:

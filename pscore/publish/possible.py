@@ -10,11 +10,7 @@ PUBLISH_EVERY_MAX = 1 << 20
 
 
 def require_weights(name: str, rule: Rule, optimizer: Optimizer) -> None:
-    """Refuses to publish a table whose value on the shards is not the model.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raises ConfigError for a table whose value on the shards is not the model."""
     if not optimizer.holds_weights:
         raise ConfigError(
             f"table {name!r} cannot be published: its workers run the optimizer "

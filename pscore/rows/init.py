@@ -78,11 +78,7 @@ def parse_init(text: str) -> tuple[int, float]:
 
 
 def make_init(init: str, seed: int, max_norm: float = 0.0) -> Init:
-    """Returns first values as kernels take them.
-
-    Raises:
-        ConfigError: `init` is wrong.
-    """
+    """Returns first values as kernels take them; raises ConfigError if `init` is wrong."""
     kind, scale = parse_init(init)
     return Init(kind, np.float32(scale), mask_of(seed), float(max_norm), QUANTILES)
 

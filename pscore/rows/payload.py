@@ -243,11 +243,7 @@ def _counts_of(payload: ByteArray, widths: Sequence[int]) -> tuple[list[int], in
 
 
 def require_owned(ids: IdArray, table: Owned) -> None:
-    """Refuses ids that are not in order, in the table and in the slice.
-
-    Raises:
-        DecodeError: One of them is not.
-    """
+    """Raises DecodeError for ids that are not in order, in the table and in the slice."""
     wrong = _first_wrong(
         read_only(ids),
         np.uint64(table.num_rows),

@@ -146,11 +146,7 @@ class Rows(Content):
         return ROW_OPTIMIZERS[name]()
 
     def require_rule(self, rule: Rule) -> None:
-        """Refuses the modes that need whole gradients or models.
-
-        Raises:
-            ConfigError: It is one of them.
-        """
+        """Raises ConfigError for the modes that need whole gradients or models."""
         if rule.name not in RULES:
             raise ConfigError(f"rows cannot be trained in {rule.name}; use {', '.join(RULES)}")
 
@@ -263,11 +259,7 @@ def _table_of(entry: object) -> RowTable:
 
 
 def require_table(tensor: TensorSpec, table: RowTable) -> None:
-    """Refuses a shape or an argument that no shard can serve.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raises ConfigError for a shape or an argument that no shard can serve."""
     what = f"row table {tensor.name!r}"
     if (
         len(tensor.shape) != DIMENSIONS

@@ -62,11 +62,6 @@ class ADPSGD(Warmed):
     gossip: ClassVar[str] = "pairs"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         require_one_of("adpsgd.exchange", self.exchange, EXCHANGES)
         if self.exchange == "atomic":

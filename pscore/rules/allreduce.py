@@ -51,11 +51,6 @@ class AllReduce(Decentralised):
     alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         require_one_of("allreduce.order", self.order, ORDERS)
         require_one_of("allreduce.backend", self.backend, BACKENDS)

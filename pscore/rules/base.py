@@ -244,11 +244,7 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
 
 
 def require_slices(rule: Rule, num_slices: int) -> None:
-    """Checks that each fragment of a mode has a slice of the model.
-
-    Raises:
-        ConfigError: There are fewer slices than fragments.
-    """
+    """Raises ConfigError if a mode has more fragments than the model has slices."""
     number = 1 if rule.schedule is None else rule.schedule.number
     if number > num_slices:
         many = "1 slice" if num_slices == 1 else f"{num_slices} slices"

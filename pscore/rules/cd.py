@@ -60,11 +60,6 @@ class CD(OD):
     examples: ClassVar[tuple[str, ...]] = ("(steps=3, warmup=5)",)
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         require_range("cd.steps", self.steps, 1, 1024)
         require_one_of("cd.correction", self.correction, CORRECTIONS)

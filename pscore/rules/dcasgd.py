@@ -55,11 +55,6 @@ class DCASGD(Rule):
     remembers_pulls: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         require_range("dcasgd.variance_control", self.variance_control, 0.0, 1e6)
         require_range("dcasgd.adaptive_control", self.adaptive_control, 0.0, 1e6)
         require_range("dcasgd.decay", self.decay, 0.0, 1.0 - 1e-9)

@@ -39,11 +39,6 @@ class Decentralised(Synchronous):
     round_role: ClassVar[Role] = Role.MODEL
 
     def __post_init__(self) -> None:
-        """Checks the argument.
-
-        Raises:
-            ConfigError: It is out of its range.
-        """
         require_range(f"{self.name}.average_every", self.average_every, 1, EVERY_MAX)
 
     @property
@@ -89,10 +84,5 @@ class Warmed(Decentralised):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the argument.
-
-        Raises:
-            ConfigError: It is out of its range.
-        """
         super().__post_init__()
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)

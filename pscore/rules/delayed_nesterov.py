@@ -64,11 +64,6 @@ class DelayedNesterov(WithSpeed):
     outer_optimizer: ClassVar[str] = "delayed_nesterov"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         self.read_steps(STEPS_MAX)
         require_range(f"{self.name}.every", self.every, 0, EVERY_MAX)
         require_range(f"{self.name}.outer_lr", self.outer_lr, 0.0, 1e6)
@@ -78,11 +73,7 @@ class DelayedNesterov(WithSpeed):
             self._require_activation(self.every)
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses an activation that is more than 1/N.
-
-        Raises:
-            ConfigError: It is.
-        """
+        """Raises ConfigError for an activation that is more than 1/N."""
         self._require_activation(self.every or num_workers)
 
     def _require_activation(self, every: int) -> None:

@@ -49,11 +49,6 @@ class DiLoCo(LocalSGD):
     examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         require_range("diloco.outer_lr", self.outer_lr, 0.0, 1e6)
         require_range("diloco.outer_momentum", self.outer_momentum, 0.0, 1.0 - 1e-9)

@@ -58,11 +58,6 @@ class DPSGD(Warmed):
     gossip: ClassVar[str] = "mixing"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         graph_of(self.graph)
         require_one_of("dpsgd.order", self.order, ORDERS)
@@ -74,11 +69,7 @@ class DPSGD(Warmed):
             )
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses edges that leave some workers apart, unless a global average joins them.
-
-        Raises:
-            ConfigError: They do.
-        """
+        """Raises ConfigError for edges that leave workers apart that no global average joins."""
         if not self.global_every:
             require_joined(self.graph, num_workers)
 

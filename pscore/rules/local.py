@@ -92,11 +92,6 @@ class LocalSGD(WithSpeed, WithQuorum):
     outer_optimizer: ClassVar[str] = "sgd"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         self.read_steps(STEPS_MAX)
         super().__post_init__()
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)

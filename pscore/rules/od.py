@@ -61,11 +61,6 @@ class OD(Synchronous):
     )
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
         require_one_of(f"{self.name}.local", self.local, LOCAL_UPDATES)
         self.local_update()

@@ -32,11 +32,6 @@ class WithQuorum(WithBackup):
     window: float
 
     def __post_init__(self) -> None:
-        """Checks the arguments.
-
-        Raises:
-            ConfigError: One is out of its range, or they do not go together.
-        """
         super().__post_init__()
         require_range(f"{self.name}.quorum", self.quorum, 0, 4096)
         if self.window != ADAPTIVE:
@@ -53,11 +48,7 @@ class WithQuorum(WithBackup):
             )
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses a quorum of more workers than the job has.
-
-        Raises:
-            ConfigError: It is, or there are too many backup workers.
-        """
+        """Raises ConfigError for a quorum of more workers than the job has."""
         super().require_workers(num_workers)
         if self.quorum > num_workers:
             raise ConfigError(

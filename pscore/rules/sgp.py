@@ -54,19 +54,10 @@ class SGP(Warmed):
     gossip: ClassVar[str] = "push_sum"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         directed_graph_of(self.graph)
         require_range("sgp.late", self.late, 0, 1)
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses edges that leave some workers apart.
-
-        Raises:
-            ConfigError: They do.
-        """
+        """Raises ConfigError for edges that leave some workers apart."""
         require_joined(self.graph, num_workers)

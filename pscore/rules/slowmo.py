@@ -48,11 +48,6 @@ class SlowMo(LocalSGD):
     outer_optimizer: ClassVar[str] = "slowmo"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         super().__post_init__()
         require_range("slowmo.slow_lr", self.slow_lr, 0.0, 1e6)
         require_range("slowmo.slow_momentum", self.slow_momentum, 0.0, 1.0 - 1e-9)

@@ -80,11 +80,6 @@ class SSD(Synchronous):
     )
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         require_range("ssd.steps", self.steps, 1, 1024)
         require_range("ssd.warmup", self.warmup, 0, 1 << 40)
         require_range("ssd.local_warmup", self.local_warmup, 0, 1 << 40)

@@ -54,19 +54,10 @@ class WithBackup(Synchronous):
     backup: int
 
     def __post_init__(self) -> None:
-        """Checks the argument.
-
-        Raises:
-            ConfigError: It is out of its range.
-        """
         require_range(f"{self.name}.backup", self.backup, 0, 4095)
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses more backup workers than leave one to wait for.
-
-        Raises:
-            ConfigError: There are.
-        """
+        """Raises ConfigError for more backup workers than leave one to wait for."""
         if self.backup >= num_workers:
             raise ConfigError(
                 f"{self.name}.backup is {self.backup}, must be less than the {num_workers} workers"

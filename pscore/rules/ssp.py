@@ -46,11 +46,6 @@ class SSP(Rule):
     examples: ClassVar[tuple[str, ...]] = ("(bound=2)", "(bound=0)")
 
     def __post_init__(self) -> None:
-        """Checks the argument.
-
-        Raises:
-            ConfigError: It is out of its range.
-        """
         require_range("ssp.bound", self.bound, NO_BOUND, 1 << 40)
 
     @property

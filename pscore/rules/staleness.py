@@ -42,19 +42,10 @@ class Staleness(Rule):
     examples: ClassVar[tuple[str, ...]] = ("(splits=2)",)
 
     def __post_init__(self) -> None:
-        """Checks the argument.
-
-        Raises:
-            ConfigError: It is out of its range.
-        """
         require_range("staleness.splits", self.splits, 1, 4096)
 
     def require_workers(self, num_workers: int) -> None:
-        """Refuses more updates than there are gradients.
-
-        Raises:
-            ConfigError: There are.
-        """
+        """Raises ConfigError for more updates than there are gradients."""
         if self.splits > num_workers:
             raise ConfigError(
                 f"staleness.splits is {self.splits}, must be at most the {num_workers} workers"

@@ -96,10 +96,6 @@ def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> di
 
 
 def require_dtype(dtype: str) -> None:
-    """Refuses a dtype that arrays cannot have.
-
-    Raises:
-        ConfigError: It is another.
-    """
+    """Raises ConfigError for a dtype that arrays cannot have."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")

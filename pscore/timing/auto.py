@@ -30,11 +30,6 @@ class AutoMode(Plugin):
     name: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
-        """Checks every argument.
-
-        Raises:
-            ConfigError: One of them is out of its range.
-        """
         require_range("auto.steps", self.steps, 2, 1 << 20)
         require_one_of("auto.risk", self.risk, dict.fromkeys(RISKS))
 

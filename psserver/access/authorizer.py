@@ -63,30 +63,18 @@ class Grant:
     reads: bool = False  # Published weights of the job, and nothing else.
 
     def require(self, job: str) -> None:
-        """Refuses access to another job.
-
-        Raises:
-            AccessError: The token is of another job.
-        """
+        """Raises AccessError for access to another job."""
         if self.reads:
             raise AccessError(f"the token reads published weights of job {self.job!r} only; {HOW}")
         self.require_read(job)
 
     def require_read(self, job: str) -> None:
-        """Refuses to read published weights of another job.
-
-        Raises:
-            AccessError: The token is of another job.
-        """
+        """Raises AccessError for to read published weights of another job."""
         if self.job not in (EVERY, job):
             raise AccessError(f"the token is for job {self.job!r}, not for {job!r}; {HOW} for that")
 
     def require_control(self, method: str) -> None:
-        """Refuses a method that concerns all jobs to a token of one job.
-
-        Raises:
-            AccessError: The token is of one job.
-        """
+        """Raises AccessError for a method that concerns all jobs to a token of one job."""
         if self.job != EVERY or self.reads:
             raise AccessError(
                 f"the token is of job {self.job!r}, and {method} concerns every job; {HOW} for "

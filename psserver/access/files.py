@@ -103,11 +103,7 @@ class Trust:
 
 
 def require_whole(trust: Trust) -> None:
-    """Refuses a certificate without its key, or a key without its certificate.
-
-    Raises:
-        ConfigError: Names the missing one.
-    """
+    """Raises ConfigError for a certificate without its key, or a key without its certificate."""
     if (trust.cert is None) != (trust.key is None):
         missing = "--tls-key" if trust.key is None else "--tls-cert"
         raise ConfigError(f"--tls-cert and --tls-key belong together: {missing} is missing")

@@ -111,8 +111,4 @@ class Archive(ABC):
 
     @abstractmethod
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
-        """Refuses a file that does not hold an array of a table.
-
-        Raises:
-            ValueError: It does not.
-        """
+        """Raises ValueError for a file that does not hold an array of a table."""

@@ -133,11 +133,7 @@ class FlatArchive(Archive):
         return {tensor: arrays["weights"][tensor]}, {}
 
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
-        """Refuses a file without the parameters of the table.
-
-        Raises:
-            ValueError: One is missing, or of another shape.
-        """
+        """Raises ValueError for a file without the parameters of the table."""
         wanted = {
             tensor.name: list(tensor.shape)
             for tensor in spec.tensors

@@ -308,11 +308,7 @@ class RowArchive(Archive):
         return found, {ROW_TABLE: json.dumps(about | more)}
 
     def require_file(self, file: Path, array: str, spec: TableSpec) -> None:
-        """Refuses a file without the row tables.
-
-        Raises:
-            ValueError: One is missing, or of another shape.
-        """
+        """Raises ValueError for a file without the row tables."""
         optimizer = _optimizer_of(spec)
         with safe_open(file, framework="numpy") as content:
             for name in {tensor.name for tensor in spec.tensors} ^ set(content.keys()):

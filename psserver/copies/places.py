@@ -47,11 +47,7 @@ class FolderPlace:
         return [path.parent.name for path in self._folder.glob(f"[!.]*/{MANIFEST}")]
 
     def manifest(self, name: str) -> bytes:
-        """Returns the manifest of a checkpoint.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Returns the manifest of a checkpoint; raises OSError if it cannot be read."""
         return (self._folder / name / MANIFEST).read_bytes()
 
     def send(self, source: Path) -> None:
@@ -108,11 +104,7 @@ class StorePlace:
         return [name for name in names if self._store.exists(self._path(name, MANIFEST))]
 
     def manifest(self, name: str) -> bytes:
-        """Returns the manifest of a checkpoint.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Returns the manifest of a checkpoint; raises OSError if it cannot be read."""
         return bytes(self._store.cat_file(self._path(name, MANIFEST)))
 
     def send(self, source: Path) -> None:

@@ -117,11 +117,7 @@ class JobJournal:
         return self.folder / f"{table}.weights"
 
     def write_table(self, table: int, meta: Meta) -> None:
-        """Records a table, once all of its files are there.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Records a table, once all its files are there; raises OSError if the disk is full."""
         write_json(self.folder / f"{table}.json", meta)
         self._note(self.folder / f"{table}.json")
 
@@ -174,11 +170,7 @@ class JobJournal:
         self._note(self.folder / RESIDUALS)
 
     def read_residuals(self) -> dict[str, FloatArray]:
-        """Returns the arrays of `write_residuals`.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Returns the arrays of `write_residuals`; raises ValueError if they are damaged."""
         try:
             return load(read_bytes(self.folder / RESIDUALS))
         except FileNotFoundError:

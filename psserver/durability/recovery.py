@@ -125,11 +125,7 @@ class JobRecorder:
             self.note_residuals({})
 
     def read_residuals(self) -> dict[str, FloatArray]:
-        """Returns the arrays of `note_residuals`.
-
-        Raises:
-            ValueError: They cannot be read.
-        """
+        """Returns the arrays of `note_residuals`; raises ValueError if they cannot be read."""
         return {} if self._journal is None else self._journal.read_residuals()
 
     def make_memory(

@@ -257,11 +257,7 @@ def capture(
 
 
 def _require_memory(job: RunningJob, table: Table, shard: int, *, weights_only: bool) -> None:
-    """Refuses a copy that the host has no memory for.
-
-    Raises:
-        LimitError: It has none.
-    """
+    """Raises LimitError for a copy that the host has no memory for."""
     num_residuals = 0 if weights_only else len(table.spec.compressor.state_names)
     num_workers = job.job.membership.num_workers
     num_arrays = 1 + len(table.optimizer.state_names) + num_residuals * num_workers

@@ -57,11 +57,7 @@ def restore(
 
 
 def require_free(engine: Engine, name: str) -> None:
-    """Refuses to restore a job that has live workers.
-
-    Raises:
-        ConfigError: It has.
-    """
+    """Raises ConfigError if the job has live workers."""
     with engine.lock:
         job = engine.shard.jobs.get(name)
         if job is not None and job.membership.live():

@@ -154,11 +154,7 @@ class ShardMoves:
     # ----- what the mover needs (`Host`)
 
     def offer(self) -> pb.OfferRequest:
-        """Returns a description of the shard.
-
-        Raises:
-            ConfigError: It cannot be moved.
-        """
+        """Returns a description of the shard; raises ConfigError if it cannot be moved."""
         engine = self._engine
         if self._journals is None:
             raise ConfigError("a shard without journals (--durability memory) cannot be moved")
@@ -194,11 +190,7 @@ class ShardMoves:
         return self._followed.sent_spans()
 
     def require_movable(self, boot: str) -> None:
-        """Refuses a move that a worker could not follow.
-
-        Raises:
-            ConfigError: A worker has no connection that can be made to another process.
-        """
+        """Raises ConfigError for a move that a worker could not follow."""
         for job, member in self._live():
             plane = member.data_plane
             if plane == "grpc" or (plane == "local" and boot != boot_id()):
@@ -208,11 +200,7 @@ class ShardMoves:
                 )
 
     def require_apart(self, boot: str) -> None:
-        """Refuses a standby that is lost with the shard.
-
-        Raises:
-            ConfigError: It is on this host.
-        """
+        """Raises ConfigError for a standby that is lost with the shard."""
         if boot == boot_id():
             raise ConfigError(
                 "the standby is on the shard's host, and would be lost with it: start it on "

@@ -140,11 +140,7 @@ class RunDirectory:
 
 
 def write(folder: Path, run: StartedRun) -> None:
-    """Writes the run file in one piece.
-
-    Raises:
-        CommandError: It cannot be written.
-    """
+    """Writes the run file in one piece; raises CommandError if it cannot."""
     temporary = folder / f".{FILE}.{os.getpid()}"
     try:
         temporary.write_text(to_json(asdict(run), indent=1) + "\n", encoding="utf-8")

@@ -66,11 +66,7 @@ class ShardLaunch:
         self.service = ServiceManager.of(self.settings.server.alive_file)
 
     def run(self) -> Exit:
-        """Supervises the shards until they end.
-
-        Raises:
-            CommandError: They cannot be started.
-        """
+        """Supervises the shards until they end; raises CommandError if they cannot be started."""
         settings = self.settings
         stream = setup.rotating(self._log_file("supervisor"), settings.log.max_mb)
         setup.configure(settings.log.format, settings.log.level, stream, shard="all")

@@ -29,11 +29,7 @@ from psserver.slices.store import SliceStore
 
 
 def require_published(running: RunningTable) -> None:
-    """Refuses to publish a table whose value on the shards is not the model.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raises ConfigError for a table whose value on the shards is not the model."""
     table = running.table
     name = table.spec.name
     if not all(isinstance(queue.store, SliceStore) for queue in running.queues.values()):

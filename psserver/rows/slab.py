@@ -140,11 +140,7 @@ class Slab:
         self._index(ids, places, self.count)
 
     def reserve(self, count: int) -> None:
-        """Makes sure that there is space for `count` rows.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Reserves space for `count` rows; raises OSError if the disk is full."""
         highest = min(max(count, int(self.memory.words[HIGH])), self.rows_max)
         self.memory.reserve(4 * self.stride * highest)
 

@@ -42,11 +42,7 @@ class Undo:
         self._later: dict[int, tuple[Slab, IntArray, WordArray]] = {}
 
     def reserve(self) -> None:
-        """Makes sure that there is room for a step like the last one.
-
-        Raises:
-            OSError: There is none.
-        """
+        """Reserves room for a step like the last one; raises OSError if there is none."""
         self._memory.reserve(self._nbytes)
 
     def save(

@@ -457,11 +457,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
 
 def _require_counts(request: Message) -> None:
-    """Refuses a number after which another one would not fit into an answer.
-
-    Raises:
-        RemoteProtocolError: A count of the request is none that a job comes to.
-    """
+    """Raises RemoteProtocolError for a count that no job comes to."""
     for name in COUNTS:
         if (value := getattr(request, name, 0)) > COUNT_MAX:
             raise RemoteProtocolError(f"{name} is {value}, beyond {COUNT_MAX}")

@@ -70,11 +70,7 @@ class Arena(Descriptor):
         return int(self._used[1])
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for allocations of `nbytes` in all, in one piece.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Reserves `nbytes` for all allocations in one piece; OSError: the disk is full."""
         with self._lock:
             self._reserve(nbytes)
 

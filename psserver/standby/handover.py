@@ -144,11 +144,7 @@ class Taking:
         self.phase, self.id = Taker.TAKING, move
 
     def require(self, move: str) -> None:
-        """Refuses pieces of another move.
-
-        Raises:
-            RemoteProtocolError: They are.
-        """
+        """Raises RemoteProtocolError for pieces of another move."""
         if self.phase not in (Taker.TAKING, Taker.FOLLOWING) or self.id != move:
             raise RemoteProtocolError(f"no move {move!r} is taken here: it is {self.phase.value}")
 

@@ -56,11 +56,7 @@ class ArrivingJournals:
         return read_json(path) if path.exists() else {}
 
     def start(self) -> None:
-        """Makes an empty place.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Makes an empty place; raises OSError if it cannot."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
 

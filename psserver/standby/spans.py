@@ -142,11 +142,7 @@ def read_small(folder: Path, path: Path) -> JournalPiece | None:
 
 
 def digest_of_span(folder: Path, span: Span) -> int:
-    """Returns the XXH3 of the content of a span.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Returns the XXH3 of the content of a span; raises OSError if it cannot be read."""
     total = xxhash.xxh3_64()
     with (folder / span.path).open("rb", buffering=0) as file:
         for offset in range(span.offset, span.offset + span.nbytes, PIECE_NBYTES):

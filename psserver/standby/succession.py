@@ -55,11 +55,7 @@ class Claim:
 
     @staticmethod
     def from_json(values: Mapping[str, object]) -> Claim:
-        """Returns the claim that `to_json` wrote.
-
-        Raises:
-            ValueError: It is none.
-        """
+        """Returns the claim that `to_json` wrote; raises ValueError if it is none."""
         epoch = values.get("epoch")
         if type(epoch) is not int or epoch < 1:
             raise ValueError(f"{epoch!r} is no epoch")

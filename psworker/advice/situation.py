@@ -125,11 +125,7 @@ class Situation:
 
 
 def require_between(name: str, value: float, least: float, most: float) -> None:
-    """Refuses a number of the command line that is out of its range.
-
-    Raises:
-        ConfigError: It is.
-    """
+    """Raises ConfigError for a number of the command line that is out of its range."""
     if not least <= value <= most:
         raise ConfigError(f"{name} is {value:g}, must be {least:g} to {most:g}")
 

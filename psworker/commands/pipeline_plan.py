@@ -43,11 +43,7 @@ class Wanted:
     save_plan: Path | None = None
 
     def require_none(self) -> None:
-        """Refuses flags that have no effect without `--pipeline`.
-
-        Raises:
-            ConfigError: There is one.
-        """
+        """Raises ConfigError for flags that have no effect without `--pipeline`."""
         for item in fields(self):
             if getattr(self, item.name) is not None:
                 flag = {"inputs": "input"}.get(item.name, item.name).replace("_", "-")

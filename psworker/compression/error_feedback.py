@@ -84,11 +84,7 @@ class Feedback:
         self._state: dict[str, FloatArray] = {LARGEST: np.zeros(1, dtype=np.float32)}
 
     def require_room(self, grad: FloatArray) -> None:
-        """Refuses a gradient that cannot be added to the residual; changes nothing.
-
-        Raises:
-            GradientError: Their sum is too large for float32.
-        """
+        """Raises GradientError if a gradient cannot be added to the residual; changes nothing."""
         with self._lock:
             self._allocate()
             self._compressor.require_room(grad, self._state)

@@ -121,11 +121,7 @@ class Watch:
     # ----- for the thread that trains
 
     def check(self) -> None:
-        """Raises the error that ends the group, if there is one.
-
-        Raises:
-            GroupError: A process of the group has ended.
-        """
+        """Raises GroupError if a process of the group has ended."""
         if self.lost:
             raise GroupError(self.lost)
 

@@ -207,11 +207,7 @@ def _check_group(session: Session, choice: Choice) -> None:
 
 
 def current() -> Context:
-    """Returns this process's context.
-
-    Raises:
-        ConfigError: There is none yet.
-    """
+    """Returns this process's context; raises ConfigError if there is none yet."""
     if _current is None:
         raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
     _current.session.require_own()

@@ -61,11 +61,7 @@ class FiniteCheck:
             self.refuse(grad, step)
 
     def refuse(self, grad: torch.Tensor, step: int) -> NoReturn:
-        """Refuses a gradient of the slice that holds NaN or Inf.
-
-        Raises:
-            GradientError: Always; names the tensor.
-        """
+        """Raises GradientError for a gradient of the slice that holds NaN or Inf."""
         for name, (start, stop) in zip(self._names, self._spans, strict=True):
             part = grad[start:stop]
             if not bool(torch.isfinite(part).all()):

@@ -290,11 +290,7 @@ class FlatModel:
             )
 
     def check_weights(self) -> None:
-        """Refuses parameters whose memory was replaced since the start.
-
-        Raises:
-            ConfigError: Names the first one.
-        """
+        """Raises ConfigError for parameters whose memory was replaced since the start."""
         for index, home in self._homes.items():
             if self.parameters[index].data_ptr() != home:
                 raise ConfigError(

@@ -116,11 +116,7 @@ class ShardedModel(FlatModel):
             other.copy_(kept)
 
     def check_grads(self, step: int) -> None:
-        """Checks this process's parts of the gradients, unless they are on a GPU.
-
-        Raises:
-            GradientError: One holds NaN or Inf.
-        """
+        """Raises GradientError for NaN or Inf in this process's gradients, if not on a GPU."""
         if is_on_device(self.grads):
             return
         for index, parameter in enumerate(self.parameters):
@@ -201,11 +197,7 @@ def make_flat(
 
 
 def refuse_sharded(flat: FlatModel, what: str, instead: str) -> None:
-    """Refuses an operation on whole tensors where the model is sharded.
-
-    Raises:
-        ConfigError: It is sharded.
-    """
+    """Raises ConfigError for an operation on whole tensors where the model is sharded."""
     if flat.is_sharded:
         raise ConfigError(f"{what} is not possible where processes hold parts: {instead}")
 

@@ -78,11 +78,7 @@ class PeerService:
         return {ATTACH_SUFFIX: Attachments(self.attach, self.note_refused).serve}
 
     def admit(self, connection: Connection, token: str) -> PeerHandler:
-        """Returns the handler of a new connection.
-
-        Raises:
-            AccessError: The secret is wrong.
-        """
+        """Returns the handler of a new connection; raises AccessError if the secret is wrong."""
         self._require_secret(token)
         return PeerHandler(self, connection)
 

@@ -22,11 +22,7 @@ class Scalars:
     """Scalars of one worker."""
 
     def __init__(self, writer: Writer, session: Session) -> None:
-        """Starts to count the pace.
-
-        Raises:
-            ConfigError: `writer` has no `add_scalar`.
-        """
+        """Starts to count the pace; raises ConfigError if `writer` has no `add_scalar`."""
         if not callable(getattr(writer, "add_scalar", None)):
             raise ConfigError(
                 f"report_to() got a {type(writer).__name__}, must be a SummaryWriter: an object "

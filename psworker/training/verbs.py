@@ -446,11 +446,7 @@ def _require_value(dtype: torch.dtype, name: str, *, average: bool) -> None:
 def _pairs(
     parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
 ) -> list[tuple[str, torch.Tensor]]:
-    """Returns pairs of name and tensor.
-
-    Raises:
-        ConfigError: Something else was given.
-    """
+    """Returns pairs of name and tensor; raises ConfigError for anything else."""
     given: object = parameters.items() if isinstance(parameters, Mapping) else parameters
     pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     kinds = [tuple(map(type, pair)) if isinstance(pair, tuple) else () for pair in pairs]

@@ -51,11 +51,7 @@ class Result:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder for the plot.
-
-    Raises:
-        ConfigError: That cannot be done.
-    """
+    """Makes the folder for the plot; raises ConfigError if that cannot be done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

@@ -94,11 +94,7 @@ class Payloads:
     def require_room(
         self, grads: Mapping[int, torch.Tensor], present: Callable[[int], int]
     ) -> None:
-        """Refuses gradients of some slices, by index, that cannot be added to the residuals.
-
-        Raises:
-            GradientError: A sum is too large for float32; nothing is changed.
-        """
+        """Raises GradientError if a gradient, by slice, cannot be added to its residual."""
         for index, grad in grads.items():
             self._require_room(self._choose(index, present(index)), grad)
 

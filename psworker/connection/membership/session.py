@@ -351,11 +351,7 @@ class Session:
         return reply
 
     def require_own(self) -> None:
-        """Refuses a process that was forked from the worker: both would write to one connection.
-
-        Raises:
-            ConfigError: This is another process.
-        """
+        """Raises ConfigError in a process forked from the worker: both have its connections."""
         if len(_forks) != self._num_forks:
             raise ConfigError(
                 f"process {os.getpid()} was forked from worker {self.rank} of job {self.job!r} "

@@ -63,11 +63,7 @@ class PlanFile:
         return ", ".join(found)
 
     def write(self, path: Path) -> None:
-        """Writes the file.
-
-        Raises:
-            ConfigError: It cannot be written.
-        """
+        """Writes the file; raises ConfigError if it cannot be written."""
         text = to_json({"version": VERSION, **asdict(self)}, indent=1)
         try:
             path.write_text(f"{text}\n", encoding="utf-8")

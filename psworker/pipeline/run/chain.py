@@ -127,11 +127,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _result(output: fx.Node) -> fx.Node:
-    """Returns the operation whose value the forward returns.
-
-    Raises:
-        ConfigError: It returns several.
-    """
+    """Returns the operation that makes the forward's result; raises ConfigError for several."""
     result = output.args[0]
     if isinstance(result, tuple | list) and len(result) == 1:  # As `torch.export` writes it.
         result = result[0]
@@ -196,11 +192,7 @@ def _name(nodes: list[fx.Node]) -> str:
 
 
 def _require_own_parameters(model: nn.Module, blocks: list[Block]) -> None:
-    """Refuses a model in which two blocks use one parameter.
-
-    Raises:
-        ConfigError: They do.
-    """
+    """Raises ConfigError for a model in which two blocks use one parameter."""
     names = {id(value): name for name, value in model.named_parameters()}
     users: dict[int, str] = {}
     for number, block in enumerate(blocks):

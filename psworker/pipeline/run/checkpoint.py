@@ -113,11 +113,7 @@ class StageCheckpoint:
         return None, problems
 
     def load_weights(self, model: nn.Module) -> None:
-        """Copies the weights into a model.
-
-        Raises:
-            ConfigError: It has other tensors.
-        """
+        """Copies the weights into a model; raises ConfigError if it has other tensors."""
         try:
             model.load_state_dict(self.weights)
         except RuntimeError as problem:

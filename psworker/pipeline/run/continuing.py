@@ -225,11 +225,7 @@ class ContinuingDriver(Driver):
             self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        """Makes all workers meet.
-
-        Raises:
-            MembersChangedError: Always.
-        """
+        """Makes all workers meet: raises MembersChangedError."""
         self._members.begin_epoch()
         raise MembersChangedError
 

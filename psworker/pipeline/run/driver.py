@@ -133,11 +133,7 @@ class Driver:
         self._leave()
 
     def require_whole(self, number: int) -> None:
-        """Refuses a checkpoint behind minibatches whose last update is not full.
-
-        Raises:
-            ConfigError: It is not.
-        """
+        """Raises ConfigError for a checkpoint behind minibatches whose last update is not full."""
         every = self._work.versions(self.place).whole
         if (number - self.first) % every:
             raise ConfigError(

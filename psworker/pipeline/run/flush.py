@@ -318,11 +318,7 @@ class FlushReplica:
                 parameter.grad *= factor
 
     def _make(self, schedule: Schedule, number: int) -> schedules.PipelineScheduleSingle:
-        """Returns a schedule over some minibatches of this replica.
-
-        Raises:
-            ConfigError: It refuses that number.
-        """
+        """Returns a schedule over minibatches; raises ConfigError if it refuses their number."""
 
         def loss_fn(output: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             return self._loss(output, self._held[int(index)][2])

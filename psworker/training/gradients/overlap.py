@@ -88,11 +88,7 @@ class EarlyGradients:
         return list(self._seen)
 
     def refuse(self, index: int) -> None:
-        """Refuses a gradient that differs from the one that has left.
-
-        Raises:
-            GradientError: Always.
-        """
+        """Raises GradientError for a gradient that differs from the one that has left."""
         raise self._error(index, "was changed")
 
     def forget(self) -> None:

@@ -126,11 +126,7 @@ def takes_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_attributes(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a scaler that sets two attributes instead of passing itself.
-
-    Raises:
-        ConfigError: The attributes are set: the gradients are still scaled.
-    """
+    """Raises ConfigError for a scaler that sets two attributes instead of passing itself."""
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         raise ConfigError(
             f"the GradScaler of torch {torch.__version__} does not pass itself to step(); call "
@@ -139,11 +135,7 @@ def refuse_attributes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_early() -> None:
-    """Refuses a scaler if gradients have left before they were unscaled.
-
-    Raises:
-        GradientError: Always.
-    """
+    """Raises GradientError for a scaler if gradients have left before they were unscaled."""
     raise GradientError(
         "gradients were pushed during backward, before GradScaler could unscale them; pass "
         "overlap=False to DistributedOptimizer"

@@ -104,11 +104,7 @@ class MeanGradients:
     """
 
     def __init__(self, flat: FlatModel, session: Session) -> None:
-        """Starts without a gradient.
-
-        Raises:
-            ConfigError: The job is elastic.
-        """
+        """Starts without a gradient; raises ConfigError if the job is elastic."""
         if session.min_workers:
             raise ConfigError(
                 "optimizer_on is 'worker', but workers of this job come and go, and one that joins "
