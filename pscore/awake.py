@@ -31,7 +31,6 @@ class AwakeClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Starts at 0 s."""
         self._now = now
         self._late_s = LATE_S
         self._mark = 0.0, now()  # Both times of the last tick, of this clock and of `now`.

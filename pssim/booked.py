@@ -70,7 +70,6 @@ class BookedWorker(Worker):
     """
 
     def __init__(self, rank: int, job: WatchedJob) -> None:
-        """Makes the worker, without a process."""
         super().__init__(rank, job.shards, job.loop, job.network)
         self.case, self.spec, self.layout = job.case, job.spec, job.layout
         self.optimizer, self.ledger, self.recorder = job.optimizer, job.ledger, job.recorder

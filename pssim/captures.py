@@ -78,7 +78,6 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        """Starts without a checkpoint."""
         self.book = ResidualBook()
         self.done: list[Done] = []
         self._open: list[tuple[SimulatedShard, TableCapture, int]] = []

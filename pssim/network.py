@@ -28,7 +28,6 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        """Starts at time 0 without events."""
         self.now_s = 0.0
         self.num_events = 0
         self.is_stopped = False
@@ -118,7 +117,6 @@ class LinkNetwork(Network):
     """Gives every worker and every shard one link, which carries one message after the other."""
 
     def __init__(self, loop: Loop, link: NetworkLink, num_workers: int, num_shards: int) -> None:
-        """Starts with idle links."""
         super().__init__(loop)
         self._link = link
         # When each link is free again, by direction and by worker or shard.

@@ -48,7 +48,6 @@ class SimulatedTransport(Transport):
     name: ClassVar[str] = "simulated"
 
     def __init__(self, worker: Worker, shard: SimulatedShard) -> None:
-        """Connects a worker and a shard."""
         self._worker = worker
         self._shard = shard
 

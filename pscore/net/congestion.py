@@ -132,7 +132,6 @@ class Followed:
     """Connections whose round trips have been long so far; a thread looks at them."""
 
     def __init__(self) -> None:
-        """Begins with none, and without a thread."""
         self.restart()
 
     def restart(self) -> None:
@@ -164,7 +163,6 @@ class Followed:
         return b""
 
     def __len__(self) -> int:
-        """Returns the number of connections that are followed."""
         return len(self._entries)
 
     def _give_up(self, error: ThreadError) -> None:

@@ -56,7 +56,6 @@ class SpareDescriptor:
     """One descriptor in reserve, to be given up when no other is left."""
 
     def __init__(self) -> None:
-        """Opens it."""
         self._number = -1
         self._open()
 

@@ -24,7 +24,6 @@ class FlatRoom(Room):
     """Flat vectors, one for each array."""
 
     def __init__(self, spec: TableSpec, layout: Layout) -> None:
-        """Starts without arrays."""
         self._spec, self._layout = spec, layout
         self._flats: dict[str, FloatArray] = {}
 

@@ -46,7 +46,6 @@ class RowRoom(Room):
     """The arrays of each slice, put together at the end."""
 
     def __init__(self, spec: TableSpec, layout: Layout, base: Mapping[str, Tensors]) -> None:
-        """Starts without arrays."""
         self._spec, self._layout, self._base = spec, layout, base
         self._found: dict[str, dict[int, ByteArray]] = {}  # By array and slice.
         self._changes: Mapping[str, Tensors] | None = None
@@ -122,7 +121,6 @@ class Joined(Mapping[str, Tensors]):
     """The rows of an earlier copy and the changes since, put together when they are read."""
 
     def __init__(self, base: Mapping[str, Tensors], changes: Mapping[str, Tensors]) -> None:
-        """Reads nothing yet."""
         self._base, self._changes = base, changes
         self._orders: dict[tuple[str, str], tuple[np.ndarray, IntArray]] = {}
 
@@ -133,11 +131,9 @@ class Joined(Mapping[str, Tensors]):
         return _Column(self, array, list(self._changes[array]))
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of the arrays."""
         return (array for array in self._changes if array not in GONE)
 
     def __len__(self) -> int:
-        """Returns the number of arrays."""
         return sum(1 for _ in self)
 
     def read(self, array: str, tensor: str) -> np.ndarray:

@@ -39,7 +39,6 @@ class FolderPlace:
     """A folder, of another host as a rule."""
 
     def __init__(self, folder: Path) -> None:
-        """Touches nothing yet."""
         self._folder = folder
 
     def names(self) -> list[str]:

@@ -34,7 +34,6 @@ class History:
     """The answers of the shards of one cluster, as they have come."""
 
     def __init__(self) -> None:
-        """Starts without answers."""
         self._lock = threading.Lock()
         self._fine: deque[tuple[float, Rows]] = deque(maxlen=FINE_MAX)
         self._coarse: deque[tuple[float, Rows]] = deque(maxlen=COARSE_MAX)

@@ -97,7 +97,6 @@ class ShardWatch:
     """
 
     def __init__(self, asker: Asker, history: History) -> None:
-        """Starts no thread yet."""
         self.history = history
         self._asker = asker
         self._end = threading.Event()

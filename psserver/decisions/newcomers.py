@@ -17,7 +17,6 @@ class Newcomers:
     """The workers that have joined a job under way and have not reached their first step."""
 
     def __init__(self) -> None:
-        """Starts with none."""
         # By rank: the first step that waits for it, or `UNBOUNDED` until its first pull.
         # Invariant: every rank that is not here has started.
         self.starts: dict[int, int] = {}

@@ -22,7 +22,6 @@ class OpenSteps:
     """The steps of one slice that have pushes and no update yet."""
 
     def __init__(self, rule: Rule, workers: SliceWorkers) -> None:
-        """Starts with no step open."""
         self.rule = rule
         # By step, or under 0 in an asynchronous mode. Invariant: in a mode by step, every key is in
         # version .. version + steps_open() - 1; empty without weights.

@@ -33,7 +33,6 @@ class Parking:
     """The parked pushes of one slice."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         # By (step, rank). Invariant: at most `PARKED_MAX` of each worker.
         self._pushes: dict[tuple[int, int], tuple[Push, Token]] = {}
 

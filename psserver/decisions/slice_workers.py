@@ -19,7 +19,6 @@ class SliceWorkers:
     """
 
     def __init__(self, participants: Participants) -> None:
-        """Starts with nothing received."""
         self.participants = participants
         self.newcomers = Newcomers()
         # By rank. Invariant: contains every push of an open step, and no parked one.

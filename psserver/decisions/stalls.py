@@ -22,7 +22,6 @@ class Stalls:
     """The waits of one job on one shard. A state machine: time is an argument."""
 
     def __init__(self) -> None:
-        """Starts without waits."""
         self._waits: dict[Key, _Wait] = {}
 
     def look(self, standing: Mapping[Key, str], now_s: float) -> list[tuple[str, float]]:

@@ -113,7 +113,6 @@ class JobResiduals:
     """The residuals of one job's workers; but for `is_collecting`, under the engine's lock."""
 
     def __init__(self, job: Job) -> None:
-        """Starts without any, and without a collection."""
         self._job = job
         self._collections: tuple[ResidualCollection, ...] = ()  # Replaced, never changed.
         self._kept: dict[tuple[int, int, int], Arrays] = {}  # By table, slice and rank.

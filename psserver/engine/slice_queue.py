@@ -129,7 +129,6 @@ class Outbox:
     """A completion whose answers wait."""
 
     def __init__(self, completion: DeferringCompletion) -> None:
-        """Starts without answers."""
         self._completion = completion
         self._sends: list[Send] = []
         self.payload, self.keep = completion.payload, completion.keep

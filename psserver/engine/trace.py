@@ -18,7 +18,6 @@ class Tracer(Observer):
     """Records the additions, optimizer steps and publications of one slice as spans."""
 
     def __init__(self, timeline: Timeline, address: Address, numel: int) -> None:
-        """Records nothing yet."""
         self._timeline = timeline
         self._nbytes = 4 * numel
         self._about: dict[str, Any] = {

@@ -22,7 +22,6 @@ class Waits:
     """The waits of one job of a shard."""
 
     def __init__(self, shard: Shard, job: Job, barriers: BarrierWaits) -> None:
-        """Starts with none."""
         self._shard = shard
         self._job = job
         self._barriers = barriers

@@ -24,7 +24,6 @@ class Floods:
     """Records the lines that were written lately, and counts those that were left out."""
 
     def __init__(self) -> None:
-        """Starts with none."""
         self._said: dict[Kind, _Said] = {}
 
     def admit(self, event: str, peer: str, now_s: float) -> int | None:

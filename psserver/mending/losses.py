@@ -27,7 +27,6 @@ class Losses:
     """The jobs that the shards of a cluster have had, and have lost."""
 
     def __init__(self) -> None:
-        """Knows no shard yet."""
         self._shards: dict[int, _HeldJobs] = {}
 
     @property

@@ -57,7 +57,6 @@ class CheckpointSchedule:
     """Checkpoints of the jobs of a cluster, taken in turn."""
 
     def __init__(self, plan: SchedulePlan) -> None:
-        """Starts without checkpoints."""
         self._plan = plan
         self._folder = Path(plan.folder)
         self._last = threading.Event()

@@ -24,7 +24,6 @@ class NewSlice:
     """A slice of a table that is made while another process follows."""
 
     def __init__(self, spans: SliceSpans, stream: JournalStream) -> None:
-        """Sends nothing yet."""
         self._spans, self._stream = spans, stream
 
     def ship(self, kept: Callable[[], None]) -> bool:

@@ -43,7 +43,6 @@ class SpareProcess:
     """The spare process of a supervisor, if there is one now."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property

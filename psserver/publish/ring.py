@@ -41,7 +41,6 @@ class VersionRing:
     """The versions of one slice that a reader can get."""
 
     def __init__(self) -> None:
-        """Starts without a version."""
         self._lock = threading.Lock()
         self._lineage = 0
         self._bits: BitArray | None = None  # The newest version.

@@ -697,11 +697,9 @@ class Written(Mapping[str, Tensors]):
         return self._arrays[array]
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of the arrays."""
         return iter(self._whole)
 
     def __len__(self) -> int:
-        """Returns the number of arrays."""
         return len(self._whole)
 
 

@@ -18,7 +18,6 @@ class SizedPool(ArenaPool):
     """Cells of 2^k bytes; each says its k, so that a later process knows it."""
 
     def __init__(self, arena: Arena) -> None:
-        """Starts without cells."""
         super().__init__(arena, 0, 1 << CELL_MIN)
         self._free_of: dict[int, list[Cell]] = {}
         self._nbytes_in_all = 0

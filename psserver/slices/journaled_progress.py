@@ -19,7 +19,6 @@ class JournaledProgress:
     """The progress of each worker in the record of a journal; the caller commits what it adds."""
 
     def __init__(self, journal: SliceJournal) -> None:
-        """Starts with the progress in the journal's record."""
         self._journal = journal
         self._workers = {
             rank: Progress(steps.clock, set(steps.ahead), set(steps.late))

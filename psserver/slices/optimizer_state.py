@@ -43,7 +43,6 @@ class OptimizerState:
                 cell.data.fill(0)
 
     def __len__(self) -> int:
-        """Returns the number of arrays."""
         return len(self.cells)
 
     @property

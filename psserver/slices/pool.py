@@ -127,7 +127,6 @@ class Scratch:
     """Arrays for short use: the one that was returned last is most likely in the cache."""
 
     def __init__(self) -> None:
-        """Starts without arrays."""
         self._free: list[FloatArray] = []
 
     @contextmanager

@@ -22,7 +22,6 @@ class MoveTarget:
     """Calls of one target."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        """Connects at the first call."""
         self.address = address
         self._channel = credentials.channel(address)
         self._stub = standby_pb2_grpc.StandbyStub(self._channel)

@@ -72,7 +72,6 @@ class Servers:
     """
 
     def __init__(self, loop: Loop, number: int = 1) -> None:
-        """Starts idle."""
         self.busy_s = 0.0
         self._loop = loop
         self._free = number
@@ -101,7 +100,6 @@ class HostLinks:
     """The links between hosts: each has one, full duplex; memory carries what stays on a host."""
 
     def __init__(self, loop: Loop, deployment: Deployment) -> None:
-        """Starts idle."""
         self._loop = loop
         self._one_way_s = deployment.round_trip_s / 2
         self._memory = deployment.rates.memory

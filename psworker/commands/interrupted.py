@@ -31,7 +31,6 @@ class Interrupted:
     """
 
     def __init__(self) -> None:
-        """Starts outside a traceback."""
         self._held: list[str] = []
         self._is_open = False
 

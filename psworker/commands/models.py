@@ -62,7 +62,6 @@ class ResNet50(nn.Module):
     """ResNet-50: 161 tensors, 25,557,032 elements."""
 
     def __init__(self) -> None:
-        """Makes the layers."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -134,7 +133,6 @@ class PlacedTokens(nn.Module):
     """The sum of a token's and a position's embedding."""
 
     def __init__(self, width: int) -> None:
-        """Makes both tables."""
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, width)
         self.wpe = nn.Embedding(CONTEXT, width)
@@ -150,7 +148,6 @@ class Attention(nn.Module):
     """Causal attention of several heads."""
 
     def __init__(self, width: int, heads: int) -> None:
-        """Makes the projections."""
         super().__init__()
         self.heads = heads
         self.c_attn = nn.Linear(width, 3 * width)
@@ -169,7 +166,6 @@ class Residual(nn.Module):
     """A layer behind a norm, added to its input."""
 
     def __init__(self, width: int, layer: nn.Module) -> None:
-        """Adds the norm to a layer."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.layer = layer

@@ -18,7 +18,6 @@ class Prefixed:
     """Writes workers' lines with their rank in front, each line as a whole."""
 
     def __init__(self) -> None:
-        """Starts without a line."""
         self._lock = threading.Lock()
 
     def __call__(self, rank: int, line: str, target: IO[str]) -> None:

@@ -23,7 +23,6 @@ class Pending:
     __slots__ = ("_group", "_work")
 
     def __init__(self, group: LocalGroup, work: dist.Work) -> None:
-        """Keeps torch's handle."""
         self._group = group
         self._work = work
 

@@ -226,7 +226,6 @@ class PacelineBackend(Backend):  # type: ignore[misc]
     """Gives each worker of a group its place, when Ray has started or restarted the group."""
 
     def __init__(self) -> None:
-        """Starts without a group."""
         self._num_groups = 0  # Groups started so far.
 
     def on_start(self, worker_group: Any, backend_config: PacelineConfig) -> None:

@@ -141,7 +141,6 @@ class IncomingTensors:
     def __init__(
         self, device: torch.device, tensors: Sequence[torch.Tensor], done: CopyEnd | None = None
     ) -> None:
-        """Follows copies that have been started."""
         self.done = CopyEnd() if done is None else done
         self._device = device
         self._tensors = tensors

@@ -69,7 +69,6 @@ class LongWait:
             ) from None
 
     def __exit__(self, *_: object) -> None:
-        """Ends the wait."""
         self._session.waits = ""
         if self._session.timeline is not None:
             self._session.timeline.span("wait", self._begin_ns, what=self._name())

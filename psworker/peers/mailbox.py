@@ -20,7 +20,6 @@ class Mailbox:
     """Keeps each array until it is taken, once."""
 
     def __init__(self) -> None:
-        """Begins empty."""
         self._changed = threading.Condition()
         self._arrays: dict[Key, FloatArray] = {}
         self._taken: deque[Key] = deque(maxlen=TAKEN_MAX)
@@ -90,5 +89,4 @@ class Mailbox:
             }
 
     def __len__(self) -> int:
-        """Returns the number of arrays that wait."""
         return len(self._arrays)

@@ -121,7 +121,6 @@ class SharedReceivers:
     """The memories of the other workers of this host."""
 
     def __init__(self) -> None:
-        """Begins without one."""
         self._receivers: dict[int, deque[SharedReceiver]] = {}  # By rank.
 
     def attach(self, request: pb.Attach, fd: int) -> Segment:

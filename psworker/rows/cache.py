@@ -45,7 +45,6 @@ class RowCache:
         self.clear()
 
     def __len__(self) -> int:
-        """Returns the number of rows in it."""
         return len(self._ids)
 
     def clear(self) -> None:

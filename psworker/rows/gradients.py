@@ -43,7 +43,6 @@ class RowGradients:
     """Collects the gradients of the lookups of one table until they are cleared."""
 
     def __init__(self) -> None:
-        """Starts without a gradient."""
         self._found: list[RowGradient] = []
         self._mark: torch.Tensor | None = None  # The gradient of the placeholder.
         self._mark_version = 0

@@ -18,7 +18,6 @@ class LeftOut:
     """
 
     def __init__(self) -> None:
-        """Starts before the first step."""
         self.report = (0, 0, 0)
         self._zeroed = 0  # Calls since the end of the last step.
         self._total = 0  # Calls in steps after the first, except those given up.

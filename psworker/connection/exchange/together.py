@@ -13,7 +13,6 @@ class Together:
     """
 
     def __init__(self) -> None:
-        """Starts outside of the context."""
         self._depth = 0
         self._holding: dict[Transport, None] = {}  # The data planes that keep requests.
         self._nbytes = 0  # Of the gradients that these are about.

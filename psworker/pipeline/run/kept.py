@@ -51,7 +51,6 @@ class Activations:
     """
 
     def __init__(self) -> None:
-        """Begins with none."""
         self.nbytes = 0
         self._sizes: dict[torch.Size | None, int] = {}
 

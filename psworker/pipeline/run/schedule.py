@@ -102,7 +102,6 @@ class Stash:
     flushes = False  # Whether no minibatch is in flight between updates.
 
     def __init__(self, place: Place, rule: Rule = ALIKE) -> None:
-        """Counts for one replica."""
         self.place = place
         self._rule = rule
 
@@ -205,7 +204,6 @@ class Order:
     """
 
     def __init__(self, versions: Stash) -> None:
-        """Begins at minibatch 0 and version 0."""
         self._versions = versions
         self._place = versions.place
         self._flying: deque[tuple[int, int]] = deque()  # Minibatch and version, oldest first.

@@ -69,7 +69,6 @@ class WorkerRecovery:
         left_out: LeftOut,
         companions: Companions,
     ) -> None:
-        """Starts without a failure."""
         self.failure: Failure | None = None
         self._table = table
         self._gradients = gradients
