@@ -78,6 +78,7 @@ class RowExchange:
         self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        session.pushes.add(self)
 
     def begin(self, step: int | None) -> None:
         """Asks every slice with which step this worker begins, and begins with it.
@@ -213,6 +214,7 @@ class RowExchange:
             self._table, self.origin = self.session.define(self.spec, again=True)[:2]
             self._joined_as = self.session.incarnation
             self._pushes.clear()
+            self.session.pushes.add(self)
             self.missed.doubt(self.session.rank)
 
     # ----- inside

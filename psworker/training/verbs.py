@@ -255,8 +255,16 @@ def live_ranks() -> list[int]:
 
 
 def barrier(name: str = "barrier") -> None:
-    """Waits until all workers that are still in the job have reached this barrier."""
-    context.place().barrier(name)
+    """Waits until all workers that are still in the job have reached this barrier.
+
+    The pushes that they have made before it are on the shards: what one reads behind it holds them.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    session = context.place()
+    session.flush()
+    session.barrier(name)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import psworker
 from psserver.remote import ask
 from psserver.remote.status import combine
 from psworker.training.optimizer import DistributedOptimizer
+from psworker.transports import OutgoingPush, Transport
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.row_models import (
     TABLES,
@@ -387,3 +391,39 @@ def test_the_status_shows_rows_that_were_updated_and_none_that_were_looked_up(
         assert found["rows_max"] >= 1000
         worker.tell()
         worker.result()
+
+
+def push_late(me: Station) -> list[float]:
+    """Adds 1 to one row, by a push that leaves long after the step; returns it behind a barrier."""
+    table = psworker.Embedding(None, 1, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+        rows_mode="asgd",
+    )
+    rows = table(torch.zeros(1, dtype=torch.int64))
+    torch.autograd.backward(-rows.sum() + 0.0 * model["top"](rows).sum())
+    dense = table_of(optimizer).exchange
+    for link in dense.session.links if me.rank else ():
+        delay(link.transport, but=dense.table)
+    optimizer.step()
+    psworker.barrier("stepped")
+    with torch.no_grad():
+        return table(torch.zeros(1, dtype=torch.int64)).flatten().tolist()
+
+
+def delay(transport: Transport, *, but: int) -> None:
+    """Lets each push of a transport leave half a second late, but for those of one table."""
+    push = transport.push
+
+    def push_later(outgoing: OutgoingPush) -> None:
+        late_s = 0.0 if outgoing.header.sender.table == but else 0.5
+        threading.Timer(late_s, functools.partial(push, outgoing)).start()
+
+    transport.push = push_later  # type: ignore[method-assign]
+
+
+def test_what_is_read_behind_a_barrier_holds_all_pushes_before_it(shards: Shards) -> None:
+    assert shards.run(push_late) == [[2.0], [2.0]]

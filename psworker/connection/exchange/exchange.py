@@ -107,6 +107,7 @@ class Exchange:
         self._residuals = Residuals(
             session, self.table, self.layout, self.payloads.feedback, self._pushes
         )
+        session.pushes.add(self)
 
     @property
     def compresses_pulls(self) -> bool:
@@ -244,6 +245,7 @@ class Exchange:
         self.table, self.origin = self.session.define(self.spec, again=True)[:2]
         self.missed.doubt(self.session.rank)
         self._pushes.clear()
+        self.session.pushes.add(self)
         self._pulls.clear()
         self.session.pace.forget()
         self._estimates = self._make_estimates()

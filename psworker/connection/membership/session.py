@@ -7,7 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 from pscore.content import Content
 from pscore.errors import LOST, ConfigError, ShardMapError, StateLostError
@@ -39,6 +40,14 @@ class AgreedTable(NamedTuple):
     content: Content
 
 
+class Pushes(Protocol):
+    """The pushes of one table."""
+
+    def flush(self) -> None:
+        """Waits until every push is acknowledged."""
+        ...
+
+
 class Session:
     """This process as a worker of one job, or as one of the processes that are a worker.
 
@@ -50,6 +59,7 @@ class Session:
         heartbeats: Renew the leases, and carry what this worker reports.
         lease_s: Seconds without a message after which the shards declare this worker lost.
         residual_senders: By table; they send the residuals that a checkpoint needs.
+        pushes: The pushes of each table that this membership has declared.
         peer_host: Address at which this worker listens for others; empty: that from which it
             reaches the first shard.
         peer_ports: Ports of which it takes the first that is free; 0: any.
@@ -105,6 +115,7 @@ class Session:
         self._mending = MendingWait(job, patience_s)
         self.heartbeats = Heartbeats(self._member, self.links, self.pace)
         self.residual_senders = self.heartbeats.residual_senders
+        self.pushes: WeakSet[Pushes] = WeakSet()
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
@@ -243,6 +254,7 @@ class Session:
                 self._await_mending(problem)
             else:
                 self.heartbeats.failure = None
+                self.pushes.clear()  # What is under way may never be answered.
                 return
 
     def _await_mending(self, problem: StateLostError) -> None:
@@ -263,6 +275,15 @@ class Session:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         self.agree(name, 0.0)
+
+    def flush(self) -> None:
+        """Waits until the shards have acknowledged every push of this process.
+
+        Raises:
+            PacelineError: A push was refused, or a shard does not answer.
+        """
+        for pushes in list(self.pushes):
+            pushes.flush()
 
     def agree(self, name: str, value: float) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.

@@ -143,6 +143,7 @@ def exchange_of(num_shards: int) -> Exchange:
         define=lambda *_: (0, Origin()),
         timeline=None,
         residual_senders={},
+        pushes=set(),
     )
     spec = TableSpec(
         name="model",

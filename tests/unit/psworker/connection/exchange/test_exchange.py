@@ -84,6 +84,7 @@ class Session:
         self.pace = Pace()
         self.waits = ""
         self.residual_senders: dict[int, Any] = {}
+        self.pushes: set[Exchange] = set()
 
     def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin, Content]:
         self.defined.append(spec)
