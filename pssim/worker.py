@@ -142,6 +142,7 @@ class SimulatedSession:
         self.links = links
         self.residual_senders: dict[int, Residuals] = {}
         self.pace = Pace(now=lambda: 0.0)
+        self.pushes: set[Exchange] = set()
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
         """Returns the table's number, and the origin of its steps."""

@@ -416,11 +416,11 @@ def push_late(me: Station) -> list[float]:
 
 def delay(transport: Transport, *, but: int) -> None:
     """Lets each push of a transport leave half a second late, but for those of one table."""
-    push = transport.push
+    send = transport.push
 
-    def push_later(outgoing: OutgoingPush) -> None:
-        late_s = 0.0 if outgoing.header.sender.table == but else 0.5
-        threading.Timer(late_s, functools.partial(push, outgoing)).start()
+    def push_later(push: OutgoingPush) -> None:
+        late_s = 0.0 if push.header.sender.table == but else 0.5
+        threading.Timer(late_s, functools.partial(send, push)).start()
 
     transport.push = push_later  # type: ignore[method-assign]
 
