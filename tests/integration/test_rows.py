@@ -411,7 +411,7 @@ def push_late(me: Station) -> list[float]:
     optimizer.step()
     psworker.barrier("stepped")
     with torch.no_grad():
-        return table(torch.zeros(1, dtype=torch.int64)).flatten().tolist()
+        return [float(each) for each in table(torch.zeros(1, dtype=torch.int64)).flatten()]
 
 
 def delay(transport: Transport, *, but: int) -> None:
