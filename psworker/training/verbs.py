@@ -263,7 +263,8 @@ def barrier(name: str = "barrier") -> None:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     session = context.place()
-    session.flush()
+    for pushes in list(session.pushes):
+        pushes.flush()
     session.barrier(name)
 
 

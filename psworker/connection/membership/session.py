@@ -40,7 +40,7 @@ class AgreedTable(NamedTuple):
     content: Content
 
 
-class Pushes(Protocol):
+class PushesUnderWay(Protocol):
     """The pushes of one table."""
 
     def flush(self) -> None:
@@ -115,7 +115,7 @@ class Session:
         self._mending = MendingWait(job, patience_s)
         self.heartbeats = Heartbeats(self._member, self.links, self.pace)
         self.residual_senders = self.heartbeats.residual_senders
-        self.pushes: WeakSet[Pushes] = WeakSet()
+        self.pushes: WeakSet[PushesUnderWay] = WeakSet()
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
@@ -275,15 +275,6 @@ class Session:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         self.agree(name, 0.0)
-
-    def flush(self) -> None:
-        """Waits until the shards have acknowledged every push of this process.
-
-        Raises:
-            PacelineError: A push was refused, or a shard does not answer.
-        """
-        for pushes in list(self.pushes):
-            pushes.flush()
 
     def agree(self, name: str, value: float) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
