@@ -415,7 +415,7 @@ def push_late(me: Station) -> list[float]:
 
 
 def delay(transport: Transport, *, but: int) -> None:
-    """Lets each push of a transport leave half a second late, but for those of one table."""
+    """Sends each push of a transport half a second late, but for those of one table."""
     send = transport.push
 
     def push_later(push: OutgoingPush) -> None:
