@@ -257,7 +257,7 @@ def live_ranks() -> list[int]:
 def barrier(name: str = "barrier") -> None:
     """Waits until all workers that are still in the job have reached this barrier.
 
-    The pushes that they have made before it are on the shards: what one reads behind it holds them.
+    Their pushes before it are on the shards then, so a pull behind it sees them.
 
     Raises:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.

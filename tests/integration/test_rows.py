@@ -425,5 +425,5 @@ def delay(transport: Transport, *, but: int) -> None:
     transport.push = push_later  # type: ignore[method-assign]
 
 
-def test_what_is_read_behind_a_barrier_holds_all_pushes_before_it(shards: Shards) -> None:
+def test_a_pull_behind_a_barrier_sees_all_pushes_before_it(shards: Shards) -> None:
     assert shards.run(push_late) == [[2.0], [2.0]]
