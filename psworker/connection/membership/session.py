@@ -254,7 +254,7 @@ class Session:
                 self._await_mending(problem)
             else:
                 self.heartbeats.failure = None
-                self.pushes.clear()  # What is under way may never be answered.
+                self.pushes.clear()  # Those under way may never be answered.
                 return
 
     def _await_mending(self, problem: StateLostError) -> None:
