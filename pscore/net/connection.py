@@ -115,7 +115,8 @@ class Connection:
         service: Service,
         *,
         peer: str = "",
-        on_admitted: Callable[[], None] = lambda: None,
+        on_asked: Callable[[], None] = lambda: None,
+        on_answered: Callable[[], None] = lambda: None,
         on_known: Callable[[], None] = lambda: None,
         unknown: Budget | None = None,
     ) -> None:
@@ -125,14 +126,16 @@ class Connection:
             stream: With TLS, if there is any.
             service: Admits the peer and handles its frames.
             peer: The host at the other end, for the log.
-            on_admitted: Called when the first message has come and was accepted.
-            on_known: Called once, after `on_admitted`, when the peer is known.
+            on_asked: Called when a request of a peer that is not known has begun to come.
+            on_answered: Called after it, if the peer is not known even now.
+            on_known: Called once, when the peer is known.
             unknown: Bytes of headers that unknown peers may have under way.
         """
         self._stream = stream
         self._service = service
         self._peer = peer
-        self._on_admitted = on_admitted
+        self._on_asked = on_asked
+        self._on_answered = on_answered
         self._on_known = on_known
         self._unknown = unknown
         self._reserved_nbytes = 0  # Bytes of `unknown`, for the header that is being read.
@@ -160,7 +163,11 @@ class Connection:
             incoming = self._greet(deadline_s)
             self._queue.hold()  # Until the next read: requests that come together are answered so.
             while incoming is not None:
+                if not self.is_known:
+                    self._on_asked()
                 self._dispatch(incoming)
+                if not self.is_known:
+                    self._on_answered()
                 self._return_reserved()
                 incoming = sockets.read_header(self._reader, reserve=self._reserve)
         except AccessError as problem:
@@ -232,7 +239,6 @@ class Connection:
             sockets.limit_silence(self._stream, SILENCE_S)
         except OSError as problem:  # The process ends, and has closed it.
             raise TransportError(f"connection closed: {problem}") from problem
-        self._on_admitted()
         if service.needs_token:
             self.note_known()
         return incoming

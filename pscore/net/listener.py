@@ -68,7 +68,7 @@ class Strangers:
             self._held.enter(accepted, address)
 
     def note_greeted(self, accepted: socket.socket) -> None:
-        """Notes that the first message of a handshake has come."""
+        """Notes that the first message of a handshake, or a request, has come."""
         with self._lock:
             self._held.advance(accepted, ExchangeStage.BEGUN)
 
@@ -301,21 +301,26 @@ class Listener:
                 stream,
                 self._service,
                 peer=peer,
-                on_admitted=lambda: self._on_admitted(accepted, peer),
-                on_known=lambda: self._greeted.remove(accepted),
+                on_asked=lambda: self._on_asked(accepted, peer),
+                on_answered=lambda: self._greeted.add(accepted, peer),  # It is silent again.
+                on_known=lambda: self._on_known(accepted),
                 unknown=self._unknown,
             )
             self._connections[connection] = threading.current_thread()
             try:
                 connection.serve(deadline_s)
             finally:
-                self._pending.remove(accepted)
-                self._greeted.remove(accepted)
+                self._on_known(accepted)
                 del self._connections[connection]
 
-    def _on_admitted(self, accepted: socket.socket, peer: str) -> None:
+    def _on_asked(self, accepted: socket.socket, peer: str) -> None:
         self._pending.remove(accepted)
         self._greeted.add(accepted, peer)
+        self._greeted.note_greeted(accepted)
+
+    def _on_known(self, accepted: socket.socket) -> None:
+        self._pending.remove(accepted)
+        self._greeted.remove(accepted)
 
     def _secured(self, accepted: socket.socket, deadline_s: float) -> tls.Stream:
         """Returns the connection, with TLS if it came over TCP and there is a context.

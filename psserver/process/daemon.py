@@ -172,7 +172,7 @@ class Daemon:
                 self._moves.signpost,
                 *spans.interceptors("psserver"),
                 AuthInterceptor(self._authorizer, self.engine.heard),
-                ErrorInterceptor(self.broke, self.callers.note_answered),
+                ErrorInterceptor(self.broke, self.callers.note_call),
             ],
         )
         server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))

@@ -4,7 +4,7 @@ gRPC refuses connections beyond a number, and closes none of them for a newcomer
 connect and say nothing could keep all workers and probes out. This module looks for the accepted
 sockets among the file descriptors of the process, and shuts down those whose peers have proved
 nothing: the peer has shown no token or, where none is needed, has named no live worker. Those that
-were never answered go first, and not one that reads a checkpoint. When the others alone take nearly
+never called go first, and not one that reads a checkpoint. When the others alone take nearly
 all places, the oldest of these go too, as a worker connects again.
 """
 
@@ -46,23 +46,27 @@ class Callers:
         self._limit = num_max * 3 // 4
         self._known_max = num_max - num_max // 16
         self._needs_token = needs_token
-        # By gRPC's name for them: those that have proved something, and others that were answered.
+        # By gRPC's name for them: those that have proved something, and others that have called.
         self._known: dict[str, Peer] = {}
         self._heard: dict[str, Peer] = {}
         # By inode, in order of arrival: our sockets; None: one of another port, or that listens.
         self._seen: dict[int, Peer | None] = {}
 
-    def note_answered(self, method: str, peer: str) -> None:
-        """Notes that a call was answered and not refused.
+    def note_call(self, method: str, peer: str, *, is_answered: bool) -> None:
+        """Notes that an admitted call begins, or that it was answered and not refused.
 
         Args:
             method: Name of the method.
+            is_answered: Whether it was answered.
             peer: Other end of the connection, as gRPC names it; it has no address of IP if the
                 connection is over, or is a Unix socket.
         """
         if not peer.startswith(("ipv4:", "ipv6:")):
             return
-        is_proof = not method.startswith(HEALTH) if self._needs_token else method in WORKERS_PROOFS
+        if self._needs_token:
+            is_proof = not method.startswith(HEALTH)
+        else:
+            is_proof = is_answered and method in WORKERS_PROOFS
         kept = self._known if is_proof else self._heard
         if peer not in kept:
             kept[peer] = _named(peer)

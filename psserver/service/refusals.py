@@ -49,16 +49,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(
         self,
         report: Callable[[BaseException], None],
-        answered: Callable[[str, str], None] = lambda method, peer: None,
+        note_call: Callable[..., None] = lambda method, peer, is_answered: None,
     ) -> None:
         """Calls `report` with each exception that is no refusal.
 
         Args:
             report: Gets the exception.
-            answered: Called after each other call with its method and peer.
+            note_call: Called with the method and peer of each call before it, and again after one
+                that is not refused; `is_answered` tells which.
         """
         self._report = report
-        self._answered = answered
+        self._note_call = note_call
         self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -90,6 +91,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 return Malformed(len(raw))
 
         async def call(request: object, context: Any) -> object:
+            self._note_call(name, context.peer(), is_answered=False)
             try:
                 if isinstance(request, Malformed):
                     text = f"{request.nbytes} bytes are no message for {name.rpartition('/')[2]}"
@@ -104,7 +106,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             except Exception as problem:
                 self._report(problem)
                 raise
-            self._answered(name, context.peer())
+            self._note_call(name, context.peer(), is_answered=True)
             return reply
 
         return grpc.unary_unary_rpc_method_handler(

@@ -184,6 +184,43 @@ def test_a_handshake_under_way_gives_its_place_up_when_it_is_slow(
         assert other.recv(1) == b""
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_request_under_way_keeps_a_strangers_place_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """Between two messages a stranger, here the younger one, gives its place to a newcomer."""
+    if is_slow:
+        monkeypatch.setattr(listeners, "TICK_S", 0.0)  # Each look at the places is a tick.
+    peer = Peer()
+    with listening(peer) as listener, contextlib.ExitStack() as opened:
+
+        def greeted() -> socket.socket:
+            stranger = socket.create_connection(("127.0.0.1", listener.port), WAIT_S)
+            stranger.sendall(wire.encode(pb.Envelope(hello=pb.Hello()).SerializeToString()))
+            assert sockets.read_header(opened.enter_context(stranger)) is not None
+            return stranger
+
+        asking = greeted()
+        frame = wire.encode(
+            pb.Envelope(id=1, push=pb.PushHeader(step=3)).SerializeToString(), b"12"
+        )
+        asking.sendall(frame[:-1])
+        eventually(lambda: not is_free(peer.budget))
+        others = [greeted() for _ in range(SAFE_TICKS)]
+        monkeypatch.setattr(listeners, "CONNECTIONS_MAX", 1 + len(others))
+        for _ in range(1 + len(others) if is_slow else len(others)):
+            greeted()
+        for each in others:
+            assert each.recv(1) == b""
+        if is_slow:
+            assert asking.recv(1) == b""
+        else:
+            asking.sendall(frame[-1:])
+            answer = sockets.read_header(asking)
+            assert answer is not None
+            assert pb.Envelope.FromString(answer.header).pushed.version == 3
+
+
 def test_a_peer_that_says_nothing_has_no_thread() -> None:
     with listening(Peer(TOKEN)) as listener, contextlib.ExitStack() as opened:
         before = set(threading.enumerate())

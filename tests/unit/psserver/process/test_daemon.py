@@ -284,3 +284,39 @@ def test_a_call_is_answered_while_the_connections_of_strangers_are_counted(
         keeping.cancel()
 
     with_daemon(use)
+
+
+def test_a_call_under_way_keeps_its_connection_before_those_that_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker's first call, which may wait long: it has proved nothing yet."""
+    arrived, may_go = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: object, request: object, context: object) -> pb.JoinReply:
+        arrived.set()
+        await may_go.wait()
+        return pb.JoinReply(life=7)
+
+    monkeypatch.setattr(ControlServicer, "Join", slow)
+    monkeypatch.setattr("psserver.process.daemon.CONNECTIONS_MAX", 2)  # One may be a stranger's.
+
+    async def run() -> None:
+        daemon = Daemon(make_plan(num_shards=1))
+        port = (await daemon.start()).port
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            answer = asyncio.ensure_future(
+                control_pb2_grpc.ControlStub(channel).Join(pb.JoinRequest())
+            )
+            await arrived.wait()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            keeping = asyncio.create_task(daemon.keep_room())
+            ending = asyncio.ensure_future(reader.read())
+            await asyncio.wait({answer, ending}, return_when=asyncio.FIRST_COMPLETED)
+            assert not answer.done()
+            keeping.cancel()
+            may_go.set()
+            assert (await answer).life == 7
+            writer.close()
+        await daemon.end()
+
+    asyncio.run(run())
