@@ -33,7 +33,7 @@ from psworker.training.changes import growth, handover
 from psworker.training.changes.auto_mode import ModeWish
 from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
-from psworker.training.companions import join_companions
+from psworker.training.companions import common_step, join_companions, require_unscaled
 from psworker.training.declaration import Declaration
 from psworker.training.figures import WorkerFigures
 from psworker.training.gradients import clipping, scaling
@@ -188,7 +188,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Clears the gradients as `torch.optim.Optimizer.zero_grad` does; counts a step's start."""
         self._left_out.zeroed()
         super().zero_grad(set_to_none)
-        self._companions.zero_grad()
+        for companion in self._companions:
+            companion.zero_grad()
         if self._gradients.overlap.is_wanted and not self._gradients.overlap.has_begun:
             self._grow_if_thawed()  # At `step` gradients of this step have left.
 
@@ -219,7 +220,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling.refuse_attributes(self)
-        self._companions.require_unscaled(grad_scaler)
+        require_unscaled(self._companions, grad_scaler)
         self._hints.check()
         self._grow_if_thawed()
         self._steps.run(grad_scaler)
@@ -503,7 +504,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def _start(self) -> None:
         """Starts training: the first weights are uploaded, and pulled."""
         self._table.start(self.param_groups)
-        self._companions.start(self._table)
+        for companion in self._companions:
+            companion.start(common_step(self._table))
 
     def _run_between_steps(self, action: Callable[[], Any]) -> Any:
         """Runs an action of a companion, as `WorkerRecovery.run_between_steps` does."""
@@ -511,7 +513,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
     def _end_training(self) -> None:
         """Ends exchanges and rounds, and brings the global weights into the model."""
-        self._companions.close()
+        for companion in self._companions:
+            companion.close()
         self._table.local_step.part()
         self._table.end_round()
         self._table.fetch(None)

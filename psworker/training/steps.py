@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.amp.grad_scaler import GradScaler
 
@@ -9,8 +11,8 @@ from pscore.errors import LOST, GradientError
 from pscore.types import Role
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.connection.accounts.trace import RoundSpans, local_update
+from psworker.job.companions import Companion
 from psworker.training.changes.recovery import WorkerRecovery
-from psworker.training.companions import Companions
 from psworker.training.gradients import clipping, scaling
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.gradients.scaling import Overflow
@@ -31,7 +33,7 @@ class Steps:
         buffers: Buffers,
         recovery: WorkerRecovery,
         left_out: LeftOut,
-        companions: Companions,
+        companions: Sequence[Companion],
     ) -> None:
         """Starts before the first step.
 
@@ -112,7 +114,8 @@ class Steps:
         self._gradients.check()
         self._table.flat.check_weights()
         warn_of_changes(self._table)
-        self._companions.prepare()
+        for companion in self._companions:
+            companion.prepare()
 
     def _find_overflow(self, scaler: GradScaler) -> Overflow:
         """Unscales the gradients, and returns what is to be left out of the step."""
@@ -137,11 +140,13 @@ class Steps:
         table = self._table
         plan, number = table.replica.plan(), table.replica.step
         if skips and not self._table.rule.by_step:
-            self._companions.push(0.0, skips=True)
+            for companion in self._companions:
+                companion.push(0.0, skips=True)
             return  # No worker waits for this worker's gradient.
         if plan.push is Role.GRADIENT:
             self._push(skips=skips)
-        self._companions.push(table.progress.samples, skips=skips)
+        for companion in self._companions:
+            companion.push(table.progress.samples, skips=skips)
         if plan.inner:
             table.local_step.make(skips=skips)
         table.finish_step(table.progress.samples)
@@ -149,7 +154,8 @@ class Steps:
         table.show_weights()
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.
-        self._companions.finish()
+        for companion in self._companions:
+            companion.finish()
         if table.means is not None:
             table.means.show()
             with local_update(table.session.timeline, number):

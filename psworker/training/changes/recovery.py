@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,7 +34,8 @@ from pscore.errors import (
     PacelineError,
 )
 from psworker.connection.accounts.left_out import LeftOut
-from psworker.training.companions import Companions
+from psworker.job.companions import Companion
+from psworker.training.companions import common_step
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.state.buffers import Buffers
 from psworker.training.table import GlobalState, TrainingTable
@@ -67,7 +68,7 @@ class WorkerRecovery:
         gradients: Gradients,
         buffers: Buffers,
         left_out: LeftOut,
-        companions: Companions,
+        companions: Sequence[Companion],
     ) -> None:
         self.failure: Failure | None = None
         self._table = table
@@ -155,7 +156,8 @@ class WorkerRecovery:
             table.rejoin()
             self._buffers.restart()
             table.begin(failure.step)
-            self._companions.begin_again(table)
+            for companion in self._companions:
+                companion.begin_again(common_step(table))
 
         self._repeat(rejoin)
         self._say_if_back(failure.step)

@@ -33,13 +33,13 @@ class Steps:
         return lambda *given, **options: self.told.append((name, *given, *options.values()))
 
 
-def join(place: Place, optimizers: object) -> companions.Companions:
+def join(place: Place, optimizers: object) -> list[Companion]:
     return companions.join_companions(
         cast(Any, optimizers), [], SSGD(), cast(Any, place), "model", lambda call: call()
     )
 
 
-def test_each_room_gets_the_optimizers_and_each_companion_the_steps(
+def test_each_room_gets_the_optimizers_and_each_companion_ends_with_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[Any] = []
@@ -54,11 +54,11 @@ def test_each_room_gets_the_optimizers_and_each_companion_the_steps(
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     place = Place()
     joined = join(place, optimizer)
-    joined.push(2.0, skips=False)
-    joined.finish()
-    place.closers[0]()
+    for close in place.closers:
+        close()
     assert given == [[optimizer]] * 2
-    assert [one.told for one in found] == [[("push", 2.0, False), ("finish",), ("end",)]] * 2
+    assert joined == found
+    assert [one.told for one in found] == [[("end",)]] * 2
 
 
 def test_an_optimizer_of_tables_that_no_room_has_is_refused(
@@ -68,4 +68,4 @@ def test_an_optimizer_of_tables_that_no_room_has_is_refused(
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(ConfigError, match="this model has none"):
         join(Place(), optimizer)
-    join(Place(), None).finish()
+    assert join(Place(), None) == []
