@@ -27,7 +27,6 @@ import dataclasses
 import json
 import os
 import random
-import signal
 import statistics
 import struct
 import sys
@@ -44,9 +43,9 @@ import torch
 from benchmarks import kit
 from benchmarks.forked import Forked, prepare
 from benchmarks.survival import round_proof
+from benchmarks.survival.loop import KilledJob
 from benchmarks.survival.proof import COPIES
 from benchmarks.survival.round_proof import Outer, Part, RoundNotebook, RoundProof
-from benchmarks.survival.shards import Shards, free_ports
 from pscore.partition import make_layout
 from pscore.rules import DiLoCo
 from pscore.types import TensorSpec
@@ -55,7 +54,6 @@ JOB = "chaos"
 FEATURES, HIDDEN, CLASSES, BATCH = 32, 64, 10, 16
 SHARPNESS = 4.0  # Of the labels: factor of the scores that they are drawn from.
 RECORD = struct.Struct("<dd")  # Time of the monotonic clock, held-out loss.
-SHARE_OF_SHARDS = 0.2  # Of the kills: as 3 are of 15 processes.
 TAIL = 0.1  # Share of the tokens over which a loss is averaged.
 SPARE = 60  # Rounds for which the ledger has room beyond those of the run.
 
@@ -175,58 +173,30 @@ class Run:
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup, self.folder = setup, folder
-        self.rng = random.Random(setup.seed)
-        self.kills: list[tuple[float, str]] = []  # Seconds from the begin, and the process.
-        self._restarts = [0] * setup.learners
-        self.learners: list[Forked] = []
-        (folder / "state").mkdir()
-        flags = ["--shards", str(setup.shards), "--lease-s", str(setup.lease_s)]
-        self.shards = Shards(folder, folder / "state", flags, port=free_ports(setup.shards))
-
-    def learner(self, rank: int) -> Forked:
-        """Starts a learner, or starts it again."""
-        servers, learners = self.shards.addresses, self.setup.learners
-        environment = kit.worker_environment(servers, rank, learners, "auto", JOB)
-        environment["TORCHELASTIC_RESTART_COUNT"] = str(self._restarts[rank])
-        return Forked(learn, rank, environment, self.setup, self.folder)
+        self.job = KilledJob(
+            JOB,
+            folder,
+            lambda rank, _, environment: Forked(learn, rank, environment, setup, folder),
+            num_workers=setup.learners,
+            num_shards=setup.shards,
+            lease_s=setup.lease_s,
+            seed=setup.seed,
+        )
 
     def train(self) -> dict[str, Any]:
         """Trains; returns the account of the run."""
-        self.shards.start()
-        try:
-            self.learners = [self.learner(rank) for rank in range(self.setup.learners)]
+        job = self.job
+        with job.running():
             while any(len(self.losses(rank)) < 2 for rank in range(self.setup.learners)):
-                self.tend(0.1)
-            begin_s = time.monotonic()
-            self._disturb(begin_s)
+                job.tend(0.1)
+            job.begin_s = time.monotonic()
+            self._disturb()
             end_s = time.monotonic()
             (self.folder / "stop").touch()
-            for learner in self.learners:
+            for learner in job.workers:
                 learner.hear(120.0)
             proof = self._check()
-        finally:
-            for learner in self.learners:
-                learner.end()
-            self.shards.stop()
-        return self._account(proof, begin_s, end_s)
-
-    def tend(self, seconds: float) -> None:
-        """Waits, and raises what a learner has raised."""
-        time.sleep(seconds)
-        for learner in self.learners:
-            if learner.has_told():
-                learner.hear()
-
-    def kill(self) -> str:
-        """Kills a learner, which is started again, or a shard; returns its name."""
-        if self.rng.random() < SHARE_OF_SHARDS:
-            index = self.rng.randrange(self.setup.shards)
-            return f"shard {index}" if self.shards.signal(index, signal.SIGKILL) else ""
-        rank = self.rng.randrange(self.setup.learners)
-        self.learners[rank].end()
-        self._restarts[rank] += 1
-        self.learners[rank] = self.learner(rank)
-        return f"learner {rank}"
+        return self._account(proof, job.begin_s, end_s)
 
     def losses(self, rank: int) -> list[tuple[float, float]]:
         """Returns the time and the held-out loss of each round that a learner has begun."""
@@ -235,20 +205,19 @@ class Run:
         whole = len(data) - len(data) % RECORD.size
         return list(RECORD.iter_unpack(data[:whole]))
 
-    def _disturb(self, begin_s: float) -> None:
+    def _disturb(self) -> None:
         every_s = self.setup.every_s or float("inf")
-        next_s = begin_s + every_s
-        while time.monotonic() < begin_s + self.setup.seconds:
-            self.tend(0.05)
+        next_s = self.job.begin_s + every_s
+        while time.monotonic() < self.job.begin_s + self.setup.seconds:
+            self.job.tend(0.05)
             if time.monotonic() >= next_s:
                 next_s += every_s
-                if name := self.kill():
-                    self.kills.append((time.monotonic() - begin_s, name))
+                self.job.kill()
 
     def _check(self) -> RoundProof:
         """Compares the learners' files with the weights, when all learners have ended."""
         books = [self.folder / f"{rank}.moves" for rank in range(self.setup.learners)]
-        ledger = self.shards.exported(JOB, round_proof.LEDGER)
+        ledger = self.job.shards.exported(JOB, round_proof.LEDGER)
         rule = self.setup.rule
         outer = Outer(rule.outer_lr, rule.outer_momentum)
         return round_proof.check(books, round_proof.cut(ledger, self.setup.ledger()[1]), outer)
@@ -264,7 +233,7 @@ class Run:
         return {
             "seconds": end_s - begin_s,
             "tokens": tokens * len(times),
-            "kills": self.kills,
+            "kills": self.job.kills,
             "proof": numbers,
             "curve": curve,
         }

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import random
-import signal
 import statistics
 import struct
 import sys
@@ -38,13 +37,12 @@ from torch import nn
 from benchmarks import kit
 from benchmarks.forked import Forked, prepare
 from benchmarks.markdown import machine
-from benchmarks.survival.shards import Shards, free_ports
+from benchmarks.survival.loop import KilledJob
 
 RESULTS = kit.ROOT / "docs" / "results" / "pipeline_kills.json"
 JOB = "pipeline-kills"
 REPLICAS = (2, 2, 1)
 COPIES = 16  # Components of a minibatch.
-SHARE_OF_SHARDS = 0.2  # Of the kills.
 TIME = struct.Struct("<d")  # Of the monotonic clock.
 STALL_S = 1.0  # A gap between two losses that is called a stop.
 
@@ -132,63 +130,34 @@ class Run:
     def __init__(self, setup: Setup, folder: Path) -> None:
         """Prepares them; starts nothing yet."""
         self.setup, self.folder = setup, folder
-        self.rng = random.Random(setup.seed)
-        self.kills: list[tuple[float, str]] = []  # Seconds from the begin, and the process.
-        self._restarts = [0] * sum(REPLICAS)
-        self.workers: list[Forked] = []
-        (folder / "state").mkdir()
-        flags = ["--shards", "2", "--lease-s", str(setup.lease_s)]
-        self.shards = Shards(folder, folder / "state", flags, port=free_ports(2))
+        self.job = KilledJob(
+            JOB,
+            folder,
+            lambda rank, _, environment: Forked(work, rank, environment, setup, folder),
+            num_workers=sum(REPLICAS),
+            num_shards=2,
+            lease_s=setup.lease_s,
+            seed=setup.seed,
+        )
 
     def train(self) -> dict[str, Any]:
         """Trains; returns the account of the run."""
-        self.shards.start()
-        try:
-            self.workers = [self._worker(rank) for rank in range(sum(REPLICAS))]
+        job = self.job
+        with job.running():
             while not self._losses():
-                self._tend()
-            begin_s = time.monotonic()
-            next_s = begin_s + self.setup.every_s
-            while not all(self._is_done(rank) for rank in range(sum(REPLICAS))):
-                self._tend()
+                job.tend(0.05)
+            job.begin_s = time.monotonic()
+            next_s = job.begin_s + self.setup.every_s
+            while not all(done := [self._is_done(rank) for rank in range(sum(REPLICAS))]):
+                job.tend(0.05, self._is_done)
                 if time.monotonic() >= next_s:
                     next_s += self.setup.every_s
-                    if name := self._kill():
-                        self.kills.append((time.monotonic() - begin_s, name))
-            return self._account(begin_s, time.monotonic())
-        finally:
-            for worker in self.workers:
-                worker.end()
-            self.shards.stop()
-
-    def _worker(self, rank: int) -> Forked:
-        addresses, number = self.shards.addresses, sum(REPLICAS)
-        environment = kit.worker_environment(addresses, rank, number, "auto", JOB)
-        environment["TORCHELASTIC_RESTART_COUNT"] = str(self._restarts[rank])
-        return Forked(work, rank, environment, self.setup, self.folder)
+                    if not any(done):  # Else the training is over.
+                        job.kill()
+            return self._account(job.begin_s, time.monotonic())
 
     def _is_done(self, rank: int) -> bool:
         return (self.folder / f"{rank}.npy").exists()
-
-    def _tend(self) -> None:
-        """Waits a little, and raises what a worker has raised."""
-        time.sleep(0.05)
-        for rank, worker in enumerate(self.workers):
-            if not self._is_done(rank) and worker.has_told():
-                worker.hear()
-
-    def _kill(self) -> str:
-        """Kills a worker, which is started again, or a shard; returns its name."""
-        if self.rng.random() < SHARE_OF_SHARDS:
-            index = self.rng.randrange(2)
-            return f"shard {index}" if self.shards.signal(index, signal.SIGKILL) else ""
-        rank = self.rng.randrange(sum(REPLICAS))
-        if any(self._is_done(other) for other in range(sum(REPLICAS))):
-            return ""  # The training is over.
-        self.workers[rank].end()
-        self._restarts[rank] += 1
-        self.workers[rank] = self._worker(rank)
-        return f"worker {rank}"
 
     def _losses(self) -> list[float]:
         """Returns the times of all losses that the last stage has computed."""
@@ -219,7 +188,7 @@ class Run:
         gaps = np.diff(times_s)
         return {
             "seconds": end_s - begin_s,
-            "kills": self.kills,
+            "kills": self.job.kills,
             "stages": stages,
             "computed": len(self._losses()),
             "stopped_s": float(gaps[gaps > STALL_S].sum()),
@@ -231,7 +200,7 @@ class Run:
     def _stops(self, gaps: np.ndarray, times_s: list[float], kind: str) -> list[float]:
         """Returns for each kill of a kind the longest gap in the following seconds."""
         found = []
-        for when, name in self.kills:
+        for when, name in self.job.kills:
             first = times_s[0] + when
             near = [
                 float(gap)

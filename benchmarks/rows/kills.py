@@ -20,8 +20,6 @@ worker only the last two pushes may be counted or not.
 from __future__ import annotations
 
 import os
-import random
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,11 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import kit
-from benchmarks.forked import Forked, ending, prepare
+from benchmarks.forked import Forked, prepare
 from benchmarks.rows import going
 from benchmarks.rows.going import OPEN, STEP, end, judge, push, wrap
-from benchmarks.survival.shards import Shards, free_ports
+from benchmarks.survival.loop import KilledJob
 
 JOB = "row-kills"
 NUM_SHARDS, NUM_WORKERS, DIM = 2, 2, 4
@@ -81,12 +78,17 @@ class Run:
 
     def __init__(self, folder: Path, work: Callable[..., None] = work, seed: int = 0) -> None:
         """Prepares them, with `work` as that of a worker; starts nothing yet."""
-        self._folder, self._work, self._rng = folder, work, random.Random(seed)
-        (folder / "state").mkdir()
-        flags = ["--shards", str(NUM_SHARDS), "--lease-s", "60"]
-        self._shards = Shards(folder, folder / "state", flags, port=free_ports(NUM_SHARDS))
-        self._lives = [0] * NUM_WORKERS
-        self._workers: list[Forked] = []
+        self._folder = folder
+        self._job = KilledJob(
+            JOB,
+            folder,
+            lambda *about: Forked(work, *about, folder),
+            num_workers=NUM_WORKERS,
+            num_shards=NUM_SHARDS,
+            lease_s=60.0,
+            share_of_shards=1.0 - SHARE_OF_WORKERS,
+            seed=seed,
+        )
 
     def train(self, seconds: float, every_s: float) -> int:
         """Trains under kills; returns how many there were.
@@ -95,59 +97,32 @@ class Run:
             seconds: Time of the kills, from the first step on.
             every_s: Time from kill to kill, between half and one and a half of it.
         """
-        self._shards.start()
-        self._workers = [self._worker(rank) for rank in range(NUM_WORKERS)]
-        with ending(self._workers):
-            try:
-                while not all(len(lives[-1]) for lives in self.steps):
-                    self._tend(0.05)
-                faults, end_s = 0, time.monotonic() + seconds
-                while time.monotonic() < end_s:
-                    self._tend(every_s * self._rng.uniform(0.5, 1.5))
-                    faults += self._kill()
-                while not all(len(lives[-1]) for lives in self.steps):
-                    self._tend(0.05)
-                newest = max(self.steps[rank][last][-1] for rank, last in enumerate(self._lives))
-                for worker in self._workers:
-                    worker.tell(int(newest) + MORE_STEPS)
-                for worker in self._workers:
-                    worker.hear()
-                for rank, worker in enumerate(self._workers):
-                    worker.tell("look" if rank == 0 else "end")
-                for worker in self._workers:
-                    worker.hear()
-            finally:
-                self._shards.stop()
-        return faults
-
-    def _worker(self, rank: int) -> Forked:
-        addresses = self._shards.addresses
-        environment = kit.worker_environment(addresses, rank, NUM_WORKERS, "auto", JOB)
-        environment["TORCHELASTIC_RESTART_COUNT"] = str(self._lives[rank])
-        return Forked(self._work, rank, self._lives[rank], environment, self._folder)
-
-    def _tend(self, seconds: float) -> None:
-        """Waits, and raises what a worker has raised."""
-        time.sleep(seconds)
-        for worker in self._workers:
-            if worker.has_told():
+        job = self._job
+        with job.running():
+            while not all(len(lives[-1]) for lives in self.steps):
+                job.tend(0.05)
+            end_s = time.monotonic() + seconds
+            while time.monotonic() < end_s:
+                job.tend(every_s * job.rng.uniform(0.5, 1.5))
+                job.kill()
+            while not all(len(lives[-1]) for lives in self.steps):
+                job.tend(0.05)
+            newest = max(self.steps[rank][last][-1] for rank, last in enumerate(job.lives))
+            for worker in job.workers:
+                worker.tell(int(newest) + MORE_STEPS)
+            for worker in job.workers:
                 worker.hear()
-
-    def _kill(self) -> bool:
-        """Kills a worker, which is started again, or a shard; returns whether it was there."""
-        if self._rng.random() >= SHARE_OF_WORKERS:
-            return self._shards.signal(self._rng.randrange(NUM_SHARDS), signal.SIGKILL)
-        rank = self._rng.randrange(NUM_WORKERS)
-        self._workers[rank].end()
-        self._lives[rank] += 1
-        self._workers[rank] = self._worker(rank)
-        return True
+            for rank, worker in enumerate(job.workers):
+                worker.tell("look" if rank == 0 else "end")
+            for worker in job.workers:
+                worker.hear()
+        return len(job.kills)
 
     @property
     def steps(self) -> list[list[np.ndarray]]:
         """The steps that each worker has begun in each life."""
         found = []
-        for rank, last in enumerate(self._lives):
+        for rank, last in enumerate(self._job.lives):
             paths = [self._folder / f"{rank}-{life}.steps" for life in range(last + 1)]
             read = [path.read_bytes() if path.exists() else b"" for path in paths]
             whole = [data[: len(data) // STEP.size * STEP.size] for data in read]

@@ -66,6 +66,7 @@ COMMANDS: list[tuple[Exit, tuple[object, ...]]] = [
 def test_a_command_ends_as_documented(
     code: Exit, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(ask, "ANSWER_S_MAX", 0.2)
     file = tmp_path / "file"
     file.touch()
     places = {"{file}": str(file), "{folder}": str(tmp_path)}

@@ -31,6 +31,7 @@ def test_a_group_whose_host_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatc
     """Nobody has heard the others meanwhile, and nobody has ended."""
     clock = Clock()
     monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "TICK_S", 0.1)
     both = [Watch(0, 2), Watch(1, 2)]
     place = both[0].listen()
     member = threading.Thread(target=both[1].connect, args=(place,))
