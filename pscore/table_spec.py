@@ -262,11 +262,7 @@ def content_from_proto(message: pb.Table | pb.DefineReply) -> Content:
 
 
 def _arguments_of(plugin: pb.Plugin) -> dict[str, Any]:
-    """Returns the arguments in a message.
-
-    Raises:
-        ConfigError: They are not a JSON object.
-    """
+    """Returns the arguments in a message; raises ConfigError if they are not a JSON object."""
     try:
         arguments = json.loads(plugin.arguments or "{}")
     except (ValueError, RecursionError) as problem:

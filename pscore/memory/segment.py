@@ -56,11 +56,7 @@ class Segment(Descriptor):
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Makes a zeroed segment.
-
-        Raises:
-            OSError: The machine has too little memory.
-        """
+        """Makes a zeroed segment; raises OSError if the machine has too little memory."""
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)

@@ -25,11 +25,7 @@ class Slots:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Reserves memory.
-
-        Raises:
-            OSError: The machine has too little memory.
-        """
+        """Reserves memory; raises OSError if the machine has too little memory."""
         self.number = secrets.randbits(64)
         self.nbytes = -(-nbytes // PAGE) * PAGE
         num = min(max(TOTAL_NBYTES // self.nbytes, NUM_MIN), NUM_MAX)

@@ -215,11 +215,7 @@ def from_environment(variables: Mapping[str, str] = os.environ) -> Faults:
 
 
 def parse(text: str) -> Faults:
-    """Returns the faults that `text` describes.
-
-    Raises:
-        ConfigError: A part of it is malformed.
-    """
+    """Returns the faults that `text` describes; raises ConfigError if a part of it is malformed."""
     faults: list[Fault] = []
     seed = 0
     for part in text.split(","):

@@ -118,11 +118,7 @@ def run_top(found: FoundServers, job: str | None, *, once: bool) -> None:
 
 
 def split_listen(listen: str) -> tuple[str, int]:
-    """Returns the host and port of `--listen`.
-
-    Raises:
-        ConfigError: It is not an address.
-    """
+    """Returns the host and port of `--listen`; raises ConfigError if it is not an address."""
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     number = -1

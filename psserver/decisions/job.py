@@ -94,11 +94,7 @@ class Job:
         return {rank: members[rank].incarnation for rank in self.membership.live()}
 
     def table(self, index: int) -> Table:
-        """Returns a table by its index.
-
-        Raises:
-            UnknownJobError: The job has no such table.
-        """
+        """Returns a table by its index; raises UnknownJobError if the job has no such table."""
         for table in self.tables.values():
             if table.index == index:
                 return table

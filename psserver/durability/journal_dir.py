@@ -97,11 +97,7 @@ class JobJournal:
             raise ValueError(f"{self.arena.path} is not the arena of this journal")
 
     def make_weights(self, table: int, nbytes: int, num_slices: int) -> WeightsFile:
-        """Returns a new file for a table's weights.
-
-        Raises:
-            OSError: There is no room for it.
-        """
+        """Returns a new file for a table's weights; raises OSError if there is no room for it."""
         return WeightsFile(self._weights(table), nbytes, num_slices, self.seal, is_new=True)
 
     def open_weights(self, table: int, nbytes: int, num_slices: int) -> WeightsFile:
@@ -189,11 +185,7 @@ class Lock(Descriptor):
     """Keeps other processes out of a folder, for as long as this one lives."""
 
     def __init__(self, folder: Path) -> None:
-        """Acquires the lock.
-
-        Raises:
-            BlockingIOError: Another process has it.
-        """
+        """Acquires the lock; raises BlockingIOError if another process has it."""
         super().__init__(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

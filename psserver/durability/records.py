@@ -57,11 +57,7 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
 
 
 def incarnations_of(spent: Sequence[object]) -> tuple[int, ...]:
-    """Returns the incarnations in a record.
-
-    Raises:
-        ConfigError: One of them is not one.
-    """
+    """Returns the incarnations in a record; raises ConfigError if one of them is not one."""
     return tuple(count_of(one, "an incarnation", most=RANDOM_MAX) for one in spent)
 
 

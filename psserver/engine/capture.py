@@ -199,11 +199,7 @@ class TableCapture:
         }
 
     def array(self, index: int, name: str) -> np.ndarray:
-        """Returns a copied array.
-
-        Raises:
-            RemoteProtocolError: There is none of this name.
-        """
+        """Returns a copied array; raises RemoteProtocolError if there is none of this name."""
         try:
             return self.slices[index][name]
         except KeyError:

@@ -224,11 +224,7 @@ class RunningJob:
         self._is_kept = shard.limits.is_kept
 
     def table(self, index: int) -> RunningTable:
-        """Returns a table by its index.
-
-        Raises:
-            UnknownJobError: The job has no such table.
-        """
+        """Returns a table by its index; raises UnknownJobError if the job has no such table."""
         return self.tables[self.job.table(index).index]
 
     def queue(self, address: Address) -> SliceQueue:

@@ -203,11 +203,7 @@ def _ask_all(
     ask: Callable[[grpc.Channel], grpc.CallFuture[Reply]],
     options: ChannelOptions = (),
 ) -> list[Reply]:
-    """Returns all answers.
-
-    Raises:
-        CommandError: A shard does not answer, or refuses.
-    """
+    """Returns all answers; raises CommandError if a shard does not answer, or refuses."""
     replies: list[Reply] = []
     for answer in _ask_each(addresses, credentials, ask, options):
         if isinstance(answer, CommandError):

@@ -43,11 +43,7 @@ class SizedPool(ArenaPool):
         self._free_of.setdefault(len(cell.data).bit_length() - 1, []).append(cell)
 
     def at(self, place: int) -> Cell:
-        """Returns the cell at a place.
-
-        Raises:
-            ValueError: There is no such place.
-        """
+        """Returns the cell at a place; raises ValueError if there is no such place."""
         size = int(self._arena.integers_at(place, 1)[0]) - MARK
         if not CELL_MIN <= size <= 40:  # noqa: PLR2004
             raise ValueError("the place of a payload of a row slice is damaged")

@@ -255,11 +255,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             self._admit(f"it is the standby of {self.source}")
 
     def keep(self) -> None:
-        """Ends to follow, and records that.
-
-        Raises:
-            OSError: There is no room.
-        """
+        """Ends to follow, and records that; raises OSError if there is no room."""
         assert self._incoming is not None
         self._incoming.complete(self._mark)
         self.taking.prepare(self.taking.id)
@@ -274,11 +270,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
                 self._admit("")
 
     def serve(self, claim: Claim) -> None:
-        """Serves the shard.
-
-        Raises:
-            OSError: There is no room.
-        """
+        """Serves the shard; raises OSError if there is no room."""
         self.claim = claim
         self._begin()
 

@@ -135,11 +135,7 @@ class WebServer:
         self.accepting: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listens, and returns the port.
-
-        Raises:
-            OSError: The port cannot be bound.
-        """
+        """Listens, and returns the port; raises OSError if the port cannot be bound."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=sockets.BACKLOG)
         listener.setblocking(False)

@@ -153,11 +153,7 @@ class ArenaPool(Pool):
         self._arena = arena
 
     def at(self, place: int) -> Cell:
-        """Returns the cell at a place.
-
-        Raises:
-            ValueError: There is no such place.
-        """
+        """Returns the cell at a place; raises ValueError if there is no such place."""
         return Cell(self._arena.bytes_at(place, self._nbytes), self._numel, place)
 
     def adopt(self, places: list[int], used: set[int]) -> None:

@@ -19,11 +19,7 @@ class FolderRegister:
     """
 
     def __init__(self, folder: Path, shard: str) -> None:
-        """Touches nothing yet.
-
-        Raises:
-            ConfigError: There is no such folder.
-        """
+        """Touches nothing yet; raises ConfigError if there is no such folder."""
         if not folder.is_absolute() or not folder.is_dir():
             raise ConfigError(f"{folder} is no folder here: name one that both machines reach")
         self._folder, self._shard = folder, shard

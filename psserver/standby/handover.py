@@ -70,11 +70,7 @@ class Giving:
         return self.phase in (Giver.SERVING, Giver.COPYING, Giver.FOLLOWED)
 
     def start(self) -> None:
-        """Begins to copy.
-
-        Raises:
-            RemoteProtocolError: The shard is being moved, or has been.
-        """
+        """Begins to copy; raises RemoteProtocolError if the shard is being moved, or has been."""
         if self.phase is not Giver.SERVING:
             raise RemoteProtocolError(f"this shard cannot be moved now: it is {self.phase.value}")
         self.phase = Giver.COPYING

@@ -27,11 +27,7 @@ class MoveTarget:
         self._stub = standby_pb2_grpc.StandbyStub(self._channel)
 
     def offer(self, offer: pb.OfferRequest) -> pb.OfferReply:
-        """Asks it to take a shard.
-
-        Raises:
-            PacelineError: It refuses, or does not answer.
-        """
+        """Asks it to take a shard; raises PacelineError if it refuses, or does not answer."""
         try:
             return self._stub.Offer(offer, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as failure:

@@ -112,7 +112,9 @@ class Model(History):
             self.close(index)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize(
+    "splits", [2, *(pytest.param(splits, marks=pytest.mark.slow) for splits in (1, 5))]
+)
 def test_it_follows_the_equation_for_200_steps(splits: int) -> None:
     rule = Staleness(splits=splits)
     cluster = Cluster(

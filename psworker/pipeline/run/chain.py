@@ -137,11 +137,7 @@ def _result(output: fx.Node) -> fx.Node:
 
 
 def _input(graph: fx.Graph) -> fx.Node:
-    """Returns the input.
-
-    Raises:
-        ConfigError: There are several without a default.
-    """
+    """Returns the input; raises ConfigError if there are several without a default."""
     inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
     if len(inputs) != 1:
         listed = ", ".join(node.name for node in inputs) or "none"

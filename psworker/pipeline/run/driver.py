@@ -105,11 +105,7 @@ class Driver:
         self._stage = _replica(self._work, self.place, self._send, self._take, self._around)
 
     def step(self, number: int, inputs: Any, targets: Any) -> None:
-        """Trains on a minibatch.
-
-        Raises:
-            TransportError: A worker of another stage is gone.
-        """
+        """Trains on a minibatch; raises TransportError if a worker of another stage is gone."""
         self.next = number + 1
         self._drive(self._stage.step(number - self.first, inputs, targets))
         self._note_losses()
