@@ -15,6 +15,7 @@ from typing import ClassVar, TypeAlias, cast
 
 import torch
 
+from pscore.contents import FLAT
 from pscore.errors import PacelineError
 from pscore.net import wire
 from pscore.optimizers.base import Optimizer
@@ -28,7 +29,7 @@ from pssim.shard import JOB, Respond, Result, SimulatedShard
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.residuals import Residuals
-from psworker.connection.membership.session import Session
+from psworker.connection.membership.session import AgreedTable, Session
 from psworker.replica.replica import Replica
 from psworker.transports.base import OutgoingPush, PullCall, Transport
 
@@ -144,9 +145,9 @@ class SimulatedSession:
         self.pace = Pace(now=lambda: 0.0)
         self.pushes: set[Exchange] = set()
 
-    def define(self, *table: object, **options: object) -> tuple[int, Origin]:
-        """Returns the table's number, and the origin of its steps."""
-        return 0, Origin()
+    def define(self, *table: object, **options: object) -> AgreedTable:
+        """Returns the only table, whose steps have their origin at 0."""
+        return AgreedTable(0, Origin(), FLAT)
 
     def require_own(self) -> None:
         """Accepts the process: there is only one."""

@@ -16,9 +16,10 @@ import psworker
 from pscore.net.credentials import ANYONE
 from psserver.exits import CommandError
 from psserver.remote import checkpoint
+from psserver.remote.checkpoint_files import read
 from psworker.training import declaration
 from tests.inside import table_of
-from tests.integration.cluster import Shards, Station, Worker, new_job
+from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job
 from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, same, weights_of
 
@@ -153,6 +154,26 @@ def test_a_restored_job_keeps_its_slices_with_workers_that_would_choose_others(
         ((found, final),) = others.run(train_slices, not is_near, rest, num_workers=1, job=job)
     assert found == numels
     assert np.array_equal(final, weights)
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_back_to_slices_of_another_length_says_what_to_do(
+    shards: Shards, command: Command, tmp_path: Path
+) -> None:
+    folder, job = tmp_path / "checkpoints", new_job()
+    with shards.workers(train_slices, False, range(WHOLE), num_workers=1, job=job) as (worker,):
+        worker.hear()
+        run(command, shards, "checkpoint", folder, "--job", job)
+        worker.tell()
+        worker.result()
+    run(command, shards, "forget", job)
+    with shards.workers(train_slices, True, range(WHOLE), num_workers=1, job=job) as (worker,):
+        worker.hear()
+        saved = read(folder, job, print)[1]
+        checkpoint.restore(shards.addresses, ANYONE, saved, job, replaces=True)
+        worker.tell()
+        with pytest.raises(WorkerError, match=r"JobMismatchError: .* start this worker again"):
+            worker.result()
 
 
 def step_of(path: Path) -> int:

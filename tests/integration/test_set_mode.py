@@ -212,3 +212,31 @@ def test_wrong_combinations_are_refused(shards: Shards) -> None:
         assert "ssgd" in said[2]
     (refused,) = [said[3] for said in results if len(said) > 3]
     assert "changes the mode to" in refused
+
+
+def train_in_long_slices(me: Station) -> tuple[str, set[float]]:
+    """Trains in rounds, at first of all slices at once; returns what was refused, and weights."""
+    weights = torch.nn.Parameter(torch.zeros(1_500_000))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weights], lr=1.0), [("weights", weights)], mode="local(steps=6)"
+    )
+    weights.grad = torch.full_like(weights, 1.0 + me.rank)
+    for _ in range(6):
+        optimizer.step()
+    with pytest.raises(ConfigError) as refused:
+        optimizer.set_mode("local(steps=6, fragments=6)")
+    for _ in range(6):
+        optimizer.step()
+    optimizer.set_mode("local(steps=6, fragments=4)")
+    for _ in range(12):
+        optimizer.step()
+    psworker.shutdown()
+    return str(refused.value), set(weights.tolist())
+
+
+def test_fragments_that_a_table_with_long_slices_has_not_are_refused(shards: Shards) -> None:
+    """A refusal changes nothing; other slices would need a new job."""
+    for said, values in shards.run(train_in_long_slices):
+        assert "fragments is 6, and the model has 4 slices" in said
+        assert "start a new job" in said
+        assert values == {-24 * 1.5}

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from pscore.errors import JobMismatchError
 from pscore.net import wire
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -241,8 +242,19 @@ class Exchange:
                 raise problem
 
     def restart(self) -> None:
-        """Forgets pushes and pulls under way, which may have been counted; residuals stay."""
-        self.table, self.origin = self.session.define(self.spec, again=True)[:2]
+        """Forgets pushes and pulls under way, which may have been counted; residuals stay.
+
+        Raises:
+            JobMismatchError: The job was restored with slices of another length.
+            PacelineError: A shard refused something, or does not answer.
+        """
+        agreed = self.session.define(self.spec, again=True, adopts=True)
+        if agreed.content != self.spec.content:
+            raise JobMismatchError(
+                f"job {self.session.job!r} was restored from a checkpoint whose slices have "
+                "another length: start this worker again, and it takes those"
+            )
+        self.table, self.origin = agreed[:2]
         self.missed.doubt(self.session.rank)
         self._pushes.clear()
         self.session.pushes.add(self)

@@ -9,7 +9,7 @@ every worker pulls them as at its start. Residuals of error feedback stay with t
 from __future__ import annotations
 
 from pscore.errors import ConfigError
-from pscore.rules.base import Rule, require_sizes
+from pscore.rules.base import Rule, require_sizes, require_slices
 from psworker.training.table import TrainingTable
 
 
@@ -31,6 +31,12 @@ def require_possible(table: TrainingTable, rule: Rule) -> None:
             "no weights; save state_dict() and start a new job"
         )
     require_sizes(rule, table.session.num_workers, table.session.min_workers)
+    try:
+        require_slices(rule, len(table.layout.slices))
+    except ConfigError as problem:
+        raise ConfigError(
+            f"{problem}, or save state_dict() and start a new job, which may have shorter slices"
+        ) from None
 
 
 def change_mode(table: TrainingTable, rule: Rule) -> None:

@@ -13,8 +13,13 @@ import torch
 
 from pscore.compressors import parse_compressor
 from pscore.content import Content
-from pscore.contents import FLAT
-from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
+from pscore.contents import FLAT, LONG
+from pscore.errors import (
+    GradientError,
+    JobMismatchError,
+    ReplacedError,
+    ServerUnavailableError,
+)
 from pscore.net import wire
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2
@@ -24,6 +29,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import AgreedTable
 from psworker.replica.ports import PullBuffer
 from psworker.transports import OutgoingPush, PullCall
 
@@ -79,6 +85,7 @@ class Session:
             for number, plane in enumerate(self.planes)
         ]
         self.defined: list[TableSpec] = []
+        self.content: Content = FLAT
         self.failure: Exception | None = None
         self.timeline = None
         self.pace = Pace()
@@ -86,9 +93,9 @@ class Session:
         self.residual_senders: dict[int, Any] = {}
         self.pushes: set[Exchange] = set()
 
-    def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin, Content]:
+    def define(self, spec: TableSpec, **options: Any) -> AgreedTable:
         self.defined.append(spec)
-        return 5, Origin(), FLAT
+        return AgreedTable(5, Origin(), self.content)
 
     def require_own(self) -> None: ...
 
@@ -433,6 +440,9 @@ def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
     exchange.flush()
     assert exchange.has_landed(0)
     assert len(session.defined) == 2
+    session.content = LONG
+    with pytest.raises(JobMismatchError, match="start this worker again"):
+        exchange.restart()
 
 
 @pytest.mark.parametrize("compression", ["2bit", "none"])
