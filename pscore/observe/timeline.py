@@ -14,6 +14,7 @@ push) is on a track of its own name: as many rows as there were at once.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,15 @@ class Timeline:
             _write(self.path, trace)
         except OSError as problem:
             log.warning("no timeline: cannot write %s: %s", self.path, problem)
+
+
+@contextlib.contextmanager
+def recorded(timeline: Timeline | None, name: str, **args: Any) -> Iterator[None]:
+    """Records the body of a `with` block as a span, unless it raises; None records nothing."""
+    begin_ns = 0 if timeline is None else timeline.now_ns()
+    yield
+    if timeline is not None:
+        timeline.span(name, begin_ns, **args)
 
 
 def open_timeline(path: str | Path | None, kind: str, index: int) -> Timeline | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import grpc
 
@@ -13,13 +14,14 @@ from pscore.pb.ps.v1 import standby_pb2_grpc
 from psserver.standby.pieces import SentSpan
 from psserver.standby.spans import JournalPiece
 
+Reply = TypeVar("Reply")
 CALL_TIMEOUT_S = 30.0
 RELEASE_TIMEOUT_S = 2.0
 PUT_TIMEOUT_S = 10.0  # Workers wait for the answer.
 
 
 class MoveTarget:
-    """Calls of one target."""
+    """Calls of one target; each raises PacelineError if it refuses, or does not answer."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
@@ -27,20 +29,14 @@ class MoveTarget:
         self._stub = standby_pb2_grpc.StandbyStub(self._channel)
 
     def offer(self, offer: pb.OfferRequest) -> pb.OfferReply:
-        """Asks it to take a shard; raises PacelineError if it refuses, or does not answer."""
-        try:
-            return self._stub.Offer(offer, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.address) from failure
+        """Asks it to take a shard."""
+        return self._call(self._stub.Offer, offer)
 
     def put(self, move: str, pieces: Iterable[JournalPiece], more: bool) -> None:
         """Sends pieces, and returns once they are there.
 
         Args:
             more: Whether they count together with those of the next call.
-
-        Raises:
-            PacelineError: It refuses, or does not answer.
         """
         request = pb.PutRequest(id=move, more=more)
         for piece in pieces:
@@ -52,58 +48,35 @@ class MoveTarget:
                 reserved=piece.reserved,
                 gone=piece.is_gone,
             )
-        try:
-            self._stub.Put(request, timeout=PUT_TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.address) from failure
+        self._call(self._stub.Put, request, PUT_TIMEOUT_S)
 
     def prepare(self, move: str, spans: Iterable[SentSpan]) -> None:
-        """Makes it compare all spans, and record that the move is complete.
-
-        Raises:
-            PacelineError: It refuses, or does not answer.
-        """
+        """Makes it compare all spans, and record that the move is complete."""
         request = pb.PrepareMoveRequest(id=move)
         for sent in spans:
             span = sent.span
             request.parts.add(
                 path=span.path, offset=span.offset, nbytes=span.nbytes, digest=sent.digest
             )
-        try:
-            self._stub.Prepare(request, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.address) from failure
+        self._call(self._stub.Prepare, request)
 
     def followed(self, move: str) -> None:
-        """Notes that it has everything: from now on it may be promoted.
-
-        Raises:
-            PacelineError: It refuses, or does not answer.
-        """
-        try:
-            self._stub.Followed(pb.FollowedRequest(id=move), timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.address) from failure
+        """Notes that it has everything: from now on it may be promoted."""
+        self._call(self._stub.Followed, pb.FollowedRequest(id=move))
 
     def release(self) -> bool:
-        """Makes it forget the shard; returns whether it serves it instead.
-
-        Raises:
-            PacelineError: It refuses, or does not answer.
-        """
-        try:
-            return self._stub.Release(pb.ReleaseStandbyRequest(), timeout=RELEASE_TIMEOUT_S).serves
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.address) from failure
+        """Makes it forget the shard; returns whether it serves it instead."""
+        return self._call(self._stub.Release, pb.ReleaseStandbyRequest(), RELEASE_TIMEOUT_S).serves
 
     def begin(self, move: str) -> None:
-        """Makes it serve; may be repeated.
+        """Makes it serve; may be repeated."""
+        self._call(self._stub.Begin, pb.BeginMoveRequest(id=move))
 
-        Raises:
-            PacelineError: It refuses, or does not answer.
-        """
+    def _call(
+        self, method: Callable[..., Reply], request: Any, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Reply:
         try:
-            self._stub.Begin(pb.BeginMoveRequest(id=move), timeout=CALL_TIMEOUT_S)
+            return method(request, timeout=timeout_s)
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from failure
 

@@ -8,9 +8,10 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import LOST, GradientError
+from pscore.observe.timeline import recorded
 from pscore.types import Role
 from psworker.connection.accounts.left_out import LeftOut
-from psworker.connection.accounts.trace import RoundSpans, local_update
+from psworker.connection.accounts.trace import RoundSpans
 from psworker.job.companions import Companion
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.gradients import clipping, scaling
@@ -158,7 +159,7 @@ class Steps:
             companion.finish()
         if table.means is not None:
             table.means.show()
-            with local_update(table.session.timeline, number):
+            with recorded(table.session.timeline, "local update", step=number):
                 self._inner.step()
             table.flat.gather_weights()
             table.flat.note_weights()

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from pscore.cuda.local import kernels_for
+from pscore.observe.timeline import recorded
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role
-from psworker.connection.accounts.trace import local_update
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.publishing import begin_publication
 from psworker.connection.membership.session import Session
@@ -127,8 +127,8 @@ class TrainingTable:
             part.kernels = kernels
         timeline = session.timeline
         if timeline is not None:
-            self.replica.local.around_update = lambda index, step: local_update(
-                timeline, step, slice=index
+            self.replica.local.around_update = lambda index, step: recorded(
+                timeline, "local update", step=step, slice=index
             )
         self.progress = TrainingProgress(samples, self.replica, self.exchange)
         self.local_step = LocalStep()

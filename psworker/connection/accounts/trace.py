@@ -1,11 +1,10 @@
-"""Spans of pushes, pulls and local updates in a worker's timeline (pscore/observe/timeline.py)."""
+"""Spans of pushes, pulls, rounds and exchanges in a worker's timeline (pscore/observe/timeline.py)."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2, data_pb2
@@ -135,12 +134,3 @@ def note_pull(timeline: Timeline, call: PullCall) -> None:
         )
 
     call.done.add_done_callback(end)
-
-
-@contextlib.contextmanager
-def local_update(timeline: Timeline | None, step: int, **args: Any) -> Iterator[None]:
-    """Records the body of a `with` block as a local update of a step; None records nothing."""
-    begin_ns = 0 if timeline is None else timeline.now_ns()
-    yield
-    if timeline is not None:
-        timeline.span("local update", begin_ns, step=step, **args)

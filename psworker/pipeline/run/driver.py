@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.observe.timeline import recorded
 from pscore.pb.ps.v1 import control_pb2
 from psworker.connection.membership.session import Session
 from psworker.gossip.base import Meet, Waits, Want
@@ -31,7 +32,6 @@ from psworker.pipeline.run.stage import (
     StageReplica,
     StageWaits,
 )
-from psworker.pipeline.run.trace import recorded
 
 if TYPE_CHECKING:
     from psworker.pipeline.run.flush import FlushReplica
@@ -242,13 +242,14 @@ class Driver:
 
     def _waits(self, script: StageWaits) -> Waits:
         """Answers what the stage waits for, from its neighbours and its optimizer."""
+        timeline = self._session.timeline
         answer: torch.Tensor | None = None
         with contextlib.suppress(StopIteration):
             while True:
                 wait = script.send(answer)
                 answer = None
                 if isinstance(wait, OptimizerWait):
-                    with recorded(self._session.timeline, "update", wait.number):
+                    with recorded(timeline, f"update {wait.number}", number=wait.number):
                         self._update(wait)
                     self._updates += 1
                 else:
@@ -258,7 +259,8 @@ class Driver:
         self, what: str, minibatch: int, **args: Any
     ) -> contextlib.AbstractContextManager[None]:
         """Records the body of a `with` block in the timeline, if there is one."""
-        return recorded(self._session.timeline, what, self.first + minibatch, **args)
+        number = self.first + minibatch  # Also in the name, which the picture shows.
+        return recorded(self._session.timeline, f"{what} {number}", number=number, **args)
 
     def _await(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
         """Returns a tensor of a neighbour when it is here; the timeline shows the wait."""

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError
+from pscore.observe.timeline import recorded
 from pscore.rules.base import Rule
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from psworker.connection.accounts.trace import local_update, peer_step
+from psworker.connection.accounts.trace import peer_step
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
 from psworker.model.copies import on_device, on_host
@@ -47,7 +48,7 @@ class AloneStep(LocalStep):
 
     def _update(self) -> None:
         table = self._table
-        with local_update(table.session.timeline, table.replica.step):
+        with recorded(table.session.timeline, "local update", step=table.replica.step):
             self._inner.step()
         plan = table.replica.plan()
         if not table.flat.is_sharded or plan.push is not None or plan.lands:
