@@ -1,4 +1,4 @@
-"""Spans of pushes, pulls, rounds and exchanges in a worker's timeline (pscore/observe/timeline.py)."""
+"""Spans of pushes, pulls, rounds and exchanges in the timeline of a worker."""
 
 from __future__ import annotations
 
