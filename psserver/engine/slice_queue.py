@@ -181,12 +181,8 @@ class SliceQueue:
 
     def submit(self, actions: Sequence[Work]) -> None:
         """Appends actions, and starts their execution if the queue was idle."""
-        if not self.append(actions):
-            return
-        if self._executor is None:
-            self.run()
-        else:
-            self._executor.submit(self.run)
+        if self.append(actions):
+            self._start()
 
     def append(self, actions: Sequence[Work]) -> bool:
         """Appends actions; returns whether the queue was idle, so that the caller must `run` it."""
@@ -257,6 +253,9 @@ class SliceQueue:
     def _go_on(self, outbox: Outbox) -> None:
         """Sends answers whose changes the other process has, and executes the next actions."""
         outbox.release()
+        self._start()
+
+    def _start(self) -> None:
         if self._executor is None:
             self.run()
         else:

@@ -140,17 +140,10 @@ class RowTables:
         self._ahead: list[RowsAhead] = []  # Batches to come, the oldest first.
         self._num_steps = 0  # Steps of this worker: the age of rows in caches.
 
-    # ----- as a companion
+    # ----- as a companion: psworker/job/companions.py describes arguments and errors
 
     def start(self, step: int | None) -> None:
-        """Uploads the first rows from rank 0, and begins.
-
-        Args:
-            step: Step of the training, where all workers make each step together; else None.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
+        """Uploads the first rows from rank 0, and begins."""
         self.exchange.follow()
         session, name = self.exchange.session, self.exchange.spec.name
         is_new = name not in session.known_tables
@@ -164,14 +157,7 @@ class RowTables:
             table.pretrained, table.source = None, ShardRows(self, index)
 
     def begin_again(self, step: int | None) -> None:
-        """Continues after this worker has joined the job again; forgets pushes under way.
-
-        Args:
-            step: As for `start`.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
+        """Continues after this worker has joined the job again; forgets pushes under way."""
         self.exchange.follow()
         self._ahead.clear()
         for table in self._tables:
@@ -185,12 +171,7 @@ class RowTables:
             table.gradients.clear(table.weight)
 
     def prepare(self) -> None:
-        """Reads hyper-parameters and gradients of the step under way, before anything has left.
-
-        Raises:
-            GradientError: A gradient holds NaN or Inf.
-            ConfigError: A hyper-parameter is wrong.
-        """
+        """Reads hyper-parameters and gradients of the step under way, before anything has left."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._hyper):
             raise ConfigError(
@@ -201,12 +182,7 @@ class RowTables:
         self._gradients = [table.gradients.read(table.weight, table.name) for table in self._tables]
 
     def push(self, samples: float, *, skips: bool) -> None:
-        """Pushes the gradients to every slice, also those without rows.
-
-        Args:
-            samples: Weight in the mean of the step.
-            skips: Whether this worker leaves the step out.
-        """
+        """Pushes the gradients to every slice, also those without rows."""
         if skips and not self.exchange.spec.rule.by_step:
             return  # No worker waits for its push.
         gradients = [None for _ in self._tables] if skips else self._gradients
