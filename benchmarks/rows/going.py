@@ -81,6 +81,11 @@ def push(model: Any, optimizer: Any, ids: np.ndarray, more: Any = 0.0) -> None:
     optimizer.zero_grad()
 
 
+def missed_of(table: Any) -> Any:
+    """Returns the steps of this worker whose rows did not count, as it knows them."""
+    return table.source.tables.exchange.missed
+
+
 def end(line: Connection, folder: Path, model: Any, ids: dict[str, np.ndarray]) -> None:
     """Waits until all pushes are counted; then writes the rows of each table if it is asked."""
     import torch
@@ -129,7 +134,6 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
     model, optimizer = wrap({"rows": table, "marks": marks}, float(NUM_WORKERS), "ssgd")
     np.save(folder / f"{rank}-{SEEDS}", np.array([table.seed_number, marks.seed_number], np.uint64))
     steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
-    source: Any = table.source
     late = (folder / f"{rank}.late").open("ab", buffering=0)
     told: set[int] = set()
     last: int | None = None
@@ -138,7 +142,7 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
         steps.write(STEP.pack(step))
         named = marks(torch.from_numpy(marks_of(rank, step, marks.seed_number)))
         push(model, optimizer, drawn(rank, step), named.sum())
-        for step in set(source.tables.exchange.missed.recent) - told:
+        for step in set(missed_of(table).recent) - told:
             late.write(STEP.pack(step))
             told.add(step)
         if line.poll():

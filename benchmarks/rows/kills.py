@@ -8,7 +8,9 @@ once, and draws other ids.
 The gradient of a row is a number that belongs to its id, in all columns, and the learning rate is
 1. So in the end a row divided by this number is the times that it was pushed. Each worker writes
 down a step before it begins: a lookup returns when all pushes before it are counted, so of a killed
-worker only the last two pushes may be counted or not.
+worker only the last two pushes may be counted or not. Nor need the last two of a worker that has to
+join again, because a shard was lost and then asked first by a worker that was killed too: it says
+so, and writes down that it does.
 
     lost      rows that were counted less often than they were pushed
     double    rows that were counted more often
@@ -30,7 +32,7 @@ import numpy as np
 
 from benchmarks.forked import Forked, prepare
 from benchmarks.rows import going
-from benchmarks.rows.going import OPEN, STEP, end, judge, push, wrap
+from benchmarks.rows.going import OPEN, STEP, end, judge, missed_of, push, wrap
 from benchmarks.survival.loop import KilledJob
 
 JOB = "row-kills"
@@ -64,10 +66,15 @@ def work(line: Connection, rank: int, life: int, environment: dict[str, str], fo
     table = psworker.Embedding(None, DIM, name="rows", init="zeros")
     model, optimizer = wrap({"rows": table}, 1.0, "asgd")
     steps = (folder / f"{rank}-{life}.steps").open("ab", buffering=0)
-    step = 0
+    late = (folder / f"{rank}-{life}.late").open("ab", buffering=0)
+    missed = missed_of(table)
+    step = told = 0
     while not line.poll():
         steps.write(STEP.pack(step))
         push(model, optimizer, _drawn(rank, life, step))
+        if missed.num_steps > told:
+            told = missed.num_steps
+            late.write(STEP.pack(step))
         step += 1
     line.recv()
     end(line, folder, model, {"rows": np.arange(NUM_IDS)})
@@ -136,10 +143,13 @@ def account(folder: Path, steps: list[list[np.ndarray]]) -> dict[str, float]:
     for rank, lives in enumerate(steps):
         for life, begun in enumerate(lives):
             known = len(begun) if life == len(lives) - 1 else len(begun) - OPEN
+            path = folder / f"{rank}-{life}.late"
+            late = np.fromfile(path, "<i8").tolist() if path.exists() else []
+            may_miss = {step - back for step in late for back in range(OPEN)}
             for step in range(len(begun)):
                 ids = _drawn(rank, life, step)
                 most[ids] += 1
-                least[ids] += step < known
+                least[ids] += step < known and step not in may_miss
     return {
         **judge(-np.load(folder / "rows.npy"), least, most),
         "pushes": sum(len(begun) for lives in steps for begun in lives),

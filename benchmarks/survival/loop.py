@@ -62,10 +62,11 @@ class KilledJob:
                 worker.hear()
 
     def kill(self) -> None:
-        """Kills a shard, if it is there, or a worker."""
+        """Kills a shard, if it has come back, or a worker."""
         if self.rng.random() < self.share_of_shards:
             name = f"shard {(index := self.rng.randrange(self.num_shards))}"
-            if not self.shards.signal(index, signal.SIGKILL):
+            # Pauses before a start get ever longer: one that is not back yet stays away for long.
+            if not self.shards.ports(index) or not self.shards.signal(index, signal.SIGKILL):
                 return
         else:
             name = f"worker {(rank := self.rng.randrange(len(self.workers)))}"
@@ -78,4 +79,5 @@ class KilledJob:
         servers = self.shards.addresses
         environment = kit.worker_environment(servers, rank, self.num_workers, "auto", self.job)
         environment["TORCHELASTIC_RESTART_COUNT"] = str(self.lives[rank])
+        environment["PACELINE_TIMEOUT_S"] = "120"  # Without an answer of a shard a worker ends.
         return self.fork(rank, self.lives[rank], environment)

@@ -331,7 +331,7 @@ def _read_export(path: Path, about: Mapping[str, Any]) -> tuple[Tensors, str]:
         with safe_open(path, framework="numpy") as file:
             theirs = json.loads((file.metadata() or {})[ROW_TABLE])
             found = {name: file.get_tensor(name) for name in ("ids", "rows")}
-    except (SafetensorError, LookupError, ValueError, FileNotFoundError) as problem:
+    except (SafetensorError, LookupError, ValueError, OSError) as problem:
         raise ConfigError(
             f"{path} is not a row table; psserver export FILE --table NAME writes one"
         ) from problem

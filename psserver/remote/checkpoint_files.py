@@ -323,6 +323,8 @@ def export(
         ConfigError: There are no changes since that file.
         CommandError: There is no such row table or parameter.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     metadata: dict[str, str] = {}
     if tensor is None:
         tensors = newest_table(checkpoint).arrays["weights"]

@@ -40,7 +40,13 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
         program = subprocess.Popen([sys.executable, *command], env=environment)
         try:
             credentials = read_credentials(environment, job=EVERY)
-            found = await_job(own.addresses, credentials, JOB, time.monotonic() + seconds)
+            until_s = time.monotonic() + seconds
+
+            def is_over() -> bool:
+                return program.poll() is not None or time.monotonic() > until_s
+
+            found = await_job(own.addresses, credentials, JOB, is_over)
+            code = program.poll()
         finally:
             program.terminate()
             try:
@@ -50,9 +56,6 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
     finally:
         own.end()
     if found is None or not found.is_ready:
-        raise ConfigError(
-            f"{command[0]} has made too few steps in {seconds:g} s with DistributedOptimizer; the "
-            "exit of the script, if it ended, is "
-            f"{program.returncode}"
-        )
+        when = f"in {seconds:g} s" if code is None else f"when it ended with exit code {code}"
+        raise ConfigError(f"{command[0]} had made too few steps with DistributedOptimizer {when}")
     return found

@@ -94,6 +94,9 @@ def _lines(situation: Situation, shards: ShardPlaces, row: AdviceRow) -> list[st
     """Returns the lines to write: the commands of the hosts, and the line of the script."""
     hosts, here = len(situation.groups), max(situation.groups)
     launch = f"torchrun --nnodes {hosts} --nproc-per-node {here} train.py"
+    if situation.has_sites:  # The hosts of a site are not known.
+        there = ", ".join(f"{n} on site {site}" for site, n in enumerate(situation.groups))
+        launch = f"torchrun --nnodes HOSTS --nproc-per-node HERE train.py  # Workers: {there}"
     if row.mode == DDP:
         return [launch, "model = torch.nn.parallel.DistributedDataParallel(model)"]
     servers = ",".join(f"host{host}:{7070 + n}" for n, host in _ports(shards.hosts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -167,11 +167,11 @@ def _carried_gbit(job: ObservedJob, num_hosts: int) -> float:
 
 
 def await_job(
-    addresses: Sequence[str], credentials: Credentials, name: str, until_s: float
+    addresses: Sequence[str], credentials: Credentials, name: str, is_over: Callable[[], bool]
 ) -> ObservedJob | None:
-    """Returns a job's last state, asked until `until_s` of `time.monotonic`; None: it has none."""
+    """Returns a job's last state, asked until `is_over`; None: it has none."""
     newest: ObservedJob | None = None
-    while time.monotonic() < until_s:
+    while not is_over():
         try:
             found = read_job(addresses, credentials, name)
         except (ConfigError, ServerUnavailableError):

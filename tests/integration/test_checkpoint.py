@@ -223,6 +223,8 @@ def test_a_checkpoint_under_load_is_of_one_step(
         ]
         exported = tmp_path / "model.safetensors"
         run(command, shards, "export", exported, "--job", job)
+        given = ("export", ".", "--job", job, "--servers", shards.servers)
+        assert "cannot write .: " in command.run(*given, code=5).stderr
         (seen,) = end([worker])
     assert sorted(os.listdir(folder)) == [".lock", *(path.name for path in paths[1:])]
     for path in paths[1:]:

@@ -2,7 +2,8 @@
 
 In a mode by step these are steps that closed without this worker (backup workers), perhaps in some
 slices only; in any mode, a step that was under way when the shards declared this worker lost, and
-steps that a shard had acknowledged and then lost, because it had no journal of them.
+steps that a shard had acknowledged and then lost, because it had no journal of them, or that it had
+not counted when it was lost.
 """
 
 from __future__ import annotations
@@ -126,12 +127,13 @@ class Missed:
             self._add(step)
         if steps:
             log.warning(
-                "worker %d: %d %ss up to %d had been acknowledged and do not count in every slice: "
-                "a shard has lost them",
+                "worker %d: %d %ss up to %d%s do not count in every slice: a shard has lost them, or "
+                "was lost before it had counted them",
                 self._rank,
                 len(steps),
                 _unit(rule),
                 steps[-1],
+                self._of,
             )
 
     def _add(self, step: int) -> None:

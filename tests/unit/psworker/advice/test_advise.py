@@ -146,6 +146,9 @@ def test_shards_stand_on_the_site_with_most_workers() -> None:
         found = advised("350M", parse_sites(sites), 10.0, 500.0, between_gbit=0.5)
         assert found.shards.hosts == expected
         assert not is_grouped(found.situation)
+        (launch,) = [line for line in found.lines if line.startswith("torchrun")]
+        workers = [f"{number} on site {site}" for site, number in enumerate(parse_sites(sites))]
+        assert launch.endswith(f"# Workers: {', '.join(workers)}")
 
 
 def test_fast_links_need_more_shards() -> None:

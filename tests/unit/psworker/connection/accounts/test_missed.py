@@ -92,7 +92,7 @@ def test_the_steps_that_a_shard_has_lost_are_counted_once(
         missed.report_lost(SSGD())
         missed.report_lost(SSGD())
     (text,) = caplog.messages
-    assert text.startswith("worker 0: 100 steps up to 99 had been acknowledged and do not count")
+    assert text.startswith("worker 0: 100 steps up to 99 do not count in every slice")
     assert missed.num_steps == 101
 
 
