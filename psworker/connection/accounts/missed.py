@@ -127,8 +127,8 @@ class Missed:
             self._add(step)
         if steps:
             log.warning(
-                "worker %d: %d %ss up to %d%s do not count in every slice: a shard has lost them, or "
-                "was lost before it had counted them",
+                "worker %d: %d %ss up to %d%s do not count in every slice: a shard has lost them, "
+                "or was lost before it had counted them",
                 self._rank,
                 len(steps),
                 _unit(rule),
