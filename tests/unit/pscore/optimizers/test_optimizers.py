@@ -55,22 +55,18 @@ class Slice:
         return array[start:stop]
 
     def step(
-        self, grad: FloatArray, active: IntArray, hyper: HyperArray, scale: float = 1.0
+        self,
+        grad: FloatArray,
+        active: IntArray,
+        hyper: HyperArray,
+        scale: float = 1.0,
+        out: FloatArray | None = None,
+        **more: Any,
     ) -> None:
-        out = np.full(self.numel, np.nan, np.float32)
-        self.optimizer.step(
-            SliceStep(
-                self.weights,
-                out,
-                grad,
-                scale,
-                self.state,
-                self.segments,
-                self.counts,
-                active,
-                hyper,
-            )
-        )
+        """Makes a step into `out`, which the weights are then; None: into another array."""
+        out = np.full(self.numel, np.nan, np.float32) if out is None else out
+        given = (self.state, self.segments, self.counts, active, hyper)
+        self.optimizer.step(SliceStep(self.weights, out, grad, scale, *given, **more))
         self.weights = out
 
 
@@ -384,19 +380,7 @@ def test_a_step_in_place_has_the_same_bits(name: str) -> None:
         old = ours.weights
         ours.step(grad, active, hyper, scale=0.5)
         np.testing.assert_array_equal(old, before)
-        other.optimizer.step(
-            SliceStep(
-                other.weights,
-                other.weights,
-                grad,
-                0.5,
-                other.state,
-                other.segments,
-                other.counts,
-                active,
-                hyper,
-            )
-        )
+        other.step(grad, active, hyper, 0.5, other.weights)
         np.testing.assert_array_equal(grad, given_grad)
     np.testing.assert_array_equal(ours.weights, other.weights)
     np.testing.assert_array_equal(ours.state, other.state)
@@ -418,21 +402,8 @@ def test_a_step_that_adds_its_gradients_has_the_bits_of_their_sum(
         total = np.empty(ours.numel, np.float32)
         sum_all(grads, shares, total)
         ours.step(total, active, hyper, scale=0.5)
-        other.optimizer.step(
-            SliceStep(
-                other.weights,
-                other.weights,
-                grads[0],
-                0.5,
-                other.state,
-                other.segments,
-                other.counts,
-                active,
-                hyper,
-                others=grads[1:],
-                shares=shares,
-            )
-        )
+        rest = grads[1:]
+        other.step(grads[0], active, hyper, 0.5, other.weights, others=rest, shares=shares)
         np.testing.assert_array_equal(grads, given)
     np.testing.assert_array_equal(ours.weights, other.weights)
     np.testing.assert_array_equal(ours.state, other.state)
@@ -449,24 +420,10 @@ def test_a_step_into_other_state_has_the_same_bits_and_keeps_the_former(name: st
         active = np.array([1, 0, 1, 1, 0])
         kept = [array.copy() for array in other.state]
         ours.step(grad, active, hyper, scale=0.5)
-        out = np.full_like(other.weights, np.nan)
         state = [np.full_like(array, np.nan) for array in other.state]
-        other.optimizer.step(
-            SliceStep(
-                other.weights,
-                out,
-                grad,
-                0.5,
-                other.state,
-                other.segments,
-                other.counts,
-                active,
-                hyper,
-                state_out=state,
-            )
-        )
+        other.step(grad, active, hyper, 0.5, state_out=state)
         np.testing.assert_array_equal(other.state, kept)
-        other.weights, other.state = out, state
+        other.state = state
     np.testing.assert_array_equal(ours.weights, other.weights)
     np.testing.assert_array_equal(ours.state, other.state)
 
