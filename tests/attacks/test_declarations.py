@@ -16,7 +16,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import NAME_LENGTH_MAX, Shard
-from tests.unit.psserver.front import JOB, Context, Front, Refused, play, stores_of
+from tests.unit.psserver.front import JOB, Context, Front, Refused, play, played, stores_of
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 COST_NBYTES_MAX = 32 << 20  # Of a refused declaration; the longest here has 65537 tensors.
@@ -76,13 +76,13 @@ async def still_serves(front: Front) -> None:
     ],
     ids=lambda tensors: f"{len(tensors)} of {len(tensors[0].shape) if tensors else 0} dimensions",
 )
-def test_tensors_that_no_shard_serves_are_refused(tensors: list[pb.Tensor]) -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        assert "ConfigError" in await refused(front, tensors=tensors)
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_tensors_that_no_shard_serves_are_refused(
+    front: Front, tensors: list[pb.Tensor]
+) -> None:
+    await front.join(0)
+    assert "ConfigError" in await refused(front, tensors=tensors)
+    await still_serves(front)
 
 
 def test_a_model_larger_than_the_memory_of_the_host_is_refused(
@@ -143,13 +143,13 @@ def spec_of(tensors: tuple[TensorSpec, ...]) -> TableSpec:
     ],
     ids=str,
 )
-def test_numbers_and_names_out_of_range_are_refused(fields: dict[str, Any]) -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        assert "ConfigError" in await refused(front, **fields)
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_numbers_and_names_out_of_range_are_refused(
+    front: Front, fields: dict[str, Any]
+) -> None:
+    await front.join(0)
+    assert "ConfigError" in await refused(front, **fields)
+    await still_serves(front)
 
 
 HOSTILE_ARGUMENTS = [
@@ -183,52 +183,44 @@ HOSTILE_ARGUMENTS = [
 
 
 @pytest.mark.parametrize("arguments", HOSTILE_ARGUMENTS, ids=lambda text: text[:30])
-def test_hostile_arguments_of_a_rule_are_refused(arguments: str) -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        plugin = pb.Plugin(name="ssd", arguments=arguments)
-        assert "ConfigError" in await refused(front, rule=plugin)
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_hostile_arguments_of_a_rule_are_refused(front: Front, arguments: str) -> None:
+    await front.join(0)
+    plugin = pb.Plugin(name="ssd", arguments=arguments)
+    assert "ConfigError" in await refused(front, rule=plugin)
+    await still_serves(front)
 
 
 @pytest.mark.parametrize("plugin", ["rule", "compressor"])
-def test_a_whole_number_too_large_for_a_float_is_refused(plugin: str) -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        huge = "1" + "0" * 400
-        hostile = {
-            "rule": pb.Plugin(name="ssd", arguments=f'{{"lr_scale": {huge}}}'),
-            "compressor": pb.Plugin(name="2bit", arguments=f'{{"threshold": {huge}}}'),
-        }
-        assert "ConfigError" in await refused(front, **{plugin: hostile[plugin]})
-
-    play(scene)
+@played
+async def test_a_whole_number_too_large_for_a_float_is_refused(front: Front, plugin: str) -> None:
+    await front.join(0)
+    huge = "1" + "0" * 400
+    hostile = {
+        "rule": pb.Plugin(name="ssd", arguments=f'{{"lr_scale": {huge}}}'),
+        "compressor": pb.Plugin(name="2bit", arguments=f'{{"threshold": {huge}}}'),
+    }
+    assert "ConfigError" in await refused(front, **{plugin: hostile[plugin]})
 
 
 @pytest.mark.parametrize("name", ["", "nonesuch", "SSGD", "ssgd()", "__init__", "os.system"])
-def test_names_of_plugins_that_are_not_there_are_refused(name: str) -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        message = await refused(front, rule=pb.Plugin(name=name))
-        assert f"no mode {name!r}; there are" in message
-        message = await refused(front, compressor=pb.Plugin(name=name))
-        assert f"no compression {name!r}; there are" in message
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_names_of_plugins_that_are_not_there_are_refused(front: Front, name: str) -> None:
+    await front.join(0)
+    message = await refused(front, rule=pb.Plugin(name=name))
+    assert f"no mode {name!r}; there are" in message
+    message = await refused(front, compressor=pb.Plugin(name=name))
+    assert f"no compression {name!r}; there are" in message
+    await still_serves(front)
 
 
 @pytest.mark.parametrize("backup", [2, 3, 1 << 40])
-def test_a_mode_that_does_not_fit_the_job_is_refused(backup: int) -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        plugin = pb.Plugin(name="ssgd", arguments=json.dumps({"backup": backup}))
-        assert "ssgd.backup is" in await refused(front, rule=plugin)
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_a_mode_that_does_not_fit_the_job_is_refused(front: Front, backup: int) -> None:
+    await front.join(0)
+    plugin = pb.Plugin(name="ssgd", arguments=json.dumps({"backup": backup}))
+    assert "ssgd.backup is" in await refused(front, rule=plugin)
+    await still_serves(front)
 
 
 @pytest.mark.parametrize(
@@ -246,38 +238,31 @@ def test_a_mode_that_does_not_fit_the_job_is_refused(backup: int) -> None:
     ],
     ids=lambda fields: str(fields)[:30],
 )
-def test_a_hostile_join_makes_no_job(fields: dict[str, Any]) -> None:
-    async def scene(front: Front) -> None:
-        values: dict[str, Any] = {"job": JOB, "rank": 0, "num_workers": 2, "protocol": 1}
-        with pytest.raises(Refused) as caught:
-            await front.control.Join(pb.JoinRequest(**values | fields), Context())
-        assert caught.value.kind in ("ConfigError", "RankTakenError", "ProtocolVersionError")
-        assert front.engine.shard.jobs == {}
-        assert len(str(caught.value)) < 1 << 12
-        await front.join(0)
-
-    play(scene)
+@played
+async def test_a_hostile_join_makes_no_job(front: Front, fields: dict[str, Any]) -> None:
+    values: dict[str, Any] = {"job": JOB, "rank": 0, "num_workers": 2, "protocol": 1}
+    with pytest.raises(Refused) as caught:
+        await front.control.Join(pb.JoinRequest(**values | fields), Context())
+    assert caught.value.kind in ("ConfigError", "RankTakenError", "ProtocolVersionError")
+    assert front.engine.shard.jobs == {}
+    assert len(str(caught.value)) < 1 << 12
+    await front.join(0)
 
 
-def test_a_stranger_declares_nothing() -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        with pytest.raises(Refused, match="no worker has joined at rank 1"):
-            await front.define(rank=1)
-        assert front.job.tables == {}
-
-    play(scene)
+@played
+async def test_a_stranger_declares_nothing(front: Front) -> None:
+    await front.join(0)
+    with pytest.raises(Refused, match="no worker has joined at rank 1"):
+        await front.define(rank=1)
+    assert front.job.tables == {}
 
 
-def test_every_refusal_is_one_of_ours() -> None:
+@played
+async def test_every_refusal_is_one_of_ours(front: Front) -> None:
     """A handler that raises anything else stops the shard, and so all of its jobs."""
-
-    async def scene(front: Front) -> None:
-        await front.join(0)
-        for arguments in HOSTILE_ARGUMENTS:
-            for name in ("ssd", "diloco", "dcasgd"):
-                request = pb.Plugin(name=name, arguments=arguments)
-                with pytest.raises((Refused, PacelineError)):
-                    await front.define(rule=request)
-
-    play(scene)
+    await front.join(0)
+    for arguments in HOSTILE_ARGUMENTS:
+        for name in ("ssd", "diloco", "dcasgd"):
+            request = pb.Plugin(name=name, arguments=arguments)
+            with pytest.raises((Refused, PacelineError)):
+                await front.define(rule=request)

@@ -26,7 +26,7 @@ from psserver.remote import ask
 from tests.attacks.test_overload import Peer, listening, ready
 from tests.integration.command import Command, eventually
 from tests.integration.worker import Worker
-from tests.unit.psserver.front import Front, play
+from tests.unit.psserver.front import Front, play, played
 
 LIMIT = 256
 MIB = 1 << 20
@@ -224,81 +224,73 @@ def test_a_listener_continues_when_there_is_nothing_to_accept_with(
     assert set(reasons) == {"Too many open files"}
 
 
-def test_a_refusal_is_seen_for_a_while_and_then_all_is_well() -> None:
-    async def scene(front: Front) -> None:
-        with listening(front) as server:
-            assert server.is_well
-            server._note_refusal("few are left")
-            assert not server.is_well
-            server._refused_s -= listener.RECOVERED_S
-            assert server.is_well
-
-    play(scene)
+@played
+async def test_a_refusal_is_seen_for_a_while_and_then_all_is_well(front: Front) -> None:
+    with listening(front) as server:
+        assert server.is_well
+        server._note_refusal("few are left")
+        assert not server.is_well
+        server._refused_s -= listener.RECOVERED_S
+        assert server.is_well
 
 
-def test_a_listener_that_has_ended_is_not_well() -> None:
-    async def scene(front: Front) -> None:
-        with listening(front) as server:
-            server._threads.append(threading.Thread())
-            assert not server.is_well
-
-    play(scene)
+@played
+async def test_a_listener_that_has_ended_is_not_well(front: Front) -> None:
+    with listening(front) as server:
+        server._threads.append(threading.Thread())
+        assert not server.is_well
 
 
-def test_the_last_descriptors_are_not_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+@played
+async def test_the_last_descriptors_are_not_for_newcomers(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that has said nothing goes for one that may; without such a one, the newcomer goes."""
-
-    async def scene(front: Front) -> None:
-        await ready(front, 1 << 30)
-        with listening(front) as server:
-            known = Peer(server)
-            known.ask()
-            assert known.answer().pulled.ready
-            silent = Peer(server)
-            eventually(lambda: server._pending)
-            monkeypatch.setattr(descriptors, "is_scarce", lambda number: True)
-            second = Peer(server)
-            assert silent.is_cut()
-            second.ask()
-            assert second.answer().pulled.ready
-            third = Peer(server)
-            assert third.is_cut()
-            known.ask()
-            assert known.answer().pulled.ready
-            for peer in (known, silent, second, third):
-                peer.socket.close()
-
-    play(scene)
+    await ready(front, 1 << 30)
+    with listening(front) as server:
+        known = Peer(server)
+        known.ask()
+        assert known.answer().pulled.ready
+        silent = Peer(server)
+        eventually(lambda: server._pending)
+        monkeypatch.setattr(descriptors, "is_scarce", lambda number: True)
+        second = Peer(server)
+        assert silent.is_cut()
+        second.ask()
+        assert second.answer().pulled.ready
+        third = Peer(server)
+        assert third.is_cut()
+        known.ask()
+        assert known.answer().pulled.ready
+        for peer in (known, silent, second, third):
+            peer.socket.close()
 
 
-def test_a_newcomer_gets_the_place_of_a_stranger_that_has_spoken(
-    monkeypatch: pytest.MonkeyPatch,
+@played
+async def test_a_newcomer_gets_the_place_of_a_stranger_that_has_spoken(
+    front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no token is needed, a first message makes nobody known; naming a live worker does."""
-
-    async def scene(front: Front) -> None:
-        await ready(front, 1 << 30)
-        with listening(front) as server:
-            known, stranger = Peer(server), Peer(server)
-            known.ask()
-            assert known.answer().pulled.ready
-            hello = data_pb2.Envelope(id=3, hello=data_pb2.Hello())
-            stranger.socket.sendall(wire.encode(hello.SerializeToString()))
-            assert stranger.answer().WhichOneof("body") == "hello"
-            monkeypatch.setattr(listener, "CONNECTIONS_MAX", 2)
-            newcomer = Peer(server)
-            assert stranger.is_cut()
-            newcomer.ask()
-            assert newcomer.answer().pulled.ready
-            eventually(lambda: len(server._connections) == 2)
-            late = Peer(server)
-            assert late.is_cut()  # The others are known.
-            known.ask()
-            assert known.answer().pulled.ready
-            for peer in (known, stranger, newcomer, late):
-                peer.socket.close()
-
-    play(scene)
+    await ready(front, 1 << 30)
+    with listening(front) as server:
+        known, stranger = Peer(server), Peer(server)
+        known.ask()
+        assert known.answer().pulled.ready
+        hello = data_pb2.Envelope(id=3, hello=data_pb2.Hello())
+        stranger.socket.sendall(wire.encode(hello.SerializeToString()))
+        assert stranger.answer().WhichOneof("body") == "hello"
+        monkeypatch.setattr(listener, "CONNECTIONS_MAX", 2)
+        newcomer = Peer(server)
+        assert stranger.is_cut()
+        newcomer.ask()
+        assert newcomer.answer().pulled.ready
+        eventually(lambda: len(server._connections) == 2)
+        late = Peer(server)
+        assert late.is_cut()  # The others are known.
+        known.ask()
+        assert known.answer().pulled.ready
+        for peer in (known, stranger, newcomer, late):
+            peer.socket.close()
 
 
 def test_a_scarce_descriptor_is_one_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,10 +323,8 @@ def test_known_workers_may_send_long_headers_while_strangers_may_not(
     play(scene)
 
 
-def test_a_listener_may_be_closed_before_its_threads_run() -> None:
-    async def scene(front: Front) -> None:
-        for _ in range(20):
-            with listening(front):
-                pass
-
-    play(scene)
+@played
+async def test_a_listener_may_be_closed_before_its_threads_run(front: Front) -> None:
+    for _ in range(20):
+        with listening(front):
+            pass

@@ -24,7 +24,7 @@ from tests.unit.psserver.front import (
     Front,
     Refused,
     grad,
-    play,
+    played,
     pull_header,
     push_header,
     sender,
@@ -103,35 +103,31 @@ HOSTILE = {
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_push_is_refused_and_changes_nothing(
-    rule: str, fields: dict[str, object]
+@played
+async def test_a_hostile_push_is_refused_and_changes_nothing(
+    front: Front, rule: str, fields: dict[str, object]
 ) -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(rule=pb.Plugin(name=rule))
-        before = front.weights().copy()
-        with pytest.raises(Refused):
-            await front.push(push_header(0, 0, **fields), grad(1.0))
-        assert np.array_equal(front.weights(), before)
-        assert front.version() == 0
-        clock = front.job.table(0).clock(0)
-        assert (clock.clock(0), clock.open_steps, list(clock.parking)) == (0, {}, [])
-
-    play(scene)
+    await front.ready(rule=pb.Plugin(name=rule))
+    before = front.weights().copy()
+    with pytest.raises(Refused):
+        await front.push(push_header(0, 0, **fields), grad(1.0))
+    assert np.array_equal(front.weights(), before)
+    assert front.version() == 0
+    clock = front.job.table(0).clock(0)
+    assert (clock.clock(0), clock.open_steps, list(clock.parking)) == (0, {}, [])
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("step", [1 << 20, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, U64])
-def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(rule=pb.Plugin(name=rule))
-        assert await offer(front, push_header(0, step), grad(0.0)) in ("waits", "ACCEPTED")
-        counted = front.job.table(0).clock(0).counted[0]
-        assert len(counted.ahead) + len(counted.late) <= 1
-        status = await front.control.Status(pb.StatusRequest(), Context())
-        assert status.jobs[0].workers[0].rank == 0
-        assert told(await front.push(push_header(1, 0), grad(1.0)))[0] == "ACCEPTED"
-
-    play(scene)
+@played
+async def test_a_step_far_ahead_does_no_harm(front: Front, rule: str, step: int) -> None:
+    await front.ready(rule=pb.Plugin(name=rule))
+    assert await offer(front, push_header(0, step), grad(0.0)) in ("waits", "ACCEPTED")
+    counted = front.job.table(0).clock(0).counted[0]
+    assert len(counted.ahead) + len(counted.late) <= 1
+    status = await front.control.Status(pb.StatusRequest(), Context())
+    assert status.jobs[0].workers[0].rank == 0
+    assert told(await front.push(push_header(1, 0), grad(1.0)))[0] == "ACCEPTED"
 
 
 @pytest.mark.parametrize(
@@ -147,32 +143,30 @@ def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
     ],
     ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate", "begins"],
 )
-def test_a_hostile_pull_is_refused(fields: dict[str, Any]) -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        named: dict[str, Any] = {"sender": sender(0)} | fields
-        with pytest.raises(Refused):
-            await front.pull(data_pb2.PullHeader(**named))
-        assert not front.engine.requests.waiting
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_a_hostile_pull_is_refused(front: Front, fields: dict[str, Any]) -> None:
+    await front.ready()
+    named: dict[str, Any] = {"sender": sender(0)} | fields
+    with pytest.raises(Refused):
+        await front.pull(data_pb2.PullHeader(**named))
+    assert not front.engine.requests.waiting
+    await still_serves(front)
 
 
 @pytest.mark.parametrize("clock", [0, U64])
 @pytest.mark.parametrize("min_version", [1, U64])
-def test_a_pull_of_what_never_comes_is_put_off(clock: int, min_version: int) -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        pull = asyncio.ensure_future(front.pull(pull_header(0, clock, min_version, wait_ms=U32)))
-        await settle()
-        front.now_s = LEASE_S
-        front.engine.tick()
-        assert not (await pull)[0].ready
-        assert not front.engine.requests.waiting
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_a_pull_of_what_never_comes_is_put_off(
+    front: Front, clock: int, min_version: int
+) -> None:
+    await front.ready()
+    pull = asyncio.ensure_future(front.pull(pull_header(0, clock, min_version, wait_ms=U32)))
+    await settle()
+    front.now_s = LEASE_S
+    front.engine.tick()
+    assert not (await pull)[0].ready
+    assert not front.engine.requests.waiting
+    await still_serves(front)
 
 
 # ----- payloads
@@ -180,188 +174,165 @@ def test_a_pull_of_what_never_comes_is_put_off(clock: int, min_version: int) -> 
 
 @pytest.mark.parametrize("nbytes", [1, 3, 4 * NUMEL - 1, 4 * NUMEL + 1, 8 * NUMEL, 1 << 20])
 @pytest.mark.parametrize("role", range(4))
-def test_a_payload_of_another_length_is_refused(nbytes: int, role: int) -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        if role == data_pb2.ROLE_STATE and nbytes == 8 * NUMEL:
-            return  # Weights and momentum: the right length.
-        with pytest.raises(Refused, match="DecodeError"):
-            await front.push(push_header(0, 0, role=role), np.zeros(nbytes, np.uint8))
-        assert front.version() == 0
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_a_payload_of_another_length_is_refused(front: Front, nbytes: int, role: int) -> None:
+    await front.ready()
+    if role == data_pb2.ROLE_STATE and nbytes == 8 * NUMEL:
+        return  # Weights and momentum: the right length.
+    with pytest.raises(Refused, match="DecodeError"):
+        await front.push(push_header(0, 0, role=role), np.zeros(nbytes, np.uint8))
+    assert front.version() == 0
+    await still_serves(front)
 
 
-def test_a_header_that_is_no_message_is_refused() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        rng = random.Random(3)
-        for _ in range(500):
-            frame = wire.encode(rng.randbytes(rng.randrange(1, 60)), b"")
-            for call in (front.push_frame, front.pull_frame):
-                with pytest.raises(Refused):
-                    await call(frame)
-        await still_serves(front)
-
-    play(scene)
-
-
-def test_a_message_of_another_kind_is_refused() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        join = pb.JoinRequest(job=JOB, rank=0, num_workers=2, host="h" * 100)
-        for message in (join, pb.StatusRequest(), data_pb2.PullReply(ready=True, version=3)):
+@played
+async def test_a_header_that_is_no_message_is_refused(front: Front) -> None:
+    await front.ready()
+    rng = random.Random(3)
+    for _ in range(500):
+        frame = wire.encode(rng.randbytes(rng.randrange(1, 60)), b"")
+        for call in (front.push_frame, front.pull_frame):
             with pytest.raises(Refused):
-                await front.push_frame(wire.encode(message.SerializeToString()))
-        await still_serves(front)
+                await call(frame)
+    await still_serves(front)
 
-    play(scene)
+
+@played
+async def test_a_message_of_another_kind_is_refused(front: Front) -> None:
+    await front.ready()
+    join = pb.JoinRequest(job=JOB, rank=0, num_workers=2, host="h" * 100)
+    for message in (join, pb.StatusRequest(), data_pb2.PullReply(ready=True, version=3)):
+        with pytest.raises(Refused):
+            await front.push_frame(wire.encode(message.SerializeToString()))
+    await still_serves(front)
 
 
 # ----- replays and floods
 
 
-def test_a_replayed_session_changes_nothing() -> None:
+@played
+async def test_a_replayed_session_changes_nothing(front: Front) -> None:
     """Every frame of a session again, in order, backwards and at random."""
-
-    async def scene(front: Front) -> None:
-        await front.ready()
-        frames = [
-            wire.encode(push_header(rank, step).SerializeToString(), wire.as_bytes(grad(1.0)))
-            for step in range(5)
-            for rank in (0, 1)
-        ]
-        for frame in frames:
-            await front.push_frame(frame)
-        before = front.weights().copy()
-        rng = random.Random(4)
-        for replay in (frames, frames[::-1], rng.choices(frames, k=200)):
-            for frame in replay:
-                assert told(await front.push_frame(frame)) == ("DUPLICATE", 5)
-        assert np.array_equal(front.weights(), before)
-
-    play(scene)
+    await front.ready()
+    frames = [
+        wire.encode(push_header(rank, step).SerializeToString(), wire.as_bytes(grad(1.0)))
+        for step in range(5)
+        for rank in (0, 1)
+    ]
+    for frame in frames:
+        await front.push_frame(frame)
+    before = front.weights().copy()
+    rng = random.Random(4)
+    for replay in (frames, frames[::-1], rng.choices(frames, k=200)):
+        for frame in replay:
+            assert told(await front.push_frame(frame)) == ("DUPLICATE", 5)
+    assert np.array_equal(front.weights(), before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
+@played
+async def test_pushes_for_far_steps_do_not_grow_memory(front: Front, rule: str) -> None:
     """In a synchronous mode they wait, up to a limit; in an asynchronous one they are updates."""
-
-    async def scene(front: Front) -> None:
-        await front.ready(rule=pb.Plugin(name=rule))
-        clock = front.job.table(0).clock(0)
-        (store,) = stores_of(front.running)
-        outcomes = [
-            await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
-            for number in range(LATE_KEPT // 2 if rule == "asgd" else 3 * PARKED_MAX)
-        ]
-        parked = outcomes.count("waits")
-        assert parked in (0, PARKED_MAX)
-        assert outcomes.count("RemoteProtocolError") == (len(outcomes) - parked if parked else 0)
-        assert len(clock.parking) == parked
-        assert len(clock.open_steps) <= 1
-        assert len(clock.counted[0].ahead) <= LATE_KEPT
-        assert isinstance(store, SliceStore)
-        cells_max = len(store.state) + 2
-        store.check_invariants(sums_max=1, cells_max=cells_max, buffers_max=cells_max)
-
-    play(scene)
+    await front.ready(rule=pb.Plugin(name=rule))
+    clock = front.job.table(0).clock(0)
+    (store,) = stores_of(front.running)
+    outcomes = [
+        await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
+        for number in range(LATE_KEPT // 2 if rule == "asgd" else 3 * PARKED_MAX)
+    ]
+    parked = outcomes.count("waits")
+    assert parked in (0, PARKED_MAX)
+    assert outcomes.count("RemoteProtocolError") == (len(outcomes) - parked if parked else 0)
+    assert len(clock.parking) == parked
+    assert len(clock.open_steps) <= 1
+    assert len(clock.counted[0].ahead) <= LATE_KEPT
+    assert isinstance(store, SliceStore)
+    cells_max = len(store.state) + 2
+    store.check_invariants(sums_max=1, cells_max=cells_max, buffers_max=cells_max)
 
 
 @pytest.mark.slow
-def test_parked_payloads_are_all_that_a_flood_costs() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        for number in range(2 * PARKED_MAX):
-            await offer(front, push_header(0, 1 + number), grad(0.0))
-        tracemalloc.start()
-        for number in range(500):
-            assert await offer(front, push_header(0, 1000 + number), grad(0.0)) == (
-                "RemoteProtocolError"
+@played
+async def test_parked_payloads_are_all_that_a_flood_costs(front: Front) -> None:
+    await front.ready()
+    for number in range(2 * PARKED_MAX):
+        await offer(front, push_header(0, 1 + number), grad(0.0))
+    tracemalloc.start()
+    for number in range(500):
+        assert await offer(front, push_header(0, 1000 + number), grad(0.0)) == (
+            "RemoteProtocolError"
+        )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 18
+    await still_serves(front)
+
+
+@played
+async def test_repeating_a_parked_push_keeps_one_payload(front: Front) -> None:
+    await front.ready()
+    for _ in range(100):
+        assert await offer(front, push_header(0, 1), grad(0.0)) == "waits"
+    assert len(front.job.table(0).clock(0).parking) == 1
+
+
+@played
+async def test_joins_for_impossible_ranks_fill_nothing(front: Front) -> None:
+    await front.ready()
+    for number in range(200):
+        for rank in (2, 1 << 30, -(1 << 31)):
+            request = pb.JoinRequest(
+                job=f"job{number}", rank=rank, num_workers=0, protocol=wire.PROTOCOL
             )
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 1 << 18
-        await still_serves(front)
-
-    play(scene)
-
-
-def test_repeating_a_parked_push_keeps_one_payload() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        for _ in range(100):
-            assert await offer(front, push_header(0, 1), grad(0.0)) == "waits"
-        assert len(front.job.table(0).clock(0).parking) == 1
-
-    play(scene)
-
-
-def test_joins_for_impossible_ranks_fill_nothing() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        for number in range(200):
-            for rank in (2, 1 << 30, -(1 << 31)):
-                request = pb.JoinRequest(
-                    job=f"job{number}", rank=rank, num_workers=0, protocol=wire.PROTOCOL
-                )
-                with pytest.raises(Refused):
-                    await front.control.Join(request, Context())
-        assert list(front.engine.shard.jobs) == [JOB]
-        await still_serves(front)
-
-    play(scene)
+            with pytest.raises(Refused):
+                await front.control.Join(request, Context())
+    assert list(front.engine.shard.jobs) == [JOB]
+    await still_serves(front)
 
 
 @pytest.mark.slow
-def test_barriers_of_many_names_are_bounded() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        for number in range(3000):
-            request = pb.BarrierRequest(
-                job=JOB,
-                worker=0,
-                incarnation=100,
-                name=f"b{number}",
-                round=COUNT_MAX - number,
-                wait_ms=0,
-            )
-            await front.control.Barrier(request, Context())
-        assert len(front.job.barriers.by_name) <= 1024
-        await still_serves(front)
-
-    play(scene)
+@played
+async def test_barriers_of_many_names_are_bounded(front: Front) -> None:
+    await front.ready()
+    for number in range(3000):
+        request = pb.BarrierRequest(
+            job=JOB,
+            worker=0,
+            incarnation=100,
+            name=f"b{number}",
+            round=COUNT_MAX - number,
+            wait_ms=0,
+        )
+        await front.control.Barrier(request, Context())
+    assert len(front.job.barriers.by_name) <= 1024
+    await still_serves(front)
 
 
 # ----- everything at once
 
 
 @pytest.mark.slow
-def test_random_messages_never_break_the_shard() -> None:
+@played
+async def test_random_messages_never_break_the_shard(front: Front) -> None:
     """Any field takes any value; the frames are right. The shard continues in any case."""
-
-    async def scene(front: Front) -> None:
-        await front.ready()
-        rng = random.Random(5)
-        seen: dict[str, int] = {}
-        for _ in range(2500):
-            payload = rng.choice([(), (grad(0.0),), (grad(0.0), grad(0.0)), (grad(0.0)[:3],)])
-            if rng.random() < 0.5:
-                result = await offer(front, random_push(rng), *payload)
-            else:
-                result = await ask(front, random_pull(rng))
-            seen[result] = seen.get(result, 0) + 1
-        assert {"waits", "ACCEPTED", "DUPLICATE", "DecodeError", "answered"} <= set(seen), seen
-        assert len(front.job.table(0).clock(0).parking) <= 2 * PARKED_MAX
-        assert np.isfinite(front.weights()).all()
-        front.now_s = LEASE_S
-        front.engine.tick()
-        assert not front.engine.requests.waiting
-        await front.control.Status(pb.StatusRequest(), Context())
-
-    play(scene)
+    await front.ready()
+    rng = random.Random(5)
+    seen: dict[str, int] = {}
+    for _ in range(2500):
+        payload = rng.choice([(), (grad(0.0),), (grad(0.0), grad(0.0)), (grad(0.0)[:3],)])
+        if rng.random() < 0.5:
+            result = await offer(front, random_push(rng), *payload)
+        else:
+            result = await ask(front, random_pull(rng))
+        seen[result] = seen.get(result, 0) + 1
+    assert {"waits", "ACCEPTED", "DUPLICATE", "DecodeError", "answered"} <= set(seen), seen
+    assert len(front.job.table(0).clock(0).parking) <= 2 * PARKED_MAX
+    assert np.isfinite(front.weights()).all()
+    front.now_s = LEASE_S
+    front.engine.tick()
+    assert not front.engine.requests.waiting
+    await front.control.Status(pb.StatusRequest(), Context())
 
 
 async def ask(front: Front, header: data_pb2.PullHeader) -> str:

@@ -18,7 +18,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.service.data_socket import make_listener
 from psserver.slices.store import SliceStore
-from tests.unit.psserver.front import Front, play, pull_header, push_header, stores_of
+from tests.unit.psserver.front import Front, played, pull_header, push_header, stores_of
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
 
@@ -89,93 +89,85 @@ def eventually(front: Front, nbytes: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_slow_reader_stalls_nobody_and_reads_whole_versions() -> None:
-    async def scene(front: Front) -> None:
-        await ready(front, 1 << 30)
-        with listening(front) as server:
-            slow, quick = Peer(server), Peer(server)
-            for step in range(6):
-                for _ in range(4):  # Of each version; none of them is read yet.
-                    slow.ask(step)
-                quick.push(step)
-                assert quick.answer().pushed.version <= step + 1
-                quick.ask(step + 1)
-                assert quick.answer().pulled.version == step + 1
-                assert (quick.data == step + 1).all()
-            assert front.engine.budget.left < 1 << 30
-            for _ in range(24):
-                version = slow.answer().pulled.version
-                assert (slow.data == version).all()
-            slow.socket.close()
-            quick.socket.close()
-
-    play(scene)
+@played
+async def test_a_slow_reader_stalls_nobody_and_reads_whole_versions(front: Front) -> None:
+    await ready(front, 1 << 30)
+    with listening(front) as server:
+        slow, quick = Peer(server), Peer(server)
+        for step in range(6):
+            for _ in range(4):  # Of each version; none of them is read yet.
+                slow.ask(step)
+            quick.push(step)
+            assert quick.answer().pushed.version <= step + 1
+            quick.ask(step + 1)
+            assert quick.answer().pulled.version == step + 1
+            assert (quick.data == step + 1).all()
+        assert front.engine.budget.left < 1 << 30
+        for _ in range(24):
+            version = slow.answer().pulled.version
+            assert (slow.data == version).all()
+        slow.socket.close()
+        quick.socket.close()
 
 
-def test_a_peer_that_does_not_read_is_disconnected() -> None:
-    async def scene(front: Front) -> None:
-        nbytes = 16 * NBYTES
-        await ready(front, nbytes)
-        with listening(front) as server:
-            greedy, quick = Peer(server), Peer(server)
-            for _ in range(40):
-                greedy.ask()
-            for step in range(3):
-                quick.push(step)
-                quick.answer()
-                quick.ask(step + 1)
-                assert quick.answer().pulled.version == step + 1
-            assert greedy.is_cut()
-            for peer in (greedy, quick):
-                peer.socket.close()
-            store = stores_of(front.running)[0]
-            assert isinstance(store, SliceStore)
-            deadline_s = time.monotonic() + WAIT_S
-            while store.copies.num_leases:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
-        eventually(front, nbytes)
-
-    play(scene)
+@played
+async def test_a_peer_that_does_not_read_is_disconnected(front: Front) -> None:
+    nbytes = 16 * NBYTES
+    await ready(front, nbytes)
+    with listening(front) as server:
+        greedy, quick = Peer(server), Peer(server)
+        for _ in range(40):
+            greedy.ask()
+        for step in range(3):
+            quick.push(step)
+            quick.answer()
+            quick.ask(step + 1)
+            assert quick.answer().pulled.version == step + 1
+        assert greedy.is_cut()
+        for peer in (greedy, quick):
+            peer.socket.close()
+        store = stores_of(front.running)[0]
+        assert isinstance(store, SliceStore)
+        deadline_s = time.monotonic() + WAIT_S
+        while store.copies.num_leases:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    eventually(front, nbytes)
 
 
-def test_a_push_beyond_the_budget_is_refused_with_what_is_left() -> None:
-    async def scene(front: Front) -> None:
-        await ready(front, 2 * NBYTES - 4)
-        with listening(front) as server:
-            first, second = Peer(server), Peer(server)
-            first.push(5)  # Too far ahead: it waits, and keeps its bytes.
-            deadline_s = time.monotonic() + WAIT_S
-            while front.engine.budget.left != NBYTES - 4:
-                assert time.monotonic() < deadline_s
-            second.push(6)
-            failed = second.answer().failed
-            assert failed.kind == "LimitError"
-            assert f"a push wants {NBYTES} bytes under way, {NBYTES - 4} of" in failed.message
-            second.ask()
-            assert second.answer().pulled.ready  # The connection continues.
-            for peer in (first, second):
-                peer.socket.close()
-
-    play(scene)
+@played
+async def test_a_push_beyond_the_budget_is_refused_with_what_is_left(front: Front) -> None:
+    await ready(front, 2 * NBYTES - 4)
+    with listening(front) as server:
+        first, second = Peer(server), Peer(server)
+        first.push(5)  # Too far ahead: it waits, and keeps its bytes.
+        deadline_s = time.monotonic() + WAIT_S
+        while front.engine.budget.left != NBYTES - 4:
+            assert time.monotonic() < deadline_s
+        second.push(6)
+        failed = second.answer().failed
+        assert failed.kind == "LimitError"
+        assert f"a push wants {NBYTES} bytes under way, {NBYTES - 4} of" in failed.message
+        second.ask()
+        assert second.answer().pulled.ready  # The connection continues.
+        for peer in (first, second):
+            peer.socket.close()
 
 
-def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
-    async def scene(front: Front) -> None:
-        await ready(front, 1 << 30)
-        before = set(threading.enumerate())
-        with listening(front) as server:
-            silent = [Peer(server) for _ in range(100)]
-            for peer in silent[:50]:
-                peer.socket.sendall(wire.MAGIC)  # The begin of a frame that does not continue.
-            quick = Peer(server)
-            quick.push(0)
-            assert quick.answer().pushed.version <= 1
-            for peer in (*silent, quick):
-                peer.socket.close()
-        for name in ("data-accept", "data-read"):  # The first start the others.
-            for thread in set(threading.enumerate()) - before:
-                if thread.name == name:
-                    thread.join(WAIT_S)
-
-    play(scene)
+@played
+async def test_many_connections_that_say_nothing_hold_nobody_up(front: Front) -> None:
+    await ready(front, 1 << 30)
+    before = set(threading.enumerate())
+    with listening(front) as server:
+        silent = [Peer(server) for _ in range(100)]
+        for peer in silent[:50]:
+            peer.socket.sendall(wire.MAGIC)  # The begin of a frame that does not continue.
+        quick = Peer(server)
+        quick.push(0)
+        assert quick.answer().pushed.version <= 1
+        for peer in (*silent, quick):
+            peer.socket.close()
+    for name in ("data-accept", "data-read"):  # The first start the others.
+        for thread in set(threading.enumerate()) - before:
+            if thread.name == name:
+                thread.join(WAIT_S)

@@ -14,7 +14,7 @@ from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import data_pb2
 from tests.attacks.target import Target, mutated, resealed, seeds
 from tests.integration.cluster import Shards, Station
-from tests.unit.psserver.front import Front, play
+from tests.unit.psserver.front import Front, played
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -103,34 +103,29 @@ def test_every_lying_header_is_refused(frames: list[bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_a_shard_answers_no_frame_that_was_damaged(frames: list[bytes]) -> None:
-    async def scene(front: Front) -> None:
-        target = Target(front)
-        await target.prepare()
-        for frame in frames:
-            for bit in range(8 * len(frame)):
-                broken = bytearray(frame)
-                broken[bit // 8] ^= 1 << bit % 8
-                assert target.send(bytes(broken)) == b""
-            for length in range(len(frame)):
-                assert target.send(frame[:length]) == b""
-        target.still_serves()
-
-    play(scene)
+@played
+async def test_a_shard_answers_no_frame_that_was_damaged(front: Front, frames: list[bytes]) -> None:
+    target = Target(front)
+    await target.prepare()
+    for frame in frames:
+        for bit in range(8 * len(frame)):
+            broken = bytearray(frame)
+            broken[bit // 8] ^= 1 << bit % 8
+            assert target.send(bytes(broken)) == b""
+        for length in range(len(frame)):
+            assert target.send(frame[:length]) == b""
+    target.still_serves()
 
 
 @pytest.mark.slow
-def test_a_shard_survives_what_a_fuzzer_would_send() -> None:
+@played
+async def test_a_shard_survives_what_a_fuzzer_would_send(front: Front) -> None:
     """The fuzzer's own loop (`fuzz_frames.py`), short and without its guide."""
-
-    async def scene(front: Front) -> None:
-        target = Target(front)
-        await target.prepare()
-        rng = random.Random(1)
-        corpus = seeds()
-        for _ in range(5000):
-            data = mutated(rng.choice(corpus), rng)
-            target.send(data if rng.random() < 0.25 else resealed(data, rng))
-        target.still_serves()
-
-    play(scene)
+    target = Target(front)
+    await target.prepare()
+    rng = random.Random(1)
+    corpus = seeds()
+    for _ in range(5000):
+        data = mutated(rng.choice(corpus), rng)
+        target.send(data if rng.random() < 0.25 else resealed(data, rng))
+    target.still_serves()

@@ -56,6 +56,7 @@ from tests.unit.psserver.front import (
     Refusing,
     grad,
     play,
+    played,
     pull_header,
     push_header,
     sender,
@@ -317,47 +318,42 @@ def test_damaged_frames_of_rows_and_readers_end_nothing(seed: int) -> None:
     assert {"pushed", "pulled", "fetched", "DecodeError"} <= set(seen), seen
 
 
-def test_refused_pushes_of_rows_hold_no_room() -> None:
+@played
+async def test_refused_pushes_of_rows_hold_no_room(front: Front) -> None:
     """Their steps fall, so none of them is older than the one that came last."""
-
-    async def scene(front: Front) -> None:
-        rooms = Rooms(front)
-        await rooms.prepare()
-        seen = Counter[str]()
-        for step in range(3000, 2500, -1):
-            seen[rooms.ask(*row_push(step, 3, [step]))[0]] += 1
-        assert seen["RemoteProtocolError"] > 300
-        assert seen["TableFullError"] == 0, seen
-        rooms.still_serves()
-
-    play(scene)
+    rooms = Rooms(front)
+    await rooms.prepare()
+    seen = Counter[str]()
+    for step in range(3000, 2500, -1):
+        seen[rooms.ask(*row_push(step, 3, [step]))[0]] += 1
+    assert seen["RemoteProtocolError"] > 300
+    assert seen["TableFullError"] == 0, seen
+    rooms.still_serves()
 
 
-def test_a_push_whose_pull_begins_at_an_impossible_step_is_refused_whole() -> None:
-    async def scene(front: Front) -> None:
-        rooms = Rooms(front)
-        await rooms.prepare()
-        push = push_header(0, 0)
-        push.pull.begins, push.pull.clock = True, 1 << 49
-        both = data_pb2.Envelope(id=1, push=push)
-        assert rooms.ask(both, grad(1.0).tobytes())[0] == "DecodeError"
-        assert (front.version(), rooms.steps(0)) == (0, 0)
+@played
+async def test_a_push_whose_pull_begins_at_an_impossible_step_is_refused_whole(
+    front: Front,
+) -> None:
+    rooms = Rooms(front)
+    await rooms.prepare()
+    push = push_header(0, 0)
+    push.pull.begins, push.pull.clock = True, 1 << 49
+    both = data_pb2.Envelope(id=1, push=push)
+    assert rooms.ask(both, grad(1.0).tobytes())[0] == "DecodeError"
+    assert (front.version(), rooms.steps(0)) == (0, 0)
 
-    play(scene)
 
-
-def test_a_state_with_an_impossible_count_of_steps_is_refused() -> None:
-    async def scene(front: Front) -> None:
-        rooms = Rooms(front)
-        await rooms.prepare()
-        for count in (-1, (1 << 63) - 1):
-            message, payload = row_push(0, 1, [1])
-            message.push.role = data_pb2.ROLE_STATE
-            message.push.ClearField("hyper")
-            message.push.counts.append(count)
-            assert rooms.ask(message, payload)[0] == "DecodeError"
-
-    play(scene)
+@played
+async def test_a_state_with_an_impossible_count_of_steps_is_refused(front: Front) -> None:
+    rooms = Rooms(front)
+    await rooms.prepare()
+    for count in (-1, (1 << 63) - 1):
+        message, payload = row_push(0, 1, [1])
+        message.push.role = data_pb2.ROLE_STATE
+        message.push.ClearField("hyper")
+        message.push.counts.append(count)
+        assert rooms.ask(message, payload)[0] == "DecodeError"
 
 
 # ----- messages
@@ -493,33 +489,28 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("service", "request_"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_message_that_once_ended_a_shard_is_refused(
-    service: str, request_: Any, tmp_path: Path
+@played
+async def test_a_message_that_once_ended_a_shard_is_refused(
+    front: Front, service: str, request_: Any, tmp_path: Path
 ) -> None:
     """The last one did at the next join: the round behind it does not fit into an answer."""
-
-    async def scene(front: Front) -> None:
-        rooms = Rooms(front)
-        await rooms.prepare()
-        services = Caller(rooms, tmp_path, random.Random(0)).services
-        method = type(request_).__name__.removesuffix("Request")
-        with pytest.raises(Refused, match="RemoteProtocolError"):
-            await getattr(services[service], method)(request_, Context())
-        await front.join(0, 1)
-
-    play(scene)
+    rooms = Rooms(front)
+    await rooms.prepare()
+    services = Caller(rooms, tmp_path, random.Random(0)).services
+    method = type(request_).__name__.removesuffix("Request")
+    with pytest.raises(Refused, match="RemoteProtocolError"):
+        await getattr(services[service], method)(request_, Context())
+    await front.join(0, 1)
 
 
-def test_a_worker_reports_of_as_many_tables_as_a_job_may_have() -> None:
-    async def scene(front: Front) -> None:
-        await front.join(0, 1)
-        many = [pb.PeerReport()] * (2 * TABLES_MAX)
-        beat = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, peers=many)
-        await front.control.Heartbeat(beat, Context())
-        status = await front.control.Status(pb.StatusRequest(), Context())
-        assert len(status.jobs[0].workers[0].peers) == TABLES_MAX
-
-    play(scene)
+@played
+async def test_a_worker_reports_of_as_many_tables_as_a_job_may_have(front: Front) -> None:
+    await front.join(0, 1)
+    many = [pb.PeerReport()] * (2 * TABLES_MAX)
+    beat = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, peers=many)
+    await front.control.Heartbeat(beat, Context())
+    status = await front.control.Status(pb.StatusRequest(), Context())
+    assert len(status.jobs[0].workers[0].peers) == TABLES_MAX
 
 
 # ----- answers to readers
@@ -581,32 +572,29 @@ def require_true(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_a_reader_and_a_relay_never_show_wrong_weights(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_reader_and_a_relay_never_show_wrong_weights(
+    front: Front, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have versions of the shard, to the bit; so has a reader of the relay."""
-
-    async def scene(front: Front) -> None:
-        rooms, rng = Rooms(front), random.Random(seed)
-        truth: dict[int, codec.BitArray] = {}
-        await rooms.prepare()
-        monkeypatch.setattr(reader, "ReaderLine", lambda **_: Line(rooms, rng))
-        relay = RelayedVersions(JOB, "model", 1, lambda: 0.0)
-        readers = [Reader("127.0.0.1:1", job=JOB, follower=each) for each in (None, relay)]
-        num_read = 0
-        for _ in range(200):
-            push = data_pb2.Envelope(id=1, push=push_header(0, rooms.steps(0)))
-            moved = np.array([rng.gauss(0, 1) for _ in range(NUMEL)], np.float32)
-            rooms.ask(push, moved.tobytes())
-            view = rooms.publications.watch(JOB, "model")
-            truth[view.newest] = round_to_bf16(front.weights())
-            for each in readers:
-                with contextlib.suppress(TimeoutError, PacelineError):
-                    weights = each.wait(timeout_s=0.05)
-                    assert np.array_equal(weights.bits, truth[weights.version.number])
-                    num_read += 1
-            for held in [number for number in truth if number > view.newest - 5]:
-                require_true(relay, view.lineage, held, truth)
-        assert num_read > 100
-
-    play(scene)
+    rooms, rng = Rooms(front), random.Random(seed)
+    truth: dict[int, codec.BitArray] = {}
+    await rooms.prepare()
+    monkeypatch.setattr(reader, "ReaderLine", lambda **_: Line(rooms, rng))
+    relay = RelayedVersions(JOB, "model", 1, lambda: 0.0)
+    readers = [Reader("127.0.0.1:1", job=JOB, follower=each) for each in (None, relay)]
+    num_read = 0
+    for _ in range(200):
+        push = data_pb2.Envelope(id=1, push=push_header(0, rooms.steps(0)))
+        moved = np.array([rng.gauss(0, 1) for _ in range(NUMEL)], np.float32)
+        rooms.ask(push, moved.tobytes())
+        view = rooms.publications.watch(JOB, "model")
+        truth[view.newest] = round_to_bf16(front.weights())
+        for each in readers:
+            with contextlib.suppress(TimeoutError, PacelineError):
+                weights = each.wait(timeout_s=0.05)
+                assert np.array_equal(weights.bits, truth[weights.version.number])
+                num_read += 1
+        for held in [number for number in truth if number > view.newest - 5]:
+            require_true(relay, view.lineage, held, truth)
+    assert num_read > 100

@@ -6,10 +6,12 @@ Everything from the servicer on is the daemon's own; only the sockets and the cl
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from psserver.slices.store import SliceStore
 from tests.unit.psserver.owned import Engines, owned
 
 T = TypeVar("T")
+P = ParamSpec("P")
 LEASE_S = 10.0
 JOB = "run"
 NUMEL = 32  # Of the model below: one slice of two segments.
@@ -214,6 +217,19 @@ def play(scene: Callable[[Front], Awaitable[T]]) -> T:
         return result
 
     return asyncio.run(run())
+
+
+def played(scene: Callable[Concatenate[Front, P], Awaitable[None]]) -> Callable[P, None]:
+    """Makes a test of a scene, which gets a front before the arguments of the test."""
+
+    @functools.wraps(scene)
+    def test(*args: P.args, **named: P.kwargs) -> None:
+        play(lambda front: scene(front, *args, **named))
+
+    signature = inspect.signature(scene)
+    own = list(signature.parameters.values())[1:]
+    test.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    return test
 
 
 def told(reply: data_pb2.PushReply) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from tests.unit.psserver.front import (
     Front,
     grad,
     play,
+    played,
     pull_header,
     push_header,
     sender,
@@ -82,76 +83,70 @@ def train(front: Front, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_status_is_read_while_threads_push() -> None:
-    async def scene(front: Front) -> None:
-        await many_tables(front)
-        failed: list[object] = []
-        before, threading.excepthook = threading.excepthook, lambda args: failed.append(args[1])
-        threads = [
-            threading.Thread(target=train, args=(front, rank)) for rank in range(NUM_THREADS)
-        ]
-        num_looks = 0
-        with switching(1e-6):
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
-                await front.control.Status(pb.StatusRequest(), Context())
-                reading.figures(front.engine)
-                front.engine.tick()
-                num_looks += 1
-            for thread in threads:
-                thread.join()
-        threading.excepthook = before
-        assert not failed
-        assert num_looks > 1
-        assert reading.figures(front.engine).counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
-
-    play(scene)
+@played
+async def test_status_is_read_while_threads_push(front: Front) -> None:
+    await many_tables(front)
+    failed: list[object] = []
+    before, threading.excepthook = threading.excepthook, lambda args: failed.append(args[1])
+    threads = [threading.Thread(target=train, args=(front, rank)) for rank in range(NUM_THREADS)]
+    num_looks = 0
+    with switching(1e-6):
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            await front.control.Status(pb.StatusRequest(), Context())
+            reading.figures(front.engine)
+            front.engine.tick()
+            num_looks += 1
+        for thread in threads:
+            thread.join()
+    threading.excepthook = before
+    assert not failed
+    assert num_looks > 1
+    assert reading.figures(front.engine).counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
 
 
-def test_pushes_refused_on_the_threads_of_connections_are_counted_under_the_lock() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(num_workers=1)
-        server = make_listener(front.engine, "127.0.0.1", 0, f"test-owned-{os.getpid()}")
-        server.start()
-        try:
-            workers = [Worker(server, 0) for _ in range(NUM_THREADS)]
-            for worker in workers:
-                for _ in range(NUM_STEPS):
-                    refused = push_header(0, 0, slice=7)
-                    worker.send(data_pb2.Envelope(id=1, push=refused), grad(1.0))
-            for worker in workers:
-                for _ in range(NUM_STEPS):
-                    incoming = sockets.read_header(worker.socket)
-                    assert incoming is not None
-                    incoming.skip()
-                    assert data_pb2.Envelope.FromString(incoming.header).HasField("failed")
-                worker.socket.close()
-        finally:
-            server.stop()
-        assert reading.figures(front.engine).counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
+@played
+async def test_pushes_refused_on_the_threads_of_connections_are_counted_under_the_lock(
+    front: Front,
+) -> None:
+    await front.ready(num_workers=1)
+    server = make_listener(front.engine, "127.0.0.1", 0, f"test-owned-{os.getpid()}")
+    server.start()
+    try:
+        workers = [Worker(server, 0) for _ in range(NUM_THREADS)]
+        for worker in workers:
+            for _ in range(NUM_STEPS):
+                refused = push_header(0, 0, slice=7)
+                worker.send(data_pb2.Envelope(id=1, push=refused), grad(1.0))
+        for worker in workers:
+            for _ in range(NUM_STEPS):
+                incoming = sockets.read_header(worker.socket)
+                assert incoming is not None
+                incoming.skip()
+                assert data_pb2.Envelope.FromString(incoming.header).HasField("failed")
+            worker.socket.close()
+    finally:
+        server.stop()
+    assert reading.figures(front.engine).counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
 
-    play(scene)
 
-
-def test_every_page_and_service_reads_under_the_lock() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        await front.push(push_header(0, 0), grad(1.0))
-        request = pb.HeartbeatRequest(
-            job=JOB, worker=0, incarnation=100, waiting_for="shard 1", wants_live=True
-        )
-        await front.control.Heartbeat(request, Context())
-        (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
-        assert list(job.waiting_for) == ["worker 0, for shard 1"]
-        kind, _ = await MetricsPage(front.engine, lambda: True)._metrics()
-        assert kind
-        front.engine.suspect(sender(0))
-        front.engine.requests.put_off()
-        assert not front.engine.is_busy
-        front.engine.leave(JOB, 1, 101, "done")
-
-    play(scene)
+@played
+async def test_every_page_and_service_reads_under_the_lock(front: Front) -> None:
+    await front.ready()
+    await front.push(push_header(0, 0), grad(1.0))
+    request = pb.HeartbeatRequest(
+        job=JOB, worker=0, incarnation=100, waiting_for="shard 1", wants_live=True
+    )
+    await front.control.Heartbeat(request, Context())
+    (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+    assert list(job.waiting_for) == ["worker 0, for shard 1"]
+    kind, _ = await MetricsPage(front.engine, lambda: True)._metrics()
+    assert kind
+    front.engine.suspect(sender(0))
+    front.engine.requests.put_off()
+    assert not front.engine.is_busy
+    front.engine.leave(JOB, 1, 101, "done")
 
 
 def test_a_reader_without_the_lock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +180,14 @@ def test_a_thread_that_outlives_its_scene_is_not_mistaken_for_a_careless_reader(
     play(second)
 
 
-def test_a_view_does_not_change_with_its_job() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(num_workers=1)
-        (before,) = reading.status(front.engine).jobs
-        await front.push(push_header(0, 0), grad(1.0))
-        (after,) = reading.status(front.engine).jobs
-        assert (before.num_pushes, after.num_pushes) == (1, 2)
-        assert (before.tables[0].version_max, after.tables[0].version_max) == (0, 1)
-
-    play(scene)
+@played
+async def test_a_view_does_not_change_with_its_job(front: Front) -> None:
+    await front.ready(num_workers=1)
+    (before,) = reading.status(front.engine).jobs
+    await front.push(push_header(0, 0), grad(1.0))
+    (after,) = reading.status(front.engine).jobs
+    assert (before.num_pushes, after.num_pushes) == (1, 2)
+    assert (before.tables[0].version_max, after.tables[0].version_max) == (0, 1)
 
 
 def test_many_readers_share_one_view_made_after_they_asked() -> None:

@@ -19,6 +19,7 @@ from tests.unit.psserver.front import (
     Refused,
     grad,
     play,
+    played,
     pull_header,
     push_header,
 )
@@ -43,42 +44,35 @@ async def load(front: Front, step: int) -> None:
     await front.push(header, grad(1.0), grad(0.0))
 
 
-def test_a_job_begins_at_step_0() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        assert await origin(front) == (0, 0)
-
-    play(scene)
+@played
+async def test_a_job_begins_at_step_0(front: Front) -> None:
+    await front.ready()
+    assert await origin(front) == (0, 0)
 
 
-def test_a_loaded_state_brings_its_step() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(num_workers=1)
-        for step in range(3):
-            await front.push(push_header(0, step), grad(1.0))
-        await load(front, 40)
-        assert await origin(front) == (3, 40)
-
-    play(scene)
+@played
+async def test_a_loaded_state_brings_its_step(front: Front) -> None:
+    await front.ready(num_workers=1)
+    for step in range(3):
+        await front.push(push_header(0, step), grad(1.0))
+    await load(front, 40)
+    assert await origin(front) == (3, 40)
 
 
-def test_the_worker_that_is_furthest_says_where_a_new_mode_begins() -> None:
+@played
+async def test_the_worker_that_is_furthest_says_where_a_new_mode_begins(front: Front) -> None:
     """Two asynchronous workers of 2 steps and 1 have made 3 versions, where all continue."""
-
-    async def scene(front: Front) -> None:
-        asgd = pb.Plugin(name="asgd")
-        await front.ready(rule=asgd)
-        for rank in (0, 1):
-            await front.pull(pull_header(rank, 0, 0))
-        for rank, step in ((0, 0), (0, 1), (1, 0)):
-            await front.push(push_header(rank, step), grad(1.0))
-        for rank, step in ((0, 2), (1, 1)):
-            await change(front, rank, step)
-        for rank, step in ((0, 2), (1, 1)):
-            await change(front, rank, step, "ssgd")
-        assert await origin(front, rule=pb.Plugin(name="ssgd")) == (3, 2)
-
-    play(scene)
+    asgd = pb.Plugin(name="asgd")
+    await front.ready(rule=asgd)
+    for rank in (0, 1):
+        await front.pull(pull_header(rank, 0, 0))
+    for rank, step in ((0, 0), (0, 1), (1, 0)):
+        await front.push(push_header(rank, step), grad(1.0))
+    for rank, step in ((0, 2), (1, 1)):
+        await change(front, rank, step)
+    for rank, step in ((0, 2), (1, 1)):
+        await change(front, rank, step, "ssgd")
+    assert await origin(front, rule=pb.Plugin(name="ssgd")) == (3, 2)
 
 
 @pytest.mark.parametrize("mode", ["asgd", "ssgd"])
@@ -97,47 +91,40 @@ def test_it_outlives_a_killed_shard(tmp_path: Path, mode: str) -> None:
     play(scene)
 
 
-def test_a_step_that_nobody_comes_to_is_refused() -> None:
+@played
+async def test_a_step_that_nobody_comes_to_is_refused(front: Front) -> None:
     """It could not be read back from a file."""
-
-    async def scene(front: Front) -> None:
-        await front.ready(num_workers=1)
-        with pytest.raises(Refused, match=f"a state of step {COUNT_MAX + 1}, beyond"):
-            await load(front, COUNT_MAX + 1)
-        with pytest.raises(Refused, match=f"worker 0 is at step {COUNT_MAX + 1}, beyond"):
-            await change(front, 0, COUNT_MAX + 1)
-        assert await origin(front) == (0, 0)
-
-    play(scene)
+    await front.ready(num_workers=1)
+    with pytest.raises(Refused, match=f"a state of step {COUNT_MAX + 1}, beyond"):
+        await load(front, COUNT_MAX + 1)
+    with pytest.raises(Refused, match=f"worker 0 is at step {COUNT_MAX + 1}, beyond"):
+        await change(front, 0, COUNT_MAX + 1)
+    assert await origin(front) == (0, 0)
 
 
-def test_the_step_in_a_file_is_checked() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready()
-        entry = front.job.table(0).spec.to_json()
-        assert TableSpec.from_json(entry).origin == Origin()
-        entry["origin"] = [0, -1]
-        with pytest.raises(ConfigError, match=r"the first step is -1, must be an integer in 0\.\."):
-            TableSpec.from_json(entry)
-        del entry["origin"]  # Of a former version.
-        assert TableSpec.from_json(entry).origin == Origin()
-
-    play(scene)
+@played
+async def test_the_step_in_a_file_is_checked(front: Front) -> None:
+    await front.ready()
+    entry = front.job.table(0).spec.to_json()
+    assert TableSpec.from_json(entry).origin == Origin()
+    entry["origin"] = [0, -1]
+    with pytest.raises(ConfigError, match=r"the first step is -1, must be an integer in 0\.\."):
+        TableSpec.from_json(entry)
+    del entry["origin"]  # Of a former version.
+    assert TableSpec.from_json(entry).origin == Origin()
 
 
-def test_the_progress_of_a_job_is_that_of_its_slowest_worker() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(rule=pb.Plugin(name="asgd"))
-        for rank in (0, 1):
-            await front.pull(pull_header(rank, 0, 0))
-        for rank, step in ((0, 0), (0, 1), (1, 0)):
-            await front.push(push_header(rank, step), grad(1.0))
-        clock = front.job.table(0).clock(0)
-        assert clock.progress() == 1
-        for rank in (0, 1):
-            await front.control.Leave(
-                pb.LeaveRequest(job=JOB, worker=rank, incarnation=100 + rank), Context()
-            )
-        assert clock.progress() == 2  # Nobody is left: that of the last one.
-
-    play(scene)
+@played
+async def test_the_progress_of_a_job_is_that_of_its_slowest_worker(front: Front) -> None:
+    await front.ready(rule=pb.Plugin(name="asgd"))
+    for rank in (0, 1):
+        await front.pull(pull_header(rank, 0, 0))
+    for rank, step in ((0, 0), (0, 1), (1, 0)):
+        await front.push(push_header(rank, step), grad(1.0))
+    clock = front.job.table(0).clock(0)
+    assert clock.progress() == 1
+    for rank in (0, 1):
+        await front.control.Leave(
+            pb.LeaveRequest(job=JOB, worker=rank, incarnation=100 + rank), Context()
+        )
+    assert clock.progress() == 2  # Nobody is left: that of the last one.

@@ -22,6 +22,7 @@ from tests.unit.psserver.front import (
     Refused,
     grad,
     play,
+    played,
     push_header,
     settle,
 )
@@ -103,123 +104,117 @@ async def push_again(front: Front, rank: int) -> None:
     await front.push(header, grad(1.0))
 
 
-def test_residuals_of_the_last_step_of_a_checkpoint_are_requested_and_waited_for() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(**DECLARED)
-        client = CheckpointClient(front)
-        assert (await client.capture("a", 2)).state == cp.CAPTURE_WAITING
-        assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
-        assert [await push(front, rank, 1) for rank in (0, 1)] == [True, True]
-        assert await push(front, 0, 1)  # A repeated one too, as the answer may have been lost.
-        await send_residual(front, 0, 0, 9.0)  # Of another step: not wanted.
-        await send_residual(front, 0, 1, 0.5)
-        assert not await push(front, 0, 1)
-        reply = await client.capture("a", 2)
-        assert (reply.state, list(reply.missing)) == (cp.CAPTURE_RESIDUALS, [1])
-        await send_residual(front, 1, 1, 0.25)
-        assert await residuals(client, "a") == {"worker.0.residual": 0.5, "worker.1.residual": 0.25}
-        assert not front.engine.jobs[JOB].residuals.is_collecting
-
-    play(scene)
-
-
-def test_idle_workers_get_requests_by_heartbeat_and_active_ones_have_passed() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(**DECLARED)
-        client = CheckpointClient(front)
-        for rank in (0, 1):
-            assert not await push(front, rank, 0)
-        assert (await client.capture("a", 1)).state == cp.CAPTURE_RESIDUALS
-        assert await asked(front, 0) == [(0, [0])]
-        await send_residual(front, 0, 0, 0.5)
-        assert await asked(front, 0) == []
-        assert await asked(front, 1) == [(0, [0])]
-        await push(front, 1, 1)
-        assert (await client.capture("a", 1)).state == cp.CAPTURE_PASSED
-        await client.release("a")
-        assert await asked(front, 1) == []
-
-    play(scene)
+@played
+async def test_residuals_of_the_last_step_of_a_checkpoint_are_requested_and_waited_for(
+    front: Front,
+) -> None:
+    await front.ready(**DECLARED)
+    client = CheckpointClient(front)
+    assert (await client.capture("a", 2)).state == cp.CAPTURE_WAITING
+    assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
+    assert [await push(front, rank, 1) for rank in (0, 1)] == [True, True]
+    assert await push(front, 0, 1)  # A repeated one too, as the answer may have been lost.
+    await send_residual(front, 0, 0, 9.0)  # Of another step: not wanted.
+    await send_residual(front, 0, 1, 0.5)
+    assert not await push(front, 0, 1)
+    reply = await client.capture("a", 2)
+    assert (reply.state, list(reply.missing)) == (cp.CAPTURE_RESIDUALS, [1])
+    await send_residual(front, 1, 1, 0.25)
+    assert await residuals(client, "a") == {"worker.0.residual": 0.5, "worker.1.residual": 0.25}
+    assert not front.engine.jobs[JOB].residuals.is_collecting
 
 
-def test_a_worker_that_may_skip_steps_sends_its_residual_after_its_last_push() -> None:
-    async def scene(front: Front) -> None:
-        backup = pb.Plugin(name="ssgd", arguments='{"backup": 1}')
-        await front.ready(**DECLARED, rule=backup)
-        client = CheckpointClient(front)
-        await client.capture("a", 3)
-        assert await push(front, 1, 0)  # Each could be its last one up to step 2.
-        await send_residual(front, 1, 0, 9.0)
-        for step in range(3):
-            assert await push(front, 0, step)
-            await send_residual(front, 0, step, step)
-        assert await push(front, 1, 1)  # Too late, and now its last one.
-        assert list((await client.capture("a", 3)).missing) == [1]
-        assert await asked(front, 1) == [(2, [0])]
-        await send_residual(front, 1, 1, 0.5)
-        assert not await push(front, 1, 3)
-        assert await residuals(client, "a") == {"worker.0.residual": 2.0, "worker.1.residual": 0.5}
-
-    play(scene)
+@played
+async def test_idle_workers_get_requests_by_heartbeat_and_active_ones_have_passed(
+    front: Front,
+) -> None:
+    await front.ready(**DECLARED)
+    client = CheckpointClient(front)
+    for rank in (0, 1):
+        assert not await push(front, rank, 0)
+    assert (await client.capture("a", 1)).state == cp.CAPTURE_RESIDUALS
+    assert await asked(front, 0) == [(0, [0])]
+    await send_residual(front, 0, 0, 0.5)
+    assert await asked(front, 0) == []
+    assert await asked(front, 1) == [(0, [0])]
+    await push(front, 1, 1)
+    assert (await client.capture("a", 1)).state == cp.CAPTURE_PASSED
+    await client.release("a")
+    assert await asked(front, 1) == []
 
 
-def test_a_capture_does_not_wait_for_workers_that_are_lost_or_pushed_nothing() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
-        client = CheckpointClient(front)
-        await push(front, 0, 0)
-        assert (await client.capture("a", -1)).missing == [0]
-        assert await asked(front, 0) == [(-2, [0])]
-        front.now_s = LEASE_S + 1.0
-        front.engine.tick()
-        assert await residuals(client, "a") == {}
-
-    play(scene)
-
-
-def test_weights_alone_ask_nobody() -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(**DECLARED)
-        client = CheckpointClient(front)
-        request = cp.CaptureRequest(job=JOB, table="model", id="a", version=1, weights_only=True)
-        await client.service.Capture(request, Context())
-        assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
-        assert (await client.capture("a", 1)).state == cp.CAPTURE_DONE
-
-    play(scene)
+@played
+async def test_a_worker_that_may_skip_steps_sends_its_residual_after_its_last_push(
+    front: Front,
+) -> None:
+    backup = pb.Plugin(name="ssgd", arguments='{"backup": 1}')
+    await front.ready(**DECLARED, rule=backup)
+    client = CheckpointClient(front)
+    await client.capture("a", 3)
+    assert await push(front, 1, 0)  # Each could be its last one up to step 2.
+    await send_residual(front, 1, 0, 9.0)
+    for step in range(3):
+        assert await push(front, 0, step)
+        await send_residual(front, 0, step, step)
+    assert await push(front, 1, 1)  # Too late, and now its last one.
+    assert list((await client.capture("a", 3)).missing) == [1]
+    assert await asked(front, 1) == [(2, [0])]
+    await send_residual(front, 1, 1, 0.5)
+    assert not await push(front, 1, 3)
+    assert await residuals(client, "a") == {"worker.0.residual": 2.0, "worker.1.residual": 0.5}
 
 
-def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
-    async def scene(front: Front) -> None:
-        client = await restored(front)
-        for rank in (0, 1):
-            await front.join(rank, job="again")
-            assert await fetch_residuals(front, "again", rank) == {0: 1.0 + rank}
-            assert await fetch_residuals(front, JOB, rank) == {}
-        at_first = cp.CaptureRequest(job="again", table="model", id="b", version=3)
-        assert (await client.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
-        await push_again(front, 1)
-        assert await fetch_residuals(front, "again", 0) == {0: 1.0}
-        assert await fetch_residuals(front, "again", 1) == {}
-        found = await client.service.Capture(at_first, Context())
-        arrays = json.loads(found.about)["slices"]["0"]["arrays"]
-        assert {"worker.0.residual", "worker.1.residual"} < set(arrays)
-
-    play(scene)
+@played
+async def test_a_capture_does_not_wait_for_workers_that_are_lost_or_pushed_nothing(
+    front: Front,
+) -> None:
+    await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
+    client = CheckpointClient(front)
+    await push(front, 0, 0)
+    assert (await client.capture("a", -1)).missing == [0]
+    assert await asked(front, 0) == [(-2, [0])]
+    front.now_s = LEASE_S + 1.0
+    front.engine.tick()
+    assert await residuals(client, "a") == {}
 
 
-def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
-    async def scene(front: Front) -> None:
-        await restored(front)
-        await front.join(0, job="again")
-        header = push_header(0, 4)  # One step too far.
-        header.sender.job = "again"
-        parked = asyncio.ensure_future(front.push(header, grad(1.0)))
-        await settle()
-        assert await fetch_residuals(front, "again", 0) == {0: 1.0}
-        parked.cancel()
+@played
+async def test_weights_alone_ask_nobody(front: Front) -> None:
+    await front.ready(**DECLARED)
+    client = CheckpointClient(front)
+    request = cp.CaptureRequest(job=JOB, table="model", id="a", version=1, weights_only=True)
+    await client.service.Capture(request, Context())
+    assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
+    assert (await client.capture("a", 1)).state == cp.CAPTURE_DONE
 
-    play(scene)
+
+@played
+async def test_a_restored_rank_has_its_own_back_until_it_has_pushed(front: Front) -> None:
+    client = await restored(front)
+    for rank in (0, 1):
+        await front.join(rank, job="again")
+        assert await fetch_residuals(front, "again", rank) == {0: 1.0 + rank}
+        assert await fetch_residuals(front, JOB, rank) == {}
+    at_first = cp.CaptureRequest(job="again", table="model", id="b", version=3)
+    assert (await client.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
+    await push_again(front, 1)
+    assert await fetch_residuals(front, "again", 0) == {0: 1.0}
+    assert await fetch_residuals(front, "again", 1) == {}
+    found = await client.service.Capture(at_first, Context())
+    arrays = json.loads(found.about)["slices"]["0"]["arrays"]
+    assert {"worker.0.residual", "worker.1.residual"} < set(arrays)
+
+
+@played
+async def test_a_push_that_is_parked_has_not_used_what_was_kept(front: Front) -> None:
+    await restored(front)
+    await front.join(0, job="again")
+    header = push_header(0, 4)  # One step too far.
+    header.sender.job = "again"
+    parked = asyncio.ensure_future(front.push(header, grad(1.0)))
+    await settle()
+    assert await fetch_residuals(front, "again", 0) == {0: 1.0}
+    parked.cancel()
 
 
 def test_residuals_not_fetched_yet_survive_a_killed_shard(tmp_path: Path) -> None:
@@ -257,11 +252,11 @@ def test_residuals_not_fetched_yet_survive_a_killed_shard(tmp_path: Path) -> Non
         ({"arrays": [pb.Array(name="residual", data=bytes(124))]}, "124 bytes of 'residual'"),
     ],
 )
-def test_residuals_that_nobody_asked_for_are_refused(fields: dict[str, Any], said: str) -> None:
-    async def scene(front: Front) -> None:
-        await front.ready(**DECLARED)
-        values: dict[str, Any] = {"job": JOB, "incarnation": 100}
-        with pytest.raises(Refused, match=said):
-            await front.control.SendResidual(pb.SendResidualRequest(**values | fields), Context())
-
-    play(scene)
+@played
+async def test_residuals_that_nobody_asked_for_are_refused(
+    front: Front, fields: dict[str, Any], said: str
+) -> None:
+    await front.ready(**DECLARED)
+    values: dict[str, Any] = {"job": JOB, "incarnation": 100}
+    with pytest.raises(Refused, match=said):
+        await front.control.SendResidual(pb.SendResidualRequest(**values | fields), Context())
