@@ -25,11 +25,7 @@ class FolderRegister:
         self._folder, self._shard = folder, shard
 
     def newest(self) -> Claim | None:
-        """Returns the claim with the largest epoch; None: there is none yet.
-
-        Raises:
-            OSError, ValueError: It cannot be read, or is no claim.
-        """
+        """Returns the claim with the largest epoch; None: there is none yet."""
         found = [name for name in os.listdir(self._folder) if name.startswith(f"{self._shard}.")]
         epochs = [int(name.split(".")[1]) for name in found if name.endswith(".claim")]
         if not epochs:
@@ -37,11 +33,7 @@ class FolderRegister:
         return Claim.from_json(json.loads(self._path(max(epochs)).read_text()))
 
     def create(self, claim: Claim) -> bool:
-        """Writes a claim; returns False if there is one of its epoch, which stays.
-
-        Raises:
-            OSError: That cannot be known.
-        """
+        """Writes a claim; returns False if there is one of its epoch, which stays."""
         path = self._path(claim.epoch)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:

@@ -48,11 +48,7 @@ class StoreRegister:
             raise ConfigError(f"{url} cannot be a register: it does not keep what is there")
 
     def newest(self) -> Claim | None:
-        """Returns the claim with the largest epoch; None: there is none yet.
-
-        Raises:
-            OSError, ValueError: It cannot be read, or is no claim.
-        """
+        """Returns the claim with the largest epoch; None: there is none yet."""
         self._store.invalidate_cache()
         try:
             found = [str(path).rpartition("/")[2] for path in self._store.ls(self._root, False)]
@@ -63,11 +59,7 @@ class StoreRegister:
         return self._read(max(epochs)) if epochs else None
 
     def create(self, claim: Claim) -> bool:
-        """Writes a claim; returns False if there is one of its epoch, which stays.
-
-        Raises:
-            OSError: That cannot be known.
-        """
+        """Writes a claim; returns False if there is one of its epoch, which stays."""
         return self._make(self._path(claim.epoch), json.dumps(claim.to_json()).encode())
 
     def _make(self, path: str, data: bytes) -> bool:

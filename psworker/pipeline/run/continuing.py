@@ -39,7 +39,10 @@ KEPT_MAX = 64  # Minibatches kept for another time, for each worker, before the 
 
 
 class ShardSteps(Protocol):
-    """The steps of a stage on the shards (psworker/pipeline/run/stage_steps.py)."""
+    """The steps of a stage on the shards (psworker/pipeline/run/stage_steps.py).
+
+    Each raises PacelineError where a shard does not answer, or no longer counts this worker in.
+    """
 
     def step_aside(self) -> None:
         """Asks the shards not to wait for this worker's gradients."""

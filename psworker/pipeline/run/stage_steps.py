@@ -14,19 +14,10 @@ class Absences:
     """The steps of a `DistributedOptimizer`, from which its worker may be absent."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
-        """Begins with the worker present.
-
-        Args:
-            optimizer: Its steps are those of the table.
-        """
         self._optimizer = optimizer
 
     def step_aside(self) -> None:
-        """Asks the shards not to wait for this worker's gradients; it must be between two steps.
-
-        Raises:
-            PacelineError: A shard does not answer, or this worker is no longer part of the job.
-        """
+        """Asks the shards not to wait for this worker's gradients; it must be between two steps."""
         table = self._optimizer._table
 
         def leave_steps() -> None:
@@ -36,14 +27,7 @@ class Absences:
         self._optimizer._recovery.run_between_steps(leave_steps)
 
     def come_back(self, minibatch: int) -> None:
-        """Returns to the steps, with the global weights.
-
-        Args:
-            minibatch: All minibatches before it are in the weights with which the job began.
-
-        Raises:
-            PacelineError: A shard does not answer, or this worker is no longer part of the job.
-        """
+        """Returns to the steps, with the global weights."""
         with self._optimizer._recovery.guard():
             table = self._optimizer._table
             table.exchange.come_back(minibatch)
@@ -51,14 +35,7 @@ class Absences:
             table.begin()
 
     def step(self, minibatch: int, share: float) -> None:
-        """Makes a step with the gradient of a minibatch, which each slice counts once.
-
-        Args:
-            share: Factor of the learning rates of this step.
-
-        Raises:
-            PacelineError: A shard refused something, or does not answer.
-        """
+        """Makes a step with the gradient of a minibatch, which each slice counts once."""
         self._optimizer._table.exchange.minibatch = minibatch
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]

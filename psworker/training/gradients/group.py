@@ -36,12 +36,7 @@ class GroupGradients(Gradients):
         overlap: EarlyGradients,
         begin: Callable[[], object],
     ) -> None:
-        """Starts before the first step.
-
-        Args:
-            overlap: Whether gradients leave during backward.
-            begin: Called before the first gradient of a step leaves during backward.
-        """
+        """Starts before the first step; arguments are those of the base class."""
         self.samples = 0.0
         self.all_skip = False
         self.group = group
