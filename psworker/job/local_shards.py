@@ -65,10 +65,14 @@ def find_or_start(environment: Environment) -> tuple[tuple[str, ...], str, OwnSh
     path = _rendezvous(environment)
     if environment.local_rank == 0:
         sweep(path.parent)
-        shards = dataclasses.replace(start_shards(), rendezvous=path)
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps([shards.addresses, shards.token_file]))
-        draft.replace(path)
+        starts, draft = path.with_suffix(".pid"), path.with_suffix(".draft")
+        starts.write_text(str(os.getpid()))
+        try:
+            shards = dataclasses.replace(start_shards(), rendezvous=path)
+            draft.write_text(json.dumps([shards.addresses, shards.token_file]))
+            draft.replace(path)
+        finally:
+            starts.unlink()
         return shards.addresses, shards.token_file, shards
     return *await_addresses(path), None
 
@@ -86,7 +90,7 @@ def _rendezvous(environment: Environment) -> Path:
 
 def sweep(folder: Path) -> None:
     """Removes the files of launches whose process is gone, since their first worker was killed."""
-    for file in folder.glob("*-*-*-*.json"):
+    for file in (*folder.glob("*-*-*-*.json"), *folder.glob("*-*-*-*.pid")):
         launcher = file.stem.rsplit("-", 3)[1]
         if launcher.isdecimal() and not Path("/proc", launcher).exists():
             file.unlink(missing_ok=True)
@@ -123,10 +127,11 @@ def await_addresses(path: Path) -> tuple[tuple[str, ...], str]:
     """Waits for the file of the first local worker; returns its addresses and its token file.
 
     Raises:
-        ServerUnavailableError: The file has not come within EMBEDDED_TIMEOUT_S.
+        ServerUnavailableError: The file has not come within EMBEDDED_TIMEOUT_S, and no process is
+            about to write it.
     """
     deadline_s = time.monotonic() + EMBEDDED_TIMEOUT_S
-    while time.monotonic() < deadline_s:
+    while time.monotonic() < deadline_s or _is_starting(path):
         if path.exists():
             addresses, token_file = json.loads(path.read_text())
             return tuple(addresses), token_file
@@ -135,3 +140,12 @@ def await_addresses(path: Path) -> tuple[tuple[str, ...], str]:
         f"the first worker on this machine has not started shards within {EMBEDDED_TIMEOUT_S:g} s "
         f"(no {path})"
     )
+
+
+def _is_starting(path: Path) -> bool:
+    """Returns whether the first local worker is starting shards; a cold disk may take minutes."""
+    try:
+        pid = path.with_suffix(".pid").read_text()
+    except FileNotFoundError:
+        return path.exists()
+    return Path("/proc", pid or "self").exists()

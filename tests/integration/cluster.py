@@ -233,10 +233,10 @@ class Shards:
         assert status is None, f"the shards ended by themselves ({status})\n{self.written()}"
 
     def wait_until_lost(self, job: str, rank: int) -> None:
-        """Waits until a shard has declared a worker lost."""
+        """Waits until every shard has declared a worker lost; a new process may join then."""
         fields = rf"(?=.*\bjob={re.escape(job)}\b)(?=.*\bworker={rank}\b)"
         said = re.compile(rf"^{fields}.*worker lost", re.MULTILINE)
-        wait_until(lambda: said.search(self.written()) is not None)
+        wait_until(lambda: len(said.findall(self.written())) >= len(self.addresses))
 
     def environment(self, rank: int, num_workers: int, job: str) -> dict[str, str]:
         """Returns what a launcher would set for one worker."""

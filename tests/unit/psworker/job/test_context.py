@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,8 +280,8 @@ def test_the_first_of_the_local_workers_tells_the_others(
 
 def test_files_of_killed_launches_are_removed(tmp_path: Path) -> None:
     gone, here = tmp_path / "a-b-4194305-0-0.json", tmp_path / f"a-{os.getpid()}-29500-1.json"
-    other = tmp_path / "notes.json"
-    for file in (gone, here, other):
+    other, started = tmp_path / "notes.json", gone.with_suffix(".pid")
+    for file in (gone, here, other, started):
         file.touch()
     local_shards.sweep(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([here, other])
@@ -301,6 +302,28 @@ def test_a_worker_that_waits_in_vain_for_addresses_says_for_what(
     path = tmp_path / "addresses.json"
     message = f"the first worker on this machine has not started shards within 0.1 s .no {path}"
     with pytest.raises(ServerUnavailableError, match=message):
+        local_shards.await_addresses(path)
+
+
+def test_a_worker_waits_longer_while_the_first_one_starts_shards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local_shards, "EMBEDDED_TIMEOUT_S", 0.0)
+    path = tmp_path / "addresses.json"
+    path.with_suffix(".pid").write_text(str(os.getpid()))
+    writer = threading.Timer(0.2, path.write_text, ['[["127.0.0.1:1"], "token"]'])
+    writer.start()
+    assert local_shards.await_addresses(path) == (("127.0.0.1:1",), "token")
+    writer.join()
+
+
+def test_a_worker_does_not_wait_for_a_first_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local_shards, "EMBEDDED_TIMEOUT_S", 0.0)
+    path = tmp_path / "addresses.json"
+    path.with_suffix(".pid").write_text("4194305")  # Above the largest number of a process.
+    with pytest.raises(ServerUnavailableError):
         local_shards.await_addresses(path)
 
 
