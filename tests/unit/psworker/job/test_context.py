@@ -311,7 +311,9 @@ def test_a_worker_waits_longer_while_the_first_one_starts_shards(
     monkeypatch.setattr(local_shards, "EMBEDDED_TIMEOUT_S", 0.0)
     path = tmp_path / "addresses.json"
     path.with_suffix(".pid").write_text(str(os.getpid()))
-    writer = threading.Timer(0.2, path.write_text, ['[["127.0.0.1:1"], "token"]'])
+    draft = tmp_path / "draft"
+    draft.write_text('[["127.0.0.1:1"], "token"]')
+    writer = threading.Timer(0.2, draft.replace, [path])
     writer.start()
     assert local_shards.await_addresses(path) == (("127.0.0.1:1",), "token")
     writer.join()
