@@ -133,6 +133,8 @@ def test_idle_connections_of_grpc_keep_out_neither_a_probe_nor_a_worker(small: S
     late = Worker(small.address, credentials=credentials, rank=1, num_workers=2)
     eventually(lambda: joins(late))
     assert connected in peers()
+    # Of those that are left gRPC closes all itself, a while later: they answer none of its pings.
+    assert "connections of strangers closed" in small.stderr.read_text()
     for connection in strangers:
         connection.close()
     for worker in (known, late):

@@ -26,6 +26,7 @@ from psworker.gossip.base import Tag
 from psworker.peers import mailbox, shared
 from psworker.peers.link import PeerLink
 from psworker.peers.mailbox import Mailbox
+from psworker.peers.peers import Peers
 from psworker.peers.service import PeerService
 from psworker.peers.shared import SharedReceivers, SharedSender
 from tests.integration.command import eventually, join_threads
@@ -320,6 +321,60 @@ def test_an_offer_of_a_worker_that_the_directory_does_not_list_changes_nothing(
     link.close()
     assert offers == [1]
     assert answers == [None, None]
+
+
+def test_a_worker_answers_the_offers_of_workers_that_its_directory_lists(
+    receiver: Receiver,
+) -> None:
+    described: list[control_pb2.Peer] = []
+    listed = control_pb2.Peer(
+        rank=1, incarnation=11, host=HOST, port=receiver.listener.port, secret=SECRET
+    )
+
+    def meet(request: control_pb2.MeetRequest) -> control_pb2.MeetReply:
+        described.append(request.peer)
+        return control_pb2.MeetReply(epoch=1, peers=[listed])
+
+    shard = SimpleNamespace(
+        address=f"{HOST}:7070",
+        credentials=SimpleNamespace(ca=None),
+        patience=SimpleNamespace(limit_s=10.0),
+        silent_s=0.0,
+        num_beats=1,
+        epochs={},
+    )
+    session: Any = SimpleNamespace(
+        job="j",
+        rank=0,
+        incarnation=7,
+        min_workers=0,
+        lease_s=10.0,
+        peer_host=HOST,
+        peer_ports=range(1),
+        links=[shard],
+        meet=meet,
+        timeline=None,
+        check=lambda: None,
+        require_own=lambda: None,
+        heartbeats=SimpleNamespace(peer_reports={}),
+    )
+    offers: list[int] = []
+    gossip: Any = SimpleNamespace(
+        start=lambda: (None for _ in ()),
+        on_offer=lambda source, incarnation, *_: offers.append(incarnation),
+        stats=SimpleNamespace(refused=set()),
+    )
+    peers = Peers(session, 0)
+    peers.announce()
+    peers.drive(gossip)
+    link = PeerLink(described[0], HOST)
+    for incarnation in (99, 11):
+        sender = pb.Sender(job="j", worker=1, incarnation=incarnation)
+        envelope = pb.Envelope(offer=pb.Offer(sender=sender, number=1))
+        link.send(envelope, np.zeros(SHORT, np.float32), lambda values: None).result(10.0)
+    link.close()
+    peers.close()
+    assert offers == [11]
 
 
 def test_arrays_of_workers_that_the_directory_does_not_list_wait_in_a_limited_place(
