@@ -192,8 +192,9 @@ def run_relay(capsys: pytest.CaptureFixture[str], provoke: Callable[[str], objec
             rate=0,
         )
         running = asyncio.create_task(RelayProcess(plan).run())
-        while not (said := capsys.readouterr().out) and not running.done():
-            await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            while not (said := capsys.readouterr().out) and not running.done():
+                await asyncio.sleep(0)
         if not running.done():
             await asyncio.to_thread(provoke, said.strip().partition("=")[2])
         await asyncio.wait_for(running, WAIT_S)
