@@ -23,11 +23,11 @@ def main() -> int:
     plot = given.pop("plot")
     try:
         points = scan(ScanRequest(**given))
+        if plot is not None:
+            draw(points, Path(plot))
     except ConfigError as problem:
         sys.stderr.write(f"{problem}\n")
         return USER_ERROR
-    if plot is not None:
-        draw(points, Path(plot))
     sys.stdout.write(to_json(points) + "\n")
     return 0
 

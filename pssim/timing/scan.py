@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pscore.errors import ConfigError
 from pscore.rules import parse_mode
 from pscore.timing.closed import closed_form, ring_form
 from pscore.timing.deployment import Deployment, cut_slices
@@ -153,7 +154,11 @@ def _simulated_ms(
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the step time over the bandwidth, a line for each mode and number of workers."""
+    """Draws the step time over the bandwidth, a line for each mode and number of workers.
+
+    Raises:
+        ConfigError: The file cannot be written, or its name has no ending of a kind of picture.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -173,6 +178,10 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("seconds of a step")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, bbox_inches="tight", format=path.suffix[1:])
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"cannot draw {path}: {problem}") from problem
+    finally:
+        plt.close(figure)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pscore.errors import ConfigError
 from pssim.timing.scan import ScanRequest, break_even_gbit, draw, scan, situation_of
 from psworker.advice.situation import GIVEN
 from psworker.commands import cli
@@ -35,6 +36,9 @@ def test_every_point_has_its_limit_shards_and_distance_from_runs(tmp_path: Path)
     assert slow["step_ms"] > 20 * fast["step_ms"]
     draw(points, tmp_path / "scan.png")
     assert (tmp_path / "scan.png").stat().st_size > 1000
+    for path in (tmp_path, tmp_path / "scan.txt", tmp_path / "scan.png" / "scan.png"):
+        with pytest.raises(ConfigError, match="cannot draw"):
+            draw(points, path)
 
 
 @pytest.mark.slow
