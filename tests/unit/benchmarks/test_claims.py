@@ -49,7 +49,13 @@ def test_a_result_that_is_whole_is_not_measured_again(
     assert first == RESULTS["hosts"]
     (tmp_path / "in.json").unlink()
     assert claims.measure("hosts", tmp_path, tmp_path, again=False) == first
+    assert claims.measure("hosts", tmp_path, tmp_path, again=True, is_asked=False) == first
     assert claims.measure("hosts", tmp_path, tmp_path, again=True) is None
+    assert claims.measure("hosts", tmp_path, tmp_path, again=False, is_asked=False) is None
+
+
+def test_a_printed_command_has_no_place_left_open() -> None:
+    assert "{" not in claims.page(RESULTS, [])
 
 
 class ParsedError(Exception):
