@@ -24,6 +24,7 @@ from psserver.process.checkpoint_keeper import Keeper
 from psserver.process.checkpoint_schedule import CheckpointSchedule
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
+from psserver.remote.checkpoint_files import write
 from tests.integration.command import eventually
 from tests.unit.psserver.remote.test_checkpoint_files import make, names
 
@@ -84,6 +85,16 @@ def test_a_job_whose_weights_are_on_its_workers_is_left_out_with_one_line(
     assert names(tmp_path) == ["a-00000001"]
     (line,) = [entry for entry in entries if entry.get("job") == "b"]
     assert line["event"].startswith("no checkpoints of this job: its workers run the optimizer")
+
+
+def test_checkpoints_of_ended_jobs_are_deleted_after_their_time(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    for job, is_finished in (("ended", True), ("waits", False)):
+        write(tmp_path, make(1.0, job, is_finished=is_finished), keep=3)
+    assert names(tmp_path) == ["ended-00000001", "waits-00000001"]
+    CheckpointSchedule(replace(plan_of(tmp_path), keep_checkpoints_s=0.0)).take()
+    assert names(tmp_path) == ["waits-00000001"]
 
 
 def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) -> None:
