@@ -57,12 +57,11 @@ class Setup:
     net: bool = True  # Use namespaces if that can be.
     disk: bool = True  # Use a file system of their own for the shards if that can be.
 
-    @property
-    def layout(self) -> Layout:
-        """The slices, as workers and shards cut them."""
-        return make_layout(
-            [TensorSpec(name="w", shape=(self.numel,), dtype="float32")], self.shards
-        )
+    def layout(self, num_slices: int) -> Layout:
+        """Returns the slices, as workers and shards cut them."""
+        tensors = [TensorSpec(name="w", shape=(self.numel,), dtype="float32")]
+        layouts = [make_layout(tensors, self.shards, is_long=is_long) for is_long in (False, True)]
+        return next(layout for layout in layouts if len(layout.slices) == num_slices)
 
 
 @dataclass(slots=True)
@@ -119,7 +118,6 @@ class Cluster:
         self.setup = setup
         self.skipped: list[str] = []  # Faults that are impossible here, with reasons.
         self.failures: list[str] = []  # Of workers that ended with an error of their own.
-        self.layout = setup.layout
         self.roles: list[kit.Role] = []
         self.lab: netlab.Lab | None = None
         self.eras: list[proof.Era] = []  # Stretches of the books that ended with a power cut.
@@ -142,6 +140,7 @@ class Cluster:
             undo.enter_context(self._started_shards())
             undo.callback(self._end_workers)
             self.roles = [self._worker(rank) for rank in range(self.setup.workers)]
+            self.layout = self._await_layout()
             self._undo = undo.pop_all()
         return self
 
@@ -256,6 +255,19 @@ class Cluster:
                 return float("inf")
             self.watch(POLL_S)
         return max(self.progress.first[key] for key in wanted)
+
+    def _await_layout(self) -> Layout:
+        """Returns the slices of the job, which its first worker chooses.
+
+        Raises:
+            TimeoutError: No worker has begun.
+        """
+        file, end_s = proof.num_slices_of(self.folder), time.monotonic() + PATIENCE_S
+        while not file.exists():
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"no worker has begun: {self.failures}")
+            self.watch(POLL_S)
+        return self.setup.layout(int(file.read_text()))
 
     def finish(self) -> list[np.ndarray]:
         """Stops the workers, the first of them last; returns the weights of each slice.

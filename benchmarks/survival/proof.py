@@ -64,6 +64,11 @@ def elements(numel: int, num_workers: int, rank: int, ticket: int) -> list[int]:
     return [(copy * num_workers + rank) * room + ticket % room for copy in range(COPIES)]
 
 
+def num_slices_of(folder: Path) -> Path:
+    """Returns the file in which the workers note the number of slices."""
+    return folder / "num_slices"
+
+
 class Notebook:
     """One worker's file: its pushes and their answers; continues the file of a killed process.
 
@@ -77,12 +82,18 @@ class Notebook:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         whole = os.fstat(self._fd).st_size // RECORD.size * RECORD.size
         os.ftruncate(self._fd, whole)
-        self._rank, self._num_workers = rank, num_workers
+        self._path, self._rank, self._num_workers = path, rank, num_workers
         self._value = -UNIT if by_step else -1.0
 
     def attach(self, exchange: Any) -> None:
-        """Puts a ticket into each push of an `Exchange` from now on."""
+        """Puts a ticket into each push of an `Exchange` from now on; notes how many slices it has.
+
+        A job's first worker chooses their length, by whether it shares memory with the shards.
+        """
         push_plain = exchange.push
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(str(len(exchange.layout.slices)))
+        draft.rename(num_slices_of(self._path.parent))
 
         def push(index: int, push: Any, grad: Any, **options: Any) -> None:
             ticket = self._next.get(index, 0)
