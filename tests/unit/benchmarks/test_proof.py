@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from benchmarks.survival import proof
-from benchmarks.survival.proof import ACKNOWLEDGED, REFUSED, SENT, UNIT, Notebook
+from benchmarks.survival.proof import (
+    ACKNOWLEDGED,
+    REFUSED,
+    SENT,
+    UNIT,
+    Notebook,
+    num_slices_of,
+)
 from pscore.pb.ps.v1 import data_pb2
 
 NUMEL, WORKERS = 64, 2
@@ -120,11 +127,13 @@ def test_a_worker_that_comes_back_continues_in_its_book(tmp_path: Path) -> None:
         futures.append(Future())
         exchange._pushes[index] = futures[-1]
 
-    exchange = SimpleNamespace(push=push, _pushes={})
+    layout = SimpleNamespace(slices=[None])
+    exchange = SimpleNamespace(push=push, _pushes={}, layout=layout)
     grads = []
     for life in range(2):
         exchange.push = push
         Notebook(path, 0, WORKERS, by_step=False).attach(exchange)
+        assert num_slices_of(path.parent).read_text() == "1"
         grads.append(np.zeros(NUMEL, np.float32))
         exchange.push(0, SimpleNamespace(step=life), grads[-1])
         with path.open("ab") as file:
