@@ -96,8 +96,8 @@ class Callers:
         known, heard = (set(tuple(peers.values())) for peers in noted)
         strangers = [(peer, peer[0]) for peer in accepted if peer not in known]
         closing = crowd.to_close([it for it in strangers if it[0] not in heard], excess)
-        answered = [it for it in strangers if it[0] in heard]
-        closing += crowd.to_close(answered, excess - len(closing))
+        callers = [it for it in strangers if it[0] in heard]
+        closing += crowd.to_close(callers, excess - len(closing))
         others = [(peer, peer[0]) for peer in accepted if peer in known]
         closing += crowd.to_close(others, max(0, len(others) - self._known_max))
         for peer in closing:

@@ -72,7 +72,7 @@ def find_or_start(environment: Environment) -> tuple[tuple[str, ...], str, OwnSh
             draft.write_text(json.dumps([shards.addresses, shards.token_file]))
             draft.replace(path)
         finally:
-            starts.unlink()
+            starts.unlink(missing_ok=True)
         return shards.addresses, shards.token_file, shards
     return *await_addresses(path), None
 
@@ -148,4 +148,4 @@ def _is_starting(path: Path) -> bool:
         pid = path.with_suffix(".pid").read_text()
     except FileNotFoundError:
         return path.exists()
-    return Path("/proc", pid or "self").exists()
+    return Path("/proc", pid or "self", "exe").exists()  # One that has ended has none.

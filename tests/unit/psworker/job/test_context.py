@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -324,9 +325,15 @@ def test_a_worker_does_not_wait_for_a_first_one_that_is_gone(
 ) -> None:
     monkeypatch.setattr(local_shards, "EMBEDDED_TIMEOUT_S", 0.0)
     path = tmp_path / "addresses.json"
-    path.with_suffix(".pid").write_text("4194305")  # Above the largest number of a process.
-    with pytest.raises(ServerUnavailableError):
-        local_shards.await_addresses(path)
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # Its parent has not asked yet.
+    try:
+        for pid in (ended.pid, 4194305):  # The other is above the largest number of a process.
+            path.with_suffix(".pid").write_text(str(pid))
+            with pytest.raises(ServerUnavailableError):
+                local_shards.await_addresses(path)
+    finally:
+        ended.wait()
 
 
 def test_shards_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
