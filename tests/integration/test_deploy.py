@@ -160,6 +160,16 @@ def test_one_container_starts_a_worker_for_each_gpu() -> None:
     assert (place.rank, place.min_workers, place.num_workers) == (-1, 1, 64)
 
 
+def test_a_job_of_several_hosts_has_ranks_for_all_their_gpus() -> None:
+    """As many as that of one host: with fewer, the GPUs of later hosts would wait in vain."""
+    for file in ("host.env", "host.yml", "../stack.yml"):
+        (most,) = re.findall(
+            r"MAX_WORKERS(?:[=]|: \"|: \$\{MAX_WORKERS:-)(\d+)",
+            (ROOT / "deploy/compose" / file).read_text(),
+        )
+        assert most == SERVICES["gpu-workers"]["environment"]["PACELINE_MAX_WORKERS"], file
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_container_writes_nothing_but_its_volumes(name: str) -> None:
     service = SERVICES[name]
