@@ -10,6 +10,11 @@ import json
 import math
 from typing import Any
 
+from pscore.errors import ConfigError
+
+COUNT_MAX = 1 << 48  # Largest number of steps or pushes that a record may name.
+SHOWN_MAX = 40  # Characters of a wrong value in a message.
+
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Returns a value of numbers, texts, lists and dictionaries as JSON.
@@ -22,6 +27,22 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
         return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def count_of(value: object, what: str, *, least: int = 0, most: int = COUNT_MAX) -> int:
+    """Returns a number that a record gives, if it is an integer in a range.
+
+    Args:
+        value: The number, as JSON gives it.
+        what: Its name in the message.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if type(value) is not int or not least <= value <= most:
+        shown = repr(value)[:SHOWN_MAX]
+        raise ConfigError(f"{what} is {shown}, must be an integer in {least}..{most}")
+    return value
 
 
 def _finite(value: Any) -> Any:

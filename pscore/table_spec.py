@@ -18,6 +18,7 @@ from pscore.content import Content
 from pscore.contents import FLAT, make_content
 from pscore.errors import ConfigError
 from pscore.estimate import require_for_pulls
+from pscore.json_text import count_of
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, fingerprint, first_difference
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -30,8 +31,6 @@ RAW = NoCompression()
 START = Origin()
 GROWN = "+"  # In the name of a table that follows another: `model+1` after `model`.
 BESIDE = "/"  # In the name of a table with the steps of another: `model/rows` of `model`.
-COUNT_MAX = 1 << 48  # Largest number of steps or pushes that a record may name.
-SHOWN_MAX = 40  # Characters of a wrong value in a message.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,22 +182,6 @@ class TableSpec:
             content=content,
             origin=Origin(count_of(clock, "the first clock"), count_of(step, "the first step")),
         )
-
-
-def count_of(value: object, what: str, *, least: int = 0, most: int = COUNT_MAX) -> int:
-    """Returns a number that a record gives, if it is an integer in a range.
-
-    Args:
-        value: The number, as JSON gives it.
-        what: Its name in the message.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if type(value) is not int or not least <= value <= most:
-        shown = repr(value)[:SHOWN_MAX]
-        raise ConfigError(f"{what} is {shown}, must be an integer in {least}..{most}")
-    return value
 
 
 def _tensor_from_json(record: Mapping[str, Any]) -> TensorSpec:

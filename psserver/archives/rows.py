@@ -25,11 +25,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from pscore.errors import ConfigError, RemoteProtocolError
+from pscore.json_text import count_of
 from pscore.partition import Layout
 from pscore.rows.optimizers import RowOptimizer
 from pscore.rows.partition import slices_of
 from pscore.rows.spec import ROW_TABLE, Rows
-from pscore.table_spec import TableSpec, count_of
+from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, IntArray, SliceSpec
 from psserver.archives.base import Archive, Part, Room, Tensors
 

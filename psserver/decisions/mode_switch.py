@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pscore.errors import ConfigError, JobMismatchError, RemoteProtocolError
+from pscore.json_text import COUNT_MAX
 from pscore.rules.base import Rule, require_sizes, require_slices
-from pscore.table_spec import COUNT_MAX
 from pscore.types import Origin
 from psserver.decisions.job import Job
 from psserver.decisions.participants import ChangeId

@@ -36,9 +36,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from pscore.errors import ConfigError
+from pscore.json_text import count_of
 from pscore.memory.descriptor import Descriptor
 from pscore.observe.boot import boot_id
-from pscore.table_spec import count_of
 from pscore.types import FloatArray
 from psserver.decisions.lifetime import digest
 from psserver.durability.records import RANDOM_MAX, sync

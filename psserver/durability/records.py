@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pscore.table_spec import count_of
+from pscore.json_text import count_of
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.shard import Job
 

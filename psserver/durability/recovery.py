@@ -15,9 +15,10 @@ from pathlib import Path
 import structlog
 
 from pscore.errors import LimitError, PacelineError
+from pscore.json_text import count_of
 from pscore.memory.segment import Segment, WeightsMap
 from pscore.rules import make_rule
-from pscore.table_spec import TableSpec, count_of
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray
 from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barrier

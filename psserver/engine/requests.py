@@ -18,10 +18,10 @@ import numpy as np
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import DecodeError, RemoteProtocolError
+from pscore.json_text import COUNT_MAX
 from pscore.net import wire
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
-from pscore.table_spec import COUNT_MAX
 from pscore.types import SAMPLES_MAX, ByteArray, Pull, Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Update
 from psserver.decisions.progress import Token

@@ -22,9 +22,8 @@ from pathlib import Path
 import psutil
 
 from pscore.errors import ConfigError
-from pscore.json_text import to_json
+from pscore.json_text import count_of, to_json
 from pscore.observe.boot import began
-from pscore.table_spec import count_of
 from psserver.exits import CommandError, Exit
 
 FILE = "run.json"

@@ -17,10 +17,11 @@ import numpy as np
 import structlog
 
 from pscore.errors import ConfigError
+from pscore.json_text import count_of
 from pscore.publish import codec
 from pscore.publish.codec import Form
 from pscore.publish.possible import PUBLISH_EVERY_MAX
-from pscore.table_spec import GROWN, count_of
+from pscore.table_spec import GROWN
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob, RunningTable

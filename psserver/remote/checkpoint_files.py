@@ -48,7 +48,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
-from pscore.table_spec import COUNT_MAX, GROWN, TableSpec, count_of
+from pscore.json_text import COUNT_MAX, count_of
+from pscore.table_spec import GROWN, TableSpec
 from pscore.types import FloatArray
 from psserver.archives import archive_of
 from psserver.decisions.membership import WORKERS_MAX

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pscore.errors import ConfigError, LimitError, RemoteProtocolError
+from pscore.json_text import count_of
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
-from pscore.table_spec import TableSpec, count_of
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, SliceSpec
 from psserver.archives import archive_of
 from psserver.decisions.membership import Membership

@@ -10,10 +10,11 @@ import torch
 from pscore.compressors.base import Compressor
 from pscore.content import Content
 from pscore.contents import FLAT, LONG
+from pscore.json_text import count_of
 from pscore.optimizers.base import Optimizer
 from pscore.publish.possible import PUBLISH_EVERY_MAX, require_weights
 from pscore.rules.base import Rule
-from pscore.table_spec import TableSpec, count_of
+from pscore.table_spec import TableSpec
 from psworker.compression.error_feedback import choose
 from psworker.connection.membership.session import Session
 from psworker.model.flat import describe, trained

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pscore.json_text import COUNT_MAX
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.table_spec import COUNT_MAX
 from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
 from psserver.slices.store import SliceStore

@@ -9,9 +9,10 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.none import NoCompression
 from pscore.contents import LONG
 from pscore.errors import ConfigError
+from pscore.json_text import COUNT_MAX
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules import SSGD, parse_mode
-from pscore.table_spec import COUNT_MAX, TableSpec
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, TensorSpec
 
 SPEC = TableSpec(

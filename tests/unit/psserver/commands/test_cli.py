@@ -1,7 +1,10 @@
 """The options of `psserver`'s commands."""
 
+import subprocess
+import sys
 from typing import Any
 
+import pytest
 import typer
 
 from psserver.commands.cli import app
@@ -39,3 +42,23 @@ def test_commands_that_find_servers_describe_the_search_and_not_the_start() -> N
     ]
     assert {command.name for command, _ in found} >= {"status", "stop", "forget", "logs", "doctor"}
     assert not [command.name for command, option in found if option.help == start[option.name]]
+
+
+LIGHT = """
+import sys
+import psserver.__main__ as program
+try:
+    program.main()
+except SystemExit as end:
+    assert end.code in (1, 6), end.code  # Unhealthy, or nothing answers.
+assert "grpc" in sys.modules
+assert not {"numba", "numpy", "torch"} & sys.modules.keys()
+"""
+
+
+@pytest.mark.parametrize("command", ["health", "stop"])
+def test_a_command_that_only_asks_servers_does_without_numba(command: str) -> None:
+    """A container's health check runs each five seconds: Numba is most of a second of CPU."""
+    words = [sys.executable, "-c", LIGHT, command, "--servers", "127.0.0.1:1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from pscore.errors import ConfigError
+from pscore.json_text import COUNT_MAX
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.table_spec import COUNT_MAX, TableSpec
+from pscore.table_spec import TableSpec
 from pscore.types import Origin
 from psserver.durability.journal_dir import JournalDir
 from psserver.engine.resume import recover
