@@ -294,7 +294,7 @@ def page(log: Log) -> None:
         shell(down)
         if left := project.names(""):
             raise CheckError(f"{down!r} leaves {left}")
-        # What follows trains with secrets that are made anew.
+        # The next command trains with secrets that are made anew.
         (remove,) = re.findall(r"`(docker volume rm .*?)`", PAGE.read_text())
         shell(remove.replace("paceline_", f"{project.name}_"))
         (memory,) = [task for task in tasks if "local.yml" in task]
