@@ -71,7 +71,7 @@ from psserver.process.shard_plan import (
 from psserver.process.spare import SPARE, await_plan
 from psserver.publish.publications import Publications, parse_every
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
-from psserver.service.callers import Callers
+from psserver.service.callers import Callers, defer_silent
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
@@ -244,6 +244,7 @@ class Daemon:
         for name in NAMES:
             await self._health.set(name, STATUS.SERVING)
         await self._server.start()
+        defer_silent(port)
         self._data.start()
         self._moves.resume()
         log.info("shard ready", address=join_address(self.plan.host, port))

@@ -31,6 +31,7 @@ from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.publish.relayed import RelayedVersions, RelayShard
+from psserver.service.callers import defer_silent
 from psserver.service.data_socket import make_listener
 from psserver.service.metrics import REQUEST_S_MAX, MetricsPage
 from psserver.service.publications import ReadersServicer
@@ -177,6 +178,7 @@ class RelayProcess:
         except RuntimeError as problem:
             raise _not_bound(plan.host, number, "the port is taken") from problem
         await server.start()
+        defer_silent(port)
         stack.push_async_callback(server.stop, None)
         data.start()
         return int(port)

@@ -29,6 +29,8 @@ WORKERS_PROOFS = {
     *(DATA + name for name in ("Push", "Pull")),
 }
 
+SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
+
 Peer = tuple[str, int]  # Address and port.
 
 
@@ -105,6 +107,21 @@ class Callers:
                 if _peer(*copy.getpeername()[:2]) == peer:  # It may be another one by now.
                     copy.shutdown(socket.SHUT_RDWR)
         return len(closing)
+
+
+def defer_silent(port: int) -> None:
+    """Lets the kernel keep new connections to a port of gRPC until something comes on them.
+
+    A crowd that connects and says nothing then costs gRPC no time, so the kernel's queue, in which
+    the connections of others would be lost, fills much later (`TCP_DEFER_ACCEPT`, Linux only).
+    """
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        for number in _sockets([int(name) for name in os.listdir(OWN_DESCRIPTORS)]).values():
+            with contextlib.suppress(OSError), _copy_of(number) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and (
+                    copy.family != socket.AF_UNIX and copy.getsockname()[1] == port
+                ):
+                    copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
 
 
 def _sockets(numbers: Sequence[int]) -> dict[int, int]:

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from psserver.access.authorizer import CONTROL
-from psserver.service.callers import Callers
+from psserver.service.callers import Callers, defer_silent
 
 PROOF = CONTROL + "Heartbeat"
 
@@ -79,3 +79,15 @@ def test_a_call_that_waits_for_its_answer_proves_a_token_and_no_worker(needs_tok
         with socket.create_connection((host, port)) as client, listener.accept()[0]:
             callers.note_call(PROOF, named(client), is_answered=False)
             assert callers.make_room(port) == (0 if needs_token else 1)
+
+
+def test_the_kernel_keeps_a_connection_until_its_peer_says_something() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        defer_silent(port)
+        listener.settimeout(10.0)
+        with socket.create_connection((host, port)), socket.create_connection((host, port)) as late:
+            late.sendall(b"PRI * HTTP/2.0")
+            accepted, peer = listener.accept()
+            accepted.close()
+            assert peer == late.getsockname()
