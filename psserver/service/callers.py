@@ -110,7 +110,7 @@ class Callers:
 
 
 def defer_silent(port: int) -> None:
-    """Lets the kernel keep new connections to a port of gRPC until something comes on them.
+    """Leaves new connections to a port of gRPC to the kernel until something comes on them.
 
     A crowd that connects and says nothing then costs gRPC no time, so the kernel's queue, in which
     the connections of others would be lost, fills much later (`TCP_DEFER_ACCEPT`, Linux only).
