@@ -13,6 +13,7 @@ and the number of shards, and they compare its fingerprint.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -211,7 +212,7 @@ def _slices(
 ) -> tuple[SliceSpec, ...]:
     """Returns the slices; each goes to the shard with the fewest bytes so far."""
     order = sorted(range(len(tensors)), key=lambda index: offsets[index])
-    owned = [0] * num_shards
+    owned = [(0, shard) for shard in range(num_shards)]  # Elements and number: a heap.
     slices: list[SliceSpec] = []
     first = 0
     for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -234,8 +235,8 @@ def _slices(
                         tensor_start=begin - low,
                     )
                 )
-        shard = min(range(num_shards), key=lambda s: (owned[s], s))
-        owned[shard] += stop - start
+        numel, shard = owned[0]
+        heapq.heapreplace(owned, (numel + stop - start, shard))
         slices.append(
             SliceSpec(
                 index=index,

@@ -14,7 +14,7 @@ from pscore.errors import ConfigError
 from pscore.rules import parse_mode
 from pscore.timing.closed import StepTime, closed_form
 from pscore.timing.deployment import Deployment
-from pscore.timing.evidence import DDP, EVIDENCE, LOW_POINTS, Evidence
+from pscore.timing.evidence import ALONE, DDP, EVIDENCE, LOW_POINTS, Evidence
 
 RISKS = ("none", "low", "any")
 NEARLY = 1.05  # Modes within 5 % are equal: the one that changes nothing else is advised.
@@ -65,7 +65,7 @@ class AdviceRow:
     """One way to train: its time, limit and evidence.
 
     Attributes:
-        mode: The argument `mode=`, or `ddp`.
+        mode: The argument `mode=`, `ddp`, or `one process`.
         compression: The argument `compression=`.
         grouped: Whether the processes of a host are one worker.
         time: Its time in closed form.
@@ -115,7 +115,7 @@ def choose(rows: Sequence[AdviceRow], risk: str) -> AdviceRow:
     first = min(same, key=lambda row: row.time.step_s)
     if first.time.step_s <= WORTH * fastest.time.step_s:
         nearly = [row for row in same if row.time.step_s <= NEARLY * first.time.step_s]
-        return next((row for row in nearly if row.mode == DDP), first)
+        return next((row for row in nearly if row.mode in (ALONE, DDP)), first)
     nearly = [row for row in allowed if row.time.step_s <= NEARLY * fastest.time.step_s]
     return max(nearly, key=lambda row: row.evidence.points or 0.0)
 

@@ -99,6 +99,17 @@ def closed_form(deployment: Deployment, rule: Rule, compressor: Compressor = RAW
     )
 
 
+def shard_cpu_s(deployment: Deployment, rule: Rule) -> float:
+    """Returns the seconds of a step that the threads of the busiest shard need, hidden or not.
+
+    Raises:
+        ConfigError: The mode does not fit the number of workers.
+    """
+    steps = traffic_by_step(deployment.slices, rule, (RAW, RAW), deployment.num_state)
+    pushed, pulled = mean_of([(each.pushed, each.pulled) for each in steps])
+    return _ClosedForm(deployment, rule, RAW).shard_s(pushed, pulled)
+
+
 def ring_form(deployment: Deployment, *, overlap: bool = True) -> StepTime:
     """Returns the time of a step of all-reduce; no shards take part.
 
@@ -141,12 +152,25 @@ class _ClosedForm:
         waited_for = rule.fan_in(workers, workers) if rule.by_step else 1
         self._compute_s = deployment.computing_s(waited_for)
         self._computing = _computing(deployment, waited_for)
+        self._nbytes = deployment.nbytes
         shares = deployment.shares()
         self._largest = max(shares)
-        self._share = dict.fromkeys(deployment.hosts, 0.0)  # Share of the model on a host's shards.
+        share = dict.fromkeys(deployment.hosts, 0.0)  # Share of the model on a host's shards.
         for shard, host in enumerate(deployment.shard_hosts):
-            self._share[host] += shares[shard]
-        self._number = Counter(deployment.worker_hosts)
+            share[host] += shares[shard]
+        self._is_spread = len(share) > 1
+        number = Counter(deployment.worker_hosts)
+        has_shards = set(deployment.worker_hosts) == set(deployment.shard_hosts)
+        # Hosts are alike but for few: workers, share, bytes per second and name of the link.
+        self._kinds = dict.fromkeys(
+            (
+                number[host],
+                share[host],
+                deployment.payload_rate(host),
+                self._link(host, "links" if has_shards else "shards' links" if share[host] else ""),
+            )
+            for host in share
+        )
 
     # ----- steps
 
@@ -185,38 +209,32 @@ class _ClosedForm:
     def _longest(self, pushed: float, pulled: float) -> tuple[str, float]:
         """Returns the part that needs longest for each worker's bytes, and its seconds."""
         deployment, rates = self._deployment, self._deployment.rates
-        found = {SHARD_CPU: self._shard_s(pushed, pulled)}
-        for host in deployment.hosts:
-            here, share = self._number[host], self._share[host]
+        found = {SHARD_CPU: self.shard_s(pushed, pulled)}
+        for here, share, rate, name in self._kinds:
             far = deployment.num_workers - here
             out = here * (1 - share) * pushed + far * share * pulled
             into = here * (1 - share) * pulled + far * share * pushed
-            name = self._link(host)
-            seconds = max(out, into) / deployment.payload_rate(host)
-            found[name] = max(found.get(name, 0.0), seconds)
+            found[name] = max(found.get(name, 0.0), max(out, into) / rate)
         packs = pushed > 0 and not self._compressor.is_raw
-        packed_s = deployment.nbytes / rates.encode if packs else 0.0
+        packed_s = self._nbytes / rates.encode if packs else 0.0
         byte_s = 1 / rates.worker + (1 / rates.tls if deployment.tls else 0.0)
         own_s = max(packed_s + pushed * byte_s, pulled * byte_s)  # One thread for each way.
         group = deployment.group
-        sum_s = 2 * (group - 1) / group * deployment.nbytes / rates.ring
+        sum_s = 2 * (group - 1) / group * self._nbytes / rates.ring
         found[WORKER_CPU] = own_s / group + (sum_s if pushed else 0.0)
         name = max(found, key=lambda part: found[part])
         return name, found[name]
 
-    def _link(self, host: int) -> str:
+    def _link(self, host: int, kind: str) -> str:
         """Returns the name of a host's link: hosts of one kind share a name."""
-        deployment = self._deployment
-        if deployment.link_factors.get(host, 1.0) != 1.0:
+        if self._deployment.link_factors.get(host, 1.0) != 1.0:
             return f"link of host {host}"
-        if set(deployment.worker_hosts) == set(deployment.shard_hosts):
-            return "links"
-        return "shards' links" if self._share[host] else "workers' links"
+        return kind or "workers' links"
 
-    def _shard_s(self, pushed: float, pulled: float) -> float:
+    def shard_s(self, pushed: float, pulled: float) -> float:
         """Returns the seconds of the busiest shard's threads."""
         deployment, rates = self._deployment, self._deployment.rates
-        workers, nbytes = deployment.num_workers, deployment.nbytes
+        workers, nbytes = deployment.num_workers, self._nbytes
         if not pushed + pulled:
             return 0.0
         add_s = pushed / rates.receive
@@ -225,7 +243,7 @@ class _ClosedForm:
         bytes_s = add_s + pulled / rates.send
         bytes_s += (pushed + pulled) / rates.tls if deployment.tls else 0.0
         update_s = nbytes / rates.update if pushed else 0.0
-        number = max(len(deployment.slices), deployment.numel // SLICE_NUMEL_MAX)
+        number = max(len(deployment.slices), nbytes // FLOAT_NBYTES // SLICE_NUMEL_MAX)
         message_s = 2 * workers * number / deployment.num_shards * rates.message_s
         return (self._largest * (workers * bytes_s + update_s) + message_s) / deployment.threads
 
@@ -235,18 +253,19 @@ class _ClosedForm:
         last = FLOAT_NBYTES * min(
             SLICE_NUMEL_MAX, max(each.numel for each in deployment.slices)
         )  # A coarse layout has longer slices than a job.
-        packed = last * min(1.0, pushed / deployment.nbytes)
-        way_s = 0.0
-        for host in set(deployment.shard_hosts):
-            far = deployment.num_workers - self._number[host]
-            way_s = max(way_s, far * packed / deployment.payload_rate(host))
+        packed = last * min(1.0, pushed / self._nbytes)
+        way_s = max(
+            (deployment.num_workers - here) * packed / rate
+            for here, share, rate, _ in self._kinds
+            if share
+        )
         shard_s = last / rates.receive + last / rates.update
         found = {SHARD_CPU: shard_s, LATENCY: self._trip_s()}
         found[name] = found.get(name, 0.0) + way_s
         return found
 
     def _trip_s(self) -> float:
-        return self._deployment.round_trip_s if len(self._deployment.hosts) > 1 else 0.0
+        return self._deployment.round_trip_s if self._is_spread else 0.0
 
     def _first_s(self) -> float:
         """Returns the seconds from the begin of a step until each shard has a first slice."""
@@ -254,14 +273,14 @@ class _ClosedForm:
         if not (deployment.overlap and self._by_step):
             return self._compute_s
         first = {each.shard: each.numel for each in reversed(deployment.slices)}
-        share = sum(first.values()) / deployment.numel
+        share = sum(first.values()) * FLOAT_NBYTES / self._nbytes
         return self._compute_s * (FORWARD_SHARE + (1 - FORWARD_SHARE) * share)
 
     def _local_s(self) -> float:
         """Returns the seconds of a local update, which nothing hides."""
         if not self._has_local:
             return 0.0
-        return UPDATE_ARRAYS * self._deployment.nbytes / self._deployment.rates.local
+        return UPDATE_ARRAYS * self._nbytes / self._deployment.rates.local
 
 
 def _computing(deployment: Deployment, waited_for: int | None = None) -> str:

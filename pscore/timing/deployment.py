@@ -173,7 +173,8 @@ class Deployment:
         numels: Counter[int] = Counter()
         for each in self.slices:
             numels[each.shard] += each.numel
-        return [numels[shard] / self.numel for shard in range(self.num_shards)]
+        numel = self.numel
+        return [numels[shard] / numel for shard in range(self.num_shards)]
 
     def computing_s(self, waited_for: int | None = None) -> float:
         """Returns the computing seconds of the slowest worker that a step waits for.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DDP = "ddp"  # Its row: all-reduce by torch's DistributedDataParallel.
+ALONE = "one process"  # The row of one worker: no job.
 SAME = "same updates as one large batch"
 SETTING = "LeNet on Fashion-MNIST, 4 workers"
 LOW_POINTS = 0.5  # At `--risk low`: as much may have been lost.
@@ -54,4 +55,5 @@ EVIDENCE = {
     "local H=8": _measured(-0.8, "row `local H=8`"),
     "diloco": _measured(-3.0, "row `diloco H=16`", f", H = 16{RATES}"),
     DDP: EQUAL,
+    ALONE: EQUAL,
 }

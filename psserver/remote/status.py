@@ -370,9 +370,13 @@ def published_lines(publications: Sequence[dict[str, Any]], room: int) -> list[s
             f"{len(readers)} readers; sent: {sent or 'nothing'}"
         )
         found += [
-            f"  {reader['host']} pid {reader['pid']}: version {reader['version']}, "
-            f"{reader['lag']} behind ({reader['lag_steps']} steps, {reader['lag_s']:g} s), "
-            f"{reader['resyncs']} resyncs"
+            f"  {reader['host']} pid {reader['pid']}: "
+            + (
+                f"version {reader['version']}, {reader['lag']} behind ({reader['lag_steps']} "
+                f"steps, {reader['lag_s']:g} s), {reader['resyncs']} resyncs"
+                if reader["version"] >= 0
+                else f"no version yet, since {reader['lag_s']:g} s"
+            )
             for reader in sorted(readers, key=lambda reader: -float(reader["lag_s"]))[:room]
         ]
         if len(readers) > room:

@@ -18,8 +18,8 @@ from pscore.timing.choice import (
     choose,
     row_of,
 )
-from pscore.timing.closed import SHARD_CPU, closed_form, ring_form
-from pscore.timing.evidence import DDP, EVIDENCE
+from pscore.timing.closed import SHARD_CPU, closed_form, ring_form, shard_cpu_s
+from pscore.timing.evidence import ALONE, DDP, EVIDENCE
 from pscore.timing.memory import num_arrays
 from psworker.advice.situation import Situation
 from psworker.advice.sizes import is_too_large
@@ -55,7 +55,10 @@ def plan_shards(situation: Situation) -> ShardPlaces:
     rule = parse_mode("ssgd")
     best: tuple[float, tuple[int, ...]] | None = None
     for hosts in _placements(situation):
-        found = closed_form(situation.deployment(hosts, grouped=grouped), rule)
+        deployment = situation.deployment(hosts, grouped=grouped)
+        if best is not None and len(hosts) > len(deployment.slices):
+            break  # Some of them would have nothing.
+        found = closed_form(deployment, rule)
         if best is None or found.step_s * WORTH < best[0]:
             best = found.step_s, hosts
         if found.limit != SHARD_CPU and not situation.has_sites:
@@ -64,11 +67,10 @@ def plan_shards(situation: Situation) -> ShardPlaces:
     hosts = best[1]
     deployment = situation.deployment(hosts, grouped=grouped)
     arrays = num_arrays(rule, situation.num_state, is_kept=True, is_estimated=False)
-    found = closed_form(deployment, rule)
     return ShardPlaces(
         hosts=hosts,
         nbytes=FLOAT_NBYTES * situation.numel * arrays * max(deployment.shares()),
-        cpu_share=found.parts_s.get(SHARD_CPU, 0.0) / found.step_s,
+        cpu_share=shard_cpu_s(deployment, rule) / closed_form(deployment, rule).step_s,
     )
 
 
@@ -92,28 +94,27 @@ def _placements(situation: Situation) -> Iterator[tuple[int, ...]]:
 
 def rows_of(situation: Situation, shards: ShardPlaces) -> list[AdviceRow]:
     """Returns a row for each way to train that fits, in the order of the table."""
-    return [*_ddp_rows(situation), *_shard_rows(situation, shards.hosts)]
-
-
-def _ddp_rows(situation: Situation) -> Iterator[AdviceRow]:
-    if situation.num_workers > 1:
-        yield AdviceRow(
-            mode=DDP,
-            compression="none",
-            grouped=False,
-            time=ring_form(situation.deployment((0,))),
-            evidence=EVIDENCE[DDP],
-            num_shards=0,
-        )
+    mode = DDP if situation.num_workers > 1 else ALONE
+    alone = AdviceRow(
+        mode=mode,
+        compression="none",
+        grouped=False,
+        time=ring_form(situation.deployment((0,))),
+        evidence=EVIDENCE[mode],
+        num_shards=0,
+    )
+    return [alone] if is_too_large(situation.numel) else [
+        alone, *_shard_rows(situation, shards.hosts)
+    ]  # fmt: skip
 
 
 def _shard_rows(situation: Situation, hosts: Sequence[int]) -> Iterator[AdviceRow]:
     grouped = is_grouped(situation)
+    found = {is_one: situation.deployment(hosts, grouped=is_one) for is_one in {False, grouped}}
     for candidate in candidates_of(situation):
         ways = (False, True) if grouped and candidate.mode == "ssgd" else (grouped,)
         for is_one in ways:
-            deployment = situation.deployment(hosts, grouped=is_one)
-            if row := row_of(deployment, candidate, grouped=is_one):
+            if row := row_of(found[is_one], candidate, grouped=is_one):
                 yield row
 
 
@@ -160,7 +161,14 @@ def choose_row(rows: Sequence[AdviceRow], risk: str) -> AdviceVerdict:
             f"{any_way.evidence.text}. Try it on your task"
         )
     first = choose(rows, "none")
-    if best.mode == DDP:
+    if best.mode == ALONE:
+        text = "use one process without a job: one worker has nobody to wait for"
+    elif len(rows) == 1:
+        text = (
+            "use DDP, or FSDP where a GPU does not hold the model: a job of Paceline has at most "
+            "2^36 parameters"
+        )
+    elif best.mode == DDP:
         text = (
             "use DDP: no way with shards is clearly faster at this risk. Shards are worth it if "
             "workers come and go, die, or differ in speed"

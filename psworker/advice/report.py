@@ -8,7 +8,7 @@ from typing import Any
 
 from pscore.timing.choice import AdviceRow
 from pscore.timing.deployment import RATE_SOURCES
-from pscore.timing.evidence import DDP
+from pscore.timing.evidence import ALONE, DDP
 from psworker.advice.choices import (
     ERROR,
     AdviceVerdict,
@@ -93,10 +93,13 @@ def advise(situation: Situation, risk: str = "low") -> AdviceReport:
 def _lines(situation: Situation, shards: ShardPlaces, row: AdviceRow) -> list[str]:
     """Returns the lines to write: the commands of the hosts, and the line of the script."""
     hosts, here = len(situation.groups), max(situation.groups)
-    launch = f"torchrun --nnodes {hosts} --nproc-per-node {here} train.py"
+    train = "--rdzv-backend c10d --rdzv-endpoint host0:29400 train.py" if hosts > 1 else "train.py"
+    launch = f"torchrun --nnodes {hosts} --nproc-per-node {here} {train}"
     if situation.has_sites:  # The hosts of a site are not known.
         there = ", ".join(f"{n} on site {site}" for site, n in enumerate(situation.groups))
-        launch = f"torchrun --nnodes HOSTS --nproc-per-node HERE train.py  # Workers: {there}"
+        launch = f"torchrun --nnodes HOSTS --nproc-per-node HERE {train}  # Workers: {there}"
+    if row.mode == ALONE:
+        return ["python train.py"]
     if row.mode == DDP:
         return [launch, "model = torch.nn.parallel.DistributedDataParallel(model)"]
     servers = ",".join(f"host{host}:{7070 + n}" for n, host in _ports(shards.hosts))

@@ -55,24 +55,31 @@ class AdviceRequest:
             optimizer=self.optimizer,
             tls=self.tls,
             overlap=self.overlap,
-            on_gpu=None if self.gpus is None else self.gpus > 0,
+            on_gpu=self._on_gpu,
             paces=system_paces(),
         )
 
     def of_job(self, job: str, addresses: Sequence[str]) -> Situation:
-        """Returns the situation of a job that runs; flags beside --gbit have no effect.
+        """Returns the situation of a job that runs.
 
         Raises:
             ConfigError: There is no such job, no address, or a flag that has no effect.
             ServerUnavailableError: A shard does not answer.
         """
-        self._require_only_gbit("--job")
+        self._require_no_numbers("--job")
         if not addresses:
             raise ConfigError("--job needs --servers, host:port,..., or PACELINE_SERVERS")
         from psworker.advice.running import read_job, situation_of_job
 
         credentials = read_credentials(os.environ, job=EVERY)
-        return situation_of_job(read_job(addresses, credentials, job), self.gbit, tls=self.tls)
+        return situation_of_job(
+            read_job(addresses, credentials, job),
+            self.gbit,
+            tls=self.tls,
+            latency_ms=self.latency_ms,
+            overlap=self.overlap,
+            on_gpu=self._on_gpu,
+        )
 
     def of_script(self, command: Sequence[str]) -> Situation:
         """Returns the situation of a script, which runs for a minute with one worker.
@@ -101,11 +108,15 @@ class AdviceRequest:
         sources = {name: replace(situation.sources[name], source=source) for name in names}
         return replace(situation, sources=situation.sources | sources)
 
-    def _require_only_gbit(self, what: str) -> None:
-        given = (self.model, self.workers, self.hosts, self.gpus, self.compute_ms, self.sites)
-        if any(value is not None for value in given):
+    @property
+    def _on_gpu(self) -> bool | None:
+        return None if self.gpus is None else self.gpus > 0
+
+    def _require_no_numbers(self, what: str) -> None:
+        given = (self.model, self.workers, self.hosts, self.compute_ms, self.sites)
+        if any(value is not None for value in (*given, self.between_gbit, self.gpus or None)):
             raise ConfigError(f"{what} has the model, workers, hosts and computing of its job: "
-                              "leave them out")  # fmt: skip
+                              "leave them out (but --gpus 0: it computes on CPUs)")  # fmt: skip
 
     def _groups(self) -> tuple[int, ...]:
         """Returns the workers of each host, or of each site."""

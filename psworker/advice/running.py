@@ -107,12 +107,23 @@ def _sums(worker: pb.WorkerStatus) -> PaceSums:
     )
 
 
-def situation_of_job(job: ObservedJob, gbit: float | None, *, tls: bool) -> Situation:
+def situation_of_job(
+    job: ObservedJob,
+    gbit: float | None,
+    *,
+    tls: bool = False,
+    latency_ms: float | None = None,
+    overlap: bool = True,
+    on_gpu: bool | None = None,
+) -> Situation:
     """Returns the situation of a job that runs.
 
     Args:
         gbit: Bandwidth of each host's link in 10^9 bit/s; None: as much as it has carried.
         tls: Whether its connections are encrypted.
+        latency_ms: Round trip in ms; None: it is assumed.
+        overlap: Whether pushes may leave during backward.
+        on_gpu: Whether the model is on a GPU; None: that is assumed.
 
     Raises:
         ConfigError: Its workers have made too few steps.
@@ -137,10 +148,15 @@ def situation_of_job(job: ObservedJob, gbit: float | None, *, tls: bool) -> Situ
         compute_ms=1e3 * median_s,
         optimizer=job.optimizer or OPTIMIZER,
         tls=tls,
+        latency_ms=latency_ms,
+        overlap=overlap,
+        on_gpu=on_gpu,
     )
+    # Workers of one host are next to each other in a situation, whatever their ranks are.
+    by_host = sorted(zip(job.hosts, job.paces, strict=True), key=lambda w: job.hosts.index(w[0]))
     slow = {
         place: pace.step_s / median_s
-        for place, pace in enumerate(job.paces)
+        for place, (_, pace) in enumerate(by_host)
         if pace.step_s > UNEQUAL * median_s
     }
     sources = situation.sources | {

@@ -172,7 +172,9 @@ def parse_sites(sites: str) -> tuple[int, ...]:
     least = 2
     if len(parts) < least or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"--sites is {sites!r}, must be the workers of each site, such as 6,2")
-    return tuple(int(part) for part in parts)
+    groups = tuple(int(part) for part in parts)
+    require_between("the workers of --sites", sum(groups), least, WORKERS_MAX)
+    return groups
 
 
 def read_situation(

@@ -50,10 +50,10 @@ def parse_model(model: str) -> tuple[int, str]:
             f"model is {model!r}, must be one of {', '.join(NUMELS)}, or a number of parameters "
             f"such as 350M or 1.3B{hint}"
         )
-    numel = round(float(matched[1]) * UNITS[matched[2]])
+    numel = float(matched[1]) * UNITS[matched[2]]
     if not 1 <= numel <= SIMULATED_MAX:
-        raise ConfigError(f"model is {model!r}, {numel} parameters; must be 1 to {SIMULATED_MAX}")
-    return numel, "given"
+        raise ConfigError(f"model is {model!r}, {numel:g} parameters; must be 1 to {SIMULATED_MAX}")
+    return round(numel), "given"
 
 
 def is_too_large(numel: int) -> bool:

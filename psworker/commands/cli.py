@@ -423,7 +423,7 @@ def simulate(
 
     points = simulating.simulate(
         model=model,
-        workers=[int(number) for number in simulating.numbers_of(workers, "--workers")],
+        workers=simulating.workers_of(workers),
         per_host=per_host,
         gbits=simulating.numbers_of(gbit, "--gbit"),
         modes=modes or ["ssgd", "od", "local(steps=8)"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from pscore.errors import ConfigError, PacelineError
 from pscore.json_text import to_json
+from psworker.advice.situation import WORKERS_MAX, require_between
 
 USER_ERROR = 2  # Exit code of the simulator.
 MODULE = "pssim.timing"  # The simulator runs both sides; workers and shards never import it.
@@ -65,9 +67,23 @@ def numbers_of(text: str, what: str) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or not all(number > 0 for number in numbers):
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise ConfigError(f"{what} is {text!r}, must be numbers above 0 with commas between them")
     return numbers
+
+
+def workers_of(text: str) -> list[int]:
+    """Returns the numbers of workers of an option: `64,256`.
+
+    Raises:
+        ConfigError: One of them is no whole number, or too large.
+    """
+    numbers = numbers_of(text, "--workers")
+    for number in numbers:
+        require_between("--workers", number, 1, WORKERS_MAX)
+        if not number.is_integer():
+            raise ConfigError(f"--workers is {number:g}, must be a whole number")
+    return [int(number) for number in numbers]
 
 
 def _lost(point: dict[str, Any]) -> str:

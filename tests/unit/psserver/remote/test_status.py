@@ -25,6 +25,16 @@ def reply(index: int, *jobs: pb.JobStatus) -> pb.StatusReply:
     return pb.StatusReply(shard=about, jobs=jobs, pid=70 + index, uptime_s=1, memory_nbytes=1 << 20)
 
 
+def test_a_reader_without_a_version_is_said_to_have_none() -> None:
+    one = {"host": "far", "pid": 9, "lag": 2, "lag_steps": 8, "lag_s": 3.0, "resyncs": 0}
+    two = [one | {"version": 5}, one | {"version": -1, "lag": -1, "lag_s": 1.0}]
+    published = {"job": "a", "table": "m", "version": 7, "step": 28, "sent": {}, "readers": two}
+    assert status.published_lines([published], 9)[1:] == [
+        "  far pid 9: version 5, 2 behind (8 steps, 3 s), 0 resyncs",
+        "  far pid 9: no version yet, since 1 s",
+    ]
+
+
 def combined() -> dict[str, Any]:
     first = pb.JobStatus(
         job="train",

@@ -158,6 +158,48 @@ def test_fast_links_need_more_shards() -> None:
     assert len(fast.shards.hosts) > 4
 
 
+def test_the_share_of_shards_threads_counts_hidden_work_too() -> None:
+    situation = advised("gpt2-xl", (4, 4), 10.0, 900.0).situation
+    nbytes, rates = 4 * 1_557_611_200, MachineRates()
+    # Two workers, two shards of half a model, two threads; 1,485 slices of 4 MiB.
+    bytes_s = 2 * nbytes * (1 / rates.receive + 1 / rates.send) + nbytes / rates.update
+    busy_s = (bytes_s / 2 + 2 * 1485 * rates.message_s) / 2
+    rows = {(row.mode, row.grouped): row.time.step_s for row in report.advise(situation).rows}
+    assert plan_shards(situation).cpu_share == pytest.approx(busy_s / rows["ssgd", True], rel=0.01)
+
+
+def test_one_worker_needs_no_job() -> None:
+    found = advised("gpt2", (1,), 1.0, 100.0)
+    assert found.verdict.row.mode == "one process"
+    assert found.verdict.row.time.step_s == pytest.approx(0.1)
+    assert found.lines == ["python train.py"]
+    assert not found.verdict.also
+
+
+def test_a_model_that_no_job_accepts_gets_no_lines_of_one() -> None:
+    found = advised("llama-70b", (8,) * 8, 10.0, 3000.0, risk="any")
+    assert [row.mode for row in found.rows] == ["ddp"]
+    assert "at most 2^36 parameters" in found.verdict.text
+
+
+def test_a_thousand_hosts_are_advised_at_once() -> None:
+    started_s = time.process_time()
+    assert advised("llama-13b", (8,) * 128, 400.0, 3000.0).rows
+    assert advised("llama-7b", (1,) * 1000, 0.1, 3000.0).rows
+    assert time.process_time() - started_s < 10.0
+
+
+def test_shards_are_no_more_than_slices() -> None:
+    assert len(advised("1000", (1,) * 3, 1.0, 0.001).shards.hosts) == 3
+
+
+def test_the_processes_of_several_hosts_find_each_other() -> None:
+    for hosts, expected in ((2, True), (1, False)):
+        lines = advised("gpt2", (2,) * hosts, 1.0, 100.0).lines
+        (launch,) = [line for line in lines if line.startswith("torchrun")]
+        assert ("--rdzv-endpoint host0:" in launch) is expected
+
+
 def test_memory_is_that_of_a_shard_with_a_journal() -> None:
     shards = plan_shards(advised("100M", (1,) * 4, 1.0, 100.0).situation)
     # Weights twice; momentum and a sum, each twice: six arrays of a quarter of the model.
@@ -206,6 +248,8 @@ def test_every_rate_has_a_source() -> None:
     ("flags", "message"),
     [
         (("--model", "gtp2", "--workers", "2", "--gbit", "1", "--compute-ms", "1"), "mean 'gpt2'"),
+        (("--model", "1e999", "--workers", "2"), "--gbit is missing"),
+        (("--model", "1e999", *FIRST[2:], "--compute-ms", "1"), "inf parameters"),
         (("--model", "0", "--workers", "2", "--gbit", "1", "--compute-ms", "1"), "must be 1 to"),
         (("--model", "gpt2", "--workers", "0", "--gbit", "1", "--compute-ms", "1"), "--workers is"),
         ((*FIRST[:-2], "--gbit", "0", "--compute-ms", "1"), "--gbit is 0, must be"),
@@ -235,6 +279,8 @@ def test_hosts_and_gpus_have_to_fit() -> None:
             split_hosts(*wrong)
     with pytest.raises(ConfigError, match="such as 6,2"):
         parse_sites("6")
+    with pytest.raises(ConfigError, match="workers of --sites is 10000"):
+        parse_sites("5000,5000")
 
 
 def test_the_error_is_the_worst_of_the_predicted_runs() -> None:

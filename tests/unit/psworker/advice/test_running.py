@@ -76,6 +76,21 @@ def test_a_slow_worker_of_a_job_is_one_in_its_advice() -> None:
     assert modes["ssgd(backup=1)"].step_s < 0.5 * modes["ssgd"].step_s
 
 
+def test_workers_of_a_job_stand_on_their_hosts_in_any_order_of_ranks() -> None:
+    paces = [pace(0, 0.1, 0.2, 0.2), pace(1, 0.3, 0.0, 0.2), pace(2, 0.1, 0.2, 0.2)]
+    situation = situation_of_job(job(paces, hosts=["a", "b", "a"]), 100.0, latency_ms=20.0)
+    assert situation.groups == (2, 1)
+    assert situation.slow == {2: pytest.approx(3.0)}
+    assert situation.worker_hosts[2] == 1
+    assert situation.round_trip_s == 0.02
+
+
+def test_a_job_on_cpus_is_said_to_be_one() -> None:
+    paces = [pace(0, 0.1, 0.2, 0.2)]
+    situation = situation_of_job(job(paces, hosts=["a"]), 1.0, on_gpu=False)
+    assert situation.sources["device"].value == "a CPU"
+
+
 def test_a_job_that_has_just_begun_is_asked_later() -> None:
     with pytest.raises(ConfigError, match="too few steps"):
         situation_of_job(job([pace(0, 0.1, 0.1, 0.1, num=1)], hosts=["a"]), 1.0, tls=False)
@@ -93,7 +108,9 @@ def test_flags_that_a_job_or_script_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave them out"):
         request(workers=2).of_job("night", ["a:1"])
     with pytest.raises(ConfigError, match="--job needs --servers"):
-        request().of_job("night", [])
+        request(gpus=0).of_job("night", [])
+    with pytest.raises(ConfigError, match="leave them out"):
+        request(gpus=2).of_job("night", ["a:1"])
     with pytest.raises(ConfigError, match="have no effect with a script"):
         request(model="gpt2", gbit=1.0).of_script(["train.py"])
     with pytest.raises(ConfigError, match="--gbit is missing"):
