@@ -152,7 +152,7 @@ def situation_of_job(
         overlap=overlap,
         on_gpu=on_gpu,
     )
-    # Workers of one host are next to each other in a situation, whatever their ranks are.
+    # A situation has the workers of one host next to each other, in any order of ranks.
     by_host = sorted(zip(job.hosts, job.paces, strict=True), key=lambda w: job.hosts.index(w[0]))
     slow = {
         place: pace.step_s / median_s
