@@ -3,20 +3,22 @@
     python -m benchmarks.standby --quick --json                  # 2.56 million parameters
     python -m benchmarks.standby --only lost --out FILE          # one part; adds to FILE's losses
 
-Two shards and two workers in `ssgd` with momentum, over TCP, on loopback, all on this machine. The
-second shard moves to an empty process, then to another one, and so on, each time by `psserver
-drain`; the process that it leaves is stopped.
+Two shards and two workers in `ssgd` with momentum, over TCP, each on a host of its own: a network
+namespace (root is needed). The second shard moves to an empty process on another host, then to
+another one, and so on, each time by `psserver drain`; the process that it leaves is stopped.
 
     drain             `pause_s`: the longest time in which a shard answered no worker;
                       `step_s`: the median of a step; `worst_step_s`: the longest step of a run;
                       `moves`; `identical`: whether the weights at the end are those, to the bit, of
                       a run without a move
-    machine_lost      the second shard has a standby that takes over after `FAILOVER_S`; supervisor
-                      and process are killed at once, again and again. `times`: the longest time
+    machine_lost      the second shard has a standby that takes over after `FAILOVER_S`; the link of
+                      its host is cut, so that nobody hears of its end, and its processes are
+                      killed, again and again until the last step. `times`: the longest time
                       without a finished step of a worker after each loss; `p99_s`; `identical` as
                       above, and then nothing is `lost`, `double`, `torn` or `partial`
     cost              `measured`: a step while the second shard has a standby, relative to one
-                      without; `formula`: the same on a link that is full
+                      without, on links of `SLOW`; `formula`: the same where a full link of that
+                      shard's host decides (docs/standby.md)
     off_cost          what the product's code for standbys adds to a round where there is none:
                       two checkouts by turns (`--off BEFORE AFTER`); else null
 """
@@ -29,35 +31,42 @@ import hashlib
 import itertools
 import json
 import os
-import signal
-import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks import kit, measured, versions
+from benchmarks import kit, measured, netlab, versions
+from benchmarks.forked import enter
 from pscore.json_text import to_json
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1.standby_pb2 import MoveRequest
-from psserver.remote import ask
 from psserver.remote.drain import move
 
 MODULE = "benchmarks.standby"
 NUM_WORKERS = 2
+FIRST, WORKERS, SECOND = 0, 1, 1 + NUM_WORKERS  # Hosts; this program is on that of shard 0.
+NUM_SECOND = 3  # Hosts for the second shard: its own, its standby's, and one that comes back.
+FAST, SLOW = "10gbit", "1gbit"
 FAILOVER_S = 0.5  # Silence after which a standby takes over.
+COMPUTE_S = 0.05  # A worker sleeps so long in each step, as if it computed.
+COST_STEPS = 60
+FORMULA = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
 LOOK_S = 0.02
+QUIET_STEPS = 5  # Between two troubles.
 OFF_ROUNDS = 12  # In one turn.
 WARM_STEPS = 10  # The first steps of a job compile loops; they are left out of the times.
+STEP = struct.Struct("<q")
 
 
-def train(rank: int, numel: int, steps: int) -> dict[str, Any]:
+def train(rank: int, numel: int, steps: int, compute_s: float, progress: str) -> dict[str, Any]:
     """Trains on drawn gradients; returns the seconds of its steps, and a hash of the weights."""
     import torch
 
@@ -68,16 +77,21 @@ def train(rank: int, numel: int, steps: int) -> dict[str, Any]:
     parts = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
     named = [(str(number), part) for number, part in enumerate(parts)]
     optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=0.1, momentum=0.9), named)
-    grads = [torch.randn(numel // 8, generator=drawn) for _ in parts]
+    for part in parts:
+        part.grad = torch.randn(numel // 8, generator=drawn)
+    grads = [part.grad.clone() for part in parts if part.grad is not None]
     measured.await_go()
     times_s, ends_s = [], []
-    for _ in range(steps):
-        begin_s = time.perf_counter()
-        for part, grad in zip(parts, grads, strict=True):
-            part.grad = grad.clone()
-        optimizer.step()
-        times_s.append(time.perf_counter() - begin_s)
-        ends_s.append(time.monotonic())
+    with open(progress, "wb", buffering=0) as file:
+        for step in range(steps):
+            begin_s = time.perf_counter()
+            time.sleep(compute_s)
+            for part, grad in zip(parts, grads, strict=True):
+                part.grad = grad.clone()
+            optimizer.step()
+            times_s.append(time.perf_counter() - begin_s)
+            ends_s.append(time.monotonic())
+            os.pwrite(file.fileno(), STEP.pack(step + 1), 0)
     with optimizer.global_weights():
         whole = torch.cat([part.detach() for part in parts])
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
@@ -89,46 +103,24 @@ def train(rank: int, numel: int, steps: int) -> dict[str, Any]:
 ROLES = {"train": train}
 
 
-def free_port() -> int:
-    """Returns a port that is free now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The process of a shard, with its supervisor."""
+    """The process of a shard, with its supervisor, on a host."""
 
+    host: int
     address: str
     supervisor: subprocess.Popen[str]
 
-    def lose(self) -> None:
-        """Kills both at once, as the loss of a machine does."""
-        children = psutil.Process(self.supervisor.pid).children()
-        self.supervisor.send_signal(signal.SIGSTOP)
-        for child in children:
-            child.kill()
-        self.supervisor.kill()
-
-
-@contextlib.contextmanager
-def shard(folder: Path, index: int) -> Iterator[Place]:
-    """Starts the process of one of two shards."""
-    port = free_port()
-    command = [sys.executable, "-m", "psserver", "start", "--shards", "2", "--cluster", "bench"]
-    command += ["--shard-index", str(index), "--port", str(port), "--metrics-port", "0"]
-    command += ["--lease-s", "5", "--log-level", "error"]
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        if not process.stdout.readline().startswith("PACELINE_SERVERS="):
+    def await_ready(self) -> None:
+        """Waits until it serves."""
+        assert self.supervisor.stdout is not None
+        if not self.supervisor.stdout.readline().startswith("PACELINE_SERVERS="):
             raise SystemExit("a shard did not start")
-        yield Place(address=f"127.0.0.1:{port}", supervisor=process)
-    finally:
-        process.terminate()
-        process.wait()
+
+    def end(self) -> None:
+        """Ends it in order."""
+        self.supervisor.terminate()
+        self.supervisor.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,88 +130,180 @@ class Job:
     numel: int
     steps: int
     moves: int
+    compute_s: float = COMPUTE_S  # In each step.
 
     def is_that_of(self, run: Mapping[str, Any]) -> bool:
         """Returns whether a run without trouble has trained the same."""
         return (run.get("numel"), run.get("steps")) == (self.numel, self.steps)
 
 
-Trouble = Callable[[Path, Place, list[Place]], list[float]]
+class Scene:
+    """Shards and workers that train once, each on its host.
 
-
-def run(numel: int, steps: int, spares: int, before: Trouble, trouble: Trouble) -> dict[str, Any]:
-    """Trains once.
-
-    Args:
-        numel: Number of parameters.
-        steps: Number of steps.
-        spares: Empty processes of the second shard.
-        before: Is done before the first step.
-        trouble: Is done to the second shard meanwhile; its numbers are returned as `trouble`.
+    Attributes:
+        second: The process that has the second shard.
+        others: Empty processes for it, and processes that start, oldest first.
     """
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        first = stack.enter_context(shard(folder, 0))
-        second, *others = [stack.enter_context(shard(folder, 1)) for _ in range(1 + spares)]
-        addresses = [first.address, second.address]
+
+    def __init__(self, lab: netlab.Lab, folder: Path) -> None:
+        """Starts nothing yet; files are below `folder`."""
+        self._lab, self._folder = lab, folder
+        self._all: list[Place] = []
+        self.others: list[Place] = []
+        self._starting: list[Place] = []  # Of them, those that may not serve yet.
+        (folder / "register").mkdir()
+
+    def start(self, index: int, host: int) -> Place:
+        """Starts the process of one of two shards."""
+        folder = self._folder / str(host)
+        folder.mkdir(exist_ok=True)
+        words = ["start", "--shards", "2", "--cluster", "bench", "--shard-index", str(index)]
+        words += ["--host", self._lab.address(host), "--port", "7070", "--metrics-port", "0"]
+        command = [*self._lab.inside(host), sys.executable, "-m", "psserver", *words]
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "PACELINE_SPARE": "false"}
+        address = f"{self._lab.address(host)}:7070"
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [*command, "--log-level", "error"],
+                env=env, cwd=kit.ROOT, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        self._all.append(Place(host=host, address=address, supervisor=process))
+        return self._all[-1]
+
+    def train(self, job: Job, num_second: int, trouble: Trouble) -> dict[str, Any]:
+        """Trains once.
+
+        Args:
+            job: What is trained.
+            num_second: Number of processes of the second shard at the start.
+            trouble: Is done to the second shard meanwhile; its numbers are returned as `trouble`.
+        """
+        first = self.start(0, FIRST)
+        self.second, *self.others = [self.start(1, SECOND + one) for one in range(num_second)]
+        for place in (first, self.second, *self.others):
+            place.await_ready()
+        addresses = [first.address, self.second.address]
+        self._progress = [str(self._folder / f"steps{rank}") for rank in range(NUM_WORKERS)]
         roles = [
             kit.Role(
-                MODULE,
-                "train",
-                {"rank": rank, "numel": numel, "steps": steps},
+                MODULE, "train",
+                {
+                    "rank": rank,
+                    "numel": job.numel,
+                    "steps": job.steps,
+                    "compute_s": job.compute_s,
+                    "progress": progress,
+                },
                 kit.worker_environment(addresses, rank, NUM_WORKERS, "tcp", "standby"),
+                self._lab.inside(WORKERS + rank),
             )
-            for rank in range(NUM_WORKERS)
-        ]
+            for rank, progress in enumerate(self._progress)
+        ]  # fmt: skip
         with kit.roles(*roles) as workers:
             for worker in workers:
                 worker.line()
-            before(folder, second, others)
             for worker in workers:
                 worker.tell()
-            troubles = trouble(folder, second, others)
+            troubles = trouble(self, job)
             results = [worker.result() for worker in workers]
-    return {
-        "trouble": troubles,
-        "ends_s": [result["ends_s"] for result in results],
-        "times_s": [time_s for result in results for time_s in result["times_s"][WARM_STEPS:]],
-        "digests": {result["digest"] for result in results},
-    }
+        return {
+            "trouble": troubles,
+            "ends_s": [result["ends_s"] for result in results],
+            "times_s": [time_s for result in results for time_s in result["times_s"][WARM_STEPS:]],
+            "digests": {result["digest"] for result in results},
+        }
+
+    def steps(self) -> int:
+        """Returns the steps that all workers have made."""
+        read = [Path(path).read_bytes() for path in self._progress if Path(path).exists()]
+        return min((STEP.unpack(one)[0] if one else 0 for one in read), default=0)
+
+    def reach(self, steps: int) -> None:
+        """Waits until all workers have made so many steps."""
+        while self.steps() < steps:
+            time.sleep(LOOK_S)
+
+    def stand(self) -> None:
+        """Gives the second shard a standby on the next host."""
+        wanted = MoveRequest(same_host=True, register=str(self._folder / "register"))
+        wanted.failover_s = FAILOVER_S
+        to = self.others[0]
+        if to in self._starting:
+            self._starting.remove(to)
+            to.await_ready()
+        move(self.second.address, to.address, 0, ANYONE, lambda _: None, standby=wanted)
+
+    def lose(self) -> float:
+        """Loses the host of the second shard; returns when. Its standby is its place then."""
+        lost, self.second = self.second, self.others.pop(0)
+        now_s = time.monotonic()
+        self._lab.cut(lost.host)  # So that its kernel tells nobody.
+        supervised = psutil.Process(lost.supervisor.pid)
+        supervised.suspend()
+        for child in supervised.children(recursive=True):
+            child.kill()
+        lost.supervisor.kill()
+        lost.supervisor.wait()
+        return now_s
+
+    def come_back(self, host: int) -> None:
+        """Starts an empty process on a host that was lost."""
+        self._lab.cut(host, restore=True)
+        self.others.append(self.start(1, host))
+        self._starting.append(self.others[-1])
+
+    def close(self) -> None:
+        """Ends all processes, and restores all links."""
+        for place in self._all:
+            place.end()
+        for host in range(SECOND, SECOND + NUM_SECOND):
+            self._lab.cut(host, restore=True)
 
 
-def nothing(folder: Path, here: Place, others: list[Place]) -> list[float]:
+Trouble = Callable[[Scene, Job], list[float]]
+
+
+def run(lab: netlab.Lab, job: Job, num_second: int, trouble: Trouble) -> dict[str, Any]:
+    """Trains once (`Scene.train`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        scene = Scene(lab, Path(folder))
+        with contextlib.closing(scene):
+            return scene.train(job, num_second, trouble)
+
+
+def nothing(scene: Scene, job: Job) -> list[float]:
     """Leaves the shard alone."""
     return []
 
 
-def drain(folder: Path, here: Place, others: list[Place]) -> list[float]:
-    """Moves the shard from process to process; returns the pauses."""
+def stand(scene: Scene, job: Job) -> list[float]:
+    """Gives the shard a standby; returns when it has it."""
+    scene.stand()
+    return [time.monotonic()]
+
+
+def drain(scene: Scene, job: Job) -> list[float]:
+    """Moves the shard from host to host; returns the pauses."""
     pauses = []
-    for to in others:
-        pauses.append(move(here.address, to.address, 0, ANYONE, lambda _: None).pause_s)
-        here.supervisor.terminate()
-        here = to
+    while scene.others and scene.steps() < job.steps - QUIET_STEPS:
+        to = scene.others.pop(0)
+        pauses.append(move(scene.second.address, to.address, 0, ANYONE, lambda _: None).pause_s)
+        scene.second.end()
+        scene.second = to
+        scene.reach(scene.steps() + QUIET_STEPS)
     return pauses
 
 
-def stand(folder: Path, here: Place, others: list[Place]) -> list[float]:
-    """Gives the shard a standby."""
-    (folder / "register").mkdir(exist_ok=True)
-    wanted = MoveRequest(same_host=True, register=str(folder / "register"), failover_s=FAILOVER_S)
-    move(here.address, others[0].address, 0, ANYONE, lambda _: None, standby=wanted)
-    return []
-
-
-def lose(folder: Path, here: Place, others: list[Place]) -> list[float]:
-    """Loses one machine after the other, each with a standby; returns when."""
-    times = []
-    for number, to in enumerate(others):
-        stand(folder, here, others[number:])
-        times.append(time.monotonic())
-        here.lose()
-        here = to
-        while not ask.answers([here.address])[0].jobs:  # Until it serves.
-            time.sleep(LOOK_S)
+def lose(scene: Scene, job: Job) -> list[float]:
+    """Loses one host after the other, each with a standby; returns when."""
+    times: list[float] = []
+    while len(times) < job.moves and scene.steps() < job.steps - 2 * QUIET_STEPS:
+        scene.stand()
+        scene.reach(scene.steps() + QUIET_STEPS)
+        lost, before = scene.second.host, scene.steps()
+        times.append(scene.lose())
+        scene.reach(before + 1 + QUIET_STEPS)
+        scene.come_back(lost)
     return times
 
 
@@ -239,32 +323,32 @@ def outages(lost_s: Sequence[float], ends_s: Sequence[Sequence[float]]) -> list[
     return found
 
 
-def still(job: Job) -> dict[str, Any]:
+def still(lab: netlab.Lab, job: Job) -> dict[str, Any]:
     """Trains without trouble; the other parts compare with it."""
-    found = run(job.numel, job.steps, 0, nothing, nothing)
+    found = run(lab, job, 1, nothing)
     if len(found["digests"]) != 1:
         raise SystemExit("the workers of a run without trouble have different weights")
     step_s = round(kit.median(found["times_s"]), 4)
     return {"still": {"step_s": step_s, "digest": found["digests"].pop(), **asdict(job)}}
 
 
-def drains(job: Job, former: dict[str, Any]) -> dict[str, Any]:
+def drains(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     """Moves the shard."""
-    moved = run(job.numel, job.steps, job.moves, nothing, drain)
+    moved = run(lab, job, NUM_SECOND, drain)
     return {
         "drain": {
             "pause_s": round(max(moved["trouble"]), 3),
             "step_s": former["still"]["step_s"],
             "worst_step_s": round(max(moved["times_s"]), 3),
-            "moves": job.moves,
+            "moves": len(moved["trouble"]),
             "identical": moved["digests"] == {former["still"]["digest"]},
         }
     }
 
 
-def losses(job: Job, former: dict[str, Any]) -> dict[str, Any]:
+def losses(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     """Loses machines, and adds to those lost before."""
-    lost = run(job.numel, job.steps, job.moves, nothing, lose)
+    lost = run(lab, job, NUM_SECOND, lose)
     before = former.get("machine_lost", {"times": [], "identical": True})
     times = [*before["times"], *outages(lost["trouble"], lost["ends_s"])]
     is_same = before["identical"] and lost["digests"] == {former["still"]["digest"]}
@@ -278,11 +362,23 @@ def losses(job: Job, former: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def costs(job: Job, former: dict[str, Any]) -> dict[str, Any]:
-    """Trains while the second shard has a standby."""
-    stood = run(job.numel, job.steps, 1, stand, nothing)
-    share = round(kit.median(stood["times_s"]) / former["still"]["step_s"], 3)
-    return {"cost": {"measured": share, "formula": 1 + 1 / NUM_WORKERS}}
+def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Trains on slow links, without a standby of the second shard and with one."""
+    for host in range(SECOND + NUM_SECOND):
+        lab.slow(host, SLOW)
+    few = replace(job, steps=min(job.steps, COST_STEPS), compute_s=0.0)
+    alone, stood = run(lab, few, 1, nothing), run(lab, few, 2, stand)
+    for host in range(SECOND + NUM_SECOND):
+        lab.slow(host)
+    (begin_s,) = stood["trouble"]
+    followed = [
+        later - earlier
+        for ends in stood["ends_s"]
+        for earlier, later in itertools.pairwise(ends)
+        if earlier > begin_s
+    ]
+    share = kit.median(followed) / kit.median(alone["times_s"])
+    return {"cost": {"measured": round(share, 3), "formula": FORMULA}}
 
 
 def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
@@ -299,6 +395,20 @@ def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
 PARTS = {"drain": drains, "lost": losses, "cost": costs}
 
 
+def measure(
+    lab: netlab.Lab, job: Job, parts: Sequence[str], found: dict[str, Any], out: Path | None
+) -> None:
+    """Adds parts to what was found, and writes each, so that it stays if a later one fails."""
+    if not job.is_that_of(found.get("still", {})):
+        found |= still(lab, job)
+    for name in parts:
+        found |= PARTS[name](lab, job, found)
+        found.setdefault("parts", {})[name] = kit.describe_run(MODULE)
+        print(f"{name}: {found}", flush=True)
+        if out is not None:
+            out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Measures the parts, and writes the result."""
     if measured.serve(sys.argv[1:], ROLES):
@@ -309,7 +419,7 @@ def main() -> None:
     parser.add_argument("--off", nargs=2, type=Path, metavar="FOLDER", help="only `off_cost`")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--out", type=Path, help="write the figures to this file")
-    parser.add_argument("--moves", type=int, default=3, help="or losses")
+    parser.add_argument("--moves", type=int, default=30, help="the most losses")
     parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
     numel = 2_560_000 if options.quick else 25_600_000
@@ -318,20 +428,14 @@ def main() -> None:
     if (options.only or options.off) and options.out is not None and options.out.exists():
         found = json.loads(options.out.read_text(encoding="utf-8"))
     if options.off:
-        parts: list[str] = []
         found |= off(*options.off, turns=4)
-    else:
-        parts = [options.only] if options.only else list(PARTS)
-        if not job.is_that_of(found.get("still", {})):
-            found |= still(job)
-    for name in parts:
-        found |= PARTS[name](job, found)
-        found.setdefault("parts", {})[name] = kit.describe_run(MODULE)
-        print(f"{name}: {found}", flush=True)
-        if options.out is not None:  # These figures stay if a later part fails.
-            options.out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
-    if options.off:
         found.setdefault("parts", {})["off"] = kit.describe_run(MODULE)
+    else:
+        if (reason := netlab.available()) is not None:
+            raise SystemExit(f"no network namespaces here: {reason}")
+        with netlab.Lab(SECOND + NUM_SECOND, FAST) as lab:
+            enter(lab.name(FIRST))  # So that the shards can be asked.
+            measure(lab, job, [options.only] if options.only else list(PARTS), found, options.out)
     lines = [f"{name}: {value}" for name, value in found.items()]
     kit.publish(found, "\n".join(lines), options.out, as_json=options.json)
 

@@ -307,6 +307,8 @@ class Listener:
                 unknown=self._unknown,
             )
             self._connections[connection] = threading.current_thread()
+            if self._is_closing:  # `stop` may not have seen this connection.
+                connection.close()
             try:
                 connection.serve(deadline_s)
             finally:

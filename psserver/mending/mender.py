@@ -16,6 +16,7 @@ from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.exits import CommandError, Exit
 from psserver.mending.losses import Losses
+from psserver.mending.successors import Successors
 from psserver.remote import ask
 from psserver.remote.checkpoint import restore
 from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, newest, verified
@@ -45,6 +46,7 @@ class Mender:
         self._fetch = fetch
         self._addresses, self._folders, self._credentials = addresses, folders, credentials
         self._losses = Losses()
+        self._successors = Successors(self._ask_one)
         self._said = ""  # The last problem that was logged.
 
     def look(self) -> None:
@@ -55,6 +57,7 @@ class Mender:
             answers = ask.answers(self._addresses, credentials)
             ask.follow(self._addresses, answers)
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
+            found = self._successors.look(self._addresses, found)
             for job, lost in self._losses.look(found).items():
                 self._mend(job, lost, credentials)
         except (PacelineError, OSError, ValueError, LookupError, MemoryError) as error:
@@ -62,6 +65,13 @@ class Mender:
         if problem and problem != self._said and self._losses.has_any:
             log.error("a job cannot be restored; it is tried again", reason=problem)
         self._said = problem
+
+    def _ask_one(self, address: str) -> pb.StatusReply | None:
+        try:
+            (answer,) = ask.answers([address], self._credentials())
+        except CommandError:
+            return None
+        return answer if isinstance(answer, pb.StatusReply) else None
 
     def _mend(self, job: str, lost: Sequence[int], credentials: Credentials) -> None:
         """Restores a job onto all shards.

@@ -123,6 +123,16 @@ class ShardMoves:
         return True
 
     @property
+    def stands_by(self) -> bool:
+        """Whether this process is a standby, and has everything."""
+        return self._servicer is not None and self._servicer.is_standby
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a worker may share memory with this process: none that must leave this host."""
+        return not self.mover.has_standby or self.mover.order.same_host
+
+    @property
     def text(self) -> str:
         """How the move under way is, or the last one was; empty without one."""
         mover, servicer, claim, view = self.mover, self._servicer, self._claim, self.view

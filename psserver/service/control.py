@@ -7,6 +7,7 @@ methods, Push and Pull, carry frames (pscore/net/wire.py) as raw bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -199,6 +200,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._next = ""  # Where this shard will soon be, or its standby is.
         self._former = 0  # Number of the shard before `renew`.
         self.moving: Callable[[], str] = lambda: ""  # How its move to another process is.
+        self.stands_by: Callable[[], bool] = lambda: False  # Whether it is a standby.
+        self.shares_memory: Callable[[], bool] = lambda: True  # Whether workers may, from now on.
+        self._changed = asyncio.Event()  # Set, and replaced, when it serves as another one.
         self.mends = False  # Whether this start restores jobs that another shard has lost.
 
     def renew(self, instance: int) -> None:
@@ -209,6 +213,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def serve_as(self, instance: int, data: Listener | None) -> None:
         """Describes this shard with another instance, and another listener of data sockets."""
         self._instance, self._data = instance, data
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def announce(self, address: str) -> None:
         """Names the address at which this shard will be in heartbeats; empty: it stays."""
@@ -216,7 +222,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self.told.clear()
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
-        """Returns the shard's index and cluster."""
+        """Returns the shard's index and cluster, once it serves as the one that is awaited."""
+        if request.awaited not in (0, self._instance):
+            wait_s = min(request.wait_ms / 1000, WAIT_S_MAX)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), wait_s)
         return self._describe()
 
     def _describe(self) -> pb.DescribeReply:
@@ -229,7 +239,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             instance=self._instance,
             former_instance=self._former,
             data_port=0 if self._data is None else self._data.port,
-            data_local="" if self._data is None else self._data.local,
+            data_local=self._data.local if self._data is not None and self.shares_memory() else "",
             now_s=time.time(),
         )
 
@@ -427,6 +437,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             num_recoveries=view.num_recoveries,
             num_mended=view.num_mended,
             moving=self.moving(),
+            next_address=self._next,
+            stands_by=self.stands_by(),
             copies=None if view.copies is None else to_proto(pb.CopiesStatus, view.copies),
             lost=[pb.LostJob(job=name, reason=reason) for name, reason in view.lost],
         )

@@ -19,7 +19,8 @@ from psserver.access.authorizer import CONTROL, HEALTH
 
 HERE = ("/ps.v1.Standby/", HEALTH, CONTROL + "Drain")  # Always answered by this process.
 # Calls that change the journals of a job.
-CHANGES = {CONTROL + name for name in ("Join", "Define", "Change", "Barrier", "Leave", "Forget")}
+CHANGED = ("Join", "Define", "Change", "Choose", "Barrier", "Meet", "Leave", "Forget")
+CHANGES = {*(CONTROL + name for name in CHANGED), "/ps.v1.Checkpoints/Finish"}
 HOLD_S = 8.0  # A call waits so long at most; then it is to be repeated.
 KEPT_KEYS = ("user-agent", "grpc-")  # Keys of metadata that each connection sets itself.
 
@@ -75,21 +76,29 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = str(handler_call_details.method)
         if method.startswith(HERE) or (self._is_open.is_set() and not self.address):
             handler = await continuation(handler_call_details)
-            return self._keeping(handler) if method in CHANGES else handler
+            if method.startswith(HERE):
+                return handler
+            return self._held(handler, is_change=method in CHANGES)
 
         async def late(raw: bytes, context: Any) -> bytes:
             return await self._late(method, raw, context)
 
         return grpc.unary_unary_rpc_method_handler(cast("Any", late))
 
-    def _keeping(self, handler: Any) -> Any:
-        """Returns a method's handler; its answer waits until its changes are kept."""
+    def _held(self, handler: Any, *, is_change: bool) -> Any:
+        """Returns a method's handler; no answer leaves once calls are held or passed on.
+
+        The answer of a call that changes something waits until the changes are kept.
+        """
         if handler is None or handler.unary_unary is None:
             return handler
 
         async def call(request: Any, context: Any) -> Any:
             reply = await handler.unary_unary(request, context)
-            await self._await_kept()
+            if is_change:
+                await self._await_kept()
+            if self.address or not self._is_open.is_set():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the shard may be elsewhere")
             return reply
 
         return grpc.unary_unary_rpc_method_handler(

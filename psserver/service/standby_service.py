@@ -37,7 +37,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
 
     Attributes:
         taking: The decisions about the shard that moves here.
-        num_heard: Calls that brought pieces.
+        num_heard: Signs of life of the process that has the shard.
         claim: The claim by which this process took the shard over; None: it has not.
         task: Waits for the silence of the process that has the shard; None: nobody does.
     """
@@ -148,9 +148,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
 
     async def Put(self, request: pb.PutRequest, context: Context) -> pb.PutReply:
         """Writes pieces, or keeps them in memory until those that they count together with come."""
-        self.taking.require(request.id)
-        self._heard_s = self._engine.now()
-        self.num_heard += 1
+        self._hear(request.id)
         self._waiting += [
             JournalPiece(
                 path=piece.path,
@@ -166,6 +164,12 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             pieces, self._waiting = self._waiting, []
             self._write(pieces)
         return pb.PutReply()
+
+    def _hear(self, move: str) -> None:
+        """Notes a sign of life of the shard's process; raises RemoteProtocolError for another move."""
+        self.taking.require(move)
+        self._heard_s = self._engine.now()
+        self.num_heard += 1
 
     def _write(self, pieces: Sequence[JournalPiece]) -> None:
         assert self._incoming is not None
@@ -196,9 +200,17 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         return pb.PrepareMoveReply()
 
     async def Followed(self, request: pb.FollowedRequest, context: Context) -> pb.FollowedReply:
-        """Notes that the shard is complete here: from now on this process may be promoted."""
+        """Notes that the shard is complete here: from now on this process may be promoted.
+
+        Each further call shows that the shard's process lives.
+        """
+        self._hear(request.id)
+        if self.is_standby:
+            return pb.FollowedReply()
         self.taking.follow(request.id)
-        self._mark["standby"] = True
+        self._mark |= {"standby": True, "epoch": request.epoch}
+        if self._heir is not None:
+            self._heir.known = request.epoch
         self._watch()
         self._admit(f"it is the standby of {self.source}")
         log.info("this process is a standby", source=self._mark.get("source"))
@@ -285,7 +297,9 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         if not place or self._incoming is None:
             return None
         after_s, source = float(str(mark["failover_s"])), str(mark["source"])
-        return Heir(self, self._incoming.shard, place, after_s, source)
+        heir = Heir(self, self._incoming.shard, place, after_s, source)
+        heir.known = int(str(mark.get("epoch", 0)))
+        return heir
 
     def _watch(self) -> None:
         if self._heir is not None and self.taking.waits_for(self.taking.id):

@@ -12,7 +12,7 @@ import structlog
 
 from pscore.errors import ConfigError, PacelineError
 from psserver.standby.handover import Taker, Taking
-from psserver.standby.registers import register_of, settle
+from psserver.standby.registers import newest_in, register_of, settle
 from psserver.standby.succession import Claim, take
 
 log = structlog.get_logger()
@@ -44,6 +44,9 @@ class Heir:
 
     Silence is counted in looks, so that a standby which was stopped itself does not mistake that
     for the other's silence.
+
+    Attributes:
+        known: Epoch of the newest claim that is known to be in the register.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Heir:
         """
         self._standing, self._shard, self._place = standing, shard, place
         self._failover_s, self._holder = failover_s, holder
+        self.known = 0
         self._said = ""
 
     def require(self, holder: str, epoch: int) -> None:
@@ -98,7 +102,8 @@ class Heir:
         standing, ask = self._standing, partial(self._ask, move, reason)
         try:
             register = await asyncio.to_thread(register_of, self._place, self._shard)
-            await asyncio.to_thread(register.newest)  # Before this process gives up to follow.
+            # Before this process gives up to follow.
+            await asyncio.to_thread(newest_in, register, self.known)
             if not standing.taking.waits_for(move):
                 return
             if standing.taking.phase is Taker.FOLLOWING:
@@ -119,4 +124,4 @@ class Heir:
 
     def _ask(self, move: str, reason: str) -> Claim | None:
         decide: Callable[[Claim | None], Claim | None] = partial(take, heir=move, reason=reason)
-        return settle(register_of(self._place, self._shard), decide)
+        return settle(register_of(self._place, self._shard), decide, self.known)

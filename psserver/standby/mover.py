@@ -10,6 +10,7 @@ the answers to workers, and passes later calls on once the shard has moved.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +30,7 @@ from psserver.durability.sealed import read_json, write_json
 from psserver.standby.handover import Giver, Giving
 from psserver.standby.parting import AGAIN_S, Parting, PartingByPerson, PartingByRegister
 from psserver.standby.pieces import GIVEN, REGISTER, STANDBY, SentSpan
-from psserver.standby.stream import SIGN_S, JournalStream, Sender
+from psserver.standby.stream import JournalStream, Sender
 from psserver.standby.succession import Claim
 from psserver.standby.target import MoveTarget
 
@@ -288,7 +289,7 @@ class Mover:
             if self.giving.phase is not Giver.SERVING:
                 return
             try:
-                self.start(replace(self.order, stays=True, same_host=True))  # It was accepted.
+                self.start(replace(self.order, stays=True))
             except PacelineError as problem:
                 self.problem = str(problem)
             else:
@@ -308,12 +309,27 @@ class Mover:
         self._may_serve = True  # From here on a failure of the stream is left to this task.
         self._require_stream()
         await self._parting.pair()
-        await asyncio.to_thread(target.followed, self._move)
+        epoch = 0 if self.claim is None else self.claim.epoch
+        await asyncio.to_thread(target.followed, self._move, epoch)
         self._is_standing = True
         log.info("the shard has a standby", standby=self.to)
-        await self._wakes.wait()
+        await self._await_wake(partial(target.sign, self._move, epoch))
         self._is_standing = False
         self._require_stream()
+
+    async def _await_wake(self, sign: Callable[[], None]) -> None:
+        """Waits until the standby is to have the shard, or is away.
+
+        Args:
+            sign: Shows the standby that this process lives, also while large changes are sent.
+        """
+        sign_s = self.order.failover_s / SIGNS if self.order.register else None
+        while not self._wakes.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wakes.wait(), sign_s)
+                return
+            with contextlib.suppress(PacelineError):  # The stream will notice it.
+                await asyncio.to_thread(sign)
 
     def _require_stream(self) -> None:
         assert self._stream is not None
@@ -372,8 +388,6 @@ class Mover:
         began_s, nbytes = time.monotonic(), 0
         send = partial(target.put, self._move)
         self._stream = stream = self._host.follow(send, self._note_failed)
-        if self.order.failover_s:
-            stream.sign_s = min(SIGN_S, self.order.failover_s / SIGNS)
         for one in self._host.slices(stream):
             nbytes += await one.send()
             if mbit:
@@ -399,8 +413,10 @@ class Mover:
         (self._folder / STANDBY).unlink(missing_ok=True)
 
     async def _finish(self, began_s: float) -> None:
-        """Repeats `begin` until the target answers, and shows workers where the shard is."""
-        await self._parting.give()
+        """Repeats `begin` until the target answers, and shows workers where the shard is.
+
+        The register learns of it afterwards: the claim there lets nobody else have the shard.
+        """
         said = ""
         while True:
             try:
@@ -417,6 +433,7 @@ class Mover:
                     log.error("the shard was given away, and waits there", to=self.to, reason=said)
             await asyncio.sleep(AGAIN_S)
         self.pause_s = time.monotonic() - began_s
+        await self._parting.give()
         self.giving.begun()
         log.warning(
             "shard moved; this process passes on what still comes, until it is stopped",
@@ -442,7 +459,7 @@ def order_of(mark: Mapping[str, str]) -> MoveOrder:
     return MoveOrder(
         to=mark.get("to", ""),
         stays=mark.get("stays") == "True",
-        same_host=True,  # It was accepted before.
+        same_host=mark.get("same_host") == "True",
         register=mark.get("register", ""),
         failover_s=float(mark.get("failover_s", "0")),
     )

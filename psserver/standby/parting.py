@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -117,7 +118,7 @@ class PartingByRegister:
         self._source, self._move, self._to = source, move, to
         self._register: Register | None = None
         self._shard = folder.name
-        self._holder = ""
+        self._holder, self._known = "", 0  # And the epoch of the newest claim that was seen.
         self.claim: Claim | None = None
 
     async def prepare(self, offer: pb.OfferRequest) -> None:
@@ -149,16 +150,19 @@ class PartingByRegister:
         """Claims the shard for this process alone, or finds that the standby has it."""
         is_closed = False
         while True:
-            try:
-                await self._settle(self._alone("the standby is away"))
-            except PacelineError as problem:
-                if not is_closed:
-                    log.error("no answers: neither standby nor register", reason=str(problem))
-                    await close()
+            asked = asyncio.create_task(self._settle(self._alone("the standby is away")))
+            is_over, _ = await asyncio.wait([asked], timeout=PART_S)  # A file system may hang.
+            problem = asked.exception() if is_over else TimeoutError(f"no answer for {PART_S:g} s")
+            if problem is not None and not is_closed:
+                log.error("no answers: neither standby nor register", reason=str(problem))
+                await close()
                 is_closed = True
+            try:
+                await asked
+            except PacelineError:
+                await asyncio.sleep(AGAIN_S)
             else:
                 return self.claim is not None
-            await asyncio.sleep(AGAIN_S)
 
     async def give(self) -> None:
         """Names the process that has the shard now, again and again until the register has it."""
@@ -178,30 +182,45 @@ class PartingByRegister:
         try:
             self.claim = await asyncio.to_thread(self._settle_now, decide)
         except (OSError, ValueError) as problem:
-            raise ConfigError(f"the register at {self._place}: {problem!r}") from problem
+            reason = str(problem) or type(problem).__name__
+            raise ConfigError(f"the register at {self._place}: {reason}") from problem
 
     def _settle_now(self, decide: Callable[[Claim | None], Claim | None]) -> Claim | None:
         if self._register is None:
-            self._holder = name_in(self._folder, self._place)
+            self._holder, self._known = name_in(self._folder, self._place)
             self._register = register_of(self._place, self._shard)
-        return settle(self._register, decide)
+        claim = settle(self._register, decide, self._known)
+        if claim is not None and claim.epoch > self._known:
+            self._known = claim.epoch
+            with contextlib.suppress(OSError):  # The next process knows an older one then.
+                keep_name(self._folder, self._place, self._holder, self._known)
+        return claim
 
 
-def name_in(folder: Path, place: str) -> str:
+def name_in(folder: Path, place: str) -> tuple[str, int]:
     """Returns the name of the process with these journals in registers, and keeps it.
 
     Args:
         folder: The folder of the journals.
         place: The register that it uses from now on.
 
+    Returns:
+        The name, and the epoch of the newest claim that was seen in this register.
+
     Raises:
         OSError, ValueError: It cannot be read, or written.
     """
+    holder, known = secrets.token_hex(8), 0
     for name, key in ((REGISTER, "holder"), (TAKEN, "id")):
         if (folder / name).exists():
-            holder = str(read_json(folder / name)[key])
+            mark = read_json(folder / name)
+            holder = str(mark[key])
+            known = int(str(mark.get("epoch", 0))) if mark.get("register") == place else 0
             break
-    else:
-        holder = secrets.token_hex(8)
-    write_json(folder / REGISTER, {"register": place, "holder": holder})
-    return holder
+    keep_name(folder, place, holder, known)
+    return holder, known
+
+
+def keep_name(folder: Path, place: str, holder: str, epoch: int) -> None:
+    """Keeps a process's name in a register, and what it has seen there; raises OSError."""
+    write_json(folder / REGISTER, {"register": place, "holder": holder, "epoch": epoch})

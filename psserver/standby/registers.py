@@ -27,20 +27,41 @@ class Register(Protocol):
         """
 
 
-def settle(register: Register, decide: Callable[[Claim | None], Claim | None]) -> Claim | None:
+def newest_in(register: Register, known: int) -> Claim | None:
+    """Returns the claim with the largest epoch; None: there is none yet.
+
+    Args:
+        known: Epoch of a claim that was there before; 0: none was.
+
+    Raises:
+        OSError, ValueError: The register does not answer, or has less than it had: it is not
+            mounted, say, or what it shows here is old.
+    """
+    newest = register.newest()
+    epoch = 0 if newest is None else newest.epoch
+    if epoch < known:
+        raise ValueError(f"it had claim {known}, and shows {epoch or 'none'} now: is it mounted?")
+    return newest
+
+
+def settle(
+    register: Register, decide: Callable[[Claim | None], Claim | None], known: int = 0
+) -> Claim | None:
     """Writes what is decided about the newest claim; decides again where another was first.
 
     Args:
         decide: Returns the claim to write, the newest one if it is right, or None.
+        known: Epoch of a claim that was there before; 0: none was.
 
     Returns:
         The claim that counts now; None: there is nothing to write.
 
     Raises:
-        OSError, ValueError: The register does not answer, and the claim is written or not.
+        OSError, ValueError: The register does not answer, or lacks that claim; what was decided is
+            written or not.
     """
     while True:
-        newest = register.newest()
+        newest = newest_in(register, known)
         wanted = decide(newest)
         if wanted is None or wanted == newest or register.create(wanted):
             return wanted

@@ -21,7 +21,7 @@ from pscore.threads import OwnedThread
 from psserver.standby.spans import JournalPiece, SliceSpans, SpanReader, read_small
 
 CALL_NBYTES = 8 << 20  # Pieces of one call.
-SIGN_S = 1.0  # Seconds without a change after which an empty call shows that this process lives.
+SIGN_S = 1.0  # Seconds without a change after which an empty call looks for the other process.
 Sender = Callable[[list[JournalPiece], bool], None]
 
 
@@ -41,7 +41,6 @@ class JournalStream:
         sent_nbytes: Bytes that were sent.
         problem: Why nothing is sent any more; empty until then.
         is_whole: Whether the other process has everything: from then on a group counts as a whole.
-        sign_s: Seconds without a change after which an empty call is sent.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class JournalStream:
         self._is_sending, self._is_over = False, False
         self._since_s = 0.0  # Time of the oldest change that the other process lacks, if any.
         self.sent_nbytes, self.problem, self.is_whole = 0, "", False
-        self.sign_s = SIGN_S
         self._thread = OwnedThread(self._run, "standby", self._note_bug)
         self._thread.start()
 
@@ -166,7 +164,7 @@ class JournalStream:
     def _take(self) -> list[JournalPiece] | None:
         """Removes all changes, and returns the small files; None: nothing is sent any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._left or self.problem, self.sign_s)
+            self._changed.wait_for(lambda: self._left or self.problem, SIGN_S)
         with self._engine_lock, self._changed:
             if self.problem:
                 return None

@@ -17,6 +17,7 @@ from psserver.standby.spans import JournalPiece
 Reply = TypeVar("Reply")
 CALL_TIMEOUT_S = 30.0
 RELEASE_TIMEOUT_S = 2.0
+SIGN_TIMEOUT_S = 1.0
 PUT_TIMEOUT_S = 10.0  # Workers wait for the answer.
 
 
@@ -60,9 +61,17 @@ class MoveTarget:
             )
         self._call(self._stub.Prepare, request)
 
-    def followed(self, move: str) -> None:
-        """Notes that it has everything: from now on it may be promoted."""
-        self._call(self._stub.Followed, pb.FollowedRequest(id=move))
+    def followed(self, move: str, epoch: int) -> None:
+        """Notes that it has everything: from now on it may be promoted.
+
+        Args:
+            epoch: Of the claim that names it as the standby; 0: there is no register.
+        """
+        self._call(self._stub.Followed, pb.FollowedRequest(id=move, epoch=epoch))
+
+    def sign(self, move: str, epoch: int) -> None:
+        """Shows it that the shard's process lives."""
+        self._call(self._stub.Followed, pb.FollowedRequest(id=move, epoch=epoch), SIGN_TIMEOUT_S)
 
     def release(self) -> bool:
         """Makes it forget the shard; returns whether it serves it instead."""

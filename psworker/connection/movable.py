@@ -16,8 +16,9 @@ class MovableChannel:
         self._channels = [channel]
 
     def move(self, channel: grpc.Channel) -> None:
-        """Makes the following calls on another channel; those under way keep theirs."""
+        """Makes the following calls on another channel; those under way are cancelled."""
         self._channels.append(channel)
+        self._channels[-2].close()
 
     def unary_unary(self, method: str, *codecs: Any, **named: Any) -> Callable[..., Any]:
         """Returns a method that calls the shard where it is at that time."""
@@ -27,7 +28,12 @@ class MovableChannel:
             number = len(self._channels)
             if number not in made:
                 made[number] = self._channels[-1].unary_unary(method, *codecs, **named)
-            return made[number](*request, **options)
+            try:
+                return made[number](*request, **options)
+            except ValueError:  # That channel has just been closed.
+                if number == len(self._channels):
+                    raise
+                return call(*request, **options)
 
         return call
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -16,14 +18,17 @@ from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2_grpc
+from pscore.threads import OwnedThread
 from psworker.connection.movable import MovableChannel
 from psworker.transports import Endpoint, Transport, choose
-from psworker.transports.retry import RetryPolicy
+from psworker.transports.retry import DELAY_S_MAX, RetryPolicy
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
 SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 ELSEWHERE_S = 1.0  # Timeout of a question to the next address of a shard that has gone.
+AWAIT_S = 8.0  # The longest wait at that address for the shard, in one call.
+AGAIN_S = 0.1  # Before another one.
 CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a hanging shard is reported within 10 s.
 
 
@@ -50,7 +55,8 @@ class Link:
         self.control = control_pb2_grpc.ControlStub(cast("grpc.Channel", self._channel))
         self.publications = publish_pb2_grpc.PublicationsStub(cast("grpc.Channel", self._channel))
         self._next = ""  # Where the shard will soon be, as last reported; empty: it stays.
-        self._moving = threading.Lock()  # Lock of the two above and of `address` in a move.
+        self._at_next: grpc.Channel | None = None  # Open while the shard is awaited there.
+        self._moving = threading.Lock()  # Lock of the three above and of `address` in a move.
         self._transport: Transport | None = None
         self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.
@@ -95,7 +101,7 @@ class Link:
     def _follow(self, address: str) -> None:
         """Makes all further calls at another address."""
         with self._moving:
-            self._next = ""
+            self._expect("")
             if address == self.address:
                 return
             log.warning("the shard at %s has moved to %s", self.address, address)
@@ -103,6 +109,32 @@ class Link:
             self.address = self.patience.address = address
         if self._transport is not None:
             self._transport.renew()
+
+    def _expect(self, address: str) -> None:
+        """Notes where the shard will soon be, and waits for it there, on a thread of its own."""
+        if address == self._next:
+            return
+        self._next = address
+        self.patience.delay_s_max = AGAIN_S if address else DELAY_S_MAX
+        if self._at_next is not None:
+            self._at_next.close()
+            self._at_next = None
+        if address and not self.patience.is_over:
+            self._at_next = self.credentials.channel(address)
+            wait = partial(self._await_next, address, self._at_next)
+            OwnedThread(wait, "next-shard", lambda error: log.error("%s", error)).start()
+
+    def _await_next(self, address: str, channel: grpc.Channel) -> None:
+        """Follows the shard as soon as the process at its next address serves in its place."""
+        while self._at_next is channel and not self.patience.is_over:
+            with contextlib.suppress(grpc.RpcError, ValueError):  # It is closed, or that is away.
+                describe = control_pb2_grpc.ControlStub(channel).Describe
+                request = pb.DescribeRequest(awaited=self.instance, wait_ms=int(1e3 * AWAIT_S))
+                reply = describe(request, timeout=AWAIT_S + ELSEWHERE_S)
+                if reply.instance == self.instance and not reply.moved_to:
+                    self._follow(address)
+                    return
+            time.sleep(AGAIN_S)
 
     def _look_elsewhere(self, failure: grpc.RpcError) -> None:
         """Follows the shard to its next address, if the present one is gone and it is there."""
@@ -139,7 +171,8 @@ class Link:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
             self._check(reply.instance, reply.former_instance)
             self.epochs = dict(reply.epochs)
-            self._next = "" if reply.next_address == self.address else reply.next_address
+            with self._moving:
+                self._expect("" if reply.next_address == self.address else reply.next_address)
             self.fastest_step_s = reply.fastest_step_s
             self.num_beats += 1
         except grpc.RpcError as failure:
@@ -198,6 +231,8 @@ class Link:
         self.patience.is_over = True
         if self._transport is not None:
             self._transport.close()
+        with self._moving:
+            self._expect("")
         self._channel.close()
 
     def endpoint(self) -> Endpoint:

@@ -35,6 +35,7 @@ class RetryPolicy:
         limit_s: Longest time without an answer, in seconds.
         heard_s: Time of the shard's last answer of any kind; of the monotonic clock.
         is_over: Set when the link closes: then nothing is repeated.
+        delay_s_max: Longest pause between two attempts, in seconds.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RetryPolicy:
         self.limit_s = limit_s
         self.heard_s = time.monotonic()
         self.is_over = False
+        self.delay_s_max = DELAY_S_MAX
 
     def call(self, attempt: Callable[[], T]) -> T:
         """Returns the result of the first `attempt` that fails neither by network nor by bytes.
@@ -91,7 +93,7 @@ class RetryPolicy:
                 left_s = self.limit_s - waited_s
                 log.warning(text, self.address, waited_s, left_s, why and f": {why}")
             time.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, DELAY_S_MAX)
+            delay_s = min(2 * delay_s, self.delay_s_max)
 
     def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:
         port = self.address.rpartition(":")[2]

@@ -7,8 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("awaited", "wait_ms")
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    awaited: int
+    wait_ms: int
+    def __init__(self, awaited: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance", "data_port", "data_local", "now_s", "moved_to", "former_instance")
@@ -704,7 +708,7 @@ class CopiesStatus(_message.Message):
     def __init__(self, place: _Optional[str] = ..., problem: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended", "moving", "copies")
+    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended", "moving", "next_address", "stands_by", "copies")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -715,6 +719,8 @@ class StatusReply(_message.Message):
     NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_MENDED_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     shard: DescribeReply
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
@@ -726,8 +732,10 @@ class StatusReply(_message.Message):
     num_recoveries: int
     num_mended: int
     moving: str
+    next_address: str
+    stands_by: bool
     copies: CopiesStatus
-    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ..., moving: _Optional[str] = ..., copies: _Optional[_Union[CopiesStatus, _Mapping]] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ..., moving: _Optional[str] = ..., next_address: _Optional[str] = ..., stands_by: bool = ..., copies: _Optional[_Union[CopiesStatus, _Mapping]] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("job", "force")

@@ -131,10 +131,12 @@ class PrepareMoveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class FollowedRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "epoch")
     ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     id: str
-    def __init__(self, id: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class FollowedReply(_message.Message):
     __slots__ = ()

@@ -108,7 +108,8 @@ class StandbyServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Followed(self, request, context):
-        """Notes that the process has all of the shard, and gets each change before it is answered.
+        """Notes that the process has all of the shard, and gets each change before it is answered; again:
+        that the shard's process lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,9 @@ class StandbyStub:
     Prepare: _grpc.UnaryUnaryMultiCallable[_standby_pb2.PrepareMoveRequest, _standby_pb2.PrepareMoveReply]
     """Compares all parts of files with their hashes, and records that they are complete."""
     Followed: _grpc.UnaryUnaryMultiCallable[_standby_pb2.FollowedRequest, _standby_pb2.FollowedReply]
-    """Notes that the process has all of the shard, and gets each change before it is answered."""
+    """Notes that the process has all of the shard, and gets each change before it is answered; again:
+    that the shard's process lives.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_standby_pb2.ReleaseStandbyRequest, _standby_pb2.ReleaseStandbyReply]
     """Ends that, unless the process serves by now."""
     Promote: _grpc.UnaryUnaryMultiCallable[_standby_pb2.PromoteRequest, _standby_pb2.PromoteReply]
@@ -62,7 +64,9 @@ class StandbyAsyncStub(StandbyStub):
     Prepare: _aio.UnaryUnaryMultiCallable[_standby_pb2.PrepareMoveRequest, _standby_pb2.PrepareMoveReply]  # type: ignore[assignment]
     """Compares all parts of files with their hashes, and records that they are complete."""
     Followed: _aio.UnaryUnaryMultiCallable[_standby_pb2.FollowedRequest, _standby_pb2.FollowedReply]  # type: ignore[assignment]
-    """Notes that the process has all of the shard, and gets each change before it is answered."""
+    """Notes that the process has all of the shard, and gets each change before it is answered; again:
+    that the shard's process lives.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_standby_pb2.ReleaseStandbyRequest, _standby_pb2.ReleaseStandbyReply]  # type: ignore[assignment]
     """Ends that, unless the process serves by now."""
     Promote: _aio.UnaryUnaryMultiCallable[_standby_pb2.PromoteRequest, _standby_pb2.PromoteReply]  # type: ignore[assignment]
@@ -109,7 +113,9 @@ class StandbyServicer(metaclass=_abc_1.ABCMeta):
         request: _standby_pb2.FollowedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_standby_pb2.FollowedReply, _abc.Awaitable[_standby_pb2.FollowedReply]]:
-        """Notes that the process has all of the shard, and gets each change before it is answered."""
+        """Notes that the process has all of the shard, and gets each change before it is answered; again:
+        that the shard's process lives.
+        """
 
     @_abc_1.abstractmethod
     def Release(

@@ -1,4 +1,4 @@
-"""The control service while the machine compiles."""
+"""The control service while the machine compiles, and while a shard is awaited."""
 
 import asyncio
 import threading
@@ -40,3 +40,18 @@ def test_a_table_is_declared_when_its_loops_are_compiled_and_other_calls_do_not_
         assert threads[0] not in (threading.main_thread(), slices.result())
 
     asyncio.run(scene())
+
+
+def test_a_shard_is_described_to_one_that_awaits_it_once_it_serves() -> None:
+    async def scene() -> None:
+        front = Front()
+        request = pb.DescribeRequest(awaited=9, wait_ms=10_000)
+        awaited = asyncio.create_task(front.control.Describe(request, Context()))
+        other = await front.control.Describe(pb.DescribeRequest(), Context())
+        late = await front.control.Describe(pb.DescribeRequest(awaited=9, wait_ms=1), Context())
+        assert (other.instance, late.instance, awaited.done()) == (7, 7, False)
+        front.control.serve_as(9, None)
+        assert (await awaited).instance == 9
+        assert (await front.control.Describe(request, Context())).instance == 9
+
+    asyncio.run(asyncio.wait_for(scene(), 60))

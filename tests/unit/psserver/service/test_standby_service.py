@@ -154,15 +154,19 @@ def test_a_standby_is_promoted_once_its_source_is_silent_and_takes_nothing_more(
         process.now_s += SILENT_S / 2
         with pytest.raises(ConfigError, match="still sends"):
             await service.Promote(promotion, CONTEXT)
-        await service.Put(puts[1], CONTEXT)  # A sign of life.
-        process.now_s += SILENT_S - 1.0
-        with pytest.raises(ConfigError, match="still sends"):
-            await service.Promote(promotion, CONTEXT)
+        for sign in (
+            service.Put(puts[1], CONTEXT),
+            service.Followed(pb.FollowedRequest(id="m"), CONTEXT),
+        ):
+            await sign
+            process.now_s += SILENT_S - 1.0
+            with pytest.raises(ConfigError, match="still sends"):
+                await service.Promote(promotion, CONTEXT)
         assert not process.begun
         process.now_s += 1.0
         assert list((await service.Promote(promotion, CONTEXT)).jobs) == []
         ((mark),) = process.begun
-        assert mark == {"id": "m", "instance": 7, "source": "", "standby": True}
+        assert mark == {"id": "m", "instance": 7, "source": "", "standby": True, "epoch": 0}
         assert (tmp_path / "target" / "1-a" / "arena").read_bytes() == b"numbers"
         with pytest.raises(RemoteProtocolError, match="serving"):
             await service.Put(puts[1], CONTEXT)  # The source was cut off, and lives.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.durability.sealed import write_json
+from psserver.standby import parting as module
+from psserver.standby.folder_register import FolderRegister
 from psserver.standby.handover import Taker, Taking
 from psserver.standby.heir import Heir
 from psserver.standby.parting import PartingByRegister, name_in
@@ -158,7 +161,8 @@ def test_a_holder_keeps_its_name_and_goes_on_alone_unless_the_standby_has_the_sh
             await parting(journals, place).prepare(offer)
         (tmp_path / "b").mkdir()
         write_json(tmp_path / "b" / TAKEN, {"id": "s"})
-        assert name_in(tmp_path / "b", str(place)) == "s"  # The one that has taken it.
+        # The one that has taken it.
+        assert name_in(tmp_path / "b", str(place)) == ("s", 0)
 
     asyncio.run(scene())
 
@@ -183,6 +187,58 @@ def test_a_holder_without_a_register_answers_nobody_until_it_is_back(tmp_path: P
         (place / f"{SHARD}.9.claim").write_text("{")
         with pytest.raises(ConfigError, match="the register at"):
             await holder.prepare(pb.OfferRequest())
+
+    asyncio.run(scene())
+
+
+def test_a_register_that_shows_less_than_it_had_gives_the_shard_to_nobody(tmp_path: Path) -> None:
+    """As a folder whose mount is not there any more."""
+
+    async def scene() -> None:
+        journals, place, away = tmp_path / SHARD, tmp_path / "register", tmp_path / "away"
+        journals.mkdir()
+        place.mkdir()
+        first = parting(journals, place)
+        await first.prepare(pb.OfferRequest())
+        await first.pair()
+        place.rename(away)
+        place.mkdir()
+        standby = Standby()
+        heir = Heir(standby, SHARD, str(place), 1.0, "a:1")
+        heir.known = 2
+        await heir.try_now("s", "silence")
+        assert standby.done == []
+        closed: list[str] = []
+
+        async def close() -> None:
+            closed.append("once")
+            assert not list(place.iterdir())
+            place.rmdir()
+            away.rename(place)
+
+        for holder in (parting(journals, place), first):  # The first one is another process.
+            assert await holder.part(close)
+        assert closed == ["once"]
+
+    asyncio.run(scene())
+
+
+def test_a_holder_answers_nobody_while_its_register_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        (tmp_path / SHARD).mkdir()
+        holder, ends = parting(tmp_path / SHARD, tmp_path), threading.Event()
+        await holder.prepare(pb.OfferRequest())
+        monkeypatch.setattr(module, "PART_S", 0.0)
+        monkeypatch.setattr(FolderRegister, "newest", lambda _: ends.wait() and None)
+
+        async def close() -> None:
+            monkeypatch.undo()
+            ends.set()
+
+        assert await holder.part(close)
+        assert ends.is_set()
 
     asyncio.run(scene())
 

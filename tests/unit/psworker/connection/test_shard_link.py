@@ -1,6 +1,8 @@
 """Calls to one shard: repeated while the network fails, never when the shard refuses."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from pscore.errors import (
 )
 from pscore.net import rpc
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.connection.shard_link import Link
 from psworker.transports import retry
 from psworker.transports.retry import RetryPolicy
@@ -174,6 +177,7 @@ class Control:
         self.failure = failure
         self.timeouts: list[float] = []
         self.known: list[int] = []
+        self.next_address = ""
 
     def Heartbeat(  # noqa: N802 - gRPC's name
         self, request: pb.HeartbeatRequest, timeout: float
@@ -182,7 +186,7 @@ class Control:
         self.known.append(request.instance)
         if self.failure is not None:
             raise self.failure
-        return pb.HeartbeatReply(instance=7, former_instance=5)
+        return pb.HeartbeatReply(instance=7, former_instance=5, next_address=self.next_address)
 
 
 def beat(failure: BaseException | None, joined: int = 7) -> list[float]:
@@ -220,6 +224,33 @@ def test_a_shard_that_went_on_without_its_standby_is_known_by_its_new_number() -
         link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
     link.close()
     assert control.known == [5, 7]
+
+
+class Awaiting(control_pb2_grpc.ControlServicer):
+    """A process that takes over once it is asked for that."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool]] = []
+
+    def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:  # noqa: N802
+        self.asked.append((request.awaited, request.wait_ms > 0))
+        return pb.DescribeReply(instance=7 if len(self.asked) > 1 else 3)
+
+
+def test_a_link_awaits_its_shard_at_the_next_address_and_moves_there() -> None:
+    server, standby = grpc.server(ThreadPoolExecutor(1)), Awaiting()
+    control_pb2_grpc.add_ControlServicer_to_server(standby, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    link, control = Link(ADDRESS, patience_s=0.0), Control(None)
+    link.instance, control.next_address = 7, address
+    link.control = control  # type: ignore[assignment]
+    link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+    (thread,) = [one for one in threading.enumerate() if one.name == "next-shard"]
+    thread.join(60.0)
+    link.close()
+    server.stop(None)
+    assert (link.address, standby.asked) == (address, [(7, True)] * 2)
 
 
 def test_an_unknown_data_plane_is_refused_with_the_right_ones() -> None:

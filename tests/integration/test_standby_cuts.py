@@ -1,0 +1,157 @@
+"""A shard's host is cut off from its standby and the register, but not from all workers.
+
+Each process is on a host of its own, a network namespace. The old process must acknowledge nothing
+that the standby lacks, so after the cut is healed each push counts once, on both shards: gradients
+are ones at elements of each worker's own, so the weights show the steps that were counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import psworker
+from benchmarks import netlab
+from benchmarks.forked import enter
+from tests.integration.cluster import ROOT, Station, Worker
+
+FIRST, OLD, STANDBY, NEAR, FAR = range(5)  # Hosts; the workers' are the last two.
+NUMEL = 1 << 14
+
+
+def train(me: Station, namespace: str, mode: str) -> list[float]:
+    """Adds ones to each second element until told; says each step that was acknowledged.
+
+    Returns:
+        The number of its own steps, and how often each worker's elements were counted: the
+        smallest and the largest number.
+    """
+    enter(namespace)
+    part = torch.nn.Parameter(torch.zeros(NUMEL))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([part], lr=1.0), [("part", part)], mode=mode
+    )
+    steps = 0
+    while not me.is_told():
+        part.grad = torch.zeros(NUMEL)
+        part.grad[me.rank :: 2] = -1.0
+        optimizer.step()
+        steps += 1
+        me.tell(steps)
+    me.hear()
+    with optimizer.global_weights():
+        found = part.detach().clone()
+    optimizer.close()
+    return [steps, *(float(f(found[rank::2])) for rank in range(2) for f in (torch.min, torch.max))]
+
+
+class Hosts:
+    """Two shards, an empty process for the second, and two workers, each on its host."""
+
+    def __init__(self, lab: netlab.Lab, folder: Path, stack: ExitStack) -> None:
+        self._lab, self._folder, self._stack = lab, folder, stack
+        self.register = folder / "mount" / "night"
+        self.register.mkdir(parents=True)
+        self.shards = [self._shard(0, FIRST), self._shard(1, OLD), self._shard(1, STANDBY)]
+        self.workers: list[Worker] = []
+
+    def address(self, host: int) -> str:
+        return f"{self._lab.address(host)}:7070"
+
+    def _run(self, host: int, name: str, *words: object) -> subprocess.Popen[str]:
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(self._folder / name), "PACELINE_SPARE": "false"}
+        line = [*self._lab.inside(host), sys.executable, "-m", "psserver", *map(str, words)]
+        (self._folder / name).mkdir(exist_ok=True)
+        out = self._stack.enter_context((self._folder / name / "log").open("a"))
+        process = subprocess.Popen(
+            line, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=out,
+            stdin=subprocess.PIPE,
+        )  # fmt: skip
+        return process
+
+    def _shard(self, index: int, host: int) -> subprocess.Popen[str]:
+        name = f"host{host}"
+        own = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 5]
+        places = ["--host", self._lab.address(host), "--port", 7070, "--metrics-port", 0]
+        more = ["--state-dir", self._folder / name / "state", "--log-level", "warning"]
+        process = self._run(host, name, "start", *own, *places, *more)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.terminate)
+        return process
+
+    def begin(self, mode: str) -> None:
+        """Starts the workers, and gives the second shard its standby."""
+        for process in self.shards:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        servers = f"{self.address(FIRST)},{self.address(OLD)}"
+        env = {"WORLD_SIZE": "2", "PACELINE_SERVERS": servers, "PACELINE_TIMEOUT_S": "120"}
+        env |= {"PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}
+        for rank, host in enumerate((NEAR, FAR)):
+            args = (self._lab.name(host), mode)
+            worker = Worker(train, rank, args, env | {"RANK": str(rank)})
+            self._stack.callback(worker.close)
+            self.workers.append(worker)
+        self.step(5)
+        words = ["standby", self.address(STANDBY), "--servers", self.address(OLD), "--same-host"]
+        words += ["--register", self.register, "--failover-s", 1.0]
+        command = self._run(FIRST, "command", *words)
+        assert command.wait() == 0, (self._folder / "command" / "log").read_text()
+
+    def step(self, number: int, *workers: int) -> None:
+        """Waits until workers have made so many more steps."""
+        for worker in [self.workers[rank] for rank in workers] or self.workers:
+            for _ in range(number):
+                worker.hear()
+
+    def cut(self, sender: int, receiver: int) -> None:
+        """Drops packets in one direction."""
+        self._route("add", sender, receiver)
+
+    def heal(self, sender: int, receiver: int) -> None:
+        """Passes them on again."""
+        self._route("del", sender, receiver)
+
+    def _route(self, verb: str, sender: int, receiver: int) -> None:
+        words = ["route", verb, "blackhole", self._lab.address(receiver)]
+        subprocess.run(["ip", "-n", self._lab.name(sender), *words], check=True)
+
+    def hide_register(self, host: int, *, how: str) -> None:
+        """Covers the register on a host: it is `gone`, or it is `empty`, as without its mount."""
+        place = self.register if how == "empty" else self.register.parent
+        self._on_mounts(host, "mount", "-t", "tmpfs", "none", str(place))
+
+    def show_register(self, host: int, *, how: str) -> None:
+        """Uncovers it."""
+        place = self.register if how == "empty" else self.register.parent
+        self._on_mounts(host, "umount", str(place))
+
+    def _on_mounts(self, host: int, *words: str) -> None:
+        pid = self.shards[host].pid
+        subprocess.run(["nsenter", "-t", str(pid), "-m", *words], check=True)
+
+    def log(self, host: int) -> str:
+        return (self._folder / f"host{host}" / "log").read_text()
+
+    def claims(self) -> list[str]:
+        return sorted(path.read_text() for path in self.register.glob("*.claim"))
+
+    def results(self) -> list[list[float]]:
+        for worker in self.workers:
+            worker.tell()
+        return [worker.result() for worker in self.workers]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if (reason := netlab.available()) is not None:
+        pytest.skip(f"no network namespaces here: {reason}")
+    with netlab.Lab(5, "1gbit") as lab, ExitStack() as stack:
+        yield Hosts(lab, tmp_path, stack)
