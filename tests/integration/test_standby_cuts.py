@@ -70,11 +70,10 @@ class Hosts:
         line = [*self._lab.inside(host), sys.executable, "-m", "psserver", *map(str, words)]
         (self._folder / name).mkdir(exist_ok=True)
         out = self._stack.enter_context((self._folder / name / "log").open("a"))
-        process = subprocess.Popen(
+        return subprocess.Popen(
             line, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=out,
             stdin=subprocess.PIPE,
         )  # fmt: skip
-        return process
 
     def _shard(self, index: int, host: int) -> subprocess.Popen[str]:
         name = f"host{host}"
@@ -88,9 +87,9 @@ class Hosts:
 
     def begin(self, mode: str) -> None:
         """Starts the workers, and gives the second shard its standby."""
-        for process in self.shards:
+        for host, process in enumerate(self.shards):
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+            assert process.stdout.readline().startswith("PACELINE_SERVERS="), self.log(host)
         servers = f"{self.address(FIRST)},{self.address(OLD)}"
         env = {"WORLD_SIZE": "2", "PACELINE_SERVERS": servers, "PACELINE_TIMEOUT_S": "120"}
         env |= {"PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.service import control
 from psserver.stores import kind_of
 from tests.unit.psserver.front import JOB, Context, Front
 
@@ -42,10 +43,14 @@ def test_a_table_is_declared_when_its_loops_are_compiled_and_other_calls_do_not_
     asyncio.run(scene())
 
 
-def test_a_shard_is_described_to_one_that_awaits_it_once_it_serves() -> None:
+def test_a_shard_is_described_to_one_that_awaits_it_once_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "WAIT_S_MAX", 1e6)
+
     async def scene() -> None:
         front = Front()
-        request = pb.DescribeRequest(awaited=9, wait_ms=10_000)
+        request = pb.DescribeRequest(awaited=9, wait_ms=1_000_000)
         awaited = asyncio.create_task(front.control.Describe(request, Context()))
         other = await front.control.Describe(pb.DescribeRequest(), Context())
         late = await front.control.Describe(pb.DescribeRequest(awaited=9, wait_ms=1), Context())
