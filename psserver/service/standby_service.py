@@ -16,7 +16,7 @@ from pscore.pb.ps.v1 import standby_pb2 as pb
 from pscore.pb.ps.v1 import standby_pb2_grpc
 from pscore.table_spec import TableSpec
 from psserver.engine.engine import Engine
-from psserver.standby.handover import Taker, Taking
+from psserver.standby.handover import Giver, Taker, Taking
 from psserver.standby.heir import Heir
 from psserver.standby.mover import MoveOrder, Mover
 from psserver.standby.pieces import ArrivingJournals, SentSpan
@@ -102,6 +102,8 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         """Begins to take a shard."""
         if self._incoming is None:
             raise ConfigError("this process has no journals (--durability memory)")
+        if self._mover.giving.phase not in (Giver.SERVING, Giver.GIVEN, Giver.MOVED):
+            raise ConfigError("this process has the shard itself: name an empty one elsewhere")
         own = self._own()
         for name in ("shard", "num_shards", "cluster", "protocol", "journal_format"):
             theirs, ours = getattr(request, name), getattr(own, name)
@@ -166,7 +168,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         return pb.PutReply()
 
     def _hear(self, move: str) -> None:
-        """Notes a sign of life of the shard's process; raises RemoteProtocolError for another move."""
+        """Notes that the shard's process lives; raises RemoteProtocolError for another move."""
         self.taking.require(move)
         self._heard_s = self._engine.now()
         self.num_heard += 1

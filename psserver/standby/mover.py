@@ -21,7 +21,7 @@ from typing import Protocol
 
 import structlog
 
-from pscore.errors import PacelineError, TransportError
+from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.net import wire
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import standby_pb2 as pb
@@ -164,10 +164,8 @@ class Mover:
         Raises:
             PacelineError: It is being moved, has been, or cannot be moved.
         """
-        is_standby = self._stays and self.giving.phase is Giver.FOLLOWED and order.to == self.to
-        if is_standby and not order.stays:
-            self._stays = False
-            self._wakes.set()
+        if self._stays and self.giving.phase is Giver.FOLLOWED:
+            self._change_standby(order)
             return
         offer, credentials = self._host.offer(), self._credentials()
         self.giving.start()
@@ -179,6 +177,21 @@ class Mover:
         self._parting = self._new_parting(self._host.address)
         run = self._run(offer, MoveTarget(order.to, credentials))
         self._task = asyncio.create_task(run)
+
+    def _change_standby(self, order: MoveOrder) -> None:
+        """Moves the shard to its standby; an order that is carried out already changes nothing.
+
+        Raises:
+            ConfigError: The order names another process, or the standby in another way.
+        """
+        if order.to == self.to and not order.stays:
+            self._stays = False
+            self._wakes.set()
+        elif order != self.order:
+            raise ConfigError(
+                f"the shard has a standby at {self.to}: `psserver drain` moves it there; or stop "
+                "that process first, and the shard goes on alone"
+            )
 
     def _new_parting(self, source: str) -> Parting:
         """Returns how a standby would part; a shard that is in a register stays there."""

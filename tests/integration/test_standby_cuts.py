@@ -78,7 +78,15 @@ class Hosts:
     def _shard(self, index: int, host: int) -> subprocess.Popen[str]:
         name = f"host{host}"
         own = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 5]
-        places = ["--host", self._lab.address(host), "--port", 7070, "--metrics-port", 0]
+        places = [
+            "--host",
+            self._lab.address(host),
+            "--insecure",
+            "--port",
+            7070,
+            "--metrics-port",
+            0,
+        ]
         more = ["--state-dir", self._folder / name / "state", "--log-level", "warning"]
         process = self._run(host, name, "start", *own, *places, *more)
         self._stack.callback(process.wait)

@@ -32,7 +32,7 @@ class Process:
         self.engine = Engine(shard, now=lambda: self.now_s)
         self.incoming = ArrivingJournals(folder / "target")
         self.begun: list[object] = []
-        mover = Mover(None, cast(Any, self), lambda: ANYONE)
+        self.mover = mover = Mover(None, cast(Any, self), lambda: ANYONE)
         own = lambda: described(1, 2, "night")  # noqa: E731
         self.closed: list[str] = []
         parts = (own, self.take_over, self.closed.append)
@@ -129,6 +129,18 @@ def test_a_move_whose_token_cannot_be_read_is_refused_and_the_shard_serves(tmp_p
             mover.start(MoveOrder(to="127.0.0.1:1"))
         assert mover.task is None
         assert mover.giving.phase is Giver.SERVING
+
+    asyncio.run(scene())
+
+
+def test_a_process_is_not_its_own_standby(tmp_path: Path) -> None:
+    async def scene() -> None:
+        process = Process(tmp_path)
+        process.mover.giving.start()
+        with pytest.raises(ConfigError, match="has the shard itself"):
+            await process.service.Offer(offered(), CONTEXT)
+        process.mover.giving.phase = Giver.MOVED  # It may come back from where it is.
+        await process.service.Offer(offered(), CONTEXT)
 
     asyncio.run(scene())
 

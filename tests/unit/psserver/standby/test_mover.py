@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
 
-from pscore.errors import TransportError
+from pscore.errors import ConfigError, TransportError
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.standby import mover, parting
@@ -152,6 +153,22 @@ def test_a_stream_that_fails_before_the_standby_knows_leaves_none_behind(
         await until(lambda: moves.giving.phase is Giver.SERVING)
         assert "followed" not in target.calls
         assert moves.problem == "it is gone"
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_has_one_standby_which_may_be_named_again(
+    target: type[Target], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        moves = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        moves.start(STANDBY)
+        for other in (replace(STANDBY, to="c:1"), replace(STANDBY, failover_s=2.0)):
+            with pytest.raises(ConfigError, match="has a standby at b:1"):
+                moves.start(other)
+        assert (moves.phase, moves.to, target.calls.count("offer")) == ("followed", "b:1", 1)
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
