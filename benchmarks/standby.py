@@ -175,7 +175,7 @@ class Scene:
         """Trains once.
 
         Args:
-            job: What is trained.
+            job: The model, and the number of steps.
             num_second: Number of processes of the second shard at the start.
             trouble: Is done to the second shard meanwhile; its numbers are returned as `trouble`.
         """
@@ -399,7 +399,7 @@ PARTS = {"drain": drains, "lost": losses, "cost": costs}
 def measure(
     lab: netlab.Lab, job: Job, parts: Sequence[str], found: dict[str, Any], out: Path | None
 ) -> None:
-    """Adds parts to what was found, and writes each, so that it stays if a later one fails."""
+    """Adds parts to a result, and writes each, so that it stays if a later one fails."""
     if not job.is_that_of(found.get("still", {})):
         found |= still(lab, job)
     for name in parts:

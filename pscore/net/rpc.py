@@ -36,6 +36,8 @@ CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # Each channel has a connection of its own.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # A peer that was away is found soon after that.
     ("grpc.enable_http_proxy", 0),  # Shards are in the same network; http_proxy is for others.
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -12,11 +11,11 @@ import structlog
 
 from pscore.errors import ConfigError, PacelineError
 from psserver.standby.handover import Taker, Taking
-from psserver.standby.registers import newest_in, register_of, settle
+from psserver.standby.registers import Register, newest_in, register_of, settle
 from psserver.standby.succession import Claim, take
 
 log = structlog.get_logger()
-LOOKS = 6  # Looks at the other process's sign of life within `failover_s`.
+LOOKS = 20  # Looks at the other process's sign of life within `failover_s`.
 
 
 class Standing(Protocol):
@@ -64,6 +63,7 @@ class Heir:
         self._standing, self._shard, self._place = standing, shard, place
         self._failover_s, self._holder = failover_s, holder
         self.known = 0
+        self._register: Register | None = None
         self._said = ""
 
     def require(self, holder: str, epoch: int) -> None:
@@ -77,7 +77,7 @@ class Heir:
             ConfigError: It is not, or does not answer.
         """
         try:
-            newest = register_of(self._place, self._shard).newest()
+            newest = self._open().newest()
         except (OSError, ValueError) as problem:
             raise ConfigError(f"the register at {self._place}: {problem}") from problem
         if newest is None or (newest.holder, newest.epoch) != (holder, epoch):
@@ -99,16 +99,15 @@ class Heir:
 
     async def try_now(self, move: str, reason: str) -> None:
         """Tries once."""
-        standing, ask = self._standing, partial(self._ask, move, reason)
+        standing, decide = self._standing, partial(take, heir=move, reason=reason)
         try:
-            register = await asyncio.to_thread(register_of, self._place, self._shard)
             # Before this process gives up to follow.
-            await asyncio.to_thread(newest_in, register, self.known)
+            await asyncio.to_thread(lambda: newest_in(self._open(), self.known))
             if not standing.taking.waits_for(move):
                 return
             if standing.taking.phase is Taker.FOLLOWING:
                 standing.keep()
-            claim = await asyncio.to_thread(ask)
+            claim = await asyncio.to_thread(settle, self._open(), decide, self.known)
             if not standing.taking.waits_for(move):
                 return
             if claim is None:
@@ -122,6 +121,8 @@ class Heir:
                 self._said = str(problem)
                 log.error("the standby cannot take over yet", reason=self._said)
 
-    def _ask(self, move: str, reason: str) -> Claim | None:
-        decide: Callable[[Claim | None], Claim | None] = partial(take, heir=move, reason=reason)
-        return settle(register_of(self._place, self._shard), decide, self.known)
+    def _open(self) -> Register:
+        """Returns the register, which is opened once; raises ConfigError if it cannot be used."""
+        if self._register is None:
+            self._register = register_of(self._place, self._shard)
+        return self._register

@@ -222,5 +222,5 @@ def name_in(folder: Path, place: str) -> tuple[str, int]:
 
 
 def keep_name(folder: Path, place: str, holder: str, epoch: int) -> None:
-    """Keeps a process's name in a register, and what it has seen there; raises OSError."""
+    """Keeps a process's name in a register, and the newest epoch it knows; raises OSError."""
     write_json(folder / REGISTER, {"register": place, "holder": holder, "epoch": epoch})

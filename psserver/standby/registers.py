@@ -34,8 +34,8 @@ def newest_in(register: Register, known: int) -> Claim | None:
         known: Epoch of a claim that was there before; 0: none was.
 
     Raises:
-        OSError, ValueError: The register does not answer, or has less than it had: it is not
-            mounted, say, or what it shows here is old.
+        OSError, ValueError: The register does not answer, or shows less than it had, as a folder
+            without its mount, or with an old listing, does.
     """
     newest = register.newest()
     epoch = 0 if newest is None else newest.epoch
@@ -57,7 +57,7 @@ def settle(
         The claim that counts now; None: there is nothing to write.
 
     Raises:
-        OSError, ValueError: The register does not answer, or lacks that claim; what was decided is
+        OSError, ValueError: The register does not answer, or lacks that claim; the decision is
             written or not.
     """
     while True:

@@ -65,7 +65,7 @@ class MoveTarget:
         """Notes that it has everything: from now on it may be promoted.
 
         Args:
-            epoch: Of the claim that names it as the standby; 0: there is no register.
+            epoch: Epoch of the claim that names it as the standby; 0: there is no register.
         """
         self._call(self._stub.Followed, pb.FollowedRequest(id=move, epoch=epoch))
 

@@ -8,6 +8,7 @@ are ones at elements of each worker's own, so the weights show the steps that we
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import psworker
 from benchmarks import netlab
 from benchmarks.forked import enter
 from tests.integration.cluster import ROOT, Station, Worker
+from tests.integration.command import eventually
 
 FIRST, OLD, STANDBY, NEAR, FAR = range(5)  # Hosts; the workers' are the last two.
 NUMEL = 1 << 14
@@ -70,14 +72,15 @@ class Hosts:
         line = [*self._lab.inside(host), sys.executable, "-m", "psserver", *map(str, words)]
         (self._folder / name).mkdir(exist_ok=True)
         out = self._stack.enter_context((self._folder / name / "log").open("a"))
-        return subprocess.Popen(
+        process = subprocess.Popen(
             line, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=out,
             stdin=subprocess.PIPE,
         )  # fmt: skip
+        return self._stack.enter_context(process)
 
     def _shard(self, index: int, host: int) -> subprocess.Popen[str]:
         name = f"host{host}"
-        own = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 5]
+        own = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 60]
         places = [
             "--host",
             self._lab.address(host),
@@ -89,7 +92,6 @@ class Hosts:
         ]
         more = ["--state-dir", self._folder / name / "state", "--log-level", "warning"]
         process = self._run(host, name, "start", *own, *places, *more)
-        self._stack.callback(process.wait)
         self._stack.callback(process.terminate)
         return process
 
@@ -106,17 +108,21 @@ class Hosts:
             worker = Worker(train, rank, args, env | {"RANK": str(rank)})
             self._stack.callback(worker.close)
             self.workers.append(worker)
-        self.step(5)
+        for rank in range(2):
+            self.go_on(5, rank)
         words = ["standby", self.address(STANDBY), "--servers", self.address(OLD), "--same-host"]
         words += ["--register", self.register, "--failover-s", 1.0]
         command = self._run(FIRST, "command", *words)
         assert command.wait() == 0, (self._folder / "command" / "log").read_text()
 
-    def step(self, number: int, *workers: int) -> None:
-        """Waits until workers have made so many more steps."""
-        for worker in [self.workers[rank] for rank in workers] or self.workers:
-            for _ in range(number):
-                worker.hear()
+    def go_on(self, number: int, rank: int) -> None:
+        """Waits until a worker has made so many steps from now on."""
+        worker = self.workers[rank]
+        last = worker.hear()
+        while select.select([worker], [], [], 0)[0]:
+            last = worker.hear()
+        while worker.hear() < last + number:
+            pass
 
     def cut(self, sender: int, receiver: int) -> None:
         """Drops packets in one direction."""
@@ -162,3 +168,34 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         pytest.skip(f"no network namespaces here: {reason}")
     with netlab.Lab(5, "1gbit") as lab, ExitStack() as stack:
         yield Hosts(lab, tmp_path, stack)
+
+
+BOTH = ((OLD, STANDBY), (STANDBY, OLD))
+CUTS = {
+    "both ways, and from the register": (BOTH, "gone"),
+    "to the standby, with a register that is not mounted": (BOTH[:1], "empty"),
+    "from the standby": (BOTH[1:], ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUTS)
+def test_a_process_that_is_cut_off_acknowledges_nothing_that_its_standby_lacks(
+    name: str, hosts: Hosts
+) -> None:
+    """One worker reaches only the old process, the other one both."""
+    cuts, how = CUTS[name]
+    hosts.begin("asgd")
+    if how:
+        hosts.hide_register(OLD, how=how)
+    for ends in (*cuts, (NEAR, STANDBY), (STANDBY, NEAR)):
+        hosts.cut(*ends)
+    eventually(lambda: len(hosts.claims()) == 3)
+    hosts.go_on(20, 1)  # At the standby, or at the old process, which has claimed the shard alone.
+    for ends in (*cuts, (NEAR, STANDBY), (STANDBY, NEAR)):
+        hosts.heal(*ends)
+    if how:
+        hosts.show_register(OLD, how=how)
+    hosts.go_on(20, 0)
+    for rank, (steps, *counted) in enumerate(hosts.results()):
+        assert counted[2 * rank : 2 * rank + 2] == [steps, steps]

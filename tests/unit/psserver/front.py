@@ -87,6 +87,7 @@ class Front:
         )
         engines.add(self.engine)
         servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        self.servicer = servicer
         self.control: Any = Refusing(servicer)
         handler: Any = data_handler(self.engine)
         self._push, self._pull = (

@@ -55,7 +55,7 @@ def test_a_shard_is_described_to_one_that_awaits_it_once_it_serves(
         other = await front.control.Describe(pb.DescribeRequest(), Context())
         late = await front.control.Describe(pb.DescribeRequest(awaited=9, wait_ms=1), Context())
         assert (other.instance, late.instance, awaited.done()) == (7, 7, False)
-        front.control.serve_as(9, None)
+        front.servicer.serve_as(9, None)
         assert (await awaited).instance == 9
         assert (await front.control.Describe(request, Context())).instance == 9
 
