@@ -42,16 +42,18 @@ def train(me: Station, namespace: str, mode: str) -> list[float]:
     )
     steps = 0
     while not me.is_told():
-        part.grad = torch.zeros(NUMEL)
-        part.grad[me.rank :: 2] = -1.0
+        grad = torch.zeros(NUMEL)
+        grad[me.rank :: 2] = -1.0
+        part.grad = grad
         optimizer.step()
         steps += 1
         me.tell(steps)
     me.hear()
     with optimizer.global_weights():
-        found = part.detach().clone()
+        found = [part.detach()[rank::2] for rank in range(2)]
+        ends = [(one.min().item(), one.max().item()) for one in found]
     optimizer.close()
-    return [steps, *(float(f(found[rank::2])) for rank in range(2) for f in (torch.min, torch.max))]
+    return [steps, *ends[0], *ends[1]]
 
 
 class Hosts:
@@ -81,17 +83,9 @@ class Hosts:
     def _shard(self, index: int, host: int) -> subprocess.Popen[str]:
         name = f"host{host}"
         own = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 60]
-        places = [
-            "--host",
-            self._lab.address(host),
-            "--insecure",
-            "--port",
-            7070,
-            "--metrics-port",
-            0,
-        ]
-        more = ["--state-dir", self._folder / name / "state", "--log-level", "warning"]
-        process = self._run(host, name, "start", *own, *places, *more)
+        ports = ["--insecure", "--port", 7070, "--metrics-port", 0, "--log-level", "warning"]
+        places = ["--host", self._lab.address(host), "--state-dir", self._folder / name / "state"]
+        process = self._run(host, name, "start", *own, *ports, *places)
         self._stack.callback(process.terminate)
         return process
 
@@ -111,8 +105,8 @@ class Hosts:
         for rank in range(2):
             self.go_on(5, rank)
         words = ["standby", self.address(STANDBY), "--servers", self.address(OLD), "--same-host"]
-        words += ["--register", self.register, "--failover-s", 1.0]
-        command = self._run(FIRST, "command", *words)
+        own = ["--register", str(self.register), "--failover-s", "1"]
+        command = self._run(FIRST, "command", *words, *own)
         assert command.wait() == 0, (self._folder / "command" / "log").read_text()
 
     def go_on(self, number: int, rank: int) -> None:

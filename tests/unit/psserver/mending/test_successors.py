@@ -18,7 +18,12 @@ def with_standby(instance: int) -> pb.StatusReply:
 @pytest.mark.parametrize("answer", [None, shard(9)], ids=["silent", "empty"])
 def test_a_standby_that_serves_has_the_shard(answer: Answer) -> None:
     served, asked, addresses = shard(2, a=8), list[str](), ["a:1", "b:1"]
-    successors = Successors(lambda address: asked.append(address) or served)
+
+    def ask(address: str) -> Answer:
+        asked.append(address)
+        return served
+
+    successors = Successors(ask)
     first = [shard(1, a=7), with_standby(2)]
     assert successors.look(addresses, first) == first
     assert successors.look(addresses, [first[0], answer]) == [first[0], served]
