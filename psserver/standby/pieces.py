@@ -132,8 +132,8 @@ class ArrivingJournals:
             shutil.rmtree(self._journals / path.name, ignore_errors=True)
             path.rename(self._journals / path.name)
         if place := mark.get("register"):
-            name = {"register": place, "holder": mark["id"], "epoch": mark.get("epoch", 0)}
-            write_json(self._journals / REGISTER, name)
+            own = {"register": place, "holder": mark["id"], "epoch": mark.get("epoch", 0)}
+            write_json(self._journals / REGISTER, own)
         else:
             (self._journals / REGISTER).unlink(missing_ok=True)
         write_json(self._journals / TAKEN, mark)
