@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -21,13 +21,13 @@ async def ask(method: str, signpost: Signpost, kept: asyncio.Event, *, is_held: 
         called.set()
         return b"done"
 
-    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}  # type: ignore[arg-type]
+    handlers = {method: grpc.unary_unary_rpc_method_handler(cast(Any, answer))}
     server = grpc.aio.server(interceptors=[signpost])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call: Any = channel.unary_unary(f"/{SERVICE}/{method}")
+        call = cast(Any, channel).unary_unary(f"/{SERVICE}/{method}")
         reply = asyncio.ensure_future(call(b""))
         await called.wait()
         if is_held:

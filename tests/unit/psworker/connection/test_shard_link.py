@@ -238,7 +238,7 @@ class Awaiting(control_pb2_grpc.ControlServicer):
 
 
 def test_a_link_awaits_its_shard_at_the_next_address_and_moves_there() -> None:
-    server, standby = grpc.server(ThreadPoolExecutor(1)), Awaiting()
+    server, standby = grpc.server(ThreadPoolExecutor(1)), Awaiting()  # type: ignore[abstract]
     control_pb2_grpc.add_ControlServicer_to_server(standby, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
