@@ -232,7 +232,9 @@ class Awaiting(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.asked: list[tuple[int, bool]] = []
 
-    def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:  # noqa: N802
+    def Describe(  # noqa: N802 - gRPC's name
+        self, request: pb.DescribeRequest, context: object
+    ) -> pb.DescribeReply:
         self.asked.append((request.awaited, request.wait_ms > 0))
         return pb.DescribeReply(instance=7 if len(self.asked) > 1 else 3)
 
