@@ -123,16 +123,6 @@ class ShardMoves:
         return True
 
     @property
-    def stands_by(self) -> bool:
-        """Whether this process is a standby, and has everything."""
-        return self._servicer is not None and self._servicer.is_standby
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether a worker may share memory with this process: none that must leave this host."""
-        return not self.mover.has_standby or self.mover.order.same_host
-
-    @property
     def text(self) -> str:
         """How the move under way is, or the last one was; empty without one."""
         mover, servicer, claim, view = self.mover, self._servicer, self._claim, self.view
@@ -154,6 +144,8 @@ class ShardMoves:
             is_in_sync=self.mover.phase == Giver.FOLLOWED.value,
             lag_s=0.0 if stream is None else stream.lag_s,
             epoch=0 if claim is None else claim.epoch,
+            stands_by=self._servicer is not None and self._servicer.is_standby,
+            shares_memory=not self.mover.has_standby or self.mover.order.same_host,
         )
 
     @property

@@ -19,12 +19,17 @@ class StandbyView:
         is_in_sync: Whether that has everything that is answered.
         lag_s: Seconds since the oldest change that it lacks; 0: it lacks none.
         epoch: Epoch of the newest claim in the register that is known here; 0: there is none.
+        stands_by: Whether this process is a standby, and has everything.
+        shares_memory: Whether new workers may share memory with it: they could not follow the shard
+            to another host.
     """
 
     is_wanted: bool = False
     is_in_sync: bool = False
     lag_s: float = 0.0
     epoch: int = 0
+    stands_by: bool = False
+    shares_memory: bool = True
 
 
 class StandbyCollector:
