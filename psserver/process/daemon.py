@@ -71,7 +71,7 @@ from psserver.process.shard_plan import (
 from psserver.process.spare import SPARE, await_plan
 from psserver.publish.publications import Publications, parse_every
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
-from psserver.service.callers import Callers, defer_silent
+from psserver.service.callers import GRPC_SHARE, Callers, defer_silent
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
@@ -94,7 +94,6 @@ BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
-GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
 STATUS = health_pb2.HealthCheckResponse
 NAMES = ("", "liveness", "readiness")
 

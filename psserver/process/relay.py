@@ -20,6 +20,7 @@ import grpc
 import structlog
 
 from pscore.errors import PacelineError
+from pscore.net import descriptors
 from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2_grpc
 from pscore.subscription.reader import Reader
@@ -31,7 +32,7 @@ from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.publish.relayed import RelayedVersions, RelayShard
-from psserver.service.callers import defer_silent
+from psserver.service.callers import GRPC_SHARE, Callers, defer_silent
 from psserver.service.data_socket import make_listener
 from psserver.service.metrics import REQUEST_S_MAX, MetricsPage
 from psserver.service.publications import ReadersServicer
@@ -77,6 +78,9 @@ class RelayProcess:
         self._is_over = threading.Event()
         self._problem: BaseException | None = None
         self._authorizer = plan.trust.authorizer()
+        descriptors_each = descriptors.limit() // len(plan.servers)
+        self._connections_max = min(CONNECTIONS_MAX, descriptors_each // GRPC_SHARE)
+        self._callers: list[Callers] = []  # Of each shard, those on its port of gRPC.
         self._name = f"paceline-relay-{secrets.token_hex(8)}"
         self._versions = RelayedVersions(
             plan.job, plan.table, len(plan.servers), time.monotonic, plan.rate
@@ -113,6 +117,8 @@ class RelayProcess:
             while not self._ending.is_set():
                 for shard in self._versions.shards:
                     shard.forget_silent()
+                for port, callers in zip(ports, self._callers, strict=True):
+                    await asyncio.to_thread(callers.make_room, port)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), TICK_S)
         if self._problem is not None:
@@ -156,11 +162,16 @@ class RelayProcess:
         except OSError as problem:
             raise _not_bound(plan.host, data_port, str(problem), "--data-port") from problem
         stack.callback(data.stop)
+        callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
+        self._callers.append(callers)
         server = grpc.aio.server(
-            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX)),
+            options=(
+                *SERVER_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", self._connections_max),
+            ),
             interceptors=[
                 AuthInterceptor(self._authorizer, engine.heard),
-                ErrorInterceptor(self._broke),
+                ErrorInterceptor(self._broke, callers.note_call),
             ],
         )
         # Methods that they lack are refused (refusals.py).

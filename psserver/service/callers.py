@@ -29,6 +29,7 @@ WORKERS_PROOFS = {
     *(DATA + name for name in ("Push", "Pull")),
 }
 
+GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
 SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
 
 Peer = tuple[str, int]  # Address and port.

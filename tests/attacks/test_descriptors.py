@@ -141,6 +141,37 @@ def test_idle_connections_of_grpc_keep_out_neither_a_probe_nor_a_worker(small: S
         worker.close()
 
 
+@pytest.mark.slow
+def test_idle_connections_keep_no_reader_from_a_relay(tmp_path: Path) -> None:
+    command = Command(tmp_path)
+    with command.detached() as run:
+        line = ["sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh"]
+        servers = ",".join(run["addresses"])
+        line += command.line("relay", "--job", "train", "--servers", servers, "--listen")
+        relay = subprocess.Popen(
+            [*line, "127.0.0.1:0"], env=command.environment, stdout=subprocess.PIPE, text=True
+        )
+        assert relay.stdout is not None
+        address = relay.stdout.readline().removeprefix("PACELINE_SERVERS=").strip()
+        strangers = knock(int(address.rpartition(":")[2]), PREFACE, 2 * LIMIT)
+
+        def describes() -> bool:
+            with (
+                contextlib.suppress(grpc.RpcError),
+                grpc.insecure_channel(address) as channel,
+            ):
+                stub = control_pb2_grpc.ControlStub(channel)
+                return stub.Describe(pb.DescribeRequest(), timeout=WAIT_S).num_shards == 1
+            return False
+
+        eventually(describes, 90.0)  # gRPC itself closes them after two minutes.
+        for connection in strangers:
+            connection.close()
+        relay.terminate()
+        assert relay.wait(WAIT_S) == 0
+        relay.stdout.close()
+
+
 def joins(worker: Worker) -> bool:
     with contextlib.suppress(grpc.RpcError):  # The places may be taken for a moment.
         worker.join()
