@@ -80,7 +80,7 @@ class RelayProcess:
         self._authorizer = plan.trust.authorizer()
         descriptors_each = descriptors.limit() // len(plan.servers)
         self._connections_max = min(CONNECTIONS_MAX, descriptors_each // GRPC_SHARE)
-        self._callers: list[Callers] = []  # Of each shard, those on its port of gRPC.
+        self._callers: list[Callers] = []  # The peers on the port of each shard.
         self._name = f"paceline-relay-{secrets.token_hex(8)}"
         self._versions = RelayedVersions(
             plan.job, plan.table, len(plan.servers), time.monotonic, plan.rate
