@@ -183,6 +183,14 @@ def test_the_number_of_elastic_workers_is_left_to_compose() -> None:
     assert (place.rank, place.min_workers, place.num_workers) == (-1, 1, 8)
 
 
+def test_a_command_that_ends_the_project_ends_the_services_of_profiles() -> None:
+    """Compose 2 leaves them running without `--profile`, which version 1 does not."""
+    text = "".join((ROOT / file).read_text() for file in ("docs/deploy.md", "docker-compose.yml"))
+    ends = re.findall(r"docker compose (.*?)\b(?:down|stop)\b", text)
+    assert len(ends) == 3
+    assert set(ends) == {"--profile '*' "}
+
+
 def test_prometheus_asks_every_shard_with_the_token() -> None:
     config = yaml.safe_load((ROOT / "deploy/compose/prometheus.yml").read_text())
     (scrape,) = config["scrape_configs"]
