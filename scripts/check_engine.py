@@ -168,7 +168,9 @@ def build_target(target: str, name: str, *options: str) -> None:
 def cuda(log: Log) -> None:
     """Builds the image for NVIDIA GPUs, and imports what it has, on this host without one."""
     build_target("cuda", CUDA_IMAGE)
-    look = ("docker", "run", "--rm", "--network", "none", CUDA_IMAGE)
+    # Read-only as in the compose files: CuPy makes a folder when it is imported.
+    places = ("--network", "none", "--read-only", "--tmpfs", "/tmp")
+    look = ("docker", "run", "--rm", *places, CUDA_IMAGE)
     versions = "import cupy, torch; print('torch', torch.__version__, 'CuPy', cupy.__version__)"
     log.say(f"      {CUDA_IMAGE} has {run(*look, 'python', '-c', versions).splitlines()[-1]}")
 

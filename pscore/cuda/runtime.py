@@ -44,8 +44,11 @@ def _launcher(index: int) -> Launch | None:
     if importlib.util.find_spec("cupy") is None:
         log.warning("%s", advice(torch.version.cuda))
         return None
-    from cupy.cuda import function
-
+    try:
+        from cupy.cuda import function
+    except OSError as problem:  # CuPy makes a folder as it is imported.
+        log.warning("CuPy is not used (%s): set CUPY_CACHE_DIR to a folder for its files", problem)
+        return None
     functions: dict[str, Callable[..., None]] = {}
 
     def launch(name: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:

@@ -336,6 +336,8 @@ def test_the_image_is_checked_unprivileged_and_pinned() -> None:
         "dependencies",
         "worker",
     }  # BASE may be name@sha256:...
+    for library in ("NUMBA", "CUPY"):  # The root is read-only, and the home with it.
+        assert f" {library}_CACHE_DIR=/tmp/" in stages["base"]
     assert "PIP_CONSTRAINT=/src/constraints.txt" in DOCKERFILE
     assert not re.search(r"https?://|index-url|find-links", DOCKERFILE)
 

@@ -5,6 +5,7 @@ tests/gpu.
 """
 
 import contextlib
+import errno
 import importlib.util
 import sys
 import types
@@ -59,6 +60,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch, "empty", lambda *_, device: types.SimpleNamespace(device=device))
     yield fake
     vars(runtime)["_launcher"].cache_clear()
+
+
+def test_without_a_folder_for_cupys_files_torch_does_the_work(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container whose root is read-only: CuPy makes its folder when it is imported."""
+    cuda = types.ModuleType("cupy.cuda")
+
+    def fail(name: str) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system", "/home/user/.cupy")
+
+    cuda.__getattr__ = fail  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    assert runtime.launcher(types.SimpleNamespace(type="cuda", index=1)) is None  # type: ignore[arg-type]
+    assert "/home/user/.cupy" in caplog.text
+    assert "CUPY_CACHE_DIR" in caplog.text
 
 
 def test_a_kernel_starts_on_its_own_device_and_torchs_stream_there(gpu: Gpu) -> None:
