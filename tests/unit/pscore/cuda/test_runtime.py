@@ -73,7 +73,8 @@ def test_without_a_folder_for_cupys_files_torch_does_the_work(
 
     cuda.__getattr__ = fail  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    assert runtime.launcher(types.SimpleNamespace(type="cuda", index=1)) is None  # type: ignore[arg-type]
+    device: Any = types.SimpleNamespace(type="cuda", index=1)
+    assert runtime.launcher(device) is None
     assert "/home/user/.cupy" in caplog.text
     assert "CUPY_CACHE_DIR" in caplog.text
 
