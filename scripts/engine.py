@@ -15,6 +15,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600.0  # Against a hang only.
+os.environ.setdefault("COMPOSE_HTTP_TIMEOUT", f"{LIMIT_S:.0f}")  # Compose 1 waits a minute.
 IMAGE, SHARD_IMAGE = "paceline:local", "paceline:shard"
 # For a shell: drops an argument.
 NO_BUILD = 'for word; do shift; [ "$word" = --build ] || set -- "$@" "$word"; done; '
