@@ -76,11 +76,13 @@ class RowOptimizer(ABC):
         name: Its name in `ROW_OPTIMIZERS` and on the wire.
         hyper_names: Columns of the hyper-parameters.
         state_names: Its state, each as long as the row or one number for a row.
+        divisors: Hyper-parameters by which a step divides.
     """
 
     name: ClassVar[str]
     hyper_names: ClassVar[tuple[str, ...]]
     state_names: ClassVar[tuple[str, ...]] = ()
+    divisors: ClassVar[tuple[str, ...]] = ()
     is_rowwise: ClassVar[bool] = False  # Whether the state is one number for a row.
 
     def state_widths(self, dim: int) -> list[int]:
@@ -296,6 +298,7 @@ class RowFTRL(RowOptimizer):
     name: ClassVar[str] = "ftrl"
     hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2", "maximize")
     state_names: ClassVar[tuple[str, ...]] = ("z", "n")
+    divisors: ClassVar[tuple[str, ...]] = ("lr",)
 
     def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, beta, l1, l2, maximize = hyper.tolist()

@@ -74,6 +74,13 @@ def hyper_of(name: str, groups: list[dict[str, Any]]) -> HyperArray:
             f"{what} of group {index} of the optimizer of rows is {rows[index, column]}, must be a "
             "number"
         )
+    kind = ROW_OPTIMIZERS[name]
+    for divisor in kind.divisors:
+        if not (rows[:, kind.hyper_names.index(divisor)] > 0).all():
+            raise ConfigError(
+                f"{divisor} of the optimizer of rows has to be above 0: {kind.name} divides by it; "
+                "let a warm-up begin above 0"
+            )
     return rows
 
 

@@ -119,6 +119,13 @@ class EmbeddingTable(torch.nn.Module):
             ConfigError: An argument is out of its range, or cannot be as in torch.
         """
         super().__init__()
+        for key, given in (
+            ("num_embeddings", num_embeddings),
+            ("embedding_dim", embedding_dim),
+            ("padding_idx", padding_idx),
+        ):
+            if given is not None and not hasattr(given, "__index__"):
+                raise ConfigError(f"{key} is {given!r}, must be an int")
         if num_embeddings is not None and num_embeddings < 1:
             raise ConfigError(
                 f"num_embeddings is {num_embeddings}, must be 1 or more, or None for any int64 id"
@@ -130,6 +137,8 @@ class EmbeddingTable(torch.nn.Module):
                 "scale_grad_by_freq divides by the frequency of an id in one worker's batch, so "
                 "the result would depend on the number of workers; pass False, and divide the loss"
             )
+        if max_norm is not None and not max_norm > 0.0:
+            raise ConfigError(f"max_norm is {max_norm}, must be above 0; None: there is no limit")
         if max_norm is not None and norm_type != 2.0:  # noqa: PLR2004
             raise ConfigError(f"norm_type is {norm_type}, must be 2: the shards keep 2-norms")
         self.num_embeddings, self.embedding_dim, self.cache = num_embeddings, embedding_dim, cache
@@ -242,6 +251,9 @@ class EmbeddingTable(torch.nn.Module):
     ) -> Self:
         """Returns a table with the rows of a tensor or of a module of torch."""
         values = given if isinstance(given, torch.Tensor) else given.weight
+        for name in ("norm_type", "scale_grad_by_freq"):
+            if hasattr(given, name):
+                options[name] = getattr(given, name)
         if not (isinstance(values, torch.Tensor) and values.dim() == 2):  # noqa: PLR2004
             raise ConfigError("from_pretrained() takes a matrix, or an Embedding of torch.nn")
         table = cls(len(values), values.shape[1], **options)
@@ -456,7 +468,11 @@ def _padding(padding_idx: int | None, num_embeddings: int | None) -> int | None:
     Raises:
         ConfigError: The table has no such row.
     """
-    if padding_idx is None or num_embeddings is None:
+    if padding_idx is None:
+        return None
+    if num_embeddings is None:
+        if not -(1 << 63) <= padding_idx < 1 << 63:
+            raise ConfigError(f"padding_idx is {padding_idx}, must be an int64")
         return padding_idx
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ConfigError(f"padding_idx is {padding_idx}, must be within {num_embeddings} rows")

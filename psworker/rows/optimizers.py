@@ -30,6 +30,12 @@ class _OnShards(torch.optim.Optimizer):
         )
 
 
+def _require_positive(**given: float) -> None:
+    for name, value in given.items():
+        if not value >= 0.0:
+            raise ConfigError(f"{name} is {value}, must be 0 or more")
+
+
 class RowwiseAdagrad(_OnShards):
     """Adagrad with one sum a row in place of one an element, as FBGEMM makes it.
 
@@ -47,7 +53,11 @@ class RowwiseAdagrad(_OnShards):
             params: The placeholders of row tables (`table.weight`), or groups of them.
             lr: Learning rate.
             eps: Added to the root.
+
+        Raises:
+            ConfigError: A number is negative.
         """
+        _require_positive(lr=lr, eps=eps)
         super().__init__(params, {"lr": lr, "eps": eps})
 
 
@@ -74,9 +84,13 @@ class FTRL(_OnShards):
 
         Args:
             params: The placeholders of row tables (`table.weight`), or groups of them.
-            lr: Learning rate; alpha in the paper.
+            lr: Learning rate, above 0; alpha in the paper.
             beta: Added to the root.
             l1: Weight of the absolute values in the loss, 0 or more.
             l2: Half the weight of the squares in the loss, 0 or more.
+
+        Raises:
+            ConfigError: A number is negative.
         """
+        _require_positive(lr=lr, beta=beta, l1=l1, l2=l2)
         super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2})

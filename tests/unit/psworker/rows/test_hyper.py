@@ -81,6 +81,22 @@ def test_a_number_that_is_none_is_refused() -> None:
         counterpart("adagrad")
 
 
+def test_a_rate_by_which_a_step_divides_is_above_zero() -> None:
+    optimizer = FTRL([Embedding(None, 4).weight], lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # A warm-up from 0.
+    with pytest.raises(ConfigError, match="lr of the optimizer of rows has to be above 0: ftrl"):
+        hyper_of("ftrl", optimizer.param_groups)
+    rows_of(lambda p: RowwiseAdagrad(p, lr=0.0))  # No step divides by it.
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: RowwiseAdagrad(p, lr=-1.0), lambda p: FTRL(p, l1=float("nan"))]
+)
+def test_a_negative_number_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="must be 0 or more"):
+        rows_of(make)
+
+
 def test_a_scheduler_changes_the_rate_of_an_optimizer_that_only_the_shards_run() -> None:
     optimizer = RowwiseAdagrad([Embedding(None, 4).weight], lr=0.8)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

@@ -193,6 +193,11 @@ ODD: Any = 1.5
         (lambda: Embedding(None, 4, ttl=ODD), "ttl is 1.5, must be an int"),
         (lambda: Embedding(9, 4, scale_grad_by_freq=True), "divides by the frequency"),
         (lambda: Embedding(9, 4, max_norm=1.0, norm_type=1.0), "norm_type is 1.0, must be 2"),
+        (lambda: Embedding(9, 4, max_norm=0.0), "max_norm is 0.0, must be above 0"),
+        (lambda: Embedding(ODD, 4), "num_embeddings is 1.5, must be an int"),
+        (lambda: Embedding(9, ODD), "embedding_dim is 1.5, must be an int"),
+        (lambda: Embedding(9, 4, padding_idx=ODD), "padding_idx is 1.5, must be an int"),
+        (lambda: Embedding(None, 4, padding_idx=1 << 63), "must be an int64"),
         (lambda: EmbeddingBag(9, 4, mode="min"), "mode is 'min'"),
         (lambda: Embedding.from_pretrained(torch.zeros(3)), "takes a matrix"),
         (lambda: Embedding.from_pretrained(torch.ones(3, 2), padding_idx=1), "is not zero"),
@@ -211,6 +216,15 @@ def test_a_module_of_torch_gives_its_rows_and_arguments() -> None:
     assert (ours.mode, ours.padding_idx, ours.weight.requires_grad) == ("max", 3, True)
     torch.testing.assert_close(ours(BATCH), theirs(BATCH))
     assert not Embedding.from_pretrained(start()).weight.requires_grad
+
+
+def test_an_argument_of_a_module_that_cannot_be_kept_is_refused() -> None:
+    by_other_norm = torch.nn.Embedding(ROWS, DIM, max_norm=1.0, norm_type=1.0)
+    with pytest.raises(ConfigError, match=r"norm_type is 1\.0, must be 2"):
+        Embedding.from_pretrained(by_other_norm)
+    by_frequency = torch.nn.EmbeddingBag(ROWS, DIM, scale_grad_by_freq=True)
+    with pytest.raises(ConfigError, match="divides by the frequency"):
+        EmbeddingBag.from_pretrained(by_frequency)
 
 
 def test_placeholders_are_no_dense_parameters() -> None:
