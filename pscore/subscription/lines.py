@@ -45,6 +45,7 @@ class ReaderLine:
     job: str
     table: str
     trouble: str = ""
+    _is_checked: bool = False  # Whether the address is that of the shard.
     _channel: grpc.Channel = field(init=False)
     _stub: publish_pb2_grpc.PublicationsStub = field(init=False)
     _stream: tls.Stream | None = None
@@ -66,6 +67,7 @@ class ReaderLine:
             known: Fingerprint of the table's declaration that this reader knows; empty: none.
 
         Raises:
+            ShardMapError: The address is that of another shard.
             PacelineError: The shard refuses it.
         """
         request = publish_pb2.WatchRequest(
@@ -78,6 +80,8 @@ class ReaderLine:
             reader=reader,
         )
         try:
+            if not self._is_checked:
+                self._describe()
             reply = self._stub.Watch(request, timeout=wait_s + CALL_S)
         except grpc.RpcError as failure:
             self._note(rpc.error_of(failure, self.address))
@@ -134,7 +138,12 @@ class ReaderLine:
                 raise DecodeError(f"a shard answers a reader with {reply.WhichOneof('body')!r}")
             return reply.fetched, payload
 
-    def _connect(self) -> tls.Stream:
+    def _describe(self) -> control_pb2.DescribeReply:
+        """Returns the shard's description of itself.
+
+        Raises:
+            ShardMapError: It is another shard.
+        """
         control = control_pb2_grpc.ControlStub(self._channel)
         about = control.Describe(control_pb2.DescribeRequest(), timeout=CALL_S)
         if (about.shard, about.num_shards) != (self.index, self.num_shards):
@@ -142,6 +151,11 @@ class ReaderLine:
                 f"{self.address} is shard {about.shard} of {about.num_shards}, and the list of "
                 f"servers has it as shard {self.index} of {self.num_shards}: give all, in order"
             )
+        self._is_checked = True
+        return about
+
+    def _connect(self) -> tls.Stream:
+        about = self._describe()
         place = Endpoint(
             host=self.address.rpartition(":")[0].strip("[]"),
             port=about.data_port,

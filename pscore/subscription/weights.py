@@ -51,7 +51,13 @@ class PublishedWeights:
 
 
 def step_digits(step: int) -> npt.NDArray[np.float32]:
-    """Returns a step as the tensor `STEP`: its digits are exact in bfloat16."""
+    """Returns a step as the tensor `STEP`: its digits are exact in bfloat16.
+
+    Raises:
+        ConfigError: It has no such digits.
+    """
+    if not 0 <= step < 1 << 8 * STEP_DIGITS:
+        raise ConfigError(f"step is {step}, must be 0 or more, and below 2^64")
     return np.frombuffer(int(step).to_bytes(STEP_DIGITS, "little"), np.uint8).astype(np.float32)
 
 
@@ -80,6 +86,9 @@ def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> di
         dtype: `float32`, `float16` or `bf16`, which is given as its bits, `uint16`.
         mapping: Called with each name and array; returns those that take its place. None: each
             stays as it is.
+
+    Raises:
+        ConfigError: The mapping gives two arrays one name.
     """
     flat: Array = bits
     if dtype != "bf16":
@@ -91,7 +100,10 @@ def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> di
     arrays: dict[str, Array] = {}
     for spec, begin in tensors_of(layout):
         array = flat[begin : begin + spec.numel].reshape(spec.shape)
-        arrays |= {spec.name: array} if mapping is None else dict(mapping(spec.name, array))
+        for name, given in [(spec.name, array)] if mapping is None else mapping(spec.name, array):
+            if name in arrays:
+                raise ConfigError(f"map gives {name!r} to two arrays, the second of {spec.name!r}")
+            arrays[name] = given
     return arrays
 
 

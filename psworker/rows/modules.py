@@ -119,13 +119,8 @@ class EmbeddingTable(torch.nn.Module):
             ConfigError: An argument is out of its range, or cannot be as in torch.
         """
         super().__init__()
-        for key, given in (
-            ("num_embeddings", num_embeddings),
-            ("embedding_dim", embedding_dim),
-            ("padding_idx", padding_idx),
-        ):
-            if given is not None and not hasattr(given, "__index__"):
-                raise ConfigError(f"{key} is {given!r}, must be an int")
+        whole = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        _require_whole(**whole, padding_idx=padding_idx)
         if num_embeddings is not None and num_embeddings < 1:
             raise ConfigError(
                 f"num_embeddings is {num_embeddings}, must be 1 or more, or None for any int64 id"
@@ -137,10 +132,7 @@ class EmbeddingTable(torch.nn.Module):
                 "scale_grad_by_freq divides by the frequency of an id in one worker's batch, so "
                 "the result would depend on the number of workers; pass False, and divide the loss"
             )
-        if max_norm is not None and not max_norm > 0.0:
-            raise ConfigError(f"max_norm is {max_norm}, must be above 0; None: there is no limit")
-        if max_norm is not None and norm_type != 2.0:  # noqa: PLR2004
-            raise ConfigError(f"norm_type is {norm_type}, must be 2: the shards keep 2-norms")
+        _require_norm(max_norm, norm_type)
         self.num_embeddings, self.embedding_dim, self.cache = num_embeddings, embedding_dim, cache
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self.max_norm, self.name, self.init, self.seed = max_norm, name, init, seed
@@ -460,6 +452,21 @@ def _bound(rows: FloatArray, max_norm: float) -> None:
     norms = np.linalg.norm(rows.astype(np.float64), axis=1)
     factors = np.where(norms > max_norm, max_norm / (norms + NORM_EPS), 1.0)
     rows *= factors[:, None].astype(np.float32)
+
+
+def _require_whole(**given: object) -> None:
+    """Raises ConfigError for a number that is no int."""
+    for name, value in given.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise ConfigError(f"{name} is {value!r}, must be an int")
+
+
+def _require_norm(max_norm: float | None, norm_type: float) -> None:
+    """Raises ConfigError for a bound of rows that shards cannot keep."""
+    if max_norm is not None and not max_norm > 0.0:
+        raise ConfigError(f"max_norm is {max_norm}, must be above 0; None: there is no limit")
+    if max_norm is not None and norm_type != 2.0:  # noqa: PLR2004
+        raise ConfigError(f"norm_type is {norm_type}, must be 2: the shards keep 2-norms")
 
 
 def _padding(padding_idx: int | None, num_embeddings: int | None) -> int | None:

@@ -52,11 +52,13 @@ class Publisher:
             step: Steps of training behind them.
 
         Raises:
-            ConfigError: `psworker.init` was not called, the job has several workers, or an array
-                has no elements.
+            ConfigError: `psworker.init` was not called, the job has several workers, there is no
+                array, or one has no elements or is complex.
             JobMismatchError: The job has published other arrays under this name.
         """
         self._arrays = dict(named_arrays)
+        if not self._arrays:
+            raise ConfigError("there is no array to publish: an iterator gives its arrays once")
         session = context.current().session
         if session.num_workers != 1:
             raise ConfigError(
@@ -140,7 +142,13 @@ class Publisher:
 
 
 def _host(array: Any) -> FloatArray:
-    """Returns an array or tensor as float32 on the host."""
+    """Returns an array or tensor as float32 on the host.
+
+    Raises:
+        ConfigError: It is complex.
+    """
+    if torch.is_complex(array) if isinstance(array, torch.Tensor) else np.iscomplexobj(array):
+        raise ConfigError("an array is complex: publish its parts, torch.view_as_real(array)")
     if isinstance(array, torch.Tensor):
         whole = array.detach()
         if hasattr(whole, "full_tensor"):
