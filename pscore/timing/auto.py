@@ -16,7 +16,7 @@ FIRST = CANDIDATES[0]  # The mode in which the job measures.
 
 @dataclass(frozen=True)
 class AutoMode(Plugin):
-    """The wish that a job chooses its mode by itself, once.
+    """The wish that a job takes a faster mode by itself, once.
 
     Attributes:
         steps: Steps between two reports of the workers; the second one decides, so that slow first

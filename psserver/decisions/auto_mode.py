@@ -1,7 +1,9 @@
 """The choice of a job's mode by its own measurements (`mode="auto"`); no I/O, no clock.
 
 measuring     workers report their sums at every n-th step; the newest two reports of each are kept
-decided       behind the second report of all workers: the mode that advice names, and for ever
+kept          behind the second report of all workers advice names no other mode: they go on
+              reporting, and another mode has to be named twice in a row
+decided       advice names another mode: it is taken, and for ever
 
 The links are those under which the closed form of `ssgd` takes as long as the steps between the two
 reports took. Then the forms of all modes are compared under the same links, and a mode has to be a
@@ -54,13 +56,15 @@ class ModeChoice:
     """The choice of one job.
 
     Attributes:
-        mode: The mode that was chosen; empty: none yet.
-        text: The choice and its reason, as a sentence.
+        mode: The mode that was taken; empty: none yet.
+        text: The choice and its reason, as a sentence; with no mode: it was to keep the first one.
     """
 
     def __init__(self, mode: str = "", text: str = "") -> None:
         """Starts with a choice of a former process, if there is one."""
         self.mode, self.text = mode, text
+        self._named = ""  # The mode that the report before this one has named.
+        self._step = 0  # Step of that report; each worker asks for the decision.
         self._by_step: dict[int, dict[int, ModeReport]] = {}
 
     def report(self, step: int, rank: int, report: ModeReport) -> None:
@@ -95,23 +99,28 @@ class ModeChoice:
         if risk not in RISKS:
             raise ConfigError(f"risk is {risk!r}, must be one of {', '.join(RISKS)}")
         windows = self._windows(step, ranks)
-        if self.mode or not windows:
+        if self.mode or not windows or step == self._step:
             return
+        self._step = step
         reports = [self._by_step[step][rank] for rank in ranks]
         deployment = replace(_deployment(reports, windows, slices), num_state=num_state)
         step_s = max(window.steps_s / window.num_steps for window in windows)
         rows = _rows(deployment, step_s, reports)
         now, best = rows[0], choose(rows, risk)
         took = f"{1e3 * step_s:,.0f} ms a step in {now.mode}"
+        is_first, former, self._named = not self.text, self._named, ""
         if best.time.step_s * WORTH > now.time.step_s:
-            self.mode = now.mode
-            self.text = f"auto keeps {now.mode} at step {step}: {took}, and no mode that risk "
-            self.text += f"{risk!r} allows would clearly take less"
+            self.text = self.text or (
+                f"auto keeps {now.mode} at step {step}: {took}, and no mode that risk {risk!r} "
+                "allows would clearly take less"
+            )
+        elif not is_first and former != best.mode:
+            self._named = best.mode  # A shard that was started again looks like a slow link.
         else:
             self.mode = best.mode
             self.text = f"auto takes {best.mode} at step {step}: {took}, about "
             self.text += f"{1e3 * best.time.step_s:,.0f} ms in it; {best.evidence.text}"
-        self._by_step.clear()
+            self._by_step.clear()
 
     def _windows(self, step: int, ranks: Sequence[int]) -> list[ReportedPace]:
         """Returns the sums of each worker between its reports; empty: some are missing."""

@@ -303,8 +303,9 @@ class RunningJob:
                 members = self.job.membership
                 parts = [TimedSlice(s.shard, s.numel, s.compress) for s in table.layout.slices]
                 num_state = len(table.optimizer.state_names)
+                before = choice.text
                 choice.decide(step, members.live(), parts, num_state, risk)
-                if choice.mode:
+                if choice.mode or (choice.text and not before):
                     log.info(choice.text, job=self.name)
                     self.recorder.note()
             modes = [one.mode for one in auto_candidates(self.job.membership.num_workers)]

@@ -1,4 +1,4 @@
-"""`mode="auto"` on a worker: it reports before every n-th step until the job has chosen its mode.
+"""`mode="auto"` on a worker: it reports before every n-th step until the job takes another mode.
 
 All workers come to such a step together, since they train in a synchronous mode. Each reports its
 sums to the first shard; behind a barrier the shard decides (psserver/decisions/auto_mode.py); and
@@ -35,7 +35,7 @@ class ModeWish:
 
     Attributes:
         first: The mode to begin with.
-        is_open: Whether the job has yet to choose.
+        is_open: Whether the job has taken no other mode yet.
     """
 
     def __init__(self, mode: str | Rule, rows: object = None) -> None:
@@ -51,6 +51,7 @@ class ModeWish:
         self._wish = parse_wish(mode)
         self.first = parse_mode(mode if self._wish is None else FIRST.mode)
         self.is_open = self._wish is not None
+        self._said = ""  # The sentence that was logged last.
         if self.is_open and rows is not None:
             raise ConfigError(f"mode is {mode!r}, and rows are trained beside it: name a mode")
 
@@ -82,6 +83,9 @@ class ModeWish:
         wish, step = self._wish, table.replica.step
         if wish is None or not (self.is_open and wish.is_due(step)):
             return None
+        if table.rule != self.first:  # The script has set another one.
+            self.is_open = False
+            return None
         session = table.session
         modes = [parse_mode(one.mode) for one in auto_candidates(session.num_workers)]
         request = pb.ChooseRequest(
@@ -102,11 +106,12 @@ class ModeWish:
             request.decides = True
             number, text = _call(session, request)
             number = int(session.agree_at(CHOSEN, step, float(number))[0])
+        if text and text != self._said and session.process_rank == 0:
+            log.info("%s", text)
+        self._said = text
         if not number:
             return None
         self.is_open = False
-        if text and session.process_rank == 0:
-            log.info("%s", text)
         rule = modes[number - 1]
         return None if rule == table.rule else rule
 
