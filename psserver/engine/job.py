@@ -305,7 +305,7 @@ class RunningJob:
                 num_state = len(table.optimizer.state_names)
                 before = choice.text
                 choice.decide(step, members.live(), parts, num_state, risk)
-                if choice.mode or (choice.text and not before):
+                if choice.text != before:
                     log.info(choice.text, job=self.name)
                     self.recorder.note()
             modes = [one.mode for one in auto_candidates(self.job.membership.num_workers)]

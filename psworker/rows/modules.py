@@ -119,14 +119,7 @@ class EmbeddingTable(torch.nn.Module):
             ConfigError: An argument is out of its range, or cannot be as in torch.
         """
         super().__init__()
-        whole = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        _require_whole(**whole, padding_idx=padding_idx)
-        if num_embeddings is not None and num_embeddings < 1:
-            raise ConfigError(
-                f"num_embeddings is {num_embeddings}, must be 1 or more, or None for any int64 id"
-            )
-        if embedding_dim < 1:
-            raise ConfigError(f"embedding_dim is {embedding_dim}, must be 1 or more")
+        _require_sizes(num_embeddings, embedding_dim, padding_idx)
         if scale_grad_by_freq:
             raise ConfigError(
                 "scale_grad_by_freq divides by the frequency of an id in one worker's batch, so "
@@ -454,11 +447,18 @@ def _bound(rows: FloatArray, max_norm: float) -> None:
     rows *= factors[:, None].astype(np.float32)
 
 
-def _require_whole(**given: object) -> None:
-    """Raises ConfigError for a number that is no int."""
-    for name, value in given.items():
+def _require_sizes(num_embeddings: int | None, embedding_dim: int, padding_idx: int | None) -> None:
+    """Raises ConfigError for numbers that are no ints, or not those of a table."""
+    given = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+    for name, value in (given | {"padding_idx": padding_idx}).items():
         if value is not None and not hasattr(value, "__index__"):
             raise ConfigError(f"{name} is {value!r}, must be an int")
+    if num_embeddings is not None and num_embeddings < 1:
+        raise ConfigError(
+            f"num_embeddings is {num_embeddings}, must be 1 or more, or None for any int64 id"
+        )
+    if embedding_dim < 1:
+        raise ConfigError(f"embedding_dim is {embedding_dim}, must be 1 or more")
 
 
 def _require_norm(max_norm: float | None, norm_type: float) -> None:
