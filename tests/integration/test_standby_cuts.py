@@ -111,12 +111,17 @@ class Hosts:
 
     def go_on(self, number: int, rank: int) -> None:
         """Waits until a worker has made so many steps from now on."""
-        worker = self.workers[rank]
-        last = worker.hear()
+        last = self.workers[rank].hear()
+        last = max(last, self.told(rank))
+        while self.workers[rank].hear() < last + number:
+            pass
+
+    def told(self, rank: int) -> int:
+        """Returns the last step that a worker has said since it was heard; 0: none."""
+        worker, last = self.workers[rank], 0
         while select.select([worker], [], [], 0)[0]:
             last = worker.hear()
-        while worker.hear() < last + number:
-            pass
+        return last
 
     def cut(self, sender: int, receiver: int) -> None:
         """Drops packets in one direction."""
@@ -186,6 +191,10 @@ def test_a_process_that_is_cut_off_acknowledges_nothing_that_its_standby_lacks(
         hosts.cut(*ends)
     eventually(lambda: len(hosts.claims()) == 3)
     hosts.go_on(20, 1)  # At the standby, or at the old process, which has claimed the shard alone.
+    if how:  # The old process has noticed it, and does not go on alone with the other worker.
+        hosts.told(0)
+        asks = "neither standby nor register"
+        eventually(lambda: asks in hosts.log(OLD) or hosts.told(0))
     for ends in (*cuts, (NEAR, STANDBY), (STANDBY, NEAR)):
         hosts.heal(*ends)
     if how:
