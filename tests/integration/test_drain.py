@@ -25,8 +25,8 @@ STEPS = 60
 Results = list[tuple[int, list[float]]]  # Of each worker: its clock, and the weights.
 
 
-def train(station: Station, last: int) -> tuple[int, list[float]]:
-    """Trains on drawn gradients in `ssgd` with momentum; says each step.
+def train(station: Station, last: int, pause: int = 0) -> tuple[int, list[float]]:
+    """Trains on drawn gradients in `ssgd` with momentum; says each step, and waits after one.
 
     Returns:
         Its clock, and the weights.
@@ -41,6 +41,8 @@ def train(station: Station, last: int) -> tuple[int, list[float]]:
             part.grad = torch.randn(part.shape, generator=drawn)
         optimizer.step()
         station.tell(optimizer.clock)
+        if optimizer.clock == pause:
+            station.hear()
     with optimizer.global_weights():
         values = torch.cat([part.detach() for part in parts])
     found = values[:: 1 << 10].tolist()
@@ -78,10 +80,12 @@ def kill_child(supervisor: Popen[str]) -> None:
 class Scene:
     """Two shards, an empty process for the second, and two workers."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, pause: int = 0) -> None:
         with ExitStack() as taken:
             ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(3)]
-        self.first = Place(folder, 0, ports[0], "a")
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
+        saving = ["--checkpoint-s", 1, "--shard-addresses", addresses]
+        self.first = Place(folder, 0, ports[0], "a", *(saving if pause else ()))
         self.second = Place(folder, 1, ports[1], "b")
         self.empty = Place(folder, 1, ports[2], "c")
         self.stack = stack
@@ -91,7 +95,7 @@ class Scene:
         names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "60"}
         names["PACELINE_SERVERS"] = f"{self.first.address},{self.second.address}"
         self.workers = [
-            Worker(train, rank, (STEPS,), {**names, "RANK": str(rank)}) for rank in range(2)
+            Worker(train, rank, (STEPS, pause), {**names, "RANK": str(rank)}) for rank in range(2)
         ]
         for worker in self.workers:
             stack.callback(worker.close)

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
 
@@ -11,9 +12,11 @@ import pytest
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1.standby_pb2 import MoveRequest
 from psserver.exits import CommandError
+from psserver.remote.checkpoint_files import newest
 from psserver.remote.drain import move, promote
 from tests.integration.command import eventually
 from tests.integration.test_drain import (
+    Place,
     Results,
     Scene,
     is_well,
@@ -114,6 +117,32 @@ def test_a_machine_is_lost_and_its_standby_takes_over_without_a_person_bits_stay
     lose(scene.source)
     assert scene.results() == undisturbed
     assert "was silent 1.0 s" in status_of(scene.empty.address).moving
+
+
+@pytest.mark.slow
+def test_a_machine_that_comes_back_empty_does_not_set_back_a_job_that_its_standby_has(
+    tmp_path: Path, register: Path, undisturbed: Results
+) -> None:
+    def saved() -> int:
+        found = newest(tmp_path / "a" / "state" / "checkpoints").get("night", ())
+        return max((one.sequence for one in found), default=0)
+
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack, pause=30)
+        scene.reach(10)
+        stand(scene, str(register))
+        scene.reach(30)
+        eventually(saved)
+        lose(scene.source)
+        here, port = scene.second.address, int(scene.second.address.rpartition(":")[2])
+        stack.enter_context(Place(tmp_path, 1, port, "back").running())
+        former = saved()
+        for worker in scene.workers:
+            worker.tell()
+        assert scene.results() == undisturbed
+        eventually(lambda: saved() > former)
+        assert not status_of(here).jobs
+        assert not status_of(scene.first.address).num_mended
 
 
 @pytest.mark.slow
