@@ -421,7 +421,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--out", type=Path, help="write the figures to this file")
     parser.add_argument("--moves", type=int, default=30, help="the most losses")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     numel = 2_560_000 if options.quick else 25_600_000
     job = Job(numel=numel, steps=options.steps, moves=options.moves)
