@@ -46,7 +46,7 @@ class Successors:
             if there is not None and there.shard.instance == instance:
                 log.warning("a standby has taken over", shard=index, address=address)
                 addresses[index], answer = address, there
-            elif answer is not None and (there is None or there.stands_by):
+            elif answer is not None and (there is None or there.shard.stands_by):
                 self._say(index, address, is_there=there is not None)
                 return None
         if answer is not None:

@@ -241,6 +241,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             data_port=0 if self._data is None else self._data.port,
             data_local=self._data.local if self._data is not None and self.shares_memory() else "",
             now_s=time.time(),
+            stands_by=self.stands_by(),
         )
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
@@ -438,7 +439,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             num_mended=view.num_mended,
             moving=self.moving(),
             next_address=self._next,
-            stands_by=self.stands_by(),
             copies=None if view.copies is None else to_proto(pb.CopiesStatus, view.copies),
             lost=[pb.LostJob(job=name, reason=reason) for name, reason in view.lost],
         )

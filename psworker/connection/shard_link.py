@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from pscore.errors import ReplacedError, TransportError
+from pscore.errors import ReplacedError, ServerUnavailableError, TransportError
 from pscore.net import rpc, tls
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
@@ -181,6 +181,8 @@ class Link:
                 raise error from None
             self._look_elsewhere(failure)
             return ()
+        except ServerUnavailableError:
+            return ()
         return reply.residual_requests
 
     @property
@@ -196,12 +198,30 @@ class Link:
             former: Its number before it went on without its standby, which has that number still.
 
         Raises:
+            ServerUnavailableError: It is another, and the shard is about to be at its standby.
             ReplacedError: It is another, which lacks unsaved state; this worker must rejoin.
         """
         if self.instance and self.instance == former:
             self.instance = instance
-        if self.instance not in (0, instance):
-            raise ReplacedError(f"the shard at {self.address} has been restarted")
+        if self.instance in (0, instance):
+            return
+        if self._is_awaited_elsewhere():
+            raise ServerUnavailableError(f"{self.address} is empty, and its standby has the shard")
+        raise ReplacedError(f"the shard at {self.address} has been restarted")
+
+    def _is_awaited_elsewhere(self) -> bool:
+        """Returns whether a standby has the shard, or everything of it."""
+        if (address := self._next) == "":
+            return False
+        channel = self.credentials.channel(address)
+        try:
+            stub = control_pb2_grpc.ControlStub(channel)
+            reply = stub.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
+            return reply.stands_by or reply.instance == self.instance
+        except grpc.RpcError:
+            return False
+        finally:
+            channel.close()
 
     def open(self, data_plane: str) -> None:
         """Chooses the data plane and connects it.

@@ -15,7 +15,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, awaited: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance", "data_port", "data_local", "now_s", "moved_to", "former_instance")
+    __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance", "data_port", "data_local", "now_s", "moved_to", "former_instance", "stands_by")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class DescribeReply(_message.Message):
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     MOVED_TO_FIELD_NUMBER: _ClassVar[int]
     FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     shard: int
     num_shards: int
@@ -38,7 +39,8 @@ class DescribeReply(_message.Message):
     now_s: float
     moved_to: str
     former_instance: int
-    def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ..., moved_to: _Optional[str] = ..., former_instance: _Optional[int] = ...) -> None: ...
+    stands_by: bool
+    def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ..., moved_to: _Optional[str] = ..., former_instance: _Optional[int] = ..., stands_by: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after")
@@ -708,7 +710,7 @@ class CopiesStatus(_message.Message):
     def __init__(self, place: _Optional[str] = ..., problem: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended", "moving", "next_address", "stands_by", "copies")
+    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries", "num_mended", "moving", "next_address", "copies")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -720,7 +722,6 @@ class StatusReply(_message.Message):
     NUM_MENDED_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     shard: DescribeReply
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
@@ -733,9 +734,8 @@ class StatusReply(_message.Message):
     num_mended: int
     moving: str
     next_address: str
-    stands_by: bool
     copies: CopiesStatus
-    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ..., moving: _Optional[str] = ..., next_address: _Optional[str] = ..., stands_by: bool = ..., copies: _Optional[_Union[CopiesStatus, _Mapping]] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., num_mended: _Optional[int] = ..., moving: _Optional[str] = ..., next_address: _Optional[str] = ..., copies: _Optional[_Union[CopiesStatus, _Mapping]] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("job", "force")

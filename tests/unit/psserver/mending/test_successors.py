@@ -39,7 +39,7 @@ def test_an_empty_shard_counts_as_silent_while_its_standby_may_have_all(
     successors, empty = Successors(lambda _: there[0]), shard(9)
     successors.look(["b:1"], [with_standby(2)])
     assert [successors.look(["b:1"], [empty]) for _ in range(2)] == [[None]] * 2
-    there[0] = pb.StatusReply(shard=pb.DescribeReply(instance=3), stands_by=True)
+    there[0] = pb.StatusReply(shard=pb.DescribeReply(instance=3, stands_by=True))
     assert successors.look(["b:1"], [empty]) == [None]
     written = "".join(capsys.readouterr())
     assert written.count("came back empty") == 2
