@@ -79,6 +79,7 @@ class Link:
                 return method(request, timeout=timeout_s)
             except grpc.RpcError as failure:
                 self._look_elsewhere(failure)
+                self._require_same(failure)
                 raise
 
         return self.patience.call(attempt)
@@ -178,7 +179,10 @@ class Link:
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
-                raise error from None
+                with contextlib.suppress(ServerUnavailableError):
+                    self._require_same(failure)
+                    raise error from None
+                return ()
             self._look_elsewhere(failure)
             return ()
         except ServerUnavailableError:
@@ -208,6 +212,13 @@ class Link:
         if self._is_awaited_elsewhere():
             raise ServerUnavailableError(f"{self.address} is empty, and its standby has the shard")
         raise ReplacedError(f"the shard at {self.address} has been restarted")
+
+    def _require_same(self, failure: grpc.RpcError) -> None:
+        """Raises ServerUnavailableError if an empty process refused a call in the shard's place."""
+        if self._next and failure.code() not in SILENT:
+            with contextlib.suppress(grpc.RpcError, ReplacedError):
+                reply = self.control.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
+                self._check(reply.instance, reply.former_instance)
 
     def _is_awaited_elsewhere(self) -> bool:
         """Returns whether a standby has the shard, or everything of it."""
