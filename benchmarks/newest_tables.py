@@ -119,16 +119,15 @@ def standby() -> str:
         ["the same, 99 of 100", f"{lost['p99_s']:.2f} s"],
         ["a step without trouble", f"{found['still']['step_s']:.2f} s"],
         [f"pause of a move, the longest of {drain['moves']}", f"{drain['pause_s']:.3f} s"],
-        ["a step with a standby over one without, links of 1 Gbit/s", f"{cost['measured']:.2f}"],
-        ["the formula, where a link is full", f"{cost['formula']:.2f}"],
+        ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
+        ["the formula on a full link", f"{cost['formula']:.2f}"],
     ]
     if found["off_cost"] is not None:
         rows.append(
             ["what the code costs where there is no standby", f"{100 * found['off_cost']:.1f} %"]
         )
     head = [
-        f"{found['still']['numel'] / 1e6:.1f} million parameters, two workers, two shards; "
-        "each in a network namespace",
+        f"{found['still']['numel'] / 1e6:.1f} million parameters, two workers and shards, namespaces",
         "",
     ]
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
