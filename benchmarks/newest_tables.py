@@ -126,10 +126,8 @@ def standby() -> str:
         rows.append(
             ["what the code costs where there is no standby", f"{100 * found['off_cost']:.1f} %"]
         )
-    head = [
-        f"{found['still']['numel'] / 1e6:.1f} million parameters, two workers and shards, namespaces",
-        "",
-    ]
+    numel = found["still"]["numel"] / 1e6
+    head = [f"{numel:.1f} million parameters, two workers and shards, namespaces", ""]
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
 
 
