@@ -15,7 +15,7 @@ import grpc
 
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.access.authorizer import CONTROL, HEALTH
+from psserver.access.authorizer import CONTROL, DATA, HEALTH
 
 HERE = ("/ps.v1.Standby/", HEALTH, CONTROL + "Drain")  # Always answered by this process.
 # Calls that change the journals of a job.
@@ -76,9 +76,10 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = str(handler_call_details.method)
         if method.startswith(HERE) or (self._is_open.is_set() and not self.address):
             handler = await continuation(handler_call_details)
-            if method.startswith(HERE):
-                return handler
-            return self._held(handler, is_change=method in CHANGES)
+            is_change = method in CHANGES
+            if is_change or method.startswith(DATA):
+                return self._held(handler, is_change=is_change)
+            return handler
 
         async def late(raw: bytes, context: Any) -> bytes:
             return await self._late(method, raw, context)
@@ -88,7 +89,7 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _held(self, handler: Any, *, is_change: bool) -> Any:
         """Returns a method's handler; no answer leaves once calls are held or passed on.
 
-        The answer of a call that changes something waits until the changes are kept.
+        That of a call which changes journals waits until the changes are kept.
         """
         if handler is None or handler.unary_unary is None:
             return handler
