@@ -69,8 +69,8 @@ while not (Path(__file__).parent / "enough").exists():
 def quick() -> str:
     """Returns the rules with seconds instead of minutes."""
     text = RULES.read_text()
-    text = re.sub(r"\[1h\]", "[2m]", text)
     text = re.sub(r"\[\d+m\]", "[10s]", text)
+    text = text.replace("[1h]", "[2m]")  # Longer than a busy machine leaves out evaluations.
     text = re.sub(r"for: \d+m", "for: 5s", text)
     assert text.count("> 3600") == 1
     assert text.count("> 120") == 1
