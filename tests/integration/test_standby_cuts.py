@@ -189,12 +189,14 @@ CUTS = {
 def test_a_process_that_is_cut_off_acknowledges_nothing_that_its_standby_lacks(
     name: str, hosts: Hosts
 ) -> None:
-    """One worker reaches only the old process, the other one both."""
+    """One worker reaches only the old process; the other one the new one, or both."""
     cuts, how = CUTS[name]
+    cuts = (*cuts, (NEAR, STANDBY), (STANDBY, NEAR))
     hosts.begin("asgd")
     if how:
         hosts.hide_register(OLD, how=how)
-    for ends in (*cuts, (NEAR, STANDBY), (STANDBY, NEAR)):
+        cuts = (*cuts, (FAR, OLD), (OLD, FAR))
+    for ends in cuts:
         hosts.cut(*ends)
     eventually(lambda: len(hosts.claims()) == 3)
     hosts.go_on(20, 1)  # At the standby, or at the old process, which has claimed the shard alone.
@@ -208,7 +210,7 @@ def test_a_process_that_is_cut_off_acknowledges_nothing_that_its_standby_lacks(
             return now >= first + 5 > 5  # A step or two may have been told late.
 
         eventually(lambda: asks in hosts.log(OLD) or has_gone_on())
-    for ends in (*cuts, (NEAR, STANDBY), (STANDBY, NEAR)):
+    for ends in cuts:
         hosts.heal(*ends)
     if how:
         hosts.show_register(OLD, how=how)
