@@ -55,7 +55,8 @@ FIGURES |= {"idle_connections": 0}  # To each port, of the last time.
 def crowd(host: str, ports: Sequence[int], number: int) -> None:
     """Opens connections to each port and sends nothing on them, until standard input ends.
 
-    Each port has a process of its own, which may have only so many files open.
+    Each port has a process of its own, which may have only so many files open. The processes have
+    a low priority, as strangers on other machines would not take the shards' CPU.
 
     Args:
         host: Address of the shards.
@@ -75,6 +76,7 @@ def crowd(host: str, ports: Sequence[int], number: int) -> None:
 def _hold(line: Connection, host: str, port: int, number: int) -> None:
     """Opens connections to a port, reports how many that were, and holds them."""
     kit.end_with_parent()
+    os.nice(19)
     number = min(number, _raise_files(number + OWN_FILES) - OWN_FILES)
     sockets: dict[int, socket.socket] = {}
     with select.epoll() as poll:

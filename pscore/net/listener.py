@@ -233,14 +233,12 @@ class Listener:
         self, listener: socket.socket, spare: descriptors.SpareDescriptor
     ) -> Iterator[socket.socket]:
         """Accepts connections, which get a thread when their peers have said something."""
-        for _ in range(AT_ONCE):  # A crowd costs as little as may be, for the others' sake.
-            try:
-                accepted, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as problem:
-                self._on_accept_failed(problem, listener, spare)
-                return
+        try:
+            waiting = sockets.accept_waiting(listener, AT_ONCE)
+        except OSError as problem:
+            self._on_accept_failed(problem, listener, spare)
+            return
+        for accepted, host in waiting:
             is_full = len(self._connections) >= CONNECTIONS_MAX
             is_scarce = descriptors.is_scarce(accepted.fileno())
             dropped = (is_full or is_scarce) and (
@@ -250,7 +248,7 @@ class Listener:
                 few = f"few of the {descriptors.limit()} file descriptors are left"
                 self._note_refusal(few if is_scarce else f"{CONNECTIONS_MAX} connections are open")
             elif _is_of_this_user(accepted):
-                self._pending.add(accepted, peer_of(accepted))
+                self._pending.add(accepted, host or THIS_HOST)
                 yield accepted
                 continue
             accepted.close()

@@ -6,11 +6,14 @@ both and is compared after the last byte has come.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
@@ -27,10 +30,65 @@ from pscore.net.wire import (
 
 BACKLOG = 4096  # Connections that wait to be accepted; the kernel's limit may be lower.
 SCRATCH_NBYTES = 1 << 16
+_LIBC = ctypes.PyDLL(None, use_errno=True)  # Calls keep the interpreter's lock.
+NAME_NBYTES = 128  # A socket's name, of any family.
+SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection is still open.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a Unix socket, as far as granted.
 SAME_HOST_NBYTES = 512 << 10  # Kernel buffers of TCP within one host: they fit into the cache.
+
+
+def defer_silent(listener: socket.socket) -> None:
+    """Leaves new connections to the kernel until something comes on them (Linux only).
+
+    A crowd that connects and says nothing then costs a server much less time, and fills the queue
+    later in which the connections of others would be lost (`TCP_DEFER_ACCEPT`).
+    """
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
+
+
+def accept_waiting(listener: socket.socket, most: int) -> list[tuple[socket.socket, str]]:
+    """Accepts connections that wait, and keeps the interpreter's lock meanwhile.
+
+    `socket.accept` gives it away for each connection, and queues for it again behind all busy
+    threads: a crowd then comes faster than it is accepted, and the kernel's queue fills.
+
+    Args:
+        listener: One that does not wait.
+        most: Number of connections.
+
+    Returns:
+        Each connection with the address of its peer; without one on a Unix socket.
+
+    Raises:
+        OSError: The first one cannot be accepted, for another reason than that none waits.
+    """
+    found: list[tuple[socket.socket, str]] = []
+    name, nbytes = ctypes.create_string_buffer(NAME_NBYTES), ctypes.c_uint32()
+    family, kind, protocol = listener.family, listener.type, listener.proto
+    begin = 4 if family == socket.AF_INET else 8  # Of the address in its name.
+    end = begin + (4 if family == socket.AF_INET else 16)
+    while len(found) < most:
+        nbytes.value = NAME_NBYTES
+        number = _LIBC.accept4(listener.fileno(), name, ctypes.byref(nbytes), socket.SOCK_CLOEXEC)
+        if number < 0:
+            problem = ctypes.get_errno()
+            if found or problem in (errno.EAGAIN, errno.EINTR):
+                break
+            raise OSError(problem, os.strerror(problem))
+        accepted = socket.socket(family, kind, protocol, fileno=number)
+        is_local = family == socket.AF_UNIX
+        host = "" if is_local else socket.inet_ntop(family, name.raw[begin:end])
+        found.append((accepted, host))
+    return found
+
+
+def close_all(connections: Iterable[socket.socket]) -> None:
+    """Closes connections, and keeps the interpreter's lock meanwhile (`accept_waiting`)."""
+    for connection in connections:
+        _LIBC.close(connection.detach())
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, bytes]:

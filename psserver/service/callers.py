@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from pscore.net import crowd
+from pscore.net import crowd, sockets
 from psserver.access.authorizer import CONTROL, DATA, HEALTH
 
 OWN_DESCRIPTORS = Path("/proc/self/fd")
@@ -30,7 +30,6 @@ WORKERS_PROOFS = {
 }
 
 GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
-SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
 
 Peer = tuple[str, int]  # Address and port.
 
@@ -84,11 +83,11 @@ class Callers:
         numbers = [int(name) for name in os.listdir(OWN_DESCRIPTORS)]
         if len(numbers) <= self._limit and max(map(len, noted)) <= 2 * self._limit:
             return 0
-        sockets = _sockets(numbers)
-        new = {inode: _caller(sockets[inode], port) for inode in sockets if inode not in self._seen}
-        kept = {inode: peer for inode, peer in self._seen.items() if inode in sockets}
+        own = _sockets(numbers)
+        new = {inode: _caller(own[inode], port) for inode in own if inode not in self._seen}
+        kept = {inode: peer for inode, peer in self._seen.items() if inode in own}
         self._seen = kept | new
-        accepted = {peer: sockets[inode] for inode, peer in self._seen.items() if peer is not None}
+        accepted = {peer: own[inode] for inode, peer in self._seen.items() if peer is not None}
         for peers in noted:
             for name, peer in tuple(peers.items()):
                 if peer not in accepted:
@@ -111,18 +110,13 @@ class Callers:
 
 
 def defer_silent(port: int) -> None:
-    """Leaves new connections to a port of gRPC to the kernel until something comes on them.
-
-    A crowd that connects and says nothing then costs gRPC no time, so the kernel's queue, in which
-    the connections of others would be lost, fills much later (`TCP_DEFER_ACCEPT`, Linux only).
-    """
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):
-        for number in _sockets([int(name) for name in os.listdir(OWN_DESCRIPTORS)]).values():
-            with contextlib.suppress(OSError), _copy_of(number) as copy:
-                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and (
-                    copy.family != socket.AF_UNIX and copy.getsockname()[1] == port
-                ):
-                    copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
+    """Leaves new connections to a port of gRPC to the kernel until something comes on them."""
+    for number in _sockets([int(name) for name in os.listdir(OWN_DESCRIPTORS)]).values():
+        with contextlib.suppress(OSError), _copy_of(number) as copy:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and (
+                copy.family != socket.AF_UNIX and copy.getsockname()[1] == port
+            ):
+                sockets.defer_silent(copy)
 
 
 def _sockets(numbers: Sequence[int]) -> dict[int, int]:

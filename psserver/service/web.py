@@ -16,7 +16,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,14 +32,12 @@ CONNECTIONS_MAX = 256
 DESCRIPTORS_SHARE = 16  # Connections get one of so many file descriptors at most.
 REQUEST_NBYTES_MAX = 8 << 10  # The head of a request; no body is read.
 NEWCOMERS = 4  # Connections that are begun with in one turn of the loop.
-ACCEPTING_S_MAX = 0.02  # Time for accepting connections in one turn of the loop.
-SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing has come.
 PAUSE_S = 0.02
 TICKS = 5  # The time of a peer is counted in so many parts.
 
 Answer = Callable[[Request], Awaitable[Response]]
-# An accepted connection, its peer, and when it was accepted.
-Newcomer = tuple[socket.socket, tuple[Any, ...], float]
+# An accepted connection, the address of its peer, and when it was accepted.
+Newcomer = tuple[socket.socket, str, float]
 
 
 class HttpExchange(H11Protocol):
@@ -139,8 +136,7 @@ class WebServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=sockets.BACKLOG)
         listener.setblocking(False)
-        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux: no turn is spent on silent connections.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
+        sockets.defer_silent(listener)
         self.accepting = asyncio.create_task(self._run(listener))
         return int(listener.getsockname()[1])
 
@@ -178,14 +174,10 @@ class WebServer:
                 num_before = len(newcomers)
                 try:
                     if not newcomers:
-                        newcomers.append((*await loop.sock_accept(listener), loop.time()))
-                    now_s = loop.time()
-                    for _ in range(self.connections_max - len(speaking)):
-                        newcomers.append((*listener.accept(), now_s))
-                        if loop.time() > now_s + ACCEPTING_S_MAX:
-                            break
-                except BlockingIOError:
-                    pass  # No more of them wait.
+                        accepted, (host, *_) = await loop.sock_accept(listener)
+                        newcomers.append((accepted, host, loop.time()))
+                    others = sockets.accept_waiting(listener, self.connections_max - len(speaking))
+                    newcomers += [(*one, loop.time()) for one in others]
                 except OSError as problem:  # It has ended by itself, unless descriptors are short.
                     if problem.errno in descriptors.EXHAUSTED:
                         self._make_room()
@@ -194,8 +186,8 @@ class WebServer:
                 speaking, newcomers = self._thin_out(newcomers, loop.time() - self._seconds_max)
                 num_begun = 0
                 while speaking and num_begun < NEWCOMERS and self._has_room():
-                    accepted, (address, *_), _ = speaking.pop(0)
-                    self._start_serving(accepted, address)
+                    accepted, host, _ = speaking.pop(0)
+                    self._start_serving(accepted, host)
                     num_begun += 1
                 newcomers = speaking + newcomers
                 # A few newcomers in a turn of the loop, then the others.
@@ -224,14 +216,14 @@ class WebServer:
         speaking = [one for one in newcomers if one[0].fileno() in ready and has_said(one[0])]
         silent = [one for one in newcomers if one[0].fileno() not in ready]
         room = max(NEWCOMERS, self.connections_max - len(self._places) - len(speaking))
-        waiting = [(one, peer[0]) for one, peer, at_s in silent if at_s >= before_s]
+        waiting = [(one, host) for one, host, at_s in silent if at_s >= before_s]
         closing = {one for one, *_ in newcomers if one.fileno() in ready}  # They have ended.
         closing.difference_update(one for one, *_ in speaking)
         closing.update(one for one, _, at_s in silent if at_s < before_s)
         closing.update(crowd.to_close(waiting, len(waiting) - room) if len(waiting) > room else ())
-        for accepted in closing:
-            accepted.close()
-        return speaking, [one for one in silent if one[0] not in closing]
+        left = [one for one in silent if one[0] not in closing]
+        sockets.close_all(closing)
+        return speaking, left
 
     def _has_room(self) -> bool:
         """Returns whether there is a place for a newcomer, and makes one if that may be."""

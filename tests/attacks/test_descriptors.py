@@ -237,7 +237,15 @@ def test_a_listener_continues_when_there_is_nothing_to_accept_with(
         server.listen()
         return server, b""
 
+    accept = sockets.accept_waiting
+
+    def exhausted(server: socket.socket, most: int) -> list[tuple[socket.socket, str]]:
+        if failures.acquire(blocking=False):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(server, most)
+
     monkeypatch.setattr(sockets, "listen", listen)
+    monkeypatch.setattr(sockets, "accept_waiting", exhausted)
     monkeypatch.setattr(Listener, "_note_refusal", lambda self, reason: reasons.append(reason))
 
     async def scene(front: Front) -> None:

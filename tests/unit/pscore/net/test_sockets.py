@@ -176,3 +176,28 @@ def test_the_end_of_a_connection_is_nothing_said() -> None:
         other.shutdown(socket.SHUT_WR)
         assert not sockets.has_said(one)
     assert not sockets.has_said(one)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_connections_that_wait_are_accepted_with_the_addresses_of_their_peers(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        listener.setblocking(False)
+        assert sockets.accept_waiting(listener, 3) == []
+        clients = [socket.create_connection(listener.getsockname()[:2]) for _ in range(5)]
+        found = sockets.accept_waiting(listener, 3) + sockets.accept_waiting(listener, 3)
+        assert [address for _, address in found] == [host] * 5
+        accepted = [one for one, _ in found]
+        assert [one.getpeername() for one in accepted] == [one.getsockname() for one in clients]
+        assert not any(one.get_inheritable() for one in accepted)
+        sockets.close_all(accepted)
+        for client in clients:
+            with client:
+                assert client.recv(1) == b""
+
+
+def test_a_listener_that_is_closed_accepts_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        sockets.accept_waiting(listener, 1)
