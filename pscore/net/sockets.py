@@ -68,7 +68,7 @@ def accept_waiting(listener: socket.socket, most: int) -> list[tuple[socket.sock
     found: list[tuple[socket.socket, str]] = []
     name, nbytes = ctypes.create_string_buffer(NAME_NBYTES), ctypes.c_uint32()
     family, kind, protocol = listener.family, listener.type, listener.proto
-    begin = 4 if family == socket.AF_INET else 8  # Of the address in its name.
+    begin = 4 if family == socket.AF_INET else 8  # Place of the address in the name.
     end = begin + (4 if family == socket.AF_INET else 16)
     while len(found) < most:
         nbytes.value = NAME_NBYTES
