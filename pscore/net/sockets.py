@@ -68,8 +68,9 @@ def accept_waiting(listener: socket.socket, most: int) -> list[tuple[socket.sock
     found: list[tuple[socket.socket, str]] = []
     name, nbytes = ctypes.create_string_buffer(NAME_NBYTES), ctypes.c_uint32()
     family, kind, protocol = listener.family, listener.type, listener.proto
-    begin = 4 if family == socket.AF_INET else 8  # Place of the address in the name.
-    end = begin + (4 if family == socket.AF_INET else 16)
+    is_local = family == socket.AF_UNIX
+    # Place of the address in the name.
+    begin, end = (4, 8) if family == socket.AF_INET else (8, 24)
     while len(found) < most:
         nbytes.value = NAME_NBYTES
         number = _LIBC.accept4(listener.fileno(), name, ctypes.byref(nbytes), socket.SOCK_CLOEXEC)
@@ -78,10 +79,8 @@ def accept_waiting(listener: socket.socket, most: int) -> list[tuple[socket.sock
             if found or problem in (errno.EAGAIN, errno.EINTR):
                 break
             raise OSError(problem, os.strerror(problem))
-        accepted = socket.socket(family, kind, protocol, fileno=number)
-        is_local = family == socket.AF_UNIX
         host = "" if is_local else socket.inet_ntop(family, name.raw[begin:end])
-        found.append((accepted, host))
+        found.append((socket.socket(family, kind, protocol, fileno=number), host))
     return found
 
 

@@ -103,9 +103,9 @@ def rows_of(situation: Situation, shards: ShardPlaces) -> list[AdviceRow]:
         evidence=EVIDENCE[mode],
         num_shards=0,
     )
-    return [alone] if is_too_large(situation.numel) else [
-        alone, *_shard_rows(situation, shards.hosts)
-    ]  # fmt: skip
+    if is_too_large(situation.numel):
+        return [alone]
+    return [alone, *_shard_rows(situation, shards.hosts)]
 
 
 def _shard_rows(situation: Situation, hosts: Sequence[int]) -> Iterator[AdviceRow]:

@@ -140,16 +140,19 @@ class Link:
     def _look_elsewhere(self, failure: grpc.RpcError) -> None:
         """Follows the shard to its next address, if the present one is gone and it is there."""
         address = self._next
-        if not address or failure.code() not in SILENT:
-            return
+        if address and failure.code() in SILENT:
+            reply = self._ask(address)
+            if reply is not None and reply.instance == self.instance and not reply.moved_to:
+                self._follow(address)
+
+    def _ask(self, address: str) -> pb.DescribeReply | None:
+        """Returns the description of the process at another address; None: it does not answer."""
         channel = self.credentials.channel(address)
         try:
             stub = control_pb2_grpc.ControlStub(channel)
-            reply = stub.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
-            if reply.instance == self.instance and not reply.moved_to:
-                self._follow(address)
+            return stub.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
         except grpc.RpcError:
-            pass
+            return None
         finally:
             channel.close()
 
@@ -222,17 +225,8 @@ class Link:
 
     def _is_awaited_elsewhere(self) -> bool:
         """Returns whether a standby has the shard, or everything of it."""
-        if (address := self._next) == "":
-            return False
-        channel = self.credentials.channel(address)
-        try:
-            stub = control_pb2_grpc.ControlStub(channel)
-            reply = stub.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
-            return reply.stands_by or reply.instance == self.instance
-        except grpc.RpcError:
-            return False
-        finally:
-            channel.close()
+        reply = self._ask(address) if (address := self._next) else None
+        return reply is not None and (reply.stands_by or reply.instance == self.instance)
 
     def open(self, data_plane: str) -> None:
         """Chooses the data plane and connects it.

@@ -6,12 +6,14 @@ rate schedulers, and no step of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 
 from pscore.errors import ConfigError
+from pscore.plugins import require_range
 
 
 class _OnShards(torch.optim.Optimizer):
@@ -28,12 +30,6 @@ class _OnShards(torch.optim.Optimizer):
             f"the shards make the steps of {name}: pass it as rows= to DistributedOptimizer, and "
             "call step() of that"
         )
-
-
-def _require_positive(**given: float) -> None:
-    for name, value in given.items():
-        if not value >= 0.0:
-            raise ConfigError(f"{name} is {value}, must be 0 or more")
 
 
 class RowwiseAdagrad(_OnShards):
@@ -57,7 +53,8 @@ class RowwiseAdagrad(_OnShards):
         Raises:
             ConfigError: A number is negative.
         """
-        _require_positive(lr=lr, eps=eps)
+        for name, value in {"lr": lr, "eps": eps}.items():
+            require_range(name, value, 0.0, math.inf)
         super().__init__(params, {"lr": lr, "eps": eps})
 
 
@@ -92,5 +89,6 @@ class FTRL(_OnShards):
         Raises:
             ConfigError: A number is negative.
         """
-        _require_positive(lr=lr, beta=beta, l1=l1, l2=l2)
+        for name, value in {"lr": lr, "beta": beta, "l1": l1, "l2": l2}.items():
+            require_range(name, value, 0.0, math.inf)
         super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2})
