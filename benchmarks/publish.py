@@ -1,16 +1,18 @@
 """Published weights: torn versions, bytes, refresh and pause, and their cost to training.
 
     python -m benchmarks.publish --quick --json                          # under 5 minutes
-    python -m benchmarks.publish --only torn --out FILE                  # a part, under 4 minutes
+    python -m benchmarks.publish --only cost --out FILE                  # keeps the others
 
-`--only` keeps the other parts of the file, and `torn` adds to the versions that are there.
+`torn` takes half an hour, or with `--quick` a minute, each other part under 4 minutes.
 
 Times are of hosts with links of 1 Gbit/s (`benchmarks/netlab.py`, needs root; else loopback): the
 shards on one host with the publisher, the trainer on another, each of 8 readers on its own.
 
     commits, torn     versions that 4 readers, two of them behind a relay, take of arrays that are
-                      full of their step, while shards, relay and readers are killed; one that
-                      is torn makes the exit code 1
+                      full of their step, while shards, relay and readers are killed; in turn a
+                      `Publisher` and the modes of `FILLED` fill them (`--quick`: the first); one
+                      that is older than the one before, or not full of its step, is torn and makes
+                      the exit code 1
     smaller_than_bf16 AdamW on a small transformer on our docs, at three learning rates: bytes of
                       all bfloat16 weights over bytes of the deltas, from one step to the next
     refresh_ms        with 1 % of the elements changed, from the end of `Publisher.publish` to the
@@ -59,8 +61,16 @@ COMPUTE_S = 0.3
 RATE = "1gbit"
 COMMITS_PER_KILL, LOOK_S = 400, 0.05
 COUNTED = 20  # Versions that a reader takes between two reports.
-QUICK_TORN_S, TORN_S = 40.0, 200.0  # How long processes are killed.
+COMMITS, QUICK_S = 100_000, 40.0  # Processes are killed until readers have taken so many.
 KILLED = ("shard", "relay", "reader")
+PUBLISHER = "publisher"
+FILLED = (
+    PUBLISHER,
+    "ssgd",
+    "ssd(steps=2, warmup=1)",
+    "diloco(steps=2, warmup=1, outer_lr=1.0, outer_momentum=0.0)",
+)
+CYCLE = 200  # Whole numbers below 256 are exact in bfloat16.
 COST_NUMEL = 2_000_000  # The trainer sends and gets them within a third of a step.
 LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
 
@@ -75,22 +85,48 @@ def serve(host: str) -> None:
         sys.stdin.readline()
 
 
-def fill(numel: int, num_arrays: int) -> None:
-    """Publishes arrays that are full of the step, until it is told to end."""
+def fill(numel: int, num_arrays: int, by: str) -> None:
+    """Publishes arrays that are full of the step, until it is told to end.
+
+    Args:
+        by: `PUBLISHER`, or the mode in which a worker trains them with gradients of one step each.
+    """
+    import torch
+
     import psworker
 
     psworker.init()
-    arrays = {f"w{index}": np.zeros(numel, dtype=np.float32) for index in range(num_arrays)}
-    publisher = psworker.Publisher(arrays)
+    arrays = {f"w{index}": torch.zeros(numel) for index in range(num_arrays)}
+    publish = psworker.Publisher(arrays).publish if by == PUBLISHER else _trained(arrays, by)
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
     step = 0
     while not over.is_set():
         step += 1
         for array in arrays.values():
-            array.fill(step % 200)
-        publisher.publish(step)
+            array.fill_(step % CYCLE)
+        publish(step)
     psworker.shutdown()
+
+
+def _trained(arrays: dict[str, Any], mode: str) -> Callable[[int], None]:
+    """Returns the step of a worker with which the weights become full of the step's number."""
+    import torch
+
+    import psworker
+
+    named = [(name, torch.nn.Parameter(array.clone())) for name, array in arrays.items()]
+    weights = [one for _, one in named]
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=1.0), named_parameters=named, mode=mode, publish_every=1
+    )
+
+    def make_step(step: int) -> None:
+        for one in weights:
+            one.grad = torch.full_like(one, (step - 1) % CYCLE - step % CYCLE)
+        optimizer.step()
+
+    return make_step
 
 
 def take() -> None:
@@ -104,7 +140,7 @@ def take() -> None:
             former = weights.version
             weights = subscriber.wait(newer_than=former, timeout_s=WAIT_S)
             values = np.concatenate(list(weights.arrays.values()))
-            is_mixed = not bool((values == weights.step % 200).all())
+            is_mixed = not bool((values == weights.step % CYCLE).all())
             torn += is_mixed or weights.version <= former
         print(json.dumps({"commits": COUNTED, "torn": torn}), flush=True)
         torn = 0
@@ -365,11 +401,19 @@ def torn(*, is_quick: bool) -> dict[str, Any]:
     """Counts versions that readers take while all but the publisher are killed."""
     kills = dict.fromkeys(KILLED, 0)
     draw = random.Random(0)
+    ways = FILLED[:1] if is_quick else FILLED
+    found = {by: torn_by(by, is_quick, kills, draw) for by in ways}
+    counts = {name: sum(one[name] for one in found.values()) for name in ("commits", "torn")}
+    return {**counts, "kills": kills, "by": {by: one["commits"] for by, one in found.items()}}
+
+
+def torn_by(by: str, is_quick: bool, kills: dict[str, int], draw: random.Random) -> dict[str, int]:
+    """Counts versions that one way of training publishes, and adds to `kills`."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         run = _supervised(folder)
         stack.callback(os.kill, run["pid"], signal.SIGTERM)
         env = kit.worker_environment(run["addresses"], 0, 1, "tcp", "torn")
-        publisher = kit.Role(MODULE, "fill", {"numel": 10_000, "num_arrays": 4}, env)
+        publisher = kit.Role(MODULE, "fill", {"numel": 10_000, "num_arrays": 4, "by": by}, env)
         stack.enter_context(kit.roles(publisher))
         port = _free_pair()
         words = ["relay", "--job", "torn", "--servers", ",".join(run["addresses"])]
@@ -380,8 +424,8 @@ def torn(*, is_quick: bool) -> dict[str, Any]:
         readers = _Readers([run["addresses"], behind] * 2)
         stack.callback(readers.end)
         readers.advance(publisher, math.inf)  # On a busy machine processes start for long.
-        end_s = time.monotonic() + (QUICK_TORN_S if is_quick else TORN_S)
-        while readers.advance(publisher, end_s):
+        end_s = time.monotonic() + (QUICK_S if is_quick else math.inf)
+        while readers.commits < COMMITS // len(FILLED) and readers.advance(publisher, end_s):
             what = draw.choice(sorted(kills))
             kills[what] += 1
             if what == "shard":
@@ -395,7 +439,7 @@ def torn(*, is_quick: bool) -> dict[str, Any]:
                 relay.kill()
                 relay.wait()
                 relay = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    return {"commits": readers.commits, "torn": readers.torn, "kills": kills}
+    return {"commits": readers.commits, "torn": readers.torn}
 
 
 def _free_pair() -> int:
@@ -565,15 +609,6 @@ def size_of(is_quick: bool) -> tuple[int, int]:
     return (2_000_000, 10) if is_quick else (25_600_000, 30)
 
 
-def add(found: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Returns a result with the figures of a part; its counts are added."""
-    counts = {name: part[name] + found.get(name, 0) for name in ("commits", "torn") if name in part}
-    if "kills" in part:
-        former = found.get("kills", {})
-        counts["kills"] = {what: part["kills"][what] + former.get(what, 0) for what in KILLED}
-    return found | part | counts
-
-
 def main() -> None:
     """Reads the flags, measures, and prints a table."""
     if measured.serve(sys.argv[1:], ROLES):
@@ -591,7 +626,7 @@ def main() -> None:
         print(f"{name}: {part}", flush=True)
         if args.only and args.out is not None and args.out.exists():
             found = json.loads(args.out.read_text(encoding="utf-8"))
-        found = add(found, part)
+        found |= part
         about = {"is_quick": args.quick, "link": link, **kit.describe_run(MODULE)}
         found.setdefault("parts", {})[name] = about
         if args.out is not None:
