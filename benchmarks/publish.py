@@ -3,7 +3,8 @@
     python -m benchmarks.publish --quick --json                          # under 5 minutes
     python -m benchmarks.publish --only cost --out FILE                  # keeps the others
 
-`torn` takes half an hour, or with `--quick` a minute, each other part under 4 minutes.
+`--by NAME` measures `torn` with one way of training only, and keeps the others of the file. Each
+takes some minutes, or with `--quick` one; each other part takes less than 4.
 
 Times are of hosts with links of 1 Gbit/s (`benchmarks/netlab.py`, needs root; else loopback): the
 shards on one host with the publisher, the trainer on another, each of 8 readers on its own.
@@ -42,7 +43,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,12 @@ COUNTED = 20  # Versions that a reader takes between two reports.
 COMMITS, QUICK_S = 100_000, 40.0  # Processes are killed until readers have taken so many.
 KILLED = ("shard", "relay", "reader")
 PUBLISHER = "publisher"
-FILLED = (
-    PUBLISHER,
-    "ssgd",
-    "ssd(steps=2, warmup=1)",
-    "diloco(steps=2, warmup=1, outer_lr=1.0, outer_momentum=0.0)",
-)
+FILLED = {  # Modes, by name; none for a `Publisher`.
+    PUBLISHER: "",
+    "ssgd": "ssgd",
+    "ssd": "ssd(steps=2, warmup=1)",
+    "diloco": "diloco(steps=2, warmup=1, outer_lr=1.0, outer_momentum=0.0)",
+}
 CYCLE = 200  # Whole numbers below 256 are exact in bfloat16.
 COST_NUMEL = 2_000_000  # The trainer sends and gets them within a third of a step.
 LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
@@ -85,11 +86,11 @@ def serve(host: str) -> None:
         sys.stdin.readline()
 
 
-def fill(numel: int, num_arrays: int, by: str) -> None:
+def fill(numel: int, num_arrays: int, mode: str) -> None:
     """Publishes arrays that are full of the step, until it is told to end.
 
     Args:
-        by: `PUBLISHER`, or the mode in which a worker trains them with gradients of one step each.
+        mode: That in which a worker trains them; empty: a `Publisher` publishes them.
     """
     import torch
 
@@ -97,7 +98,7 @@ def fill(numel: int, num_arrays: int, by: str) -> None:
 
     psworker.init()
     arrays = {f"w{index}": torch.zeros(numel) for index in range(num_arrays)}
-    publish = psworker.Publisher(arrays).publish if by == PUBLISHER else _trained(arrays, by)
+    publish = psworker.Publisher(arrays).publish if not mode else _trained(arrays, mode)
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
     step = 0
@@ -397,23 +398,33 @@ class _Readers:
             role.popen.kill()
 
 
-def torn(*, is_quick: bool) -> dict[str, Any]:
-    """Counts versions that readers take while all but the publisher are killed."""
+def torn(*, is_quick: bool, ways: Iterable[str] = ()) -> dict[str, Any]:
+    """Counts versions that readers take while all but the publisher are killed.
+
+    Args:
+        ways: Names in `FILLED`; none: all, or the first of a quick run.
+    """
+    ways = ways or (FILLED if not is_quick else [PUBLISHER])
+    return _summed({way: torn_by(way, is_quick) for way in ways})
+
+
+def _summed(by: dict[str, Any]) -> dict[str, Any]:
+    """Returns the counts of each way of training, and their sums."""
+    sums = {name: sum(one[name] for one in by.values()) for name in ("commits", "torn")}
+    kills = {what: sum(one["kills"][what] for one in by.values()) for what in KILLED}
+    return {**sums, "kills": kills, "by": by}
+
+
+def torn_by(way: str, is_quick: bool) -> dict[str, Any]:
+    """Counts versions of one way of training."""
     kills = dict.fromkeys(KILLED, 0)
-    draw = random.Random(0)
-    ways = FILLED[:1] if is_quick else FILLED
-    found = {by: torn_by(by, is_quick, kills, draw) for by in ways}
-    counts = {name: sum(one[name] for one in found.values()) for name in ("commits", "torn")}
-    return {**counts, "kills": kills, "by": {by: one["commits"] for by, one in found.items()}}
-
-
-def torn_by(by: str, is_quick: bool, kills: dict[str, int], draw: random.Random) -> dict[str, int]:
-    """Counts versions that one way of training publishes, and adds to `kills`."""
+    draw = random.Random(way)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         run = _supervised(folder)
         stack.callback(os.kill, run["pid"], signal.SIGTERM)
         env = kit.worker_environment(run["addresses"], 0, 1, "tcp", "torn")
-        publisher = kit.Role(MODULE, "fill", {"numel": 10_000, "num_arrays": 4, "by": by}, env)
+        given = {"numel": 10_000, "num_arrays": 4, "mode": FILLED[way]}
+        publisher = kit.Role(MODULE, "fill", given, env)
         stack.enter_context(kit.roles(publisher))
         port = _free_pair()
         words = ["relay", "--job", "torn", "--servers", ",".join(run["addresses"])]
@@ -439,7 +450,7 @@ def torn_by(by: str, is_quick: bool, kills: dict[str, int], draw: random.Random)
                 relay.kill()
                 relay.wait()
                 relay = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    return {"commits": readers.commits, "torn": readers.torn}
+    return {"commits": readers.commits, "torn": readers.torn, "kills": kills}
 
 
 def _free_pair() -> int:
@@ -595,7 +606,7 @@ def beside(*, is_quick: bool) -> dict[str, Any]:
     return {"beside": found}
 
 
-MEASURES = {
+MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
     "torn": torn,
     "cost": training_cost,
     "bytes": smaller,
@@ -616,16 +627,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Published weights.")
     parser.add_argument("--quick", action="store_true", help="2 million elements, few rounds")
     parser.add_argument("--only", choices=list(MEASURES), help="measure this part")
+    parser.add_argument("--by", choices=list(FILLED), help="of `torn`, only this way of training")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     found: dict[str, Any] = {}
     link = RATE if netlab.available() is None else "loopback"
     for name in [args.only] if args.only else MEASURES:
-        part = MEASURES[name](is_quick=args.quick)
+        given = {"ways": [args.by]} if args.by and name == "torn" else {}
+        part = MEASURES[name](is_quick=args.quick, **given)
         print(f"{name}: {part}", flush=True)
         if args.only and args.out is not None and args.out.exists():
             found = json.loads(args.out.read_text(encoding="utf-8"))
+        if given:
+            part = _summed(found.get("by", {}) | part["by"])
         found |= part
         about = {"is_quick": args.quick, "link": link, **kit.describe_run(MODULE)}
         found.setdefault("parts", {})[name] = about
