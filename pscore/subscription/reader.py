@@ -22,17 +22,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
 
-import numpy as np
-
 from pscore.errors import ConfigError, DecodeError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import read_credentials
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2, publish_pb2
 from pscore.publish import codec
-from pscore.publish.codec import BitArray, Delta, form_of
+from pscore.publish.codec import Delta, form_of
 from pscore.subscription.assembly import EMPTY, Ask, Assembly, Fetch, WatchFor, WeightsVersion
 from pscore.subscription.lines import ReaderLine, this_process
+from pscore.subscription.memory import VersionMemory
 from pscore.subscription.weights import Map, PublishedWeights, named, require_dtype, step_of
 from pscore.table_spec import TableSpec
 from pscore.types import ByteArray
@@ -138,8 +137,7 @@ class Reader:
         self._known = ""  # Fingerprint of the declaration that `_layout` follows from.
         self._layout: Layout | None = None
         self._assembly: Assembly | None = None
-        self._work: BitArray = np.zeros(0, dtype=np.uint16)
-        self._is_shown = False  # Whether `_work` is the memory of `_weights`.
+        self._memory = VersionMemory(0)
         self._exact = True
         self._weights: PublishedWeights | None = None
         self._staged: PublishedWeights | None = None
@@ -266,13 +264,13 @@ class Reader:
             return None
         assert self._layout is not None
         step, version = assembly.step, assembly.take()
-        self._is_shown = True
+        bits = self._memory.show()
         weights = PublishedWeights(
             version=version,
-            step=step_of(self._layout, self._work, step),
+            step=step_of(self._layout, bits, step),
             exact=self._exact,
-            arrays=named(self._layout, self._work, self._dtype, self._map),
-            bits=self._work,
+            arrays=named(self._layout, bits, self._dtype, self._map),
+            bits=bits,
             layout=self._layout,
         )
         if self._follower is not None:
@@ -343,8 +341,7 @@ class Reader:
             num_shards=len(self._lines),
             taken=taken,
         )
-        self._work = np.zeros(self._layout.numel, dtype=np.uint16)
-        self._is_shown = False
+        self._memory = VersionMemory(self._layout.numel)
 
     def _fetch_from(self, index: int, ask: Fetch) -> Callable[[], None] | None:
         found = self._lines[index].fetch(ask, self._reader.id)
@@ -353,8 +350,6 @@ class Reader:
     def _note_slices(self, index: int, reply: data_pb2.FetchReply, payload: ByteArray) -> None:
         assert self._assembly is not None
         assert self._layout is not None
-        if self._is_shown:  # Its memory belongs to the version that was taken.
-            self._work, self._is_shown = self._work.copy(), False
         begin, landed = 0, 0
         for entry in reply.slices:
             if not 0 <= entry.slice < len(self._layout.slices):
@@ -366,22 +361,22 @@ class Reader:
             part, begin = payload[begin : begin + nbytes], begin + nbytes
             if self._assembly.expects(index, reply.lineage, entry.slice, entry.base, entry.number):
                 landed += 1
-                self._land(entry, self._work[spec.start : spec.stop], part)
+                self._land(entry, slice(spec.start, spec.stop), part)
         if not landed:
             self._assembly.missed(index)
 
-    def _land(self, entry: data_pb2.FetchedSlice, bits: BitArray, payload: ByteArray) -> None:
+    def _land(self, entry: data_pb2.FetchedSlice, place: slice, payload: ByteArray) -> None:
         """Writes a slice into the memory of the next version, and checks its fingerprint."""
         assert self._assembly is not None
         try:
-            if entry.base == EMPTY:
-                codec.apply(Delta(form=codec.Form.DENSE, payload=payload), bits)
-            begin = 0
-            for delta in entry.deltas:
-                part = payload[begin : begin + delta.nbytes]
-                codec.apply(Delta(form=form_of(delta.form), payload=part), bits)
-                begin += delta.nbytes
-            is_true = codec.fingerprint(bits) == entry.fingerprint
+            deltas = [Delta(form=codec.Form.DENSE, payload=payload)]
+            if entry.base != EMPTY:
+                deltas, begin = [], 0
+                for delta in entry.deltas:
+                    part = payload[begin : begin + delta.nbytes]
+                    deltas.append(Delta(form=form_of(delta.form), payload=part))
+                    begin += delta.nbytes
+            is_true = self._memory.write(place, deltas) == entry.fingerprint
         except DecodeError:
             is_true = False
         if not is_true:

@@ -1,0 +1,66 @@
+"""The memory of a reader's versions: the one that is shown, and the next one that is made from it.
+
+A version that was shown is not changed while anybody has an array of it. The next version is made
+in the memory of the version before last if nobody has that any more: few deltas are applied there
+a second time. Else the version shown is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from pscore.publish import codec
+from pscore.publish.codec import BitArray, Delta
+
+AGAIN = 8  # Deltas of up to one byte in so many of a version are applied a second time.
+UNUSED = 2  # References to an array that only this object and the call below have.
+
+
+class VersionMemory:
+    """Memory for the versions of one table; used by one thread at a time."""
+
+    def __init__(self, numel: int) -> None:
+        self._bits: BitArray = np.zeros(numel, dtype=np.uint16)
+        self._former: BitArray | None = None  # The version before `_bits`.
+        # The deltas that lead from `_former` to `_bits`; None: they are too long to keep.
+        self._way: list[tuple[slice, Delta]] | None = []
+        self._way_nbytes = 0
+        self._is_shown = False
+
+    def show(self) -> BitArray:
+        """Returns the version that was written, `(numel,) uint16`."""
+        self._is_shown = True
+        return self._bits
+
+    def write(self, place: slice, deltas: Sequence[Delta]) -> int:
+        """Applies deltas to a place of the next version, and returns that place's fingerprint.
+
+        Raises:
+            DecodeError: They are not deltas of that place, which may hold anything now.
+        """
+        if self._is_shown:
+            self._begin()
+        part = self._bits[place]
+        for delta in deltas:
+            codec.apply(delta, part)
+            self._way_nbytes += delta.payload.nbytes
+            if self._way_nbytes * AGAIN > self._bits.nbytes:
+                self._way = None
+            elif self._way is not None:
+                self._way.append((place, delta))
+        return codec.fingerprint(part)
+
+    def _begin(self) -> None:
+        """Begins the next version, with the numbers of the one shown."""
+        shown, former, way = self._bits, self._former, self._way
+        self._former, self._way, self._way_nbytes, self._is_shown = None, [], 0, False
+        if former is None or way is None or sys.getrefcount(former) > UNUSED:
+            self._bits = shown.copy()
+        else:
+            for place, delta in way:
+                codec.apply(delta, former[place])
+            self._bits = former
+        self._former = shown
