@@ -17,6 +17,12 @@ class Progress:
     ahead: set[int] = field(default_factory=set)  # Later ones. Invariant: all above `clock`.
     # Received when their step had closed. Invariant: spans at most `LATE_KEPT` steps.
     late: set[int] = field(default_factory=set)
+    skipped: int = 0  # The last ones of those below `clock`, which were never received.
+
+    @property
+    def num_counted(self) -> int:
+        """One more than the last step received; 0: none was."""
+        return max(self.ahead, default=self.clock - self.skipped - 1) + 1
 
     def __contains__(self, step: int) -> bool:
         return step < self.clock or step in self.ahead
@@ -27,7 +33,17 @@ class Progress:
         if self.clock < step - LATE_KEPT:
             self.clock = step - LATE_KEPT
             self.ahead = {other for other in self.ahead if other >= self.clock}
+        self.skipped = 0
         self._close_gap()
+
+    def skip_to(self, step: int) -> None:
+        """Leaves out the steps before `step` that were not received; a lower one changes nothing.
+
+        Those in `ahead` are forgotten: the worker continues with `step`.
+        """
+        counted, self.clock = self.num_counted, max(self.clock, step)
+        self.skipped = max(0, self.clock - counted)
+        self.ahead.clear()
 
     def add_before(self, step: int) -> None:
         """Counts all steps before `step`."""

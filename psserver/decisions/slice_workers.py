@@ -71,7 +71,7 @@ class SliceWorkers:
     def num_counted(self, worker: int) -> int:
         """Returns one more than the last step received from `worker`; 0: none was."""
         counted = self.counted.get(worker)
-        return 0 if counted is None else max(counted.ahead, default=counted.clock - 1) + 1
+        return 0 if counted is None else counted.num_counted
 
     def clock_max(self) -> int:
         """Returns the largest clock of any worker, lost ones included."""
@@ -112,8 +112,7 @@ class SliceWorkers:
         self.newcomers.start_now(worker)
         counted = self.progress(worker)
         others = [self.clock(rank) for rank in self.expected(0) if rank != worker]
-        counted.clock = max(counted.clock, min(others, default=self._first_clock))
-        counted.ahead.clear()
+        counted.skip_to(min(others, default=self._first_clock))
 
     def begin_again(self, *, by_step: bool) -> None:
         """Begins another life of the job, whose workers were all lost.

@@ -71,8 +71,7 @@ def resume(running: RunningJob, table: Table, index: int, store: Store) -> Actio
 
     open_steps = open_steps_of(journal, table.spec.compressor, token_of)
     for rank, steps in counted.items():
-        newest = max(steps.ahead, default=steps.clock - 1) + 1
-        job.steps[rank] = max(job.steps.get(rank, 0), newest)
+        job.steps[rank] = max(job.steps.get(rank, 0), steps.num_counted)
     if record.epoch == table.epoch or table.former is None:
         actions = clock.resume(record.version, counted, open_steps)
     else:  # Killed during a change of the mode, before this slice had made it.

@@ -196,6 +196,7 @@ class SliceJournal:
         entry.clock = steps.clock
         entry.ahead[:] = sorted(steps.ahead)
         entry.late[:] = sorted(steps.late)
+        entry.skipped = steps.skipped
 
     def count_minibatches(self, counted: Progress) -> None:
         """Records the minibatches of the pushes that are counted."""

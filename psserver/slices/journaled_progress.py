@@ -21,7 +21,7 @@ class JournaledProgress:
     def __init__(self, journal: SliceJournal) -> None:
         self._journal = journal
         self._workers = {
-            rank: Progress(steps.clock, set(steps.ahead), set(steps.late))
+            rank: Progress(steps.clock, set(steps.ahead), set(steps.late), steps.skipped)
             for rank, steps in journal.record.counted.items()
         }
         known = journal.record.minibatches
@@ -69,8 +69,7 @@ class JournaledProgress:
         counted = self._workers.get(worker, Progress())
         if counted.clock >= clock:
             return False
-        counted.clock = clock
-        counted.ahead.clear()
+        counted.skip_to(clock)
         self._workers[worker] = counted
         self._journal.count(worker, counted)
         return True

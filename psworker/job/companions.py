@@ -30,6 +30,9 @@ class Companion(Protocol):
             PacelineError: A shard refused something, or does not answer.
         """
 
+    def give_up_step(self) -> None:
+        """Records that the step under way, which may not have left whole, is given up."""
+
     def begin_again(self, step: int | None) -> None:
         """Continues after this worker has joined the job again; forgets pushes under way.
 

@@ -156,6 +156,10 @@ class RowTables:
         for index, table in enumerate(self._tables):
             table.pretrained, table.source = None, ShardRows(self, index)
 
+    def give_up_step(self) -> None:
+        """Records that the step under way is given up, of which rows may have left."""
+        self.exchange.missed.give_up_rest(self.exchange.counts)
+
     def begin_again(self, step: int | None) -> None:
         """Continues after this worker has joined the job again; forgets pushes under way."""
         self.exchange.follow()
@@ -210,6 +214,7 @@ class RowTables:
     def finish(self) -> None:
         """Ends the step: a scheduler of the optimizer may follow."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.exchange.missed.end_step()
 
     def close(self) -> None:
         """Ends training: waits until the last pushes are counted."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pscore.rules.base import Rule
 
@@ -39,11 +39,14 @@ class Missed:
         self.pushed: dict[int, int] = {}
         self._num_slices, self._rank = num_slices, rank
         self._under_way: set[int] = set()  # Slices pushed in the step under way.
+        self._begun: dict[int, int] = {}  # By slice: the first step behind the last gap.
         self._unsure: set[int] = set()  # Slices whose pushes the shards may have lost.
         self._lost: set[int] = set()  # Steps that they have lost, and that were not reported yet.
 
     def sent(self, index: int, step: int) -> None:
         """Records the push of a slice."""
+        if self.pushed.get(index, step - 1) != step - 1:
+            self._begun[index] = step
         self.pushed[index] = step
         self._under_way.add(index)
 
@@ -105,6 +108,7 @@ class Missed:
     def forget(self) -> None:
         """Forgets what was pushed: steps are counted from another number on."""
         self.pushed.clear()
+        self._begun.clear()
 
     def compare(self, index: int, counted: int) -> None:
         """Compares a slice, after `doubt`, with the steps that its shard has counted.
@@ -116,8 +120,19 @@ class Missed:
             return
         self._unsure.discard(index)
         if 0 <= counted <= self.pushed[index]:
-            self._lost.update(range(counted, self.pushed[index] + 1))
+            first = max(counted, self._begun.get(index, 0))
+            self._lost.update(range(first, self.pushed[index] + 1))
             self.pushed[index] = counted - 1
+
+    def give_up_rest(self, steps: Sequence[int]) -> None:
+        """Records that a step was given up before all of its slices were pushed.
+
+        Args:
+            steps: By slice: the step of the next push.
+        """
+        rest = set(range(len(steps))).difference(self._under_way)
+        self._lost.update(steps[index] for index in rest)
+        self._under_way.clear()
 
     def report_lost(self, rule: Rule) -> None:
         """Counts and logs the steps that `compare` has found to be lost, if there are any."""

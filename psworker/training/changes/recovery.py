@@ -150,6 +150,8 @@ class WorkerRecovery:
         if not failure.is_given_up:
             step = None if failure.is_between else table.replica.next_push
             table.exchange.give_up_step(step, failure.problem)
+            for companion in self._companions if step is not None else ():
+                companion.give_up_step()
             failure.is_given_up = True
 
         def rejoin() -> None:

@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CountedSteps(_message.Message):
-    __slots__ = ("clock", "ahead", "late")
+    __slots__ = ("clock", "ahead", "late", "skipped")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     clock: int
     ahead: _containers.RepeatedScalarFieldContainer[int]
     late: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, clock: _Optional[int] = ..., ahead: _Optional[_Iterable[int]] = ..., late: _Optional[_Iterable[int]] = ...) -> None: ...
+    skipped: int
+    def __init__(self, clock: _Optional[int] = ..., ahead: _Optional[_Iterable[int]] = ..., late: _Optional[_Iterable[int]] = ..., skipped: _Optional[int] = ...) -> None: ...
 
 class PendingPush(_message.Message):
     __slots__ = ("worker", "step", "base_version", "samples", "present", "hyper", "weight", "place", "nbytes", "is_compressed", "role")

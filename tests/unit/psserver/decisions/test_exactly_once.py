@@ -174,7 +174,7 @@ class Story(RuleBasedStateMachine):
         self.first_job = self.shard.restore("job", WORKERS, members, self.least)
         table, _ = self.shard.define(self.job, self.spec)
         counted = {
-            rank: Progress(steps.clock, set(steps.ahead), set(steps.late))
+            rank: Progress(steps.clock, set(steps.ahead), set(steps.late), steps.skipped)
             for rank, steps in clock.counted.items()
         }
         open_steps = {

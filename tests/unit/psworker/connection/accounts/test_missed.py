@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pscore.rules import SSGD, LocalSGD
+from pscore.rules import ASGD, SSGD, LocalSGD
 from psworker.connection.accounts.missed import RECENT_MAX, Missed
 
 
@@ -107,3 +107,28 @@ def test_a_step_that_the_shards_have_or_do_not_know_is_not_lost(counted: int) ->
     missed.compare(1, 2)
     missed.report_lost(SSGD())
     assert missed.num_steps == 0
+
+
+def test_steps_that_were_left_out_are_not_lost() -> None:
+    """The worker has joined again behind step 5, and its clock was then that of the others."""
+    missed = Missed(1)
+    for step in (4, 5, 20, 21):
+        missed.sent(0, step)
+    for counted in (6, 6):
+        missed.doubt(0)
+        missed.compare(0, counted)
+    missed.report_lost(ASGD())
+    assert list(missed.recent) == [20, 21]
+
+
+def test_slices_that_were_not_pushed_in_a_step_that_was_given_up_are_lost() -> None:
+    missed = Missed(3)
+    send_all(missed, 5)
+    missed.end_step()
+    missed.sent(1, 6)
+    missed.give_up_rest([6, 7, 6])
+    missed.doubt(0)
+    for index in range(3):
+        missed.compare(index, 7 if index == 1 else 6)
+    missed.report_lost(ASGD())
+    assert list(missed.recent) == [6]
