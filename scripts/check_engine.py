@@ -53,6 +53,13 @@ BASE_IMAGE = "python:3.11-slim"
 CUDA_IMAGE = "paceline:cuda"
 RESULT = ROOT / "docs" / "results" / "images.json"
 OCI = "org.opencontainers.image"
+# Says whether the image has a loop's code for this processor.
+USED = """
+import numpy
+from pscore.memory import kernels
+assert kernels.all_finite(numpy.zeros(1, numpy.float32))
+print(sum(kernels.all_finite_loop.stats.cache_hits.values()) == 1)
+"""
 IMAGE_USER = 10001  # User of the images.
 PAIR = 2  # Shards and workers of a job here.
 ACCURACY = 0.75  # After two epochs of examples/mnist.py, at least.
@@ -155,6 +162,10 @@ def build(log: Log) -> None:
         if has_torch == (target == "shard"):
             raise CheckError(f"torch is {'' if has_torch else 'not '}in {name}")
         run(*look, "psserver", "rules")
+        used = run(*look, "python", "-c", USED).split()
+        log.say(f"      {name}: a loop's compiled code is used as it is in the image: {used[-1]}")
+        if used[-1] != "True":
+            raise CheckError(f"{name} compiles a loop that it should have")
     RESULT.write_text(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "nbytes": sizes}) + "\n")
     no_gpu(log)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -17,7 +18,11 @@ from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from pscore.memory.compiled import take_compiled
 from pscore.types import FloatArray, IntArray
+
+if numba.config.CACHE_DIR:
+    take_compiled(Path(numba.config.CACHE_DIR))
 
 F = TypeVar("F", bound=Callable[..., Any])
 A = TypeVar("A", bound=npt.NDArray[Any])

@@ -8,26 +8,17 @@ ended         the last worker has reported its end; or all are lost and no updat
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
 from pscore.errors import UnknownJobError
 from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barriers
 from psserver.decisions.directory import Directory
+from psserver.decisions.job_state import State
 from psserver.decisions.membership import Membership
 from psserver.decisions.table import Table
 
 TABLES_NAMED = 2  # In a sentence.
-
-
-class State(enum.Enum):
-    """State of a job."""
-
-    LIVE = "live"
-    RESTORED = "restored"
-    INTERRUPTED = "interrupted"
-    ENDED = "ended"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,7 +16,8 @@ import hashlib
 import math
 
 from pscore.errors import ConfigError, LimitError, NotOverError, StateLostError
-from psserver.decisions.job import Job, Life, State
+from psserver.decisions.job import Job, Life
+from psserver.decisions.job_state import State
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member, Presence
 

@@ -22,7 +22,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray
 from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barrier
-from psserver.decisions.job import State
+from psserver.decisions.job_state import State
 from psserver.decisions.lifetime import digest
 from psserver.decisions.membership import WORKERS_MAX
 from psserver.decisions.shard import Job, Shard

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.decisions.job import State
+from psserver.decisions.job_state import State
 
 
 @dataclass(slots=True)

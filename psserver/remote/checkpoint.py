@@ -28,7 +28,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.table_spec import BESIDE, GROWN, TableSpec
 from psserver.archives import archive_of
 from psserver.archives.base import Tensors
-from psserver.decisions.job import State
+from psserver.decisions.job_state import State
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.checkpoint_files import Checkpoint, TableState, Written

@@ -8,7 +8,7 @@ from typing import Any
 from pscore.errors import UnknownJobError
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.decisions.job import State
+from psserver.decisions.job_state import State
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.status import grid, in_bytes, in_time

@@ -9,7 +9,6 @@ from typing import Any
 
 from pscore.pb.ps.v1 import publish_pb2 as pb
 from psserver.exits import CommandError, Exit
-from psserver.publish.tables import READERS_MAX
 from psserver.remote.status import published_lines
 
 
@@ -86,7 +85,7 @@ def _reader(one: pb.ReaderStatus) -> dict[str, Any]:
 
 def show(publications: Sequence[dict[str, Any]]) -> None:
     """Prints publications and their readers as text."""
-    for line in published_lines(publications, READERS_MAX):
+    for line in published_lines(publications, sys.maxsize):
         sys.stdout.write(f"{line}\n")
     if not publications:
         sys.stdout.write("nothing is published; psserver start --publish JOB:every=K\n")

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import printable
-from psserver.decisions.job import State
+from psserver.decisions.job_state import State
 from psserver.exits import CommandError, Exit
 from psserver.remote.waits import advice_of, waits_of
 

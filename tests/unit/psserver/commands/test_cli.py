@@ -56,7 +56,7 @@ assert not {"numba", "numpy", "torch"} & sys.modules.keys()
 """
 
 
-@pytest.mark.parametrize("command", ["health", "stop"])
+@pytest.mark.parametrize("command", ["health", "jobs", "readers", "status", "stop"])
 def test_a_command_that_only_asks_servers_does_without_numba(command: str) -> None:
     """A container's health check runs each five seconds: Numba is most of a second of CPU."""
     words = [sys.executable, "-c", LIGHT, command, "--servers", "127.0.0.1:1"]

@@ -6,7 +6,7 @@ import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
 from pscore.types import Push, Role
-from psserver.decisions.job import State
+from psserver.decisions.job_state import State
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Update

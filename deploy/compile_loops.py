@@ -1,0 +1,35 @@
+"""Compiles the loops of shards and compressors into NUMBA_CACHE_DIR, when an image is built."""
+
+import numpy as np
+
+from pscore.compressors import COMPRESSORS
+from pscore.compressors.base import LARGEST, ORIGIN
+from pscore.memory import kernels, streaming
+from pscore.optimizers import OPTIMIZERS
+from pscore.rows.optimizers import ROW_OPTIMIZERS
+from psserver.publish import publications
+from psserver.stores import kind_of
+
+NUMEL = 64
+
+for optimizer in OPTIMIZERS.own.values():
+    kind_of("flat").warm_up(optimizer())
+for row_optimizer in ROW_OPTIMIZERS.values():
+    kind_of("rows").warm_up(row_optimizer())
+publications.warm_up()
+values, out = np.ones((2, NUMEL), np.float32)
+for copy in (kernels.copy_checked, streaming.copy_checked):
+    copy(values, out)
+streaming.gather(kernels.addresses([values]), np.array([[0, NUMEL]]), out)
+kernels.sum_all([values, values, values], [1.0, 1.0, 1.0], out)
+for kind in COMPRESSORS.own.values():
+    compressor = kind()
+    names = [*compressor.state_names, *([ORIGIN] if compressor.needs_origin else [])]
+    state = {name: np.zeros(NUMEL, np.float32) for name in names} | {
+        LARGEST: np.ones(1, np.float32)
+    }
+    room = np.empty(compressor.payload_nbytes_max(NUMEL), np.uint8)
+    payload = room[: compressor.encode(values, state, room, seed=1)]
+    compressor.check(payload, NUMEL)
+    for assign in (True, False):
+        compressor.decode_add(payload, out, 1.0, assign=assign)
