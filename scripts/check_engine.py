@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -62,6 +62,7 @@ print(sum(kernels.all_finite_loop.stats.cache_hits.values()) == 1)
 """
 IMAGE_USER = 10001  # User of the images.
 PAIR = 2  # Shards and workers of a job here.
+PAUSE_S = 30  # Longer than a lease.
 ACCURACY = 0.75  # After two epochs of examples/mnist.py, at least.
 PROMETHEUS = "prom/prometheus:v3.5.0"
 # Ports of a shard; a worker takes none.
@@ -443,7 +444,6 @@ def faults(log: Log) -> None:
         )
         before, shard = step(project), project.only("shard1")
         crash(project, shard)
-        wait("the restart", lambda: project.inspect(shard)["RestartCount"] > 0)
         after = advance(project, before)
         log.say(
             f"      SIGKILL of shard1's first process at step {before}: restarted by the engine, "
@@ -451,7 +451,6 @@ def faults(log: Log) -> None:
         )
         before, worker = step(project), project.names("worker")[0]
         crash(project, worker)
-        wait("the restart", lambda: project.inspect(worker)["RestartCount"] > 0)
         wait("two workers", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
         after = advance(project, before)
         log.say(
@@ -459,6 +458,88 @@ def faults(log: Log) -> None:
             f"now at step {after}"
         )
         refused(log, project)
+
+
+def pauses(log: Log) -> None:
+    """Pauses a worker and shards for longer than a lease, as `docker pause` does."""
+    with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
+        start_elastic(project)
+        victim, before = project.names("worker")[0], step(project)
+        project.docker("pause", victim)
+        wait("the loss of a worker", lambda: len(project.live("shard0", "mnist-elastic")) == 1)
+        during = advance(project)
+        project.docker("unpause", victim)
+        wait("the worker", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
+        log.say(
+            f"      docker pause of a worker at step {before}: the other trains on, at {during}; "
+            f"after unpause both, at {advance(project)}"
+        )
+        for service in ("shard0", "shard1"):
+            shard, before = project.only(service), step(project)
+            project.docker("pause", shard)
+            time.sleep(PAUSE_S)
+            project.docker("unpause", shard)
+            wait("workers", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
+            log.say(
+                f"      docker pause of {service} for {PAUSE_S} s at step {before}: "
+                f"the workers waited, now at step {advance(project, before)}"
+            )
+
+
+def full_disks(log: Log) -> None:
+    """Fills the volumes of both shards while a job trains, kills both shards, makes room again."""
+    opts = {"type": "tmpfs", "device": "tmpfs", "o": f"size=64m,uid={IMAGE_USER}"}
+    small = {name: {"driver": "local", "driver_opts": opts} for name in ("shard0", "shard1")}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "small.json"
+        file.write_text(json.dumps({"volumes": small}))
+        with Project("pacecheck", [*BASE, str(file)], SERVERS, STEPS="100000") as project:
+            start_elastic(project)
+            # It keeps the volumes mounted, and so their contents, while a shard is away.
+            words = ["run", "--detach", "--rm", "--network", "none", "--name", "pacecheck-holder"]
+            for name in small:
+                words += ["--volume", f"{project.name}_{name}:/{name}"]
+            project.docker(*words, SHARD_IMAGE, "sleep", "infinity")
+            try:
+                fill_disks(log, project, list(small))
+            finally:
+                project.docker("rm", "--force", "pacecheck-holder", check=False)
+
+
+def fill_disks(log: Log, project: Project, shards: Sequence[str]) -> None:
+    """Fills the volumes that a container holds, and kills the shards one by one."""
+    hold = ("exec", "pacecheck-holder", "sh", "-c")
+    before = step(project)
+    for shard in shards:
+        project.docker(*hold, f"cat /dev/zero > /{shard}/ballast", check=False)
+    said = project.docker(*hold, f"df --output=avail {' '.join(f'/{name}' for name in shards)}")
+    log.say(
+        f"      the shards' volumes are full at step {before} (free: {said.split()[1:]}): "
+        f"training goes on, at step {advance(project)}"
+    )
+    for service in shards:
+        before, shard = step(project), project.only(service)
+        crash(project, shard)
+        log.say(
+            f"      SIGKILL of {service}'s first process at step {before}, its disk full: "
+            f"restarted by the engine, now at step {advance(project, before)}"
+        )
+    for shard in shards:
+        project.docker(*hold, f"rm /{shard}/ballast")
+    before = step(project)
+    words = ("exec", project.only("shard0"), "psserver", "checkpoint", "/var/lib/paceline/now")
+    project.docker(*words, "--servers", SERVERS)
+    log.say(
+        f"      with room again: a checkpoint is written, now at step {advance(project, before)}"
+    )
+
+
+def start_elastic(project: Project) -> None:
+    """Starts a job of two workers, and waits for its first steps."""
+    words = ("--profile", "elastic", "up", "--detach", "--no-build", "--scale", "worker=2")
+    project.compose(*words, "worker")
+    wait("2 workers", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
+    advance(project)
 
 
 def refused(log: Log, project: Project) -> None:
@@ -598,6 +679,8 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "page": page,
     "gpus": gpus,
     "faults": faults,
+    "pauses": pauses,
+    "disk": full_disks,
     "memory": shared_memory,
     "hosts": two_hosts,
     "swarm": swarm,
@@ -723,12 +806,15 @@ def advance(project: Project, since: int | None = None) -> int:
 
 
 def crash(project: Project, name: str) -> None:
-    """Kills the first process of a container from outside, so that the engine restarts it.
+    """Kills the first process of a container from outside, and waits until the engine restarts it.
 
     Raises:
         PermissionError: Only root can.
     """
-    os.kill(project.inspect(name)["State"]["Pid"], signal.SIGKILL)
+    found = project.inspect(name)
+    os.kill(found["State"]["Pid"], signal.SIGKILL)
+    count = found["RestartCount"]
+    wait("the restart", lambda: project.inspect(name)["RestartCount"] > count)
 
 
 def stop_shards(project: Project) -> list[int]:
