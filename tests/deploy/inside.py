@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "PACELINE_TLS_CERT": str(SECRETS / "client.pem"),
     "PACELINE_TLS_KEY": str(SECRETS / "client.key"),
     "PACELINE_TOKEN_FILE": str(SECRETS / "token"),
+    "PACELINE_TIMEOUT_S": "300",  # A unit takes as long as a busy machine to start again.
 }
 
 
@@ -145,7 +146,7 @@ def main() -> None:
     try:
         (second_boot if found else first_boot)(found)
     except (OSError, ValueError, LookupError, subprocess.SubprocessError) as problem:
-        found["problem"] = repr(problem)
+        found.setdefault("problem", repr(problem))  # That of the first boot brings others.
         call("journalctl", "--no-pager", "--lines=40", "--unit=psserver@*")
     path.write_text(json.dumps(found))
 
