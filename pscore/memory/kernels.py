@@ -21,7 +21,7 @@ from numba.np.numpy_support import carray
 from pscore.memory.compiled import take_compiled
 from pscore.types import FloatArray, IntArray
 
-if folder := vars(numba.config).get("CACHE_DIR"):  # Of NUMBA_CACHE_DIR.
+if folder := vars(numba.config).get("CACHE_DIR"):  # The value of NUMBA_CACHE_DIR.
     take_compiled(Path(folder))
 
 F = TypeVar("F", bound=Callable[..., Any])
