@@ -207,11 +207,16 @@ class PublishedTables(Generic[P]):
                 found.readers.pop(number, None)
 
     def connect(self, number: int, change: int) -> None:
-        """Notes that a reader has one more connection for weights, or one less: `change` is -1."""
+        """Notes that a reader has one more connection for weights, or one less: `change` is -1.
+
+        A reader whose last connection has ended is forgotten until it asks again.
+        """
         with self._tables_lock:
             self._connected[number] += change
             if self._connected[number] <= 0:
                 del self._connected[number]
+                for found in self._published.values():
+                    found.readers.pop(number, None)
 
     def forget_silent(self) -> None:
         """Forgets readers that have been silent for `SILENT_S_MAX`, and have no connection.

@@ -144,7 +144,7 @@ def test_a_shard_that_begins_a_lineage_begins_one_here(both: bool) -> None:
     assert (found.publication.find(1, 7, 6, 5, 0) is None) == both
 
 
-def test_a_silent_reader_is_forgotten_when_it_has_no_connection() -> None:
+def test_a_reader_is_forgotten_when_its_connection_has_ended_or_it_is_silent() -> None:
     up = Upstream()
     up.publish(0)
     for index in (0, 1):
@@ -159,5 +159,4 @@ def test_a_silent_reader_is_forgotten_when_it_has_no_connection() -> None:
     shard.forget_silent()
     assert list(shard.listed()[0][2].readers) == [4]
     shard.connect(4, -1)
-    shard.forget_silent()
     assert not shard.listed()[0][2].readers
