@@ -17,7 +17,8 @@ shards on one host with the publisher, the trainer on another, each of 8 readers
     smaller_than_bf16 AdamW on a small transformer on our docs, at three learning rates: bytes of
                       all bfloat16 weights over bytes of the deltas, from one step to the next
     refresh_ms        with 1 % of the elements changed, from the end of `Publisher.publish` to the
-                      commit of the last of 8 readers; `whole` for one that begins
+                      commit of the last of 8 readers; `whole` for one that begins; `relayed`
+                      with all elements changed, for 8 readers on the host of a relay
     pause_ms          `commit` into a torch module, of the same change
     training_cost     step time with 8 readers over that with none, less 1; 300 ms a step, and 1 %
                       of the bfloat16 weights change in it
@@ -43,7 +44,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ RATES = ("3e-6", "1e-5", "1e-4")
 WAIT_S = 120.0
 CHANGED = 100  # One element of so many.
 NUM_READERS = 8
+RELAYED, RELAY_PORT = 5, 24_700  # Changes through a relay, behind the first, and its port.
 COMPUTE_S = 0.3
 RATE = "1gbit"
 COMMITS_PER_KILL, LOOK_S = 400, 0.05
@@ -148,7 +150,7 @@ def take() -> None:
 
 
 def change(numel: int) -> None:
-    """Publishes one array with some elements changed, each time that it is told to."""
+    """Publishes one array with some elements changed, or `all`, each time that it is told to."""
     import psworker
 
     psworker.init()
@@ -157,9 +159,12 @@ def change(numel: int) -> None:
     publisher = psworker.Publisher(arrays)
     print("{}", flush=True)
     step = 0
-    while sys.stdin.readline().strip() == "go":
+    while (told := sys.stdin.readline().strip()) in ("go", "all"):
         step += 1
-        arrays["w"][rng.integers(0, numel, numel // CHANGED)] *= np.float32(1.01)
+        if told == "all":
+            arrays["w"] *= np.float32(-1.01)
+        else:
+            arrays["w"][rng.integers(0, numel, numel // CHANGED)] *= np.float32(1.01)
         publisher.publish(step)
         print(json.dumps({"end_s": time.monotonic()}), flush=True)
 
@@ -331,8 +336,11 @@ class Hosts:
         self, host: int, role: str, env: dict[str, str] | None = None, /, **given: Any
     ) -> Any:
         """Starts a role on a host."""
-        prefix = [] if self._lab is None else self._lab.inside(host)
-        return kit.Role(MODULE, role, given, env, prefix)
+        return kit.Role(MODULE, role, given, env, self.inside(host))
+
+    def inside(self, host: int) -> list[str]:
+        """Returns the words before a command that runs on a host."""
+        return [] if self._lab is None else self._lab.inside(host)
 
 
 @contextlib.contextmanager
@@ -531,7 +539,6 @@ def _flat(model: Any) -> np.ndarray:
 def refresh(*, is_quick: bool) -> dict[str, Any]:
     """Measures a change from its publication to the commits of readers, and the commit alone."""
     numel, rounds = size_of(is_quick)
-    deltas, pauses = [], []
     with hosts(1 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
         shards = lab.start(0, "serve", host=lab.address(0))
         stack.enter_context(kit.roles(shards))
@@ -540,29 +547,71 @@ def refresh(*, is_quick: bool) -> dict[str, Any]:
         publisher = lab.start(0, "change", env, numel=numel)
         stack.enter_context(kit.roles(publisher))
         publisher.line()
-        readers = []
-        for host in range(1, 1 + NUM_READERS):
-            readers.append(lab.start(host, "follow", env, numel=numel, has_module=host == 1))
+        places = range(1, 1 + NUM_READERS)
+        whole_ms, deltas, pauses = _follow(lab, env, places, publisher, numel, ["go"] * rounds)
+        with _relay(lab, 1, servers) as addresses:
+            env |= {"PACELINE_SERVERS": ",".join(addresses)}
+            told = ["all"] * (1 + RELAYED)
+            _, relayed, _ = _follow(lab, env, [1] * NUM_READERS, publisher, numel, told)
+    return {
+        "refresh_ms": {
+            "delta": round(kit.median(deltas), 2),
+            "whole": round(whole_ms, 2),
+            "relayed": round(kit.median(relayed[1:]), 2),
+        },
+        "pause_ms": round(kit.median(pauses), 3),
+        "numel": numel,
+    }
+
+
+def _follow(
+    lab: Hosts,
+    env: dict[str, str],
+    places: Iterable[int],
+    publisher: kit.Role,
+    numel: int,
+    told: Iterable[str],
+) -> tuple[float, list[float], list[float]]:
+    """Returns milliseconds of readers: for all weights, for each change, and of each commit.
+
+    Args:
+        places: Host of each reader; the first has a module.
+        told: Changes that the publisher is told to make.
+    """
+    deltas, pauses = [], []
+    with contextlib.ExitStack() as stack:
+        readers: list[kit.Role] = []
+        for host in places:
+            given = {"numel": numel, "has_module": not readers}
+            readers.append(lab.start(host, "follow", env, **given))
             stack.enter_context(kit.roles(readers[-1]))
         for reader in readers:
             reader.line()  # It is ready.
         for reader in readers:
             reader.tell()
         whole_ms = max(reader.line()["whole_ms"] for reader in readers)
-        for _ in range(rounds):
-            publisher.tell()
+        for change in told:
+            publisher.tell(change)
             end_s = publisher.line()["end_s"]
             said = [reader.line() for reader in readers]
             deltas.append(1e3 * (max(one["end_s"] for one in said) - end_s))
             pauses.append(said[0]["pause_ms"])
-    return {
-        "refresh_ms": {
-            "delta": round(kit.median(deltas), 2),
-            "whole": round(whole_ms, 2),
-        },
-        "pause_ms": round(kit.median(pauses), 3),
-        "numel": numel,
-    }
+    return whole_ms, deltas, pauses
+
+
+@contextlib.contextmanager
+def _relay(lab: Hosts, host: int, servers: Sequence[str]) -> Iterator[list[str]]:
+    """Runs a relay on a host; yields its addresses."""
+    words = ["relay", "--job", "refresh", "--servers", ",".join(servers), "--insecure"]
+    words += ["--listen", f"{lab.address(host)}:{RELAY_PORT}"]
+    command = [*lab.inside(host), sys.executable, "-m", "psserver", *words]
+    relay = subprocess.Popen(command, cwd=kit.ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert relay.stdout is not None
+        yield relay.stdout.readline().strip().partition("=")[2].split(",")
+    finally:
+        relay.kill()
+        relay.wait()
 
 
 def training_cost(*, is_quick: bool) -> dict[str, Any]:

@@ -41,8 +41,9 @@ class VersionMemory:
         Raises:
             DecodeError: They are not deltas of that place, which may hold anything now.
         """
+        self.prepare()
         if self._is_shown:
-            self._begin()
+            self._begin(self._bits.copy())
         part = self._bits[place]
         for delta in deltas:
             codec.apply(delta, part)
@@ -53,14 +54,20 @@ class VersionMemory:
                 self._way.append((place, delta))
         return codec.fingerprint(part)
 
-    def _begin(self) -> None:
-        """Begins the next version, with the numbers of the one shown."""
-        shown, former, way = self._bits, self._former, self._way
-        self._former, self._way, self._way_nbytes, self._is_shown = None, [], 0, False
-        if former is None or way is None or sys.getrefcount(former) > UNUSED:
-            self._bits = shown.copy()
-        else:
-            for place, delta in way:
-                codec.apply(delta, former[place])
-            self._bits = former
-        self._former = shown
+    def prepare(self) -> None:
+        """Begins the next version before its deltas have come, if that needs no copy."""
+        former, way = self._former, self._way
+        if not self._is_shown or former is None or way is None:
+            return
+        self._former = None
+        if sys.getrefcount(former) > UNUSED:
+            self._former = former
+            return
+        for place, delta in way:
+            codec.apply(delta, former[place])
+        self._begin(former)
+
+    def _begin(self, bits: BitArray) -> None:
+        """Begins the next version in `bits`, which has the numbers of the one shown."""
+        self._former, self._bits = self._bits, bits
+        self._way, self._way_nbytes, self._is_shown = [], 0, False

@@ -235,6 +235,7 @@ class Reader:
             TimeoutError: There was none in time.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._memory.prepare()
         looked = False  # Whether each shard has said in this call what it has.
         while True:
             held = self._staged or self._weights
