@@ -121,6 +121,8 @@ class Gradients:
             self._missing[part] -= 1
             if self._missing[part] == 0 and part not in self._pushed:
                 self._ready.append(part)
+        if not self._ready:  # After most gradients.
+            return
         with self._exchange.together:
             for part in [part for part in self._ready if self._exchange.has_landed(part)]:
                 self._ready.remove(part)
