@@ -79,7 +79,7 @@ def run_ddp(
 
 
 def run_torchrec(num_rows: int, touched: int, rounds: int, rank: int, port: int) -> None:
-    """Runs a process of TorchRec: tables divided by rows, fused Adagrad."""
+    """Runs a process of TorchRec: a table divided by columns, by rows it does so on GPUs only."""
     import torch
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -102,7 +102,11 @@ def run_torchrec(num_rows: int, touched: int, rounds: int, rank: int, port: int)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=NUM_WORKERS, compute_device="cpu"),
-        constraints={"table": ParameterConstraints(sharding_types=["row_wise"])},
+        constraints={
+            "table": ParameterConstraints(
+                sharding_types=["column_wise"], min_partition=DIM // NUM_WORKERS
+            )
+        },
     )
     plan = planner.collective_plan(tables, [sharder], torch.distributed.group.WORLD)
     sharded = DistributedModelParallel(
