@@ -57,13 +57,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="ssgd")
     parser.add_argument("--rows-mode", default=None, help="of the row tables, if another")
+    parser.add_argument("--seed", type=int, default=0, help="of the log, and of the dense part")
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--batch", type=int, default=2048, help="samples of a step, of all workers")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
-    torch.manual_seed(0)
-    log = Clicks(users=USERS, items=ITEMS)
+    torch.manual_seed(args.seed)
+    log = Clicks(args.seed, USERS, ITEMS)
     users = psworker.Embedding(None, args.dim, name="users", init="normal(0.1)")
     items = psworker.Embedding(None, args.dim, name="items", init="normal(0.1)")
     model = ClickModel(users, items, args.dim)
@@ -88,7 +89,7 @@ def main():
     psworker.barrier()
     if rank == 0:
         found, best = evaluate(model, log, args.samples, TESTED)
-        print(f"AUC {found:.4f}, best possible {best:.4f}")
+        print(f"AUC {found:.5f}, best possible {best:.5f}")
 
 
 if __name__ == "__main__":

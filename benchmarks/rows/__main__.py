@@ -46,7 +46,11 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, help="time of kills while rows go (600; 40 with --quick)"
     )
+    parser.add_argument(
+        "--samples", type=int, help="clicks of the AUC (10^7; 400,000 with --quick)"
+    )
     args = parser.parse_args()
+    auc.SAMPLES = args.samples
     kills.SECONDS = args.seconds or (kills.QUICK_SECONDS if args.quick else kills.SECONDS)
     console = Console(highlight=False)
     console.print(kit.machine(), markup=False)

@@ -1,8 +1,10 @@
 """AUC of examples/dlrm.py on its computed click log: one process of torch, and modes of rows.
 
 `one_process` is torch alone, with `nn.Embedding` of all ids and the same first rows, on the joined
-batches; `ssgd` and `asgd` are the example on two workers and two shards; `bayes` is the best AUC
-that any model can reach on the same samples.
+batches; `ssgd`, `asgd`, `ssp` and `hybrid` (dense steps together, rows at once) are the example on
+two workers and two shards; `bayes` is the best AUC that any model can reach on the same samples.
+All are means over the seeds of the log; `ssgd_off` is the largest difference of `ssgd` from
+`one_process` with the same seed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,15 @@ from pscore.rows.hashing import mix64
 
 EXAMPLES = kit.ROOT / "examples"
 FULL, QUICK = 10_000_000, 400_000  # Samples.
+SAMPLES: int | None = None  # Others than these.
+SEEDS = 3  # One if it is quick.
+MODES: dict[str, tuple[str, ...]] = {
+    "ssgd": (),
+    "asgd": ("--mode", "asgd"),
+    "ssp": ("--mode", "ssp(bound=3)"),
+    "hybrid": ("--rows-mode", "asgd"),
+}
+QUICK_MODES = ("ssgd", "asgd")
 BATCH, DIM, LR = 2048, 16, 0.1  # As the example's.
 SAID = re.compile(r"AUC ([\d.]+), best possible ([\d.]+)")
 
@@ -35,15 +46,15 @@ def run_example(samples: int, *options: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-def run_alone(samples: int) -> float:
+def run_alone(samples: int, seed: int) -> float:
     """Returns the AUC of one process of torch on the batches of all workers."""
     import torch
 
     sys.path.insert(0, str(EXAMPLES))  # The example imports its log from its own folder.
     dlrm: Any = importlib.import_module("dlrm")
     clicks: Any = importlib.import_module("clicks")
-    torch.manual_seed(0)
-    log = clicks.Clicks(users=dlrm.USERS, items=dlrm.ITEMS)
+    torch.manual_seed(seed)
+    log = clicks.Clicks(seed, dlrm.USERS, dlrm.ITEMS)
     users, items = _make_table("users", dlrm.USERS[0]), _make_table("items", dlrm.ITEMS[0])
     model = dlrm.ClickModel(users, items, DIM)
     rows = [users.weight, items.weight]
@@ -84,9 +95,15 @@ def measure(quick: bool) -> dict[str, float]:
     """Returns the AUC by way.
 
     Args:
-        quick: Whether there are few samples.
+        quick: Whether there are few samples, one seed and two modes.
     """
-    samples = QUICK if quick else FULL
-    ssgd, bayes = run_example(samples)
-    asgd, _ = run_example(samples, "--mode", "asgd")
-    return {"one_process": run_alone(samples), "ssgd": ssgd, "asgd": asgd, "bayes": bayes}
+    samples = SAMPLES or (QUICK if quick else FULL)
+    runs: list[dict[str, float]] = []
+    for seed in range(1 if quick else SEEDS):
+        run = {"one_process": run_alone(samples, seed)}
+        for name in QUICK_MODES if quick else MODES:
+            run[name], run["bayes"] = run_example(samples, "--seed", str(seed), *MODES[name])
+        runs.append(run)
+    found = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+    off = max(abs(run["ssgd"] - run["one_process"]) for run in runs)
+    return {**found, "ssgd_off": off, "samples": samples, "seeds": len(runs)}
