@@ -568,7 +568,7 @@ def export(
     state_dir: RunStateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Write a job's weights as one safetensors file."""
+    """Write a job's weights as one safetensors file, or a row table as FILE.parquet."""
     from psserver.commands.find import find
     from psserver.remote import checkpoint as shards
     from psserver.remote import checkpoint_files as files

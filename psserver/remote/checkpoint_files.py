@@ -55,6 +55,7 @@ from psserver.archives import archive_of
 from psserver.decisions.membership import WORKERS_MAX
 from psserver.durability import records
 from psserver.exits import CommandError, Exit
+from psserver.remote import parquet
 
 FORMAT = 3
 FORMAT_CHANGES = 4
@@ -313,7 +314,7 @@ def newest_table(checkpoint: Checkpoint) -> TableState:
 def export(
     path: Path, checkpoint: Checkpoint, tensor: str | None = None, since: Path | None = None
 ) -> None:
-    """Writes the weights of a job as one safetensors file.
+    """Writes the weights of a job as one safetensors file; one row table perhaps as Parquet.
 
     Args:
         tensor: Name of a row table or parameter, of which alone the file is; None: all parameters.
@@ -321,7 +322,7 @@ def export(
 
     Raises:
         OSError: It cannot be written; a former file stays.
-        ConfigError: There are no changes since that file.
+        ConfigError: There are no changes since that file, or a file of Parquet cannot be written.
         CommandError: There is no such row table or parameter.
     """
     if path.is_dir():
@@ -335,7 +336,11 @@ def export(
         tensors, metadata = archive.exported(table.spec, table.arrays, tensor, since)
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
     try:
-        _save(tensors, draft, metadata)
+        if path.suffix == parquet.SUFFIX:
+            parquet.save(tensors, draft, metadata)
+            records.sync(draft)
+        else:
+            _save(tensors, draft, metadata)
         draft.replace(path)
         records.sync(path.parent)
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from pscore.errors import ConfigError
-from pscore.rows.spec import RowTable
+from pscore.rows.spec import ROW_TABLE, RowTable
 from psserver.archives import archive_of
 from psserver.exits import CommandError
 from psserver.remote import checkpoint_files as files
@@ -36,7 +38,13 @@ def push(shards: RowShards, step: int, ids: list[int]) -> None:
     shards.push(0, step, [ids, ids], [grads[:, :3], grads], ONE)
 
 
-def export(shards: RowShards, folder: Path, name: str, since: Path | None = None) -> Path:
+def export(
+    shards: RowShards,
+    folder: Path,
+    name: str,
+    since: Path | None = None,
+    suffix: str = ".safetensors",
+) -> Path:
     room = archive_of("rows").room(shards.spec, shards.layout, {})
     for part, store in zip(shards.layout.slices, shards.stores(), strict=True):
         for array, values in store.export().items():
@@ -45,7 +53,7 @@ def export(shards: RowShards, folder: Path, name: str, since: Path | None = None
     state = files.TableState(
         spec=shards.spec, version=1, slices={}, counts=[1, 1], arrays=room.arrays()
     )
-    path = folder / f"{name}-{shards.version}{'-changes' if since else ''}.safetensors"
+    path = folder / f"{name}-{shards.version}{'-changes' if since else ''}{suffix}"
     files.export(path, files.Checkpoint(job="j", num_workers=1, tables=[state]), name, since)
     return path
 
@@ -116,3 +124,25 @@ def test_changes_bring_a_module_up_to_date_in_the_order_of_the_exports(tmp_path:
         export(shards, tmp_path, "items", changes[0])
     with pytest.raises(ConfigError, match="is not a row table"):
         export(shards, tmp_path, "items", tmp_path / "none.safetensors")
+
+
+def test_a_parquet_file_has_the_ids_and_the_bits_of_lookups(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    _, shards = exported(tmp_path, [3, 49, 7], "users")
+    table = parquet.read_table(export(shards, tmp_path, "users", suffix=".parquet"))
+    assert table["id"].to_pylist() == [3, 7, 49]
+    rows = np.array(table["row"].to_pylist(), np.float32)
+    np.testing.assert_array_equal(rows, shards.pull([[3, 7, 49], []])[0])
+    assert json.loads(table.schema.metadata[ROW_TABLE.encode()])["name"] == "users"
+
+
+def test_a_parquet_file_that_cannot_be_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, shards = exported(tmp_path, [3], "users")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="pip install pyarrow"):
+        export(shards, tmp_path, "users", suffix=".parquet")
+    with pytest.raises(ConfigError, match="no --since"):
+        export(shards, tmp_path, "users", since=path, suffix=".parquet")
+    assert list(tmp_path.iterdir()) == [path]
