@@ -137,6 +137,7 @@ def rows_by_id() -> str:
         "rows.json", "python -m benchmarks.rows --quick --out docs/results/rows.json"
     )
     moved, step, auc = found["pull_push_ms"], found["step_ms"], found["auc"]
+    kills, wrong = found["kills"], ("lost", "double", "torn", "shifted")
     labels = {
         "rows": "step, two workers and two shards: row tables",
         "gloo_sparse": "the same with sparse gradients over Gloo",
@@ -150,11 +151,10 @@ def rows_by_id() -> str:
         ),
         ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
         *([label, _time(step[key])] for key, label in labels.items()),
-        *([f"AUC on a click log that is computed: {key}", f"{auc[key]:.4f}"] for key in auc),
-        *(
-            [f"while shards and workers are killed: {key}", f"{count:.0f}"]
-            for key, count in found["kills"].items()
-        ),
+        *([f"AUC on a computed click log, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
+        ["kills of shards and workers", f"{kills['faults']:.0f}"],
+        ["pushes meanwhile", f"{kills['pushes']:.0f}"],
+        [f"rows {', '.join(wrong)}", ", ".join(f"{kills[key]:.0f}" for key in wrong)],
     ]
     labels = {"rows": "row tables", "gloo_sparse": "Gloo's sum of as many rows",
               "gloo_dense": "Gloo's sum of all rows"}  # fmt: skip
@@ -165,8 +165,8 @@ def rows_by_id() -> str:
         ]
         rows.append(["bytes on these links over the formula", f"{wire['bytes_of_formula']:.2f}"])
     for name, run in found.get("later", {}).items():
-        about += f" `--only {name}`{' whole' * (not run['is_quick'])}: {run['date']}, commit "
-        about += f"{run['commit']}, {machine(run['machine'])}."
+        about += f" `--only {name}`{' whole' * (not run['is_quick'])}: {run['date']}, "
+        about += f"{run['commit']}, {machine(run['machine']).rpartition(', ')[2]}."
     return f"{about}\n\n" + table(["", ""], rows, "lr")
 
 
@@ -174,6 +174,7 @@ def _time(took_ms: float | None) -> str:
     return "not installed" if took_ms is None else f"{took_ms:.0f} ms"
 
 
+AUCS = ("one_process", "ssgd", "asgd", "ssp", "hybrid", "bayes")
 BLOCKS: dict[str, Callable[[], str]] = {
     "published": published,
     "rollouts": rollouts,
