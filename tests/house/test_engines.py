@@ -23,6 +23,22 @@ def test_every_engine_has_a_page() -> None:
     assert set(ENGINES) == {"machines.md", *pages}
 
 
+def test_the_overview_answers_for_every_engine_and_names_commands_of_its_page() -> None:
+    tables = [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+        for table in re.findall(r"(?:^\|.*\n)+", OVERVIEW, re.MULTILINE)
+    ]
+    pages, who, where = tables
+    assert [row[0] for row in who] == [row[0] for row in where]
+    assert all(all(row) for table in tables for row in table)
+    for row in pages:
+        (page,) = re.findall(r"\((\w+\.md)\)", row[1])
+        text = (DOCS / page).read_text(encoding="utf-8")
+        named = re.findall(r"`([^`]+)`", row[2])
+        assert named, row
+        assert all(command in text for command in named), row
+
+
 @pytest.mark.parametrize("page", ENGINES)
 @pytest.mark.parametrize(
     "row",
