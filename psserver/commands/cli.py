@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pscore import commandline
-from pscore.errors import ConfigError
+from pscore.errors import AccessError, ConfigError, RemoteProtocolError
 from pscore.json_text import to_json
 from pscore.program import AsJson, make_app, write
 from psserver.exits import MEANINGS, CommandError, Exit
@@ -684,6 +684,6 @@ def main() -> None:
     except CommandError as problem:
         commandline.tell_error("psserver", problem)
         sys.exit(problem.code)
-    except ConfigError as problem:
+    except (ConfigError, RemoteProtocolError) as problem:  # The second: of a reader's commands.
         commandline.tell_error("psserver", problem)
-        sys.exit(Exit.USAGE)
+        sys.exit(Exit.ACCESS if isinstance(problem, AccessError) else Exit.USAGE)

@@ -127,6 +127,10 @@ def test_a_relay_admits_readers_with_a_token_and_no_workers(tmp_path: Path) -> N
         reader = psworker.Subscriber(servers, job=job, token_file=str(wrong))
         with reader, pytest.raises(psworker.PacelineError, match="does not know the token"):
             reader.wait(timeout_s=30.0)
+        found = ("--to", tmp_path / "to", "--job", job, "--servers", servers[0])
+        done = command.run("publish", *found, code=11, PACELINE_TOKEN_FILE=str(wrong))
+        assert "does not know the token" in done.stderr
+        assert "Traceback" not in done.stderr
     assert process.returncode == 0
     done = command.run("relay", "--job", job, "--servers", "a:1", "--listen", "0.0.0.0:0", code=2)
     assert "open to other machines" in done.stderr
