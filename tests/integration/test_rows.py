@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,44 @@ def test_every_push_counts_once_in_asynchronous_modes(
 ) -> None:
     for found in shards.run(count_pushes, mode, rows_mode, ahead, num_workers=2):
         assert found == [-2.0 * NUM_PUSHES, -NUM_PUSHES, -NUM_PUSHES, 0.0]
+
+
+def read_within_bound(me: Station, mode: str, bound: int, steps: int) -> int:
+    """Trains at a pace of its own; returns the most steps that another worker was behind.
+
+    Each worker adds 1 to the row of its rank at each step, so a row says which steps are in it.
+    """
+    table = psworker.Embedding(None, 1, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+        mode="asgd",
+        rows_mode=mode,
+    )
+    behind = 0
+    for step in range(steps):
+        if me.rank == 1 and step % 8 == 0:
+            time.sleep(0.2)  # The others come as far ahead as they may.
+        optimizer.zero_grad()
+        rows = table(torch.arange(me.num_workers))
+        counts = rows.detach().flatten()
+        assert counts[me.rank] == step  # All of its own.
+        behind = max(behind, step - int(counts.min()))
+        torch.autograd.backward(-rows[me.rank].sum() + 0.0 * model["top"](rows).sum())
+        optimizer.step()
+    assert bound < 0 or behind <= bound
+    psworker.barrier("trained")
+    with torch.no_grad():
+        assert (table(torch.arange(me.num_workers)) == steps).all()
+    return behind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 3])
+def test_rows_lack_no_more_steps_of_others_than_ssp_allows(shards: Shards, bound: int) -> None:
+    shards.run(read_within_bound, f"ssp(bound={bound})", bound, 40, num_workers=3)
 
 
 def train_given(me: Station) -> tuple[Rows, Rows]:
