@@ -650,6 +650,9 @@ def swarm(log: Log) -> None:
             run("docker", "stack", "rm", name, check=False)
             for engine in ({"DOCKER_HOST": other.engine}, {}):
                 run("docker", "swarm", "leave", "--force", env=engine, check=False)
+            # A stack leaves its volumes behind, and the next run would continue from this one's.
+            volume = ("docker", "volume", "rm", "--force", f"{name}_shard0")
+            wait("the end of the shard", lambda: run(*volume))
 
 
 def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
