@@ -145,18 +145,18 @@ def rows_by_id() -> str:
     kills, wrong = found["kills"], ("lost", "double", "torn", "shifted")
     labels = {
         "rows": "step, two workers and two shards: row tables",
-        "gloo_sparse": "the same with sparse gradients over Gloo",
-        "torchrec_cpu": "the same with TorchRec on the CPU",
-        "ddp_dense": "the same with dense DDP",
+        "gloo_sparse": "with sparse gradients over Gloo",
+        "torchrec_cpu": "with TorchRec on the CPU",
+        "ddp_dense": "with dense DDP",
     }
     rows = [
         *(
-            [f"pull and push of 100,000 rows of 32 floats, {plane}", f"{took_ms:.0f} ms"]
+            [f"pull and push, 100,000 rows of 32, {plane}", f"{took_ms:.0f} ms"]
             for plane, took_ms in moved.items()
         ),
         ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
         *([label, _time(step[key])] for key, label in labels.items()),
-        *([f"AUC on a computed click log, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
+        *([f"AUC of computed clicks, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
         ["kills of shards and workers", f"{kills['faults']:.0f}"],
         ["pushes meanwhile", f"{kills['pushes']:.0f}"],
         [f"rows {', '.join(wrong)}", ", ".join(f"{kills[key]:.0f}" for key in wrong)],
@@ -165,7 +165,7 @@ def rows_by_id() -> str:
               "gloo_dense": "Gloo's sum of all rows"}  # fmt: skip
     if wire := found.get("wire_ms"):
         rows += [
-            [f"step of four workers at 1 Gbit/s: {label}", _time(wire[key])]
+            [f"four workers at 1 Gbit/s: {label}", _time(wire[key])]
             for key, label in labels.items()
         ]
         rows.append(["bytes on these links over the formula", f"{wire['bytes_of_formula']:.2f}"])
