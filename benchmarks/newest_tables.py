@@ -157,8 +157,10 @@ def rows_by_id() -> str:
         ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
         *([label, _time(step[key])] for key, label in labels.items()),
         *([f"AUC of computed clicks, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
-        ["kills of shards and workers", f"{kills['faults']:.0f}"],
-        ["pushes meanwhile", f"{kills['pushes']:.0f}"],
+        [
+            f"kills in {kills['seconds']:.0f} s, pushes",
+            f"{kills['faults']:.0f}, {kills['pushes']:.0f}",
+        ],
         [f"rows {', '.join(wrong)}", ", ".join(f"{kills[key]:.0f}" for key in wrong)],
     ]
     labels = {"rows": "row tables", "gloo_sparse": "Gloo's sum of as many rows",
