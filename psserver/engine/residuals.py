@@ -88,7 +88,7 @@ class ResidualCollection:
     def has_passed(self, missing: list[tuple[int, int]]) -> bool:
         """Whether a worker of `missing` has pushed a later step: the wanted residual is gone."""
         counted = [self.table.clocks[index].counted[rank] for index, rank in missing]
-        return self.step != ANY_STEP and any(_newest(steps) > self.step for steps in counted)
+        return self.step != ANY_STEP and any(steps.num_counted - 1 > self.step for steps in counted)
 
     def named(self, index: int) -> Arrays:
         """Returns the residuals of a slice by their names in a checkpoint: `worker.3.residual`."""
@@ -102,7 +102,7 @@ class ResidualCollection:
         return self.arrays.get((index, rank)) or self.kept.get((index, rank), {})
 
     def _is_missing(self, index: int, rank: int, counted: Progress | None) -> bool:
-        if counted is None or not self.table.specs[index].compress or _newest(counted) < 0:
+        if counted is None or not self.table.specs[index].compress or not counted.num_counted:
             return False
         if self.step == ANY_STEP:
             return (index, rank) not in self.arrays
@@ -223,7 +223,7 @@ class JobResiduals:
             if found is None or part is None or not _is_of(array, part):
                 raise ValueError(f"{path!r} is not the residual of a slice of this job")
             counted = table.clocks[part.index].counted.get(int(found[1]), Progress())
-            if _newest(counted) < int(first):
+            if counted.num_counted <= int(first):
                 self.keep(table, part.index, name, array, int(first))
 
     def pushed(self, address: Address, rank: int) -> None:
@@ -238,14 +238,10 @@ def is_residual(name: str, compressor: Compressor | None = None) -> bool:
     return found is not None and (compressor is None or found[2] in compressor.state_names)
 
 
-def _newest(counted: Progress) -> int:
-    return max(counted.ahead, default=counted.clock - 1)
-
-
 def _last(counted: Progress, step: int) -> int:
     """Returns the last counted push up to `step`; -1: none."""
     known = [other for other in counted.ahead if other <= step]
-    return max([*known, min(counted.clock - 1, step)])
+    return max([*known, min(counted.clock - counted.skipped - 1, step)])
 
 
 def _is_of(array: FloatArray, part: SliceSpec) -> bool:

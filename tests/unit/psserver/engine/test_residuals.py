@@ -23,7 +23,9 @@ from tests.unit.psserver.front import (
     grad,
     play,
     played,
+    pull_header,
     push_header,
+    sender,
     settle,
 )
 
@@ -176,6 +178,22 @@ async def test_a_capture_does_not_wait_for_workers_that_are_lost_or_pushed_nothi
     front.now_s = LEASE_S + 1.0
     front.engine.tick()
     assert await residuals(client, "a") == {}
+
+
+@played
+async def test_a_worker_that_joins_again_has_not_pushed_the_steps_that_it_leaves_out(
+    front: Front,
+) -> None:
+    await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
+    for step in range(3):
+        await push(front, 0, step)
+    front.now_s = LEASE_S - 1.0
+    await asked(front, 0)
+    front.now_s = LEASE_S + 1.0
+    front.engine.tick()
+    await front.join(1, incarnation=200)
+    await front.pull(pull_header(1, 0, 0, sender=sender(1, incarnation=200)))  # Its clock rises.
+    assert list((await CheckpointClient(front).capture("a", -1)).missing) == [0]
 
 
 @played
