@@ -112,7 +112,10 @@ class Authorizer:
         if self.is_open:
             return Grant(EVERY)
         if not secret:
-            raise AccessError(f"a token is required, and none was sent; {HOW}")
+            raise AccessError(
+                f"a token is required, and none was sent; {HOW}: that for '{EVERY}', if more than "
+                "one job is concerned"
+            )
         digest, found = _digest(secret), ""
         for known, job in self._known:  # All of them, so that the time reveals nothing.
             found = job if hmac.compare_digest(known, digest) else found
