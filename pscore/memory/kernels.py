@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ from pscore.types import FloatArray, IntArray
 if folder := vars(numba.config).get("CACHE_DIR"):  # The value of NUMBA_CACHE_DIR.
     take_compiled(Path(folder))
 
+log = logging.getLogger("paceline")
 F = TypeVar("F", bound=Callable[..., Any])
 A = TypeVar("A", bound=npt.NDArray[Any])
 
@@ -61,11 +63,25 @@ prefetch = cast(Callable[[Any], None], intrinsic(_make_prefetch))
 def kernel(function: F) -> F:
     """Compiles a loop at its first call and caches the code on disk; it runs without the GIL.
 
-    Where the disk is full, each process compiles it again.
+    Where the disk is full or read-only, each process compiles it again.
     """
-    made: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    try:
+        made.enable_caching()
+    except RuntimeError:  # Numba finds no folder that it may write to.
+        warn_of_compiling()
+        return cast(F, made)
     made._cache.save_overload = partial(_save, made._cache.save_overload)
     return cast(F, made)
+
+
+@cache
+def warn_of_compiling() -> None:
+    """Logs once that code is not kept."""
+    log.warning(
+        "no folder for compiled loops can be written to, so each process compiles them again; set "
+        "NUMBA_CACHE_DIR to one that this user may write to"
+    )
 
 
 def _save(save: Callable[..., None], *code: Any) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numba.core.caching import IndexDataCacheFile
+from numba.core.caching import CompileResultCacheImpl, IndexDataCacheFile
 
 from pscore.memory import kernels
 from pscore.types import FloatArray
@@ -36,6 +36,24 @@ def test_a_loop_runs_where_the_disk_has_no_room_for_its_code(
     monkeypatch.setattr(IndexDataCacheFile, "save", full)
     assert twice(21) == 42
     assert tries
+
+
+def test_a_loop_runs_where_no_folder_can_be_written_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
+
+    def thrice(value: int) -> int:
+        return 3 * value
+
+    def fourfold(value: int) -> int:
+        return 4 * value
+
+    kernels.warn_of_compiling.cache_clear()
+    assert kernels.kernel(thrice)(7) == 21
+    assert kernels.kernel(fourfold)(7) == 28
+    assert len(caplog.messages) == 1
+    assert "set NUMBA_CACHE_DIR" in caplog.text
 
 
 @given(ARRAYS, st.sampled_from([1.0, 2.0, 0.5, 32.0, -3.0]))

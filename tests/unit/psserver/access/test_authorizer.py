@@ -44,7 +44,7 @@ def test_nothing_else_opens_anything(secret: str) -> None:
 def test_a_call_shows_one_token() -> None:
     assert AUTHORIZER.admit_call([("x", "y"), (TOKEN_KEY, A)]) == Grant("a")
     for metadata in (None, [], [("x", A)], [(TOKEN_KEY, A), (TOKEN_KEY, BOTH)]):
-        with pytest.raises(AccessError, match="none was sent; .* for .\\*., if more"):
+        with pytest.raises(AccessError, match=r"none was sent; .* for .\*., if more"):
             AUTHORIZER.admit_call(metadata)
 
 
