@@ -25,6 +25,7 @@ from psworker.rows.row_exchange import RowExchange
 from tests.integration.cluster import Station, Worker, new_job
 from tests.integration.command import Command, eventually, gone
 
+GO = "go"
 PER_STEP, STEPS_MAX = 16, 64  # Ids of a step, some of them on each shard; steps of a worker.
 
 
@@ -32,11 +33,12 @@ def ids_of(rank: int, life: int, step: int) -> torch.Tensor:
     return PER_STEP * (STEPS_MAX * (2 * rank + life) + step) + torch.arange(PER_STEP)
 
 
-def train(me: Station, rows_mode: str, life: int) -> None:
+def train(me: Station, folder: Path, rows_mode: str, life: int) -> None:
     """Does as it is told: makes a step, looks up how often steps have counted, or stops somewhere.
 
     Args:
         me: Its line.
+        folder: Where a file lets it continue (`Job.let_go`).
         rows_mode: Mode of the rows.
         life: How often a worker of this rank was killed before.
     """
@@ -59,7 +61,7 @@ def train(me: Station, rows_mode: str, life: int) -> None:
             torch.autograd.backward(-rows.sum() + 0.0 * model["top"](rows).sum())
             me.tell("computed")
             while (said := me.hear()) in STOPS:
-                stop_at(me, *STOPS[said])
+                stop_at(me, folder / GO, *STOPS[said])
             optimizer.step()
             step += 1
             me.tell("stepped")
@@ -96,12 +98,16 @@ STOPS: dict[str, Place] = {
 
 def stop_at(
     me: Station,
+    go: Path,
     kind: type,
     name: str,
     is_there: Callable[[Any], bool],
     before: Callable[[Any], None],
 ) -> None:
-    """Makes the next call of a method that `is_there` tell so at its end, and wait."""
+    """Makes the next call of a method that `is_there` tell so at its end, and wait for a file.
+
+    It may be on another thread than the one that hears what the worker is told.
+    """
     call = getattr(kind, name)
 
     def stopping(of: Any, *given: Any, **named: Any) -> Any:
@@ -110,7 +116,8 @@ def stop_at(
         if is_now:
             setattr(kind, name, call)
             me.tell("stops")
-            me.hear()
+            eventually(go.exists)
+            go.unlink()
             before(of)
         return result
 
@@ -134,7 +141,8 @@ class Job:
 
     def _start(self, rank: int, life: int) -> Worker:
         about = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(life)}
-        return Worker(train, rank, (self._rows_mode, life), self._environment | about)
+        given = (self._command.folder, self._rows_mode, life)
+        return Worker(train, rank, given, self._environment | about)
 
     def shards(self) -> list[int]:
         (path,) = self._command.folder.glob("paceline/*/run.json")
@@ -169,6 +177,10 @@ class Job:
         """Begins a step of a worker, which ends it when it is told to continue."""
         self.workers[rank].tell("step")
         assert self.workers[rank].hear() == "computed"
+
+    def let_go(self) -> None:
+        """Lets the worker that stops somewhere continue."""
+        (self._command.folder / GO).touch()
 
     def look(self, rank: int, life: int, steps: int) -> list[set[float]]:
         """Returns how often the rows of each step of a worker have counted, as rank 0 reads it."""
@@ -256,7 +268,7 @@ def test_a_worker_is_told_of_it_also_if_all_die_again_while_it_rejoins(
         found.kill_shards()
         found.start_again(1)
         first.kill(signal.SIGCONT)
-        first.tell("continue")
+        found.let_go()
         assert first.hear() == "stepped"
         found.step(0, 2)
         assert found.look(0, 0, 6) == [ONCE, ONCE, ONCE, NEVER, ONCE, ONCE]
@@ -282,7 +294,7 @@ def test_a_worker_is_told_of_a_step_of_which_not_every_slice_had_left(
         found.kill_shards()
         found.start_again(1)
         first.kill(signal.SIGCONT)
-        first.tell("continue")
+        found.let_go()
         assert first.hear() == "stepped"
         found.step(0)
         assert found.look(0, 0, 5) == [ONCE, ONCE, ONCE, ONCE | NEVER, ONCE]
@@ -309,7 +321,7 @@ def test_a_step_that_is_sent_again_counts_once_or_the_worker_is_told(
             if step % 2:
                 found.workers[1].kill()
             found.kill_shards()
-            first.tell("continue")
+            found.let_go()
             if step % 2:
                 found.start_again(1)
             assert first.hear() == "stepped"
