@@ -179,7 +179,7 @@ class Job:
         assert self.workers[rank].hear() == "computed"
 
     def let_go(self) -> None:
-        """Lets the worker that stops somewhere continue."""
+        """Makes the worker that stops somewhere continue."""
         (self._command.folder / GO).touch()
 
     def look(self, rank: int, life: int, steps: int) -> list[set[float]]:
