@@ -1,6 +1,6 @@
 """Test accuracy of a LeNet through real daemons: 2 workers, 2 shards, the delay modes and ssgd.
 
-    python -m benchmarks.accuracy --data ../shared/data/fashion-mnist --json
+    python -m benchmarks.accuracy --data ../shared/data/fashion-mnist --out docs/plots
 
 Each mode is one `psworker run --workers 2 --shards 2 -- -m psworker.commands.demo.train ...`:
 processes, sockets and shared memory as in real life, so that only accuracy and loss are figures to
@@ -181,7 +181,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=list(MODES), help="these modes only")
     parser.add_argument("--keep", type=Path, help="file that gets the curves, as JSON")
-    parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of the plot")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args()
 

@@ -1,7 +1,8 @@
 """A kill loop under load: seconds to recovery, and the exact number of lost and double pushes.
 
     python -m benchmarks.recovery --seconds 60 --json
-    python -m benchmarks.recovery --seconds 600 --results docs/results/recovery.json
+    python -m benchmarks.recovery --seconds 600 \
+        --results docs/results/recovery.json --out docs/plots
     python -m benchmarks.recovery --seconds 600 --mode ssgd --json
     python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
 
@@ -273,7 +274,7 @@ def main() -> None:
     parser.add_argument("--no-disk", action="store_true", help="without a disk that can be full")
     parser.add_argument("--shard-option", action="append", default=[], help="of psserver start")
     parser.add_argument("--files", type=int, default=NUM_FILES, help="open files of a shard")
-    parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of the plot")
     parser.add_argument("--results", type=Path, metavar="FILE.json", help="add the figures here")
     parser.add_argument("--name", default="all faults", help="of this run in the result file")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

@@ -1,6 +1,6 @@
 """Steps per second of every mode with one slow worker of eight, in simulated time.
 
-    python -m benchmarks.straggler --json
+    python -m benchmarks.straggler --json --out docs/plots
 
 The real replicas, clocks and stores (`pssim/training.py`); computing is simulated and the network
 is fast, so that only waiting for others takes time. Two cases: one worker is always slowed by a
@@ -167,7 +167,7 @@ def main() -> None:
     """Runs every mode."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="simulated time, in steps' times")
-    parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of the plot")
     parser.add_argument("--results", type=Path, help="file that the figures are written to")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
