@@ -168,6 +168,13 @@ class Job:
         self.workers[rank] = self._start(rank, self._life)
         assert self.workers[rank].hear() == "begun"
 
+    def lose_others(self) -> None:
+        """Stops worker 0, kills worker 1 and the shards, and starts these again."""
+        self.workers[0].kill(signal.SIGSTOP)
+        self.workers[1].kill()
+        self.kill_shards()
+        self.start_again(1)
+
     def stop_shards(self) -> None:
         """Stops the shards: a push that is sent to them from now on does not count."""
         for pid in self.shards():
@@ -226,14 +233,11 @@ def test_a_worker_is_told_of_a_step_that_shards_had_not_counted_when_they_died(
     with job(tmp_path, num_shards, rows_mode) as found:
         found.step(0, 3)
         found.step(1, 9)
-        first, second = found.workers
+        first = found.workers[0]
         found.begin_step(0)
         found.stop_shards()
         first.tell("continue")
-        first.kill(signal.SIGSTOP)
-        second.kill()
-        found.kill_shards()
-        found.start_again(1)  # The shards doubt all that they know: another life begins.
+        found.lose_others()  # The shards doubt all that they know: another life begins.
         first.kill(signal.SIGCONT)
         assert first.hear() == "stepped"
         found.step(0)
@@ -256,17 +260,11 @@ def test_a_worker_is_told_of_it_also_if_all_die_again_while_it_rejoins(
         first.tell("stop in a rejoin")
         found.stop_shards()
         first.tell("continue")
-        first.kill(signal.SIGSTOP)
-        found.workers[1].kill()
-        found.kill_shards()
-        found.start_again(1)
+        found.lose_others()
         found.step(1, 2)
         first.kill(signal.SIGCONT)
         assert first.hear() == "stops"
-        first.kill(signal.SIGSTOP)
-        found.workers[1].kill()
-        found.kill_shards()
-        found.start_again(1)
+        found.lose_others()
         first.kill(signal.SIGCONT)
         found.let_go()
         assert first.hear() == "stepped"
@@ -289,10 +287,7 @@ def test_a_worker_is_told_of_a_step_of_which_not_every_slice_had_left(
         first.tell("continue")
         assert first.hear() == "stops"  # One slice has left, and will count.
         eventually(lambda: found.look_by(1, 0, 0, 4)[-1] == ONCE | NEVER)
-        first.kill(signal.SIGSTOP)
-        found.workers[1].kill()
-        found.kill_shards()
-        found.start_again(1)
+        found.lose_others()
         first.kill(signal.SIGCONT)
         found.let_go()
         assert first.hear() == "stepped"
