@@ -13,6 +13,7 @@ FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 USERS, ITEMS = (1_000_000, 1.05), (100_000, 1.2)  # Number of ids, and exponent of Zipf's law.
 K, B0, A, B = 8, -2.5, 0.8, 1.2
+PART = 1 << 20  # Samples that are computed at once.
 
 
 def mix64(values):
@@ -56,6 +57,15 @@ class Clicks:
     def ids(self, numbers):
         """Returns the ids of user and item of samples, int64: hashes of their ranks."""
         return tuple(mix64(ranks).view(np.int64) for ranks in self.ranks(numbers))
+
+    def times_seen(self, numbers, count):
+        """Returns how often the rarer one of user and item of each sample is in the first count."""
+        parts = [np.arange(begin, min(begin + PART, count)) for begin in range(0, count, PART)]
+        found = []
+        for field, (number, _) in enumerate((self.users, self.items)):
+            times = sum(np.bincount(self.ranks(p)[field], minlength=number + 1) for p in parts)
+            found.append(times[self.ranks(numbers)[field]])
+        return np.minimum(*found)
 
     def probabilities(self, numbers):
         """Returns the true probability of a click for each sample."""

@@ -19,6 +19,7 @@ import psworker
 
 USERS, ITEMS = (100_000, 1.05), (10_000, 1.2)  # Number of ids, and exponent of Zipf's law.
 TESTED = 100_000  # Samples of the test.
+OFTEN = 50  # Times that user and item of a sample were seen.
 
 
 class ClickModel(nn.Module):
@@ -45,12 +46,14 @@ def batches(log, start, steps, size, rank, num_workers):
         yield user, item, torch.from_numpy(log.labels(numbers))
 
 
-def evaluate(model, log, start, num_samples):
-    """Returns the AUC of a model on samples that it has not seen, and the best possible."""
-    numbers = start + np.arange(num_samples)
+def evaluate(model, log, start):
+    """Yields AUC and best possible of new samples, then of those whose ids were seen often."""
+    numbers = start + np.arange(TESTED)
     with torch.no_grad():  # Looks: they create no row.
-        scores = model(*(torch.from_numpy(ids) for ids in log.ids(numbers)))
-    return auc(log.labels(numbers), scores.numpy()), bayes_auc(log.probabilities(numbers))
+        scores = model(*(torch.from_numpy(ids) for ids in log.ids(numbers))).numpy()
+    labels, chances = log.labels(numbers), log.probabilities(numbers)
+    for some in (slice(None), log.times_seen(numbers, start) >= OFTEN):
+        yield auc(labels[some], scores[some]), bayes_auc(chances[some])
 
 
 def main():
@@ -88,8 +91,8 @@ def main():
             print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
     psworker.barrier()
     if rank == 0:
-        found, best = evaluate(model, log, args.samples, TESTED)
-        print(f"AUC {found:.5f}, best possible {best:.5f}")
+        for of, found in zip(("all", f"ids seen {OFTEN} times"), evaluate(model, log, args.samples)):
+            print(f"{of}: AUC {found[0]:.5f}, best possible {found[1]:.5f}")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 `one_process` is torch alone, with `nn.Embedding` of all ids and the same first rows, on the joined
 batches; `ssgd`, `asgd`, `ssp` and `hybrid` (dense steps together, rows at once) are the example on
 two workers and two shards; `bayes` is the best AUC that any model can reach on the same samples.
-All are means over the seeds of the log; `ssgd_off` is the largest difference of `ssgd` from
-`one_process` with the same seed.
+`often_...` is the same of the samples whose user and item were seen 50 times or more. All are means
+over the seeds of the log; `ssgd_off` is the largest difference of `ssgd` from `one_process` with
+the same seed.
+
+Without `--quick` each run is written to bench-out/rows-auc.jsonl, and is not made again there.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
 import re
 import subprocess
 import sys
@@ -32,21 +37,23 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 QUICK_MODES = ("ssgd", "asgd")
 BATCH, DIM, LR = 2048, 16, 0.1  # As the example's.
+RUNS = kit.ROOT / "bench-out" / "rows-auc.jsonl"
 SAID = re.compile(r"AUC ([\d.]+), best possible ([\d.]+)")
+Scores = list[tuple[float, float]]  # AUC, and the best possible: of all samples, of ids seen often.
 
 
-def run_example(samples: int, *options: str) -> tuple[float, float]:
+def run_example(samples: int, *options: str) -> Scores:
     """Returns the AUC of the example on two workers, and the best possible."""
     words = [sys.executable, "-m", "psworker", "run", "--workers", "2", "--shards", "2", "--quiet"]
     words += ["--", str(EXAMPLES / "dlrm.py"), "--samples", str(samples), *options]
     done = subprocess.run(words, cwd=kit.ROOT, capture_output=True, text=True)
-    found = SAID.search(done.stdout)
-    if done.returncode or found is None:
+    found = SAID.findall(done.stdout)
+    if done.returncode or not found:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}\n{done.stderr[-2000:]}")
-    return float(found[1]), float(found[2])
+    return [(float(auc), float(best)) for auc, best in found]
 
 
-def run_alone(samples: int, seed: int) -> float:
+def run_alone(samples: int, seed: int) -> Scores:
     """Returns the AUC of one process of torch on the batches of all workers."""
     import torch
 
@@ -61,49 +68,69 @@ def run_alone(samples: int, seed: int) -> float:
     dense = [each for each in model.parameters() if each not in set(rows)]
     optimizers = [torch.optim.Adagrad(dense, lr=0.02), torch.optim.Adagrad(rows, lr=LR)]
 
-    def score(numbers: Any) -> torch.Tensor:
-        ranks = (torch.from_numpy(each.astype(np.int64)) for each in log.ranks(numbers))
-        scores: torch.Tensor = model(*ranks)
-        return scores
-
-    for step in range(samples // BATCH):
-        numbers = step * BATCH + np.arange(BATCH)
-        click = torch.from_numpy(log.labels(numbers))
+    for user, item, click in dlrm.batches(log, 0, samples // BATCH, BATCH, 0, 1):
         model.zero_grad()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(score(numbers), click)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(user, item), click)
         torch.autograd.backward(loss)
         for optimizer in optimizers:
             optimizer.step()
-    numbers = samples + np.arange(dlrm.TESTED)
-    with torch.no_grad():
-        return float(clicks.auc(log.labels(numbers), score(numbers).numpy()))
+    scores: Scores = list(dlrm.evaluate(model, log, samples))
+    return scores
 
 
 def _make_table(name: str, num_ids: int) -> Any:
-    """Returns a module of torch with the first rows of a row table, by the ranks of its ids."""
+    """Returns a module of torch with all ids of the log, and the first rows of a row table."""
     import torch
 
     import psworker
 
-    ids = mix64(np.arange(num_ids + 1, dtype=np.uint64)).view(np.int64)
+    ids = torch.from_numpy(np.sort(mix64(np.arange(num_ids + 1, dtype=np.uint64)).view(np.int64)))
     with torch.no_grad():
-        rows = psworker.Embedding(None, DIM, name=name, init="normal(0.1)")(torch.from_numpy(ids))
-    return torch.nn.Embedding.from_pretrained(rows, freeze=False, sparse=True)
+        rows = psworker.Embedding(None, DIM, name=name, init="normal(0.1)")(ids)
+    table = torch.nn.Embedding.from_pretrained(rows, freeze=False, sparse=True)
+    table.register_forward_pre_hook(lambda _, given: (torch.searchsorted(ids, given[0]),))
+    return table
 
 
-def measure(quick: bool) -> dict[str, float]:
+def _run(samples: int, seed: int, way: str) -> Scores:
+    if way == "one_process":
+        return run_alone(samples, seed)
+    return run_example(samples, "--seed", str(seed), *MODES[way])
+
+
+def _known(samples: int) -> dict[tuple[int, str], Scores]:
+    """Returns the runs that were made before, by seed and way."""
+    lines = RUNS.read_text(encoding="utf-8").splitlines() if RUNS.exists() else []
+    runs = [json.loads(line) for line in lines]
+    return {(run["seed"], run["way"]): run["scores"] for run in runs if run["samples"] == samples}
+
+
+def measure(quick: bool) -> dict[str, Any]:
     """Returns the AUC by way.
 
     Args:
         quick: Whether there are few samples, one seed and two modes.
     """
     samples = SAMPLES or (QUICK if quick else FULL)
-    runs: list[dict[str, float]] = []
-    for seed in range(1 if quick else SEEDS):
-        run = {"one_process": run_alone(samples, seed)}
-        for name in QUICK_MODES if quick else MODES:
-            run[name], run["bayes"] = run_example(samples, "--seed", str(seed), *MODES[name])
-        runs.append(run)
-    found = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
-    off = max(abs(run["ssgd"] - run["one_process"]) for run in runs)
-    return {**found, "ssgd_off": off, "samples": samples, "seeds": len(runs)}
+    seeds = range(1 if quick else SEEDS)
+    ways = ["one_process", *(QUICK_MODES if quick else MODES)]
+    runs = {} if quick else _known(samples)
+    for seed, way in itertools.product(seeds, ways):
+        if (seed, way) in runs:
+            continue
+        runs[seed, way] = _run(samples, seed, way)
+        if not quick:
+            about = {"samples": samples, "seed": seed, "way": way, "commit": kit.commit()}
+            RUNS.parent.mkdir(exist_ok=True)
+            with RUNS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**about, "scores": runs[seed, way]}) + "\n")
+    found: list[dict[str, float]] = []
+    for which in range(2):  # All samples; those of ids seen often.
+        mean = {
+            way: float(np.mean([runs[seed, way][which][0] for seed in seeds])) for way in ways
+        }
+        best = float(np.mean([runs[seed, "ssgd"][which][1] for seed in seeds]))
+        found.append({**mean, "bayes": best})
+    off = max(abs(runs[seed, "ssgd"][0][0] - runs[seed, "one_process"][0][0]) for seed in seeds)
+    often = {f"often_{name}": value for name, value in found[1].items()}
+    return {**found[0], **often, "ssgd_off": off, "samples": samples, "seeds": len(seeds)}
