@@ -47,13 +47,14 @@ def batches(log, start, steps, size, rank, num_workers):
 
 
 def evaluate(model, log, start):
-    """Yields AUC and best possible of new samples, then of those whose ids were seen often."""
+    """Returns AUC and best possible of new samples, and of those whose ids were seen often."""
     numbers = start + np.arange(TESTED)
     with torch.no_grad():  # Looks: they create no row.
         scores = model(*(torch.from_numpy(ids) for ids in log.ids(numbers))).numpy()
     labels, chances = log.labels(numbers), log.probabilities(numbers)
-    for some in (slice(None), log.times_seen(numbers, start) >= OFTEN):
-        yield auc(labels[some], scores[some]), bayes_auc(chances[some])
+    often = log.times_seen(numbers, start) >= OFTEN
+    parts = {"all": slice(None), f"ids seen {OFTEN} times": often}
+    return {of: (auc(labels[at], scores[at]), bayes_auc(chances[at])) for of, at in parts.items()}
 
 
 def main():
@@ -91,8 +92,8 @@ def main():
             print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
     psworker.barrier()
     if rank == 0:
-        for of, found in zip(("all", f"ids seen {OFTEN} times"), evaluate(model, log, args.samples)):
-            print(f"{of}: AUC {found[0]:.5f}, best possible {found[1]:.5f}")
+        for of, (found, best) in evaluate(model, log, args.samples).items():
+            print(f"{of}: AUC {found:.5f}, best possible {best:.5f}")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def run_alone(samples: int, seed: int) -> Scores:
         torch.autograd.backward(loss)
         for optimizer in optimizers:
             optimizer.step()
-    scores: Scores = list(dlrm.evaluate(model, log, samples))
+    scores: Scores = list(dlrm.evaluate(model, log, samples).values())
     return scores
 
 
@@ -126,9 +126,7 @@ def measure(quick: bool) -> dict[str, Any]:
                 file.write(json.dumps({**about, "scores": runs[seed, way]}) + "\n")
     found: list[dict[str, float]] = []
     for which in range(2):  # All samples; those of ids seen often.
-        mean = {
-            way: float(np.mean([runs[seed, way][which][0] for seed in seeds])) for way in ways
-        }
+        mean = {way: float(np.mean([runs[seed, way][which][0] for seed in seeds])) for way in ways}
         best = float(np.mean([runs[seed, "ssgd"][which][1] for seed in seeds]))
         found.append({**mean, "bayes": best})
     off = max(abs(runs[seed, "ssgd"][0][0] - runs[seed, "one_process"][0][0]) for seed in seeds)
