@@ -2,7 +2,7 @@
 
 A slab is an array of places of one length; a place holds a header and a row (pscore/rows). The
 index maps ids to places: a power of two of positions with linear probing, at most half of them in
-use. An id's position is that of the low bits of its hash, whose top bits are its bucket.
+use. An id's position is that of the low bits of its hash with the index's own salt.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ def _fetch(address: Any, place: Any, stride: Any) -> None:
             prefetch(begin + offset)
 
 
+@inlined
+def _fetch_position(keys: Any, places: Any, at: Any) -> None:
+    """Fetches a position of the index, which a loop reads some turns later."""
+    prefetch(keys.ctypes.data + 8 * np.int64(at))
+    prefetch(places.ctypes.data + 4 * np.int64(at))
+
+
 @kernel
 def find(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray, out: IntArray) -> int:
     """Writes the place of each id, or -1; returns how many have none."""
@@ -49,9 +56,7 @@ def find(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray, out: 
     absent = 0
     for i in range(len(ids)):
         if i + AHEAD < len(ids):
-            ahead = np.int64(mix(ids[i + AHEAD] ^ salt) & last)
-            prefetch(keys.ctypes.data + 8 * ahead)
-            prefetch(places.ctypes.data + 4 * ahead)
+            _fetch_position(keys, places, mix(ids[i + AHEAD] ^ salt) & last)
         at = mix(ids[i] ^ salt) & last
         while places[at] != 0 and keys[at] != ids[i]:
             at = (at + np.uint64(1)) & last
@@ -65,6 +70,8 @@ def put(keys: IdArray, places: PlaceArray, salt: np.uint64, ids: IdArray, new: I
     """Maps ids that have no place to places."""
     last = np.uint64(len(keys) - 1)
     for i in range(len(ids)):
+        if i + AHEAD < len(ids):
+            _fetch_position(keys, places, mix(ids[i + AHEAD] ^ salt) & last)
         at = mix(ids[i] ^ salt) & last
         while places[at] != 0:
             at = (at + np.uint64(1)) & last
@@ -264,6 +271,7 @@ def scan(
     """Writes id and place of each place in use below `high`; returns their number."""
     count = 0
     for place in range(high):
+        prefetch(words.ctypes.data + 4 * (place + AHEAD) * stride)
         if words[place * stride + FLAGS_WORD] & USED:
             ids[count] = longs[place * stride // 2]
             out[count] = place

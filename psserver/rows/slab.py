@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -118,6 +119,9 @@ class Slab:
         self.floats: FloatArray = memory.data.view(np.float32)
         self.words = memory.data.view(np.uint32)
         self.longs: IdArray = memory.data.view(np.uint64)
+        # Positions in the index depend on a number that nobody else knows, and rows do not: else
+        # ids could be chosen that all have one position.
+        self._salt = np.uint64(secrets.randbits(64))
         self._keys: IdArray = np.zeros(INDEX_MIN, np.uint64)
         self._places = np.zeros(INDEX_MIN, np.int32)
         self._free: IntArray = NO_PLACES
@@ -148,7 +152,7 @@ class Slab:
         """Returns the place of each id, `(n,) int64`, or -1."""
         out = np.empty(len(ids), np.int64)
         keys, places = self._keys, self._places
-        kernels.find(keys, places, self.init.mask, read_only(ids), out)
+        kernels.find(keys, places, self._salt, read_only(ids), out)
         return out
 
     def find_summed(self, rows: SummedRows, found: Sequence[FoundPlaces | None]) -> IntArray:
@@ -193,7 +197,7 @@ class Slab:
         """Makes the places of a plan those of its ids; their rows are not written yet."""
         if len(plan.removed):
             gone = self.ids_at(plan.removed)
-            kernels.remove(self._keys, self._places, self.init.mask, gone)
+            kernels.remove(self._keys, self._places, self._salt, gone)
             kernels.vacate(self.words, self.stride, plan.removed)
             self._free = np.concatenate([self._free, plan.removed[::-1]])
             self.num_gone += len(plan.removed)
@@ -211,7 +215,7 @@ class Slab:
         if 2 * self.count > len(self._keys):
             self._grow()
         else:
-            kernels.put(self._keys, self._places, self.init.mask, ids, new)
+            kernels.put(self._keys, self._places, self._salt, ids, new)
 
     def step(
         self,
@@ -334,7 +338,7 @@ class Slab:
     @property
     def probe_max(self) -> int:
         """The longest way to a row in the index, in positions."""
-        return int(kernels.probe_max(self._keys, self._places, self.init.mask))
+        return int(kernels.probe_max(self._keys, self._places, self._salt))
 
     def _scan(self) -> tuple[IdArray, IntArray]:
         """Returns the ids of all rows and their places, in the order of the places."""
@@ -355,7 +359,7 @@ class Slab:
             size *= 2
         keys, taken = np.zeros(size, np.uint64), np.zeros(size, np.int32)
         if len(ids):
-            kernels.put(keys, taken, self.init.mask, ids, places)
+            kernels.put(keys, taken, self._salt, ids, places)
         self._keys, self._places = keys, taken
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pscore.errors import ConfigError, DecodeError, JobMismatchError, LimitError, TableFullError
+from pscore.rows.hashing import FIRST, SECOND, mask_of
 from pscore.rows.init import initial_rows
 from pscore.rows.optimizers import ROW_OPTIMIZERS
 from pscore.rows.partition import slices_of
@@ -337,11 +338,32 @@ def slab(rows_max: int) -> Slab:
     return Slab(2, rows_max, optimizer, RowTable(init="zeros"), Mapped(24 * rows_max))
 
 
-@pytest.mark.parametrize("shift", [0, 12, 52])
-def test_the_index_finds_each_row_in_few_probes(shift: int) -> None:
-    made = slab(20_000)
-    ids = np.sort(np.arange(20_000, dtype=np.uint64) << np.uint64(shift))
-    ids = np.unique(ids)
+def unmixed(hashed: np.ndarray) -> np.ndarray:
+    """Returns the ids of which `mix64` makes some hashes."""
+    for shift in (31, 27, 30):
+        found = hashed.copy()
+        for _ in range(64 // shift):
+            found = hashed ^ (found >> np.uint64(shift))
+        inverse = {31: SECOND, 27: FIRST}.get(shift)
+        hashed = found * np.uint64(pow(int(inverse), -1, 1 << 64)) if inverse else found
+    return hashed
+
+
+COUNT = 20_000
+PATTERNS = {
+    "sequential": np.arange(COUNT, dtype=np.uint64),
+    "odd strides": np.arange(COUNT, dtype=np.uint64) * np.uint64(1_000_003),
+    "strides of 2^12": np.arange(COUNT, dtype=np.uint64) << np.uint64(12),
+    "strides of 2^49": np.arange(1 << 15, dtype=np.uint64) << np.uint64(49),
+    "one position of a known hash": unmixed(np.arange(COUNT, dtype=np.uint64) << np.uint64(20)),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_index_finds_each_row_in_few_probes(name: str) -> None:
+    """Also of ids that somebody has chosen who knows the table's seed: an index has its own."""
+    made = slab(1 << 15)
+    ids = np.sort(PATTERNS[name] ^ (mask_of(0) if "hash" in name else np.uint64(0)))
     for part in np.array_split(ids, 7):
         made.begin(made.plan(part))
     made.check_invariants()
