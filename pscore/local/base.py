@@ -195,6 +195,14 @@ def change_segments(step: SegmentsStep, change: Callable[..., None]) -> None:
             )
 
 
+def empty_step(num_arrays: int) -> SegmentsStep:
+    """Returns a step of no segment, whose arrays have the types of a real one's."""
+    weights, grad, *arrays = np.zeros((2 + num_arrays, 1), np.float32)
+    bounds, indices = np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
+    factors = np.zeros((0, 1), np.float32)
+    return SegmentsStep(weights, grad, tuple(arrays), bounds, indices, indices, factors)
+
+
 class ElementwiseUpdate(LocalUpdate):
     """A local update that is one formula for each element, with factors for each group.
 
@@ -203,12 +211,18 @@ class ElementwiseUpdate(LocalUpdate):
 
     Attributes:
         device_kernel: Name of the formula in `pscore/cuda/local.cu`.
+        num_arrays: Number of arrays of the formula.
     """
 
     device_kernel: ClassVar[str]
+    num_arrays: ClassVar[int] = 1
+
+    def warm_up(self) -> None:
+        """Compiles the loops of the CPU, before the first step needs them."""
+        self.change_on_cpu(empty_step(self.num_arrays))
 
     def arrays(self, part: LocalSlice) -> list[Any]:
-        """Returns the one or two arrays of the formula, `(numel,) float32`; here the weights."""
+        """Returns the arrays of the formula, `(numel,) float32`; here the weights."""
         return [part.weights]
 
     @abstractmethod

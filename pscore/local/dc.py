@@ -103,6 +103,7 @@ class AdaptiveDC(DC):
 
     name: ClassVar[str] = "dc_adaptive"
     device_kernel: ClassVar[str] = "local_dc_adaptive"
+    num_arrays: ClassVar[int] = 2
 
     def __init__(
         self, lr_scale: float = 1.0, adaptive_control: float = 2.0, decay: float = 0.0

@@ -34,6 +34,7 @@ from pscore.local.base import (
     LocalSlice,
     SegmentsStep,
     change_segments,
+    empty_step,
     hyper_columns,
     state_array,
     warm_up,
@@ -79,6 +80,11 @@ class Secant(ElementwiseUpdate):
         """Returns alpha with the sign, beta, weight decay and rate."""
         scale = warm_up(self.lr_scale, self.local_warmup, part)
         return self.alpha * sign, self.beta, decay, scale * lr
+
+    def warm_up(self) -> None:
+        """Compiles the loops of the CPU, that of a pull too."""
+        super().warm_up()
+        _read_off(empty_step(self.num_arrays))
 
     def change_on_cpu(self, step: SegmentsStep) -> None:
         """Makes the step on the CPU."""
