@@ -220,18 +220,40 @@ def test_workers_and_shards_of_other_versions_meet(installed: Installed, tmp_pat
         installed.run(*train, PACELINE_SERVERS=servers, PACELINE_JOB="c")
 
 
-def test_the_last_release_works_with_this_one_or_is_refused(
-    installed: Installed, tmp_path: Path
+WIRE = "pscore/net/wire.py"
+
+
+def git(*words: str) -> str:
+    """Returns the first line of a command of git, empty if it fails."""
+    done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=False)
+    return done.stdout.partition("\n")[0]
+
+
+def earlier_commits() -> list[str]:
+    """Returns the last release, and the last commit that spoke another protocol, where they are."""
+    tag = git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^")
+    change = git("log", "--format=%H", f"-G^PROTOCOL = {PROTOCOL}( |$)", "--reverse", "--", WIRE)
+    before = git("rev-parse", "--verify", "--quiet", f"{change}^") if change else ""
+    return [commit for commit in (tag, before) if commit]
+
+
+@pytest.mark.skipif(not earlier_commits(), reason="the history is shallow, and has no release")
+@pytest.mark.parametrize("commit", earlier_commits(), ids=lambda commit: commit[:12])
+def test_an_earlier_version_works_with_this_one_or_is_refused_with_a_sentence(
+    installed: Installed, tmp_path: Path, commit: str
 ) -> None:
-    words = ["git", "-C", str(ROOT), "describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^"]
-    tag = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    if not tag:
-        pytest.skip("there is no release yet")
-    source = sources(tmp_path / "source", tag)
-    there = (source / "pscore" / "net" / "wire.py").read_text()
-    (protocol,) = map(int, re.findall(r"^PROTOCOL = (\d+)", there, re.M))
-    last = install(build(tmp_path / "last", source), tmp_path / "last", THERE)
+    """Its wheel's workers with this version's shard, and this one's workers with its shard."""
+    source = sources(tmp_path / "source", commit)
+    (there,) = map(int, re.findall(r"^PROTOCOL = (\d+)", (source / WIRE).read_text(), re.M))
+    earlier = install(build(tmp_path / "wheel", source), tmp_path / "there", THERE)
+    (version,) = re.findall(r'^version = "(.*)"', (source / "pyproject.toml").read_text(), re.M)
+    code = 0 if there == PROTOCOL else 1
+    train = ("python", "-c", TRAIN)
     with shards(installed) as servers:
-        code = 0 if protocol == PROTOCOL else 1
-        said = last.run("python", "-c", TRAIN, returns=code, PACELINE_SERVERS=servers)
-        assert ("trained with" if code == 0 else f"this worker speaks {protocol}") in said
+        said = earlier.run(*train, returns=code, PACELINE_SERVERS=servers)
+        sentence = f"speaks protocol {PROTOCOL} (paceline {VERSION}), this worker speaks {there}"
+        assert (sentence if code else "trained with") in said
+    with shards(earlier) as servers:
+        said = installed.run(*train, returns=code, PACELINE_SERVERS=servers)
+        sentence = f"speaks protocol {there} (paceline {version}), this worker speaks {PROTOCOL}"
+        assert (sentence if code else "trained with") in said
