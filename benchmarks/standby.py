@@ -2,6 +2,7 @@
 
     python -m benchmarks.standby --quick --json                  # 2.56 million parameters
     python -m benchmarks.standby --only lost --out FILE          # one part; adds to FILE's losses
+    python -m benchmarks.standby --quick --only lost --losses 200 --out FILE   # until FILE has 200
 
 Two shards and two workers in `ssgd` with momentum, over TCP, each on a host of its own: a network
 namespace (root is needed). The second shard moves to an empty process on another host, then to
@@ -14,8 +15,11 @@ another one, and so on, each time by `psserver drain`; the process that it leave
     machine_lost      the second shard has a standby that takes over after `FAILOVER_S`; the link of
                       its host is cut, so that nobody hears of its end, and its processes are
                       killed, again and again until the last step. `times`: the longest time
-                      without a finished step of a worker after each loss; `p99_s`; `identical` as
-                      above, and then nothing is `lost`, `double`, `torn` or `partial`
+                      without a finished step of a worker from each loss until some steps later,
+                      before the next standby is filled; `p99_s`; `identical` as
+                      above; of all acknowledged `pushes` (each of a slice) the numbers that are
+                      `lost`, `double`, `torn`, and steps that are `partial`, by tickets in the
+                      weights (survival/momentum_proof.py)
     cost              `measured`: a step while the second shard has a standby, relative to one
                       without, on links of `SLOW`; `formula`: the same where a full link of that
                       shard's host decides (docs/standby.md)
@@ -45,6 +49,13 @@ import psutil
 
 from benchmarks import kit, measured, netlab, versions
 from benchmarks.forked import enter
+from benchmarks.survival.momentum_proof import (
+    LedgerNotebook,
+    check_ledgers,
+    keep_ledgers,
+    ledger_numel,
+)
+from benchmarks.survival.proof import Proof
 from pscore.json_text import to_json
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1.standby_pb2 import MoveRequest
@@ -57,6 +68,7 @@ NUM_SECOND = 3  # Hosts for the second shard: its own, its standby's, and one th
 FAST, SLOW = "10gbit", "1gbit"
 FAILOVER_S = 0.5  # Silence after which a standby takes over.
 COMPUTE_S = 0.05  # A worker sleeps so long in each step, as if it computed.
+LR, MOMENTUM = 0.1, 0.9
 COST_STEPS = 60
 FORMULA = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
 LOOK_S = 0.02
@@ -64,10 +76,11 @@ QUIET_STEPS = 5  # Between two troubles.
 OFF_ROUNDS = 12  # In one turn.
 WARM_STEPS = 10  # The first steps of a job compile loops; they are left out of the times.
 STEP = struct.Struct("<q")
+COUNTS = ("pushes", "lost", "double", "torn", "partial")  # Of pushes, by slice (proof.py).
 
 
-def train(rank: int, numel: int, steps: int, compute_s: float, progress: str) -> dict[str, Any]:
-    """Trains on drawn gradients; returns the seconds of its steps, and a hash of the weights."""
+def train(rank: int, numel: int, steps: int, compute_s: float, folder: str) -> dict[str, Any]:
+    """Trains on drawn gradients and tickets; returns the times of its steps, and a hash."""
     import torch
 
     import psworker
@@ -75,14 +88,17 @@ def train(rank: int, numel: int, steps: int, compute_s: float, progress: str) ->
     torch.set_num_threads(1)
     drawn = torch.Generator().manual_seed(rank)
     parts = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
-    named = [(str(number), part) for number, part in enumerate(parts)]
-    optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=0.1, momentum=0.9), named)
+    named = {str(number): part for number, part in enumerate(parts)}
+    inner = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
+    optimizer = psworker.DistributedOptimizer(inner, named.items())
+    exchange = optimizer._table.exchange
+    LedgerNotebook(book_of(Path(folder), rank), rank, NUM_WORKERS, steps).attach(exchange)
     for part in parts:
         part.grad = torch.randn(numel // 8, generator=drawn)
     grads = [part.grad.clone() for part in parts if part.grad is not None]
     measured.await_go()
     times_s, ends_s = [], []
-    with open(progress, "wb", buffering=0) as file:
+    with progress_of(Path(folder), rank).open("wb", buffering=0) as file:
         for step in range(steps):
             begin_s = time.perf_counter()
             time.sleep(compute_s)
@@ -94,6 +110,8 @@ def train(rank: int, numel: int, steps: int, compute_s: float, progress: str) ->
             os.pwrite(file.fileno(), STEP.pack(step + 1), 0)
     with optimizer.global_weights():
         whole = torch.cat([part.detach() for part in parts])
+        if not rank:
+            keep_ledgers(Path(folder), exchange.layout, named, ledger_numel(NUM_WORKERS, steps))
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     optimizer.close()
     psworker.shutdown()
@@ -101,6 +119,16 @@ def train(rank: int, numel: int, steps: int, compute_s: float, progress: str) ->
 
 
 ROLES = {"train": train}
+
+
+def book_of(folder: Path, rank: int) -> Path:
+    """Returns the file of a worker's pushes."""
+    return folder / f"{rank}.book"
+
+
+def progress_of(folder: Path, rank: int) -> Path:
+    """Returns the file with the number of a worker's steps."""
+    return folder / f"{rank}.steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +212,6 @@ class Scene:
         for place in (first, self.second, *self.others):
             place.await_ready()
         addresses = [first.address, self.second.address]
-        self._progress = [str(self._folder / f"steps{rank}") for rank in range(NUM_WORKERS)]
         roles = [
             kit.Role(
                 MODULE, "train",
@@ -193,12 +220,12 @@ class Scene:
                     "numel": job.numel,
                     "steps": job.steps,
                     "compute_s": job.compute_s,
-                    "progress": progress,
+                    "folder": str(self._folder),
                 },
                 kit.worker_environment(addresses, rank, NUM_WORKERS, "tcp", "standby"),
                 self._lab.inside(WORKERS + rank),
             )
-            for rank, progress in enumerate(self._progress)
+            for rank in range(NUM_WORKERS)
         ]  # fmt: skip
         with kit.roles(*roles) as workers:
             for worker in workers:
@@ -207,8 +234,10 @@ class Scene:
                 worker.tell()
             troubles = trouble(self, job)
             results = [worker.result() for worker in workers]
+        books = [book_of(self._folder, rank) for rank in range(NUM_WORKERS)]
         return {
             "trouble": troubles,
+            "proof": check_ledgers(self._folder, books, job.steps, LR, MOMENTUM),
             "ends_s": [result["ends_s"] for result in results],
             "times_s": [time_s for result in results for time_s in result["times_s"][WARM_STEPS:]],
             "digests": {result["digest"] for result in results},
@@ -216,7 +245,8 @@ class Scene:
 
     def steps(self) -> int:
         """Returns the steps that all workers have made."""
-        read = [Path(path).read_bytes() for path in self._progress if Path(path).exists()]
+        paths = [progress_of(self._folder, rank) for rank in range(NUM_WORKERS)]
+        read = [path.read_bytes() for path in paths if path.exists()]
         return min((STEP.unpack(one)[0] if one else 0 for one in read), default=0)
 
     def reach(self, steps: int) -> None:
@@ -261,7 +291,7 @@ class Scene:
             self._lab.cut(host, restore=True)
 
 
-Trouble = Callable[[Scene, Job], list[float]]
+Trouble = Callable[[Scene, Job], Sequence[Any]]
 
 
 def run(lab: netlab.Lab, job: Job, num_second: int, trouble: Trouble) -> dict[str, Any]:
@@ -295,28 +325,40 @@ def drain(scene: Scene, job: Job) -> list[float]:
     return pauses
 
 
-def lose(scene: Scene, job: Job) -> list[float]:
-    """Loses one host after the other, each with a standby; returns when."""
-    times: list[float] = []
+def lose(scene: Scene, job: Job) -> list[tuple[float, float]]:
+    """Loses one host after the other, each with a standby.
+
+    Returns:
+        When each was lost, and when some steps had been made since.
+    """
+    times: list[tuple[float, float]] = []
     while len(times) < job.moves and scene.steps() < job.steps - 2 * QUIET_STEPS:
         scene.stand()
         scene.reach(scene.steps() + QUIET_STEPS)
         lost, before = scene.second.host, scene.steps()
-        times.append(scene.lose())
+        lost_s = scene.lose()
         scene.reach(before + 1 + QUIET_STEPS)
+        times.append((lost_s, time.monotonic()))
         scene.come_back(lost)
     return times
 
 
-def outages(lost_s: Sequence[float], ends_s: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the longest time without a finished step after each loss, of any worker."""
+def outages(
+    lost_s: Sequence[tuple[float, float]], ends_s: Sequence[Sequence[float]]
+) -> list[float]:
+    """Returns the longest time without a finished step after each loss, of any worker.
+
+    Args:
+        lost_s: When each machine was lost, and when all workers had made some steps since.
+        ends_s: When each worker has finished its steps.
+    """
     found = []
-    for begin_s, end_s in itertools.pairwise([*lost_s, float("inf")]):
+    for begin_s, back_s in lost_s:
         gaps = [
             later - max(earlier, begin_s)
             for ends in ends_s
             for earlier, later in itertools.pairwise(ends)
-            if begin_s < later <= end_s or earlier <= begin_s < later
+            if begin_s < later <= back_s
         ]
         if not gaps:
             raise SystemExit("training was over before a loss: give more --steps")
@@ -342,6 +384,7 @@ def drains(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
             "step_s": former["still"]["step_s"],
             "worst_step_s": round(max(moved["times_s"]), 3),
             "moves": len(moved["trouble"]),
+            **counted(moved["proof"]),
             "identical": moved["digests"] == {former["still"]["digest"]},
         }
     }
@@ -352,15 +395,21 @@ def losses(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     lost = run(lab, job, NUM_SECOND, lose)
     before = former.get("machine_lost", {"times": [], "identical": True})
     times = [*before["times"], *outages(lost["trouble"], lost["ends_s"])]
-    is_same = before["identical"] and lost["digests"] == {former["still"]["digest"]}
     return {
         "machine_lost": {
             "times": times,
             "p99_s": sorted(times)[int(0.99 * len(times))],
-            **dict.fromkeys(("lost", "double", "torn", "partial"), 0 if is_same else None),
-            "identical": is_same,
+            **{key: before.get(key, 0) + found for key, found in counted(lost["proof"]).items()},
+            "identical": before["identical"] and lost["digests"] == {former["still"]["digest"]},
         }
     }
+
+
+def counted(proof: Proof) -> dict[str, int]:
+    """Returns the counts of a proof, and says what it has found."""
+    for text in proof.told:
+        print(text, file=sys.stderr)
+    return {key: getattr(proof, key) for key in COUNTS}
 
 
 def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
@@ -397,17 +446,34 @@ PARTS = {"drain": drains, "lost": losses, "cost": costs}
 
 
 def measure(
-    lab: netlab.Lab, job: Job, parts: Sequence[str], found: dict[str, Any], out: Path | None
+    lab: netlab.Lab,
+    job: Job,
+    parts: Sequence[str],
+    found: dict[str, Any],
+    num_losses: int,
+    out: Path | None,
 ) -> None:
-    """Adds parts to a result, and writes each, so that it stays if a later one fails."""
+    """Adds parts to a result, and writes each, so that it stays if a later one fails.
+
+    Args:
+        num_losses: Trains and loses machines again until there were so many.
+    """
     if not job.is_that_of(found.get("still", {})):
         found |= still(lab, job)
     for name in parts:
         found |= PARTS[name](lab, job, found)
+        while name == "lost" and len(found["machine_lost"]["times"]) < num_losses:
+            write(found, out)
+            found |= PARTS[name](lab, job, found)
         found.setdefault("parts", {})[name] = kit.describe_run(MODULE)
         print(f"{name}: {found}", flush=True)
-        if out is not None:
-            out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
+        write(found, out)
+
+
+def write(found: Mapping[str, Any], out: Path | None) -> None:
+    """Writes a result, if there is a place."""
+    if out is not None:
+        out.write_text(to_json(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -420,10 +486,14 @@ def main() -> None:
     parser.add_argument("--off", nargs=2, type=Path, metavar="FOLDER", help="only `off_cost`")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--out", type=Path, help="write the figures to this file")
-    parser.add_argument("--moves", type=int, default=30, help="the most losses")
+    parser.add_argument("--moves", type=int, default=30, help="the most losses of one training")
+    parser.add_argument(
+        "--losses", type=int, default=0, help="train again until there were so many"
+    )
+    parser.add_argument("--numel", type=int, help="another number of parameters")
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
-    numel = 2_560_000 if options.quick else 25_600_000
+    numel = options.numel or (2_560_000 if options.quick else 25_600_000)
     job = Job(numel=numel, steps=options.steps, moves=options.moves)
     found: dict[str, Any] = {"off_cost": None}
     if (options.only or options.off) and options.out is not None and options.out.exists():
@@ -436,7 +506,8 @@ def main() -> None:
             raise SystemExit(f"no network namespaces here: {reason}")
         with netlab.Lab(SECOND + NUM_SECOND, FAST) as lab:
             enter(lab.name(FIRST))  # So that the shards can be asked.
-            measure(lab, job, [options.only] if options.only else list(PARTS), found, options.out)
+            parts = [options.only] if options.only else list(PARTS)
+            measure(lab, job, parts, found, options.losses, options.out)
     lines = [f"{name}: {value}" for name, value in found.items()]
     kit.publish(found, "\n".join(lines), options.out, as_json=options.json)
 

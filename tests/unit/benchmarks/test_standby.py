@@ -7,9 +7,10 @@ from benchmarks.standby import Job, outages
 
 def test_the_longest_time_without_a_step_is_found_for_each_loss() -> None:
     ends = [[0.0, 1.0, 2.0, 5.5, 6.0, 9.0], [0.5, 1.5, 4.0, 6.5, 8.5]]
-    assert outages([2.5, 6.2], ends) == [3.0, 2.8]
+    assert outages([(2.5, 6.1), (6.2, 9.0)], ends) == [3.0, 2.8]
+    assert outages([(2.5, 4.5)], ends) == [1.5]
     with pytest.raises(SystemExit, match="over before a loss"):
-        outages([10.0], ends)
+        outages([(10.0, 11.0)], ends)
 
 
 def test_only_a_run_of_the_same_job_is_compared_with() -> None:
