@@ -536,13 +536,19 @@ def restore(
     ] = None,
 ) -> None:
     """Create a job from a checkpoint, on any number of shards; workers then join it."""
+    from pscore.pb.ps.v1.control_pb2 import StatusReply
+    from psserver.mending.losses import torn
+    from psserver.remote import ask
     from psserver.remote import checkpoint as shards
     from psserver.remote.checkpoint_files import read
 
     chosen, taken = read(path, job, _warn)
     name = taken.job if job is None else job
     taken.num_workers = taken.num_workers if workers is None else workers
-    shards.restore(found.addresses, found.credentials, taken, name)
+    answers = ask.answers(found.addresses, found.credentials)
+    # Its workers wait for this command.
+    is_torn = name in torn([one for one in answers if isinstance(one, StatusReply)])
+    shards.restore(found.addresses, found.credentials, taken, name, replaces=is_torn)
     number = len(found.addresses)
     sys.stdout.write(
         f"restored job {name} from {chosen} ({taken.position}) on {number} "

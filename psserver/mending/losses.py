@@ -63,6 +63,24 @@ class Losses:
         known.instance, known.held = instance, held
 
 
+def torn(answers: Sequence[pb.StatusReply]) -> dict[str, list[int]]:
+    """Returns the jobs that some shards have updated and of which others, named, lack weights.
+
+    Their workers wait. A job that starts looks like that for a moment, until rank 0 has sent all
+    weights: only who knows better may take it for lost.
+    """
+    bare: dict[str, list[int]] = {}
+    updated: set[str] = set()
+    for index, answer in enumerate(answers):
+        for job in _running(answer):
+            versions = [table.version_min for table in job.tables if table.num_slices]
+            if versions and min(versions) < 0:
+                bare.setdefault(job.job, []).append(index)
+            elif versions and min(versions) > 0:
+                updated.add(job.job)
+    return {job: shards for job, shards in bare.items() if job in updated}
+
+
 def _running(answer: pb.StatusReply) -> list[pb.JobStatus]:
     """Returns the jobs of a shard that have not ended."""
     return [job for job in answer.jobs if job.state != State.ENDED.value]

@@ -13,6 +13,7 @@ import torch
 
 import psworker
 from pscore.pb.ps.v1.control_pb2 import StatusReply
+from psserver.mending.losses import torn
 from psserver.remote import ask
 from tests.integration.cluster import Station, Worker, results_of
 from tests.integration.command import Command, eventually, gone, taken_port
@@ -146,6 +147,40 @@ def test_the_machine_with_all_checkpoints_is_lost_and_a_second_place_has_them(
             worker.tell()
         for clock, values in results_of(workers):
             assert values == {-clock}  # No shard is ahead of the other, or of the workers.
+
+
+@pytest.mark.slow
+def test_a_shard_that_lost_its_folder_while_all_were_down_is_restored_by_the_command(
+    tmp_path: Path,
+) -> None:
+    """As after `docker compose down` and the loss of a volume; the workers are there and wait."""
+    addresses = addresses_of_two()
+    first, second = (Machine(tmp_path, index, addresses) for index in range(2))
+    with ExitStack() as stack:
+        there = [stack.enter_context(machine.running()) for machine in (first, second)]
+        workers = start_workers(addresses, stack)
+        reach(workers, 20)
+        eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
+        there[0].terminate()
+        there[0].wait()
+        second.lose(there[1])
+        for machine in (first, second):
+            stack.enter_context(machine.running())
+        eventually(lambda: is_torn(addresses))
+        assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
+        words = ("--job", "night", "--servers", ",".join(addresses))
+        Command(tmp_path).run("restore", first.state / "checkpoints", *words)
+        reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
+        for worker in workers:
+            worker.tell()
+        for clock, values in results_of(workers):
+            assert values == {-clock}  # No shard is ahead of the other, or of the workers.
+
+
+def is_torn(addresses: list[str]) -> bool:
+    """Returns whether one of two shards has the weights, and the workers have found the other."""
+    found = [one for one in ask.answers(addresses) if isinstance(one, StatusReply)]
+    return [bool(torn(found)), *(len(one.jobs) for one in found)] == [True, 1, 1]
 
 
 def copies_of(address: str) -> tuple[str, str]:

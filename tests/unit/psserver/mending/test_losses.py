@@ -1,7 +1,7 @@
 """Shards that come back without jobs that they had, as the status of all of them shows it."""
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.mending.losses import Losses
+from psserver.mending.losses import Losses, torn
 
 
 def shard(instance: int, **jobs: int | None) -> pb.StatusReply:
@@ -55,3 +55,12 @@ def test_a_job_whose_journal_a_shard_refuses_is_lost() -> None:
     refusing.lost.add(job="a", reason="its journal is damaged")
     assert losses.look([shard(1, a=7), refusing]) == {"a": [1]}
     assert losses.look([shard(1, a=7), shard(2, a=3)]) == {}
+
+
+def test_a_job_is_torn_if_it_has_updates_on_one_shard_and_no_weights_on_another() -> None:
+    assert torn([shard(1, a=7, b=7), shard(2, a=-1, b=3)]) == {"a": [1]}
+    assert torn([shard(1, a=0), shard(2, a=-1)]) == {}  # It starts.
+    assert torn([shard(1, a=7), shard(2, a=None)]) == {}
+    ended = shard(2, a=7)
+    ended.jobs[0].state = "ended"
+    assert torn([shard(1, a=-1), ended]) == {}
