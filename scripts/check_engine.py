@@ -35,6 +35,7 @@ from scripts.engine import (
     SHARD_IMAGE,
     CheckError,
     GpuHost,
+    NotRunError,
     Project,
     SecondHost,
     Shell,
@@ -85,9 +86,11 @@ class Log:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Says whether the code inside raised no error."""
+        """Says whether the code inside was run and raised no error."""
         try:
             yield
+        except NotRunError as reason:
+            self.say(f"      {name} was not run: {reason}")
         except (
             CheckError, subprocess.CalledProcessError, OSError, ValueError, LookupError
         ) as problem:  # fmt: skip
@@ -198,9 +201,7 @@ def no_gpu(log: Log) -> None:
 
 def gpus(log: Log) -> None:
     """Starts a worker for each GPU of a host with stand-ins for GPUs; then reboots the host."""
-    if os.getuid() != 0:
-        log.say("      not run: only root makes a second host")
-        return
+    require_root()
     first, chosen = commands("deploy.md", "GPUs")[0].splitlines()
     variables = {"CUDA_IMAGE": IMAGE, "STEPS": "100000"}
     with tempfile.TemporaryDirectory() as folder, GpuHost() as host:
@@ -351,6 +352,12 @@ def one_shard_per_container(log: Log) -> None:
                 run("docker", "rm", "--force", f"{network}{index}", check=False)
             run("docker", "network", "rm", network, check=False)
             give(folder, os.getuid())
+
+
+def require_root() -> None:
+    """Raises NotRunError if this is not root."""
+    if os.getuid() != 0:
+        raise NotRunError("only root makes a second host")
 
 
 def give(folder: str, owner: int) -> None:
@@ -577,9 +584,7 @@ def shared_memory(log: Log) -> None:
 
 def two_hosts(log: Log) -> None:
     """Trains on two engines over TLS: a shard on each, two workers on the second."""
-    if os.getuid() != 0:
-        log.say("      not run: only root makes a second host")
-        return
+    require_root()
     certs, up = commands("deploy.md", "Several hosts")[0].splitlines()
     with tempfile.TemporaryDirectory() as folder, SecondHost() as other:
         certs = certs.replace("10.0.0.1", other.here).replace("10.0.0.2", other.there)
@@ -622,9 +627,9 @@ def two_hosts(log: Log) -> None:
 def swarm(log: Log) -> None:
     """Runs the page's commands for a Swarm on two engines: two nodes, with a shard each."""
     state = run("docker", "info", "--format", "{{.Swarm.LocalNodeState}}").strip()
-    if os.getuid() != 0 or state != "inactive":
-        log.say(f"      not run: only root makes a second node; this engine's Swarm is {state}")
-        return
+    require_root()
+    if state != "inactive":
+        raise NotRunError(f"this engine's Swarm is {state}: docker swarm leave --force")
     certs, label, deploy, scale = commands("deploy.md", "Swarm")[0].splitlines()
     name = deploy.split()[-1]
     with tempfile.TemporaryDirectory() as folder, SecondHost() as other:

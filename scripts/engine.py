@@ -25,6 +25,10 @@ class CheckError(Exception):
     """A check has found something."""
 
 
+class NotRunError(Exception):
+    """A check needs what this machine or user lacks."""
+
+
 def run(*words: str, env: Mapping[str, str] | None = None, check: bool = True) -> str:
     """Returns the output of a program, standard error last.
 

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from scripts.check_engine import SECTIONS, Log
+from scripts.engine import NotRunError
 
 
 def answers() -> bool:
@@ -25,4 +26,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("section", SECTIONS)  # In this order: the first one builds the images.
 def test_a_section_of_deploy_check_passes(section: str) -> None:
-    SECTIONS[section](Log())
+    try:
+        SECTIONS[section](Log())
+    except NotRunError as reason:
+        pytest.skip(str(reason))
