@@ -28,7 +28,7 @@ class Exit(enum.IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
-    Exit.UNHEALTHY: "health: a shard is not ready; doctor: there is a problem",
+    Exit.UNHEALTHY: "health: a shard is not ready; doctor: a problem; drain: refused",
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
     Exit.NOT_PERMITTED: "permission denied for a port or a signal",

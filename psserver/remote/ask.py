@@ -244,21 +244,26 @@ def _answer(address: str, call: grpc.CallFuture[Reply], credentials: Credentials
     try:
         return call.result()
     except grpc.RpcError as problem:
-        port = address.rpartition(":")[2]
-        refusal = error_of(problem, address)
-        if isinstance(refusal, AccessError):
-            raise CommandError(Exit.ACCESS, f"{address}: {refusal}") from problem
-        is_late = call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        is_shut = call.code() in RETRYABLE and not is_late
-        if is_shut and (reason := diagnose(address, credentials)):
-            raise CommandError(Exit.ACCESS, str(reason)) from problem
-        advice = f"start servers with: psserver start --port {port}"
-        if call.code() is grpc.StatusCode.UNIMPLEMENTED:
-            what = f"{address} is another service, not a shard of psserver"
-        elif call.code() in RETRYABLE:
-            limit = f" within {ANSWER_S_MAX:g} s" if is_late else ""
-            what = f"nothing answers at {address}{limit}"
-            advice = explain_silence(address) or advice
-        else:
-            what = f"{address} answers {call.code().name}: {call.details()}"
-        raise CommandError(Exit.NO_ANSWER, f"{what}; {advice}") from problem
+        raise explained(problem, address, credentials) from problem
+
+
+def explained(failure: grpc.RpcError, address: str, credentials: Credentials) -> CommandError:
+    """Returns the error of a call that the process at `address` refused, or did not answer."""
+    assert isinstance(failure, grpc.Call)
+    code, refusal = failure.code(), error_of(failure, address)
+    if isinstance(refusal, AccessError):
+        return CommandError(Exit.ACCESS, f"{address}: {refusal}")
+    is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+    is_shut = code in RETRYABLE and not is_late
+    if is_shut and (reason := diagnose(address, credentials)):
+        return CommandError(Exit.ACCESS, str(reason))
+    advice = f"start servers with: psserver start --port {address.rpartition(':')[2]}"
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        what = f"{address} is another service, not a shard of psserver"
+    elif code in RETRYABLE:
+        limit = f" within {ANSWER_S_MAX:g} s" if is_late else ""
+        what = f"nothing answers at {address}{limit}"
+        advice = explain_silence(address) or advice
+    else:
+        what = f"{address} answers {code.name}: {failure.details()}"
+    return CommandError(Exit.NO_ANSWER, f"{what}; {advice}")

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import grpc
 
+from pscore.errors import AccessError, TransportError
 from pscore.net.credentials import Credentials
 from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from pscore.pb.ps.v1 import standby_pb2_grpc
 from psserver.exits import CommandError, Exit
+from psserver.remote.ask import explained
 
 ASK_S = 0.1
 ANSWER_S_MAX = 10.0
@@ -57,7 +59,10 @@ def move(
             time.sleep(ASK_S)
             reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
     except grpc.RpcError as failure:
-        raise CommandError(Exit.NO_ANSWER, str(error_of(failure, address))) from failure
+        raise _refusal(failure, address, credentials) from failure
+    except KeyboardInterrupt:
+        tell("the shard goes on with it: `psserver status` shows how; or give this command again")
+        raise
     finally:
         channel.close()
     if reply.phase != wanted:
@@ -65,6 +70,14 @@ def move(
             Exit.UNHEALTHY, f"the shard stays at {address}: {reply.problem or 'it was restarted'}"
         )
     return reply
+
+
+def _refusal(failure: grpc.RpcError, address: str, credentials: Credentials) -> CommandError:
+    """Returns the error of a process that refuses, or does not answer."""
+    error = error_of(failure, address)
+    if isinstance(error, AccessError | TransportError):
+        return explained(failure, address, credentials)
+    return CommandError(Exit.UNHEALTHY, f"{address}: {error}")
 
 
 def _cost(nbytes: int) -> str:
@@ -85,6 +98,6 @@ def promote(address: str, credentials: Credentials) -> list[str]:
         stub = standby_pb2_grpc.StandbyStub(channel)
         return list(stub.Promote(pb.PromoteRequest(), timeout=ANSWER_S_MAX).jobs)
     except grpc.RpcError as failure:
-        raise CommandError(Exit.NO_ANSWER, str(error_of(failure, address))) from failure
+        raise _refusal(failure, address, credentials) from failure
     finally:
         channel.close()

@@ -38,6 +38,7 @@ log = structlog.get_logger()
 RETRY_S = 3.0  # Before a standby that was away is asked again.
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
+UNDER_WAY = (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN, Giver.GIVEN)
 SIGNS = 4  # Signs of life within the silence after which a standby takes over.
 
 
@@ -159,11 +160,14 @@ class Mover:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, order: MoveOrder) -> None:
-        """Begins to move the shard, or to give it a standby.
+        """Begins to move the shard, or to give it a standby; an order given again changes nothing.
 
         Raises:
-            PacelineError: It is being moved, has been, or cannot be moved.
+            PacelineError: It is being moved otherwise, has been, or cannot be moved.
         """
+        is_done = self.giving.phase is Giver.MOVED and not order.stays
+        if order == self.order and (is_done or self.giving.phase in UNDER_WAY):
+            return
         if self._stays and self.giving.phase is Giver.FOLLOWED:
             self._change_standby(order)
             return
@@ -179,7 +183,7 @@ class Mover:
         self._task = asyncio.create_task(run)
 
     def _change_standby(self, order: MoveOrder) -> None:
-        """Moves the shard to its standby; an order that is carried out already changes nothing.
+        """Moves the shard to its standby.
 
         Raises:
             ConfigError: The order names another process, or the standby in another way.
@@ -187,7 +191,7 @@ class Mover:
         if order.to == self.to and not order.stays:
             self._stays = False
             self._wakes.set()
-        elif order != self.order:
+        else:
             raise ConfigError(
                 f"the shard has a standby at {self.to}: `psserver drain` moves it there; or stop "
                 "that process first, and the shard goes on alone"

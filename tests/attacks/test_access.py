@@ -118,6 +118,18 @@ def test_commands_say_what_is_missing_and_health_needs_no_token(
     assert "ready" in psserver.run("health", **stronghold.environment()).stdout
 
 
+def test_commands_that_move_a_shard_say_that_their_token_is_wrong(
+    stronghold: Fortress, tmp_path: Path
+) -> None:
+    wrong = stronghold.environment(secrets_of(tmp_path, f"{WRONG}\n"))
+    elsewhere = "127.0.0.1:9"
+    for words in (["drain", elsewhere], ["standby", elsewhere], ["promote", stronghold.address]):
+        assert NOT_OURS in stronghold.command.run(*words, code=11, **wrong).stderr
+    other = stronghold.environment(secrets_of(tmp_path, f"other {OTHER}\n"))
+    refused = stronghold.command.run("promote", stronghold.address, code=11, **other)
+    assert NO_TOKEN in refused.stderr
+
+
 @pytest.mark.parametrize(("token", "job"), [(READS, "train"), (READS, "other"), (OTHER, "train")])
 def test_a_token_that_only_reads_and_one_of_another_job_reach_nothing_else(
     stronghold: Fortress, token: str, job: str

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from pscore.errors import ConfigError, TransportError
+from pscore.errors import ConfigError, RemoteProtocolError, TransportError
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.standby import mover, parting
@@ -169,6 +169,25 @@ def test_a_shard_has_one_standby_which_may_be_named_again(
             with pytest.raises(ConfigError, match="has a standby at b:1"):
                 moves.start(other)
         assert (moves.phase, moves.to, target.calls.count("offer")) == ("followed", "b:1", 1)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_an_order_that_is_given_again_changes_nothing(target: type[Target], tmp_path: Path) -> None:
+    async def scene() -> None:
+        moves = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        order = MoveOrder(to="b:1")
+        moves.start(order)
+        assert moves.giving.phase is Giver.COPYING
+        moves.start(order)
+        with pytest.raises(RemoteProtocolError, match="cannot be moved now: it is copying"):
+            moves.start(replace(order, to="c:1"))
+        await until(lambda: moves.giving.phase is Giver.MOVED)
+        moves.start(order)
+        assert target.calls.count("offer") == 1
+        for other in (replace(order, to="c:1"), replace(order, stays=True)):
+            with pytest.raises(RemoteProtocolError, match="cannot be moved now: it is moved"):
+                moves.start(other)
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
