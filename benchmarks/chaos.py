@@ -3,14 +3,17 @@
     python -m benchmarks.chaos --quick --json
     python -m benchmarks.chaos --seconds 270 --folder /tmp/chaos --out docs/results/chaos.json
     python -m benchmarks.chaos --seconds 1800 --folder /tmp/chaos --out docs/results/chaos.json
+    python -m benchmarks.chaos --machines --seconds 1800 --folder /tmp/lost --out FILE
 
 12 learners train a small classifier in `diloco` with a quorum and `overlap=mirror` on 3 shards; a
 step is a sleep and a minibatch, so that 12 of them fit on two cores, and the last one has half the
 speed. A shard that is back before the answer to a round is due stops nobody. First they
 train undisturbed, then as long while every 15 seconds a learner or a shard is killed (SIGKILL). A
 killed learner is forked again from the measuring process at once; a shard is started again by its
-supervisor, on its journal. Each of the two runs is kept in `--folder`: the command, given again,
-continues with the run that is not there yet.
+supervisor, on its journal. With `--machines` each shard has a standby that takes over by itself,
+also in the undisturbed run, and every 30 seconds a machine is lost for good: that of a learner, a
+shard or a standby (`survival/machines.py`). Each of the two runs is kept in `--folder`: the
+command, given again, continues with the run that is not there yet.
 
 A token counts if the move of its round is in the weights of all slices, as of the time of the last
 answer to that move. Goodput is tokens that count over those of the undisturbed run in the same
@@ -55,6 +58,7 @@ FEATURES, HIDDEN, CLASSES, BATCH = 32, 64, 10, 16
 SHARPNESS = 4.0  # Of the labels: factor of the scores that they are drawn from.
 RECORD = struct.Struct("<dd")  # Time of the monotonic clock, held-out loss.
 TAIL = 0.1  # Share of the tokens over which a loss is averaged.
+SHARES_OF_SHARDS = {False: 0.2, True: 1 / 3}  # Of the kills; with machines that of their number.
 SPARE = 60  # Rounds for which the ledger has room beyond those of the run.
 
 
@@ -74,6 +78,7 @@ class Setup:
         think_s: Sleep of a step.
         lease_s: Lease of a silent learner.
         seed: Seed of the kills.
+        machines: Whether machines are lost, and shards have standbys.
     """
 
     learners: int = 12
@@ -87,6 +92,7 @@ class Setup:
     think_s: float = 0.1
     lease_s: float = 20.0
     seed: int = 0
+    machines: bool = False
 
     @property
     def rule(self) -> DiLoCo:
@@ -181,6 +187,8 @@ class Run:
             num_shards=setup.shards,
             lease_s=setup.lease_s,
             seed=setup.seed,
+            share_of_shards=SHARES_OF_SHARDS[setup.machines],
+            on_machines=setup.machines,
         )
 
     def train(self) -> dict[str, Any]:
@@ -305,7 +313,8 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=12, help="the last has half the speed")
     parser.add_argument("--shards", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1800.0, help="of each of the two runs")
-    parser.add_argument("--every", type=float, default=15.0, help="seconds from kill to kill")
+    parser.add_argument("--every", type=float, help="seconds from kill to kill [15; machines: 30]")
+    parser.add_argument("--machines", action="store_true", help="lose machines; with standbys")
     parser.add_argument("--quorum", type=int, help="learners [two thirds of them]")
     parser.add_argument("--steps", type=int, default=40, help="of a round")
     parser.add_argument("--overlap", default="mirror", help="of rounds: none, mirror or another")
@@ -320,13 +329,14 @@ def main() -> None:
         learners=args.learners,
         shards=args.shards,
         seconds=60.0 if args.quick else args.seconds,
-        every_s=5.0 if args.quick else args.every,
+        every_s=5.0 if args.quick else args.every or (30.0 if args.machines else 15.0),
         quorum=args.quorum or max(1, args.learners * 2 // 3),
         steps=args.steps,
         overlap=args.overlap,
         delay=0 if args.overlap == "none" else args.delay,
         think_s=args.think,
         seed=args.seed,
+        machines=args.machines,
     )
     prepare()
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-kept-") as folder:

@@ -150,19 +150,30 @@ class Shards:
             name: The parameter.
 
         Raises:
-            RuntimeError: They did not export them; the message has their log.
+            RuntimeError: They did not export them; the message says why.
         """
         path = self.folder / "exported.safetensors"
-        words = [sys.executable, "-m", "psserver", "export", str(path), "--job", job]
-        command = [*self.prefix, *words, "--servers", ",".join(self.addresses)]
-        done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{done.stderr}\n{self.log()[-3000:]}")
-        return load_file(path)[name]
+        return exported(path, self.addresses, job, name, self.prefix)
 
     def _limit_files(self) -> None:
         kit.end_with_parent()
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._num_files, self._num_files))
+
+
+def exported(
+    path: Path, addresses: Sequence[str], job: str, name: str, prefix: Sequence[str] = ()
+) -> np.ndarray:
+    """Returns a parameter of a job as its shards have it now, float32; writes it to a file, too.
+
+    Raises:
+        RuntimeError: They did not export them; the message says why.
+    """
+    words = [sys.executable, "-m", "psserver", "export", str(path), "--job", job]
+    command = [*prefix, *words, "--servers", ",".join(addresses)]
+    done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return load_file(path)[name]
 
 
 def listening(pid: int) -> list[int]:
