@@ -130,7 +130,7 @@ class Machines:
         folder = self._folder / f"machine-{next(self._number)}"
         (folder / "state").mkdir(parents=True)
         own = ["--shards", str(self._num_shards), "--shard-index", str(index)]
-        own += ["--cluster", "chaos", "--checkpoint-s", "0", *self._flags]
+        own += ["--cluster", "chaos", "--checkpoint-s", "0", "--no-spare", *self._flags]
         self._all.append(Shards(folder, folder / "state", own, port=free_ports(1)))
         self._all[-1].start()
         return self._all[-1]

@@ -46,7 +46,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def finish(scene: Scene) -> Results:
-    """Lets the workers go on to the end."""
+    """Tells the workers to go on; returns their results."""
     for worker in scene.workers:
         worker.tell()
     return results_of(scene.workers)
