@@ -162,7 +162,9 @@ class Job:
 
     def is_that_of(self, run: Mapping[str, Any]) -> bool:
         """Returns whether a run without trouble has trained the same."""
-        return (run.get("numel"), run.get("steps")) == (self.numel, self.steps)
+        ledger = ledger_numel(NUM_WORKERS, self.steps)
+        mine = (self.numel, self.steps, ledger)
+        return (run.get("numel"), run.get("steps"), run.get("ledger")) == mine
 
 
 class Scene:
@@ -372,7 +374,9 @@ def still(lab: netlab.Lab, job: Job) -> dict[str, Any]:
     if len(found["digests"]) != 1:
         raise SystemExit("the workers of a run without trouble have different weights")
     step_s = round(kit.median(found["times_s"]), 4)
-    return {"still": {"step_s": step_s, "digest": found["digests"].pop(), **asdict(job)}}
+    ledger = ledger_numel(NUM_WORKERS, job.steps)
+    own = {"step_s": step_s, "digest": found["digests"].pop(), "ledger": ledger}
+    return {"still": {**own, **asdict(job)}}
 
 
 def drains(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
@@ -460,6 +464,7 @@ def measure(
     """
     if not job.is_that_of(found.get("still", {})):
         found |= still(lab, job)
+        found.pop("machine_lost", None)  # Those of another job are not added to.
     for name in parts:
         found |= PARTS[name](lab, job, found)
         while name == "lost" and len(found["machine_lost"]["times"]) < num_losses:

@@ -46,7 +46,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def finish(scene: Scene) -> Results:
-    """Tells the workers to go on; returns their results."""
+    """Returns the workers' results, once they have gone on to the end."""
     for worker in scene.workers:
         worker.tell()
     return results_of(scene.workers)

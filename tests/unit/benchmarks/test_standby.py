@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.standby import Job, outages
+from benchmarks.survival.momentum_proof import ledger_numel
 
 
 def test_the_longest_time_without_a_step_is_found_for_each_loss() -> None:
@@ -15,6 +16,8 @@ def test_the_longest_time_without_a_step_is_found_for_each_loss() -> None:
 
 def test_only_a_run_of_the_same_job_is_compared_with() -> None:
     job = Job(numel=100, steps=10, moves=3)
-    assert job.is_that_of({"numel": 100, "steps": 10, "moves": 1})
-    assert not job.is_that_of({"numel": 100, "steps": 11})
+    ledger = ledger_numel(2, 10)
+    assert job.is_that_of({"numel": 100, "steps": 10, "moves": 1, "ledger": ledger})
+    assert not job.is_that_of({"numel": 100, "steps": 11, "ledger": ledger})
+    assert not job.is_that_of({"numel": 100, "steps": 10})  # Without tickets.
     assert not job.is_that_of({})
