@@ -68,10 +68,10 @@ class CheckpointUpload:
         self.touched_s = engine.now()
         self._engine = engine
         self._replaces = request.replaces
-        if not self._replaces:
-            require_free(engine, self.job)
         members = Membership(request.num_workers, 0.0, request.min_workers)
         self._tables = [_declared(text, engine) for text in request.tables]
+        if not self._replaces:
+            require_free(engine, self.job)
         for number, table in enumerate(self._tables):  # All that `Engine.define` would refuse.
             make_table(table.spec, number, engine.shard.index, members, is_kept=False)
         self.nbytes = sum(table.nbytes for table in self._tables)
@@ -167,7 +167,9 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
         raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
     shard = engine.shard
     if spec.num_shards != shard.num_shards:
-        raise ConfigError(f"there are {shard.num_shards} shards here")
+        raise ConfigError(
+            f"there are {shard.num_shards} shards here: give --servers the addresses of all"
+        )
     if len(counts) != len(spec.tensors):
         raise RemoteProtocolError(
             f"table {spec.name!r} of the checkpoint: {len(counts)} counts for "
