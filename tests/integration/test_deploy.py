@@ -231,6 +231,14 @@ def test_every_container_runs_an_image_of_the_dockerfile_and_what_is_in_it() -> 
     assert "WORKDIR /app" in DOCKERFILE
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_build_argument_that_is_not_set_has_the_default_of_the_dockerfile(name: str) -> None:
+    """Compose 1 passes an argument without a value as an empty one."""
+    for argument, value in SERVICES[name]["build"]["args"].items():
+        (default,) = set(re.findall(rf'^ARG {argument}="?([^"\n]+)"?$', DOCKERFILE, re.M)) or {""}
+        assert value == f"${{{argument}:-{default}}}"
+
+
 @pytest.mark.parametrize("name", [*SHARDS, *ALL_WORKERS])
 def test_every_client_has_a_certificate_and_a_token(name: str) -> None:
     side = "shard" if name in SHARDS else "worker"
@@ -264,6 +272,9 @@ def test_the_secrets_are_made_once_and_fit_the_shards(
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
     subprocess.run(line, env=path, check=True, capture_output=True)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+    for file in (tmp_path / "shard").iterdir():  # As `docker volume rm` of one of both volumes.
+        file.unlink()
+    subprocess.run(line, env=path, check=True, capture_output=True)
     assert sorted(file.name for file in (tmp_path / "worker").iterdir()) == [
         "ca.pem", "client.key", "client.pem", "token",
     ]  # fmt: skip
@@ -333,7 +344,10 @@ def test_the_image_is_checked_unprivileged_and_pinned() -> None:
     assert set(froms) <= {"${BASE}", *stages}  # BASE may be name@sha256:...
     for library in ("NUMBA", "CUPY"):  # The root is read-only, and the home with it.
         assert f" {library}_CACHE_DIR=/tmp/" in stages["base"]
-    assert "PIP_CONSTRAINT=/src/constraints.txt" in DOCKERFILE
+    # All versions of the file hold; for torch another one may be asked for.
+    assert "sed '/^torch==/d' constraints.txt > without-torch.txt" in DOCKERFILE
+    assert "PIP_CONSTRAINT=/src/without-torch.txt" in DOCKERFILE
+    assert DOCKERFILE.count('"${TORCH:-$(grep ^torch== constraints.txt)}"') == 2
     assert not re.search(r"https?://|index-url|find-links", DOCKERFILE)
 
 
