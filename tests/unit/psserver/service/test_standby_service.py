@@ -216,6 +216,9 @@ REFUSED: dict[str, tuple[Call, type[PacelineError], str]] = {
     "another cluster": (
         lambda s: s.Offer(offered(cluster="day"), CONTEXT), ConfigError, "has cluster 'day'",
     ),
+    "another version": (
+        lambda s: s.Offer(offered(protocol=99), CONTEXT), ConfigError, "has protocol 99",
+    ),
     "another format": (
         lambda s: s.Offer(offered(journal_format=99), CONTEXT), ConfigError, "journal_format 99",
     ),
