@@ -120,6 +120,10 @@ def standby() -> str:
             f"machines lost, {'' if lost['identical'] else 'not '}all bits as in a run without",
             f"{len(times)}",
         ],
+        [
+            f"of {lost['pushes']:,} pushes lost, double, torn, partial",
+            ", ".join(f"{lost[key]}" for key in ("lost", "double", "torn", "partial")),
+        ],
         ["longest time without a step, median", f"{median(times):.2f} s"],
         ["the same, 99 of 100", f"{lost['p99_s']:.2f} s"],
         ["a step without trouble", f"{found['still']['step_s']:.2f} s"],

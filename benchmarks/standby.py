@@ -209,6 +209,7 @@ class Scene:
             num_second: Number of processes of the second shard at the start.
             trouble: Is done to the second shard meanwhile; its numbers are returned as `trouble`.
         """
+        self._last = job.steps
         first = self.start(0, FIRST)
         self.second, *self.others = [self.start(1, SECOND + one) for one in range(num_second)]
         for place in (first, self.second, *self.others):
@@ -252,8 +253,8 @@ class Scene:
         return min((STEP.unpack(one)[0] if one else 0 for one in read), default=0)
 
     def reach(self, steps: int) -> None:
-        """Waits until all workers have made so many steps."""
-        while self.steps() < steps:
+        """Waits until all workers have made so many steps, or their last one."""
+        while self.steps() < min(steps, self._last):
             time.sleep(LOOK_S)
 
     def stand(self) -> None:
@@ -334,8 +335,10 @@ def lose(scene: Scene, job: Job) -> list[tuple[float, float]]:
         When each was lost, and when some steps had been made since.
     """
     times: list[tuple[float, float]] = []
-    while len(times) < job.moves and scene.steps() < job.steps - 2 * QUIET_STEPS:
+    while len(times) < job.moves:
         scene.stand()
+        if scene.steps() >= job.steps - 3 * QUIET_STEPS:
+            break  # The next steps would be the last ones.
         scene.reach(scene.steps() + QUIET_STEPS)
         lost, before = scene.second.host, scene.steps()
         lost_s = scene.lose()
