@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,12 +68,15 @@ class Source:
 class ReaderFollower(Protocol):
     """A holder of the bytes that a reader gets, which passes them on: a relay."""
 
-    def landed(self, entry: data_pb2.FetchedSlice, payload: ByteArray) -> None:
-        """Keeps the bytes that lead to a version of one slice, which is not shown yet.
+    def landed(
+        self, entry: data_pb2.FetchedSlice, payload: ByteArray, lineages: Sequence[int]
+    ) -> None:
+        """Keeps the bytes that lead to a version of one slice, while others are on their way.
 
         Args:
             entry: The slice.
             payload: Its deltas, or all of it in bfloat16; bytes of a larger answer.
+            lineages: One of each shard.
         """
 
     def taken(self, weights: PublishedWeights, source: Source) -> None:
@@ -138,6 +142,7 @@ class Reader:
         self._layout: Layout | None = None
         self._assembly: Assembly | None = None
         self._memory = VersionMemory(0)
+        self._landing = threading.Lock()  # Guards `_assembly` and `_memory` while shards answer.
         self._exact = True
         self._weights: PublishedWeights | None = None
         self._staged: PublishedWeights | None = None
@@ -232,8 +237,14 @@ class Reader:
         """Returns the newest version, newer than `newer_than`.
 
         Raises:
+            ConfigError: This process was forked from that of the reader.
             TimeoutError: There was none in time.
         """
+        if os.getpid() != self._reader.pid:  # Its threads and connections stayed there.
+            raise ConfigError(
+                f"process {os.getpid()} was forked from process {self._reader.pid}, which has this "
+                "reader: make one in each process"
+            )
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._memory.prepare()
         looked = False  # Whether each shard has said in this call what it has.
@@ -256,7 +267,7 @@ class Reader:
                 wait_s = min(wait_s, FIRST_WAIT_S)
             if end_s is not None:
                 wait_s = max(0.0, min(wait_s, end_s - time.monotonic()))
-            self._do(asks, wait_s)
+            self._do(asks, wait_s, end_s)
             looked = True
 
     def _take(self) -> PublishedWeights | None:
@@ -292,12 +303,12 @@ class Reader:
             return WatchFor(lineage=0, after=EMPTY)
         return self._assembly.next(index)
 
-    def _do(self, asks: list[Ask | None], wait_s: float) -> None:
+    def _do(self, asks: list[Ask | None], wait_s: float, end_s: float | None) -> None:
         """Asks the shards, at the same time, and notes what they answer."""
         calls: list[Callable[[], Callable[[], None] | None]] = []
         for index, ask in enumerate(asks):
             if isinstance(ask, Fetch):
-                calls.append(partial(self._fetch_from, index, ask))
+                calls.append(partial(self._fetch_from, index, ask, end_s))
             elif ask is not None:
                 # Those that have what others lack are asked again at once.
                 others = any(isinstance(other, Fetch) for other in asks)
@@ -344,9 +355,17 @@ class Reader:
         )
         self._memory = VersionMemory(self._layout.numel)
 
-    def _fetch_from(self, index: int, ask: Fetch) -> Callable[[], None] | None:
-        found = self._lines[index].fetch(ask, self._reader.id)
-        return None if found is None else partial(self._note_slices, index, *found)
+    def _fetch_from(self, index: int, ask: Ask | None, end_s: float | None) -> None:
+        """Fetches from a shard until it has no more of the version, or time is up."""
+        while isinstance(ask, Fetch):
+            found = self._lines[index].fetch(ask, self._reader.id)
+            if found is None:
+                return
+            with self._landing:
+                self._note_slices(index, *found)
+                ask = self._ask(index)
+            if end_s is not None and time.monotonic() >= end_s:
+                return
 
     def _note_slices(self, index: int, reply: data_pb2.FetchReply, payload: ByteArray) -> None:
         assert self._assembly is not None
@@ -391,4 +410,4 @@ class Reader:
             whole=entry.base == EMPTY,
         )
         if self._follower is not None:
-            self._follower.landed(entry, payload)
+            self._follower.landed(entry, payload, self._assembly.lineages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -56,9 +57,13 @@ def step_digits(step: int) -> npt.NDArray[np.float32]:
     Raises:
         ConfigError: It has no such digits.
     """
-    if not 0 <= step < 1 << 8 * STEP_DIGITS:
-        raise ConfigError(f"step is {step}, must be 0 or more, and below 2^64")
-    return np.frombuffer(int(step).to_bytes(STEP_DIGITS, "little"), np.uint8).astype(np.float32)
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 8 * STEP_DIGITS:
+        raise ConfigError(f"step is {step!r}, must be a whole number from 0 on, below 2^64")
+    return np.frombuffer(number.to_bytes(STEP_DIGITS, "little"), np.uint8).astype(np.float32)
 
 
 def tensors_of(layout: Layout) -> list[tuple[TensorSpec, int]]:

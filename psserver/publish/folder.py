@@ -18,6 +18,7 @@ import json
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,22 +46,23 @@ class VersionsFolder:
     """A folder with the newest versions of a job's weights."""
 
     def __init__(self, to: Path, *, keep: int, nbytes_max: int, model: Path | None = None) -> None:
-        """Makes the folder, and deletes what a process that was killed has left half-written.
+        """Deletes what a process that was killed has left half-written.
 
         Args:
-            to: The folder.
+            to: The folder, which the first version makes if it is not there.
             keep: Number of versions that stay.
             nbytes_max: Bytes of tensors in one file.
             model: Folder whose other files (configuration, tokenizer) each version gets too.
 
         Raises:
             ConfigError: `model` is not a folder.
-            OSError: The folder cannot be made.
+            OSError: The folder cannot be written.
         """
         if model is not None and not model.is_dir():
             raise ConfigError(f"{model} is no folder: give the one with config.json of the model")
         self._to, self._keep, self._nbytes_max, self._model = to, keep, nbytes_max, model
-        to.mkdir(parents=True, exist_ok=True)
+        there = next(path for path in (to, *to.parents) if path.exists() or path.is_symlink())
+        tempfile.TemporaryFile(dir=there).close()
         for path in to.glob(f"{WRITING}*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
@@ -80,7 +82,7 @@ class VersionsFolder:
         """
         path = self._path(weights.version)
         writing = self._draft()
-        writing.mkdir()
+        writing.mkdir(parents=True)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, writing, ignore_errors=True)  # Unless it has its name.
             self._copy_model(writing)
@@ -110,7 +112,7 @@ class VersionsFolder:
         return self._to / f"v{version.lineage}-{version.number:012d}"
 
     def _versions(self) -> Iterator[WeightsVersion]:
-        for path in self._to.iterdir():
+        for path in self._to.glob("v*"):
             if (found := NAME.fullmatch(path.name)) and (path / ABOUT).is_file():
                 yield WeightsVersion(lineage=int(found[1]), number=int(found[2]))
 

@@ -43,7 +43,8 @@ class VersionRing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lineage = 0
-        self._bits: BitArray | None = None  # The newest version.
+        self._bits: BitArray | None = None  # The newest version of which all is here.
+        self._whole: PublishedVersion | None = None  # That of `_bits`.
         self._is_shared = False  # Whether a reader may be reading `_bits`.
         # Versions, oldest first, each with the deltas to it from the one before: one, or several
         # that a relay has got together; the first has none.
@@ -79,6 +80,7 @@ class VersionRing:
             version = PublishedVersion(
                 number=number, step=step, fingerprint=fingerprint(self._bits)
             )
+            self._whole = version
             self._append(version, deltas, max(self._bits.nbytes, KEPT_NBYTES_MIN))
             return version
 
@@ -86,21 +88,30 @@ class VersionRing:
         self,
         lineage: int,
         version: PublishedVersion,
-        bits: BitArray,
+        bits: BitArray | None,
         deltas: Sequence[Delta] | None,
     ) -> None:
         """Makes a version of another ring the newest one, byte for byte.
 
         Args:
-            bits: All of it, `(numel,) uint16`, which is not changed any more.
+            bits: All of it, `(numel,) uint16`, which is not changed any more; None: `fill` brings
+                it.
             deltas: Lead on to it from the newest version here; None: it came whole.
         """
         with self._lock:
             if deltas is None or lineage != self._lineage:
                 self._versions.clear()
                 self._kept_nbytes, deltas = 0, ()
-            self._lineage, self._bits, self._is_shared = lineage, bits, True
-            self._append(version, deltas, max(bits.nbytes, KEPT_NBYTES_MIN))
+            self._lineage = lineage
+            if bits is not None:
+                self._bits, self._whole, self._is_shared = bits, version, True
+            assert self._bits is not None
+            self._append(version, deltas, max(self._bits.nbytes, KEPT_NBYTES_MIN))
+
+    def fill(self, bits: BitArray) -> None:
+        """Keeps all of the newest version, `(numel,) uint16`, which is not changed any more."""
+        with self._lock:
+            self._bits, self._whole, self._is_shared = bits, self._versions[-1][0], True
 
     def _append(self, version: PublishedVersion, deltas: Sequence[Delta], nbytes_max: int) -> None:
         self._versions.append((version, deltas))
@@ -122,7 +133,7 @@ class VersionRing:
             held_fingerprint: Its fingerprint.
 
         Returns:
-            None if the slice has not reached the target.
+            None if the slice has not reached the target, or not all of it is here yet.
         """
         with self._lock:
             if lineage != self._lineage or not self._versions:
@@ -140,9 +151,10 @@ class VersionRing:
                     if deltas is not None and version.number == target:
                         return FoundVersion(version=version, deltas=deltas)
                     break
-            assert self._bits is not None
+            if self._whole is None or self._whole.number < target:
+                return None
             self._is_shared = True
-            return FoundVersion(version=newest, whole=self._bits)
+            return FoundVersion(version=self._whole, whole=self._bits)
 
 
 def _kept(deltas: Sequence[Delta]) -> int:

@@ -22,7 +22,7 @@ from psserver.publish.ring import FoundVersion, PublishedVersion
 
 READERS_MAX = 1024
 SILENT_S_MAX = 30.0  # Then a reader without a connection for weights is forgotten.
-REPLY_NBYTES = 16 << 20  # An answer is ended by the slice with which it is longer.
+REPLY_NBYTES = 4 << 20  # An answer is ended by the slice with which it is as long.
 REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
 WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
 

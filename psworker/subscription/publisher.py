@@ -13,6 +13,7 @@ pushed last, and each push makes a version.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.publishing import begin_publication
 from psworker.job import context
 from psworker.replica.ports import PullBuffer
+
+# The newest of this process, by job and table.
+_publishers: weakref.WeakValueDictionary[tuple[str, str], Publisher] = weakref.WeakValueDictionary()
 
 
 class Publisher:
@@ -53,19 +57,21 @@ class Publisher:
 
         Raises:
             ConfigError: `psworker.init` was not called, the job has several workers, there is no
-                array, or one has no elements or is complex.
+                array, or one has no name, no elements or no real numbers.
             JobMismatchError: The job has published other arrays under this name.
         """
-        self._arrays = dict(named_arrays)
+        self._arrays: dict[Any, Any] = dict(named_arrays)
         if not self._arrays:
             raise ConfigError("there is no array to publish: an iterator gives its arrays once")
+        if not all(isinstance(name, str) and name for name in self._arrays):
+            raise ConfigError(f"names of arrays are {list(self._arrays)[:4]}, must be texts")
         session = context.current().session
         if session.num_workers != 1:
             raise ConfigError(
                 f"a Publisher is the only worker of its job, and this one has "
                 f"{session.num_workers}: call psworker.init(rank=0, num_workers=1) on one process"
             )
-        first = {name: _host(array) for name, array in self._arrays.items()}
+        first = self._on_host()
         tensors = [
             TensorSpec(name=name, shape=array.shape, dtype="float32")
             for name, array in first.items()
@@ -87,6 +93,8 @@ class Publisher:
         assert self._exchange.grads is not None
         self._values = self._exchange.grads  # Shards of this host read it where it lies.
         self._rank = session.rank
+        self._key = (session.job, table)
+        _publishers[self._key] = self
         begin_publication(session, self._exchange.table, 1)
         self._write(first, step)
         for part in self._exchange.layout.slices:
@@ -104,17 +112,28 @@ class Publisher:
             step: Steps of training behind them, which readers see.
 
         Raises:
+            ConfigError: An array has another shape than before, or no real numbers; `step` is not
+                a whole number; or this process has made another Publisher of the table since.
             PacelineError: A shard does not answer, or refuses this worker.
         """
-        self._write({name: _host(one) for name, one in self._arrays.items()}, step)
+        if _publishers.get(self._key) is not self:
+            raise ConfigError(
+                f"this process has made another Publisher of table {self._key[1]!r} since: publish "
+                "with that one, or give each a table= of its own"
+            )
+        self._write(self._on_host(), step)
         self._push()
+
+    def _on_host(self) -> dict[str, FloatArray]:
+        return {name: _host(name, array) for name, array in self._arrays.items()}
 
     def _write(self, arrays: Mapping[str, FloatArray], step: int) -> None:
         layout = self._exchange.layout
         values = [*arrays.values(), step_digits(step)]
-        for begin_at, spec, value in zip(layout.offsets, layout.tensors, values, strict=True):
+        for spec, value in zip(layout.tensors, values, strict=True):
             if value.shape != spec.shape:
                 raise ConfigError(f"{spec.name!r} is {value.shape} now, and was {spec.shape}")
+        for begin_at, spec, value in zip(layout.offsets, layout.tensors, values, strict=True):
             self._values[begin_at : begin_at + spec.numel] = value.reshape(-1)
 
     def _push(self) -> None:
@@ -141,17 +160,23 @@ class Publisher:
         return max(max(buffer.clock, buffer.version) for buffer in buffers)
 
 
-def _host(array: Any) -> FloatArray:
+def _host(name: str, array: Any) -> FloatArray:
     """Returns an array or tensor as float32 on the host.
 
     Raises:
-        ConfigError: It is complex.
+        ConfigError: It has no real numbers that can be read.
     """
-    if torch.is_complex(array) if isinstance(array, torch.Tensor) else np.iscomplexobj(array):
-        raise ConfigError("an array is complex: publish its parts, torch.view_as_real(array)")
-    if isinstance(array, torch.Tensor):
+    try:
+        if not isinstance(array, torch.Tensor):
+            found = np.asarray(array)
+            if found.dtype.kind in "OUScmM":  # Objects, texts, complex numbers, times.
+                raise TypeError(f"it is of {found.dtype}")
+            return found.astype(np.float32, copy=False)
         whole = array.detach()
+        if whole.is_complex():
+            raise TypeError("it is complex, and torch.view_as_real(array) has its parts")
         if hasattr(whole, "full_tensor"):
             whole = whole.full_tensor()
         return whole.to(device="cpu", dtype=torch.float32).numpy()
-    return np.asarray(array, dtype=np.float32)
+    except (TypeError, ValueError, NotImplementedError) as problem:
+        raise ConfigError(f"{name!r} cannot be published: {problem}") from problem

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -213,6 +213,85 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
                 assert (module.b == -step).all()
         worker.tell(None)
         worker.result()
+
+
+REFUSED = {
+    "text": np.array(["x"]),
+    "nothing": None,
+    "rows": [[1.0], [1.0, 2.0]],
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.empty(3, device="meta"),
+    "parts": torch.zeros(3, dtype=torch.complex64),
+    "short": np.zeros((0, 3)),
+}
+
+
+def publishes_badly(station: Station) -> None:
+    """Sends the error of each wrong use of publishers, then publishes once more."""
+    psworker.init()
+    whole = torch.ones(4, 3).T
+    first: dict[str, Any] = {"w": whole, "b": np.float32(3)}
+
+    def tell(call: Callable[..., object], *arguments: object, **options: object) -> None:
+        with pytest.raises(psworker.ConfigError) as refused:
+            call(*arguments, **options)
+        station.tell(str(refused.value))
+
+    for name, array in REFUSED.items():
+        tell(psworker.Publisher, {name: array}, table=name)
+    for other in (3, ""):
+        tell(psworker.Publisher, {other: np.zeros(3)})
+    former, publisher = psworker.Publisher(first), psworker.Publisher(first)
+    tell(former.publish, 1)
+    for step in (1.5, "1", None, -1):
+        tell(publisher.publish, step)
+    whole.data = torch.zeros(2, 2)
+    tell(publisher.publish, 1)
+    whole.data = torch.full((3, 4), torch.nan)
+    publisher.publish(2)
+    station.hear()
+
+
+@pytest.mark.slow
+def test_wrong_arrays_and_steps_are_refused_and_the_publisher_goes_on(shards: Shards) -> None:
+    job = new_job()
+    with shards.workers(publishes_badly, num_workers=1, job=job) as (worker,):
+        for name in REFUSED:
+            assert f"'{name}'" in worker.hear()
+        for _ in range(2):
+            assert "must be texts" in worker.hear()
+        assert "has made another Publisher of table 'model'" in worker.hear()
+        for step in ("1.5", "'1'", "None", "-1"):
+            assert f"step is {step}, must be a whole number" in worker.hear()
+        assert "'w' is (2, 2) now, and was (3, 4)" in worker.hear()
+        with psworker.Subscriber(shards.addresses, job=job) as subscriber:
+            weights = subscriber.wait(timeout_s=WAIT_S)
+            while weights.step < 2:
+                weights = subscriber.wait(newer_than=weights.version, timeout_s=WAIT_S)
+            assert np.isnan(weights.arrays["w"]).all()
+            assert weights.arrays["w"].shape == (3, 4)
+            assert weights.arrays["b"] == 3
+            require_refused_in_a_fork(subscriber)
+        worker.tell()
+        worker.result()
+
+
+def require_refused_in_a_fork(subscriber: psworker.Subscriber) -> None:
+    """Requires that a process forked from a reader's is told, and does not wait for ever."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            subscriber.wait(timeout_s=1.0)
+        except psworker.ConfigError as problem:
+            os.write(writing, str(problem).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    assert b"was forked from" in os.read(reading, 1000)
+    os.close(reading)
 
 
 def upper(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:

@@ -1,7 +1,8 @@
 """A reader's state machine against shards whose messages are lost, doubled and late.
 
 Each slice carries its version as its weights, so that a mix of versions is seen. Shards are killed
-(they publish again with the next version) and go back to a checkpoint, all of them one by one.
+(they publish again with the next version) and go back to a checkpoint, all of them one by one. In
+every second world they are ports of a relay, which announce a version when its first slice is here.
 """
 
 import random
@@ -37,6 +38,7 @@ class Shard:
     number: int = 0
     announced: int = EMPTY
     rings: dict[int, VersionRing] = field(default_factory=dict)
+    coming: list[int] = field(default_factory=list)  # Slices that lack the version announced.
 
     def __post_init__(self) -> None:
         self.begin()
@@ -44,12 +46,19 @@ class Shard:
     def begin(self) -> None:
         owned = [index for index, shard in SHARD_OF.items() if shard == self.index]
         self.rings, self.announced = {index: VersionRing() for index in owned}, EMPTY
+        self.coming = []
 
-    def publish(self) -> None:
-        for ring in self.rings.values():
-            weights = weights_of(self.lineage, self.number)
-            ring.publish(self.lineage, self.number, 4 * self.number, weights)
+    def publish(self, *, is_relay: bool = False) -> None:
+        self.coming = list(self.rings)
+        while self.coming:
+            self.bring()
+            if is_relay:
+                break
         self.announced = self.number
+
+    def bring(self) -> None:
+        weights = weights_of(self.lineage, self.number)
+        self.rings[self.coming.pop()].publish(self.lineage, self.number, 4 * self.number, weights)
 
     def find(self, ask: Fetch) -> list[tuple[int, int, FoundVersion]]:
         answers = []
@@ -65,6 +74,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.is_relay = seed % 2 == 1
         self.shards = [Shard(index) for index in range(NUM_SHARDS)]
         self.reader = Assembly(shard_of=SHARD_OF, num_shards=NUM_SHARDS)
         self.memory = {index: np.zeros(NUMEL, dtype=np.uint16) for index in SHARD_OF}
@@ -75,13 +85,17 @@ class World:
 
     def train(self) -> None:
         """Makes one update on the shard that is furthest behind: steps need all shards."""
+        coming = [shard for shard in self.shards if shard.coming]
+        if coming:
+            self.random.choice(coming).bring()
+            return
         if self.going_back:
             self.go_back(self.going_back.pop())
             return
         slowest = min(shard.number for shard in self.shards)
         shard = self.random.choice([one for one in self.shards if one.number == slowest])
         shard.number += 1
-        shard.publish()
+        shard.publish(is_relay=self.is_relay)
 
     def go_back(self, index: int) -> None:
         shard = self.shards[index]

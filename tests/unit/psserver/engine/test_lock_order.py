@@ -33,6 +33,7 @@ ELSEWHERE = {
     "pscore.net.congestion",  # Made when the module is imported; system calls only run under it.
     "psserver.dashboard.history",  # Of the dashboard's process.
     "psserver.publish.relayed",  # Of a relay.
+    "pscore.subscription.reader",  # Of a reader.
     "psserver.copies.copier",  # Of the process that takes checkpoints.
     "psserver.process.checkpoint_keeper",  # Of the supervisor.
     "psserver.logs.setup",  # Made when the module is imported; guards lines of the log.

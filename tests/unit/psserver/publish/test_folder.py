@@ -1,6 +1,7 @@
 """Folders of published weights: complete or not there, the newest few, readable by others."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,3 +127,17 @@ def test_an_array_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is float64: --map has to return uint16"):
         folder.write(replace(weights, arrays=wide), "night")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_version_makes_the_folder_and_the_next_one_again(tmp_path: Path) -> None:
+    to = tmp_path / "a" / "b"
+    folder = VersionsFolder(to, keep=1, nbytes_max=1 << 30)
+    assert folder.newest() is None
+    assert not list(tmp_path.iterdir()), "no version has come"
+    for number in (1, 2):
+        folder.write(make_weights(number), "night")
+        assert (to / "latest" / "model.safetensors").is_file()
+        shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").write_text("")
+    with pytest.raises(OSError, match="Not a directory"):
+        VersionsFolder(to, keep=1, nbytes_max=1 << 30)

@@ -15,7 +15,7 @@ from pscore.subscription.weights import PublishedWeights
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.publish.relayed import RelayedVersions
-from psserver.publish.ring import VersionRing
+from psserver.publish.ring import PublishedVersion, VersionRing
 from psserver.publish.tables import ReaderState
 
 SPEC = TableSpec(
@@ -43,8 +43,8 @@ class Upstream:
         self.now_s = 0.0
         self.relay = RelayedVersions(*KEY, 2, lambda: self.now_s)
 
-    def publish(self, number: int) -> None:
-        self.weights[self.rng.integers(0, LAYOUT.numel, 20)] += 1.0
+    def publish(self, number: int, num_changed: int = 20) -> None:
+        self.weights[self.rng.integers(0, LAYOUT.numel, num_changed)] += 1.0
         for part in LAYOUT.slices:
             lineage = self.lineages[part.shard]
             mine = self.weights[part.start : part.stop]
@@ -66,7 +66,7 @@ class Upstream:
         for delta in found.deltas:
             entry.deltas.add(form=int(delta.form), nbytes=delta.payload.nbytes)
             payloads.append(delta.payload)
-        self.relay.landed(entry, np.concatenate(payloads))
+        self.relay.landed(entry, np.concatenate(payloads), self.lineages)
         self.held[index] = found.version.number, found.version.fingerprint
 
     def take(self, number: int) -> None:
@@ -85,7 +85,7 @@ class Upstream:
         return [(view.lineage, view.newest) for view in views]
 
 
-def test_a_version_is_shown_when_all_of_it_is_there_and_as_the_shards_would() -> None:
+def test_each_slice_is_passed_on_as_it_comes_and_as_the_shards_would() -> None:
     up = Upstream()
     up.relay.say("nobody trains")
     assert "nobody trains" in up.relay.shards[1].watch(*KEY).waiting_for
@@ -102,8 +102,9 @@ def test_a_version_is_shown_when_all_of_it_is_there_and_as_the_shards_would() ->
     for number in (1, 2):  # Slice 0 comes in two parts, slice 1 in one.
         up.publish(number)
         up.fetch(0, number)
-    assert up.newest() == [(7, 0), (7, 0)]
+    assert up.newest() == [(7, 2), (7, 0)]
     up.fetch(1, 2)
+    assert up.newest() == [(7, 2), (7, 2)]
     up.take(2)
     assert up.newest() == [(7, 2), (7, 2)]
     for part in LAYOUT.slices:
@@ -121,6 +122,35 @@ def test_a_version_is_shown_when_all_of_it_is_there_and_as_the_shards_would() ->
         ]
 
 
+def asked(target: int, held: int = -1, known: int = 0) -> data_pb2.FetchHeader:
+    """Returns a reader's question for slice 1."""
+    slices = [data_pb2.HeldSlice(slice=1, number=held, fingerprint=known)]
+    return data_pb2.FetchHeader(job="night", table="model", lineage=7, target=target, slices=slices)
+
+
+@pytest.mark.parametrize("num_changed", [20, 5000])
+def test_an_answer_waits_for_a_slice_that_comes_and_for_all_of_it(num_changed: int) -> None:
+    up = Upstream()
+    up.publish(0)
+    for index in (0, 1):
+        up.fetch(index, 0)
+    up.take(0)
+    up.publish(1, num_changed)
+    assert not up.relay.shards[1].fetch(asked(1))[0].slices  # It has not begun to come.
+    whole: list[bytes] = []
+    shard = up.relay.shards[1]
+    assert shard.table is not None
+    shard.table.newest = PublishedVersion(number=1, step=2, fingerprint=0)
+    reader = threading.Thread(target=lambda: whole.extend(map(bytes, shard.fetch(asked(1))[1])))
+    reader.start()
+    up.fetch(1, 1)
+    up.fetch(0, 1)
+    up.take(1)
+    reader.join()
+    part = LAYOUT.slices[1]
+    assert b"".join(whole) == codec.round_to_bf16(up.weights)[part.start : part.stop].tobytes()
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_a_shard_that_begins_a_lineage_begins_one_here(both: bool) -> None:
     up = Upstream()
@@ -135,6 +165,7 @@ def test_a_shard_that_begins_a_lineage_begins_one_here(both: bool) -> None:
         up.held[1] = (-1, 0)
     for index in (0, 1):
         up.fetch(index, 6)
+        assert up.newest() == [(7, 5), (7, 5)], "the others may not have gone back yet"
     up.take(6)
     assert up.newest() == [(9, 6), (9 if both else 7, 6)]
     (_, _, found) = up.relay.shards[1].listed()[0]
