@@ -15,6 +15,7 @@ FOLDER = kit.ROOT / "docs" / "results"
 SMALLER = {"3e-6": 60, "1e-5": 25, "1e-4": 5.5}  # The bars that were set.
 SMALL = f" ({COST_NUMEL / 1e6:.0f} million elements)"
 COSTS = {"k4": "2 %", "k1": "5 %"}
+RELAYED = {"k4": "1 %", "k1": "2.5 %"}
 PIECE = 30  # Updates, whose mean a column shows.
 
 
@@ -28,7 +29,7 @@ def _newest(name: str, command: str) -> tuple[dict[str, Any], str]:
 def published() -> str:
     """Returns the figures of published weights, beside the bars that were set for them."""
     found = json.loads((FOLDER / "publish.json").read_text(encoding="utf-8"))
-    cost, beside = found["training_cost"], found["beside"]
+    cost = found["training_cost"]
     kills = sum(found["kills"].values())
     rows = [
         [
@@ -53,6 +54,22 @@ def published() -> str:
             ]
             for every, share in cost.items()
         ),
+        *(
+            [
+                f"the same behind one relay, every={every[1:]}",
+                f"{100 * share:.1f} %",
+                RELAYED[every],
+            ]
+            for every, share in found.get("relayed_cost", {}).items()
+        ),
+        *(
+            [
+                f"{one['number']:,} readers that join and leave add to the slowest step of 100",
+                f"{100 * one['p99']:.1f} %",
+                "2 %",
+            ]
+            for one in ([found["joins"]] if "joins" in found else [])
+        ),
         [
             "from the end of `publish` to the commit of the last of 8 readers, 1 % changed",
             f"{found['refresh_ms']['delta']:.0f} ms",
@@ -65,6 +82,15 @@ def published() -> str:
             "700 ms",
         ],
         ["`commit` into a float32 module, 1 % changed", f"{found['pause_ms']:.2f} ms", "5 ms"],
+        *_beside(found["beside"]),
+    ]
+    head = [f"{found['numel'] / 1e6:.1f} million elements; links of 1 Gbit/s", "", "wanted"]
+    return f"{_parts(found, 'benchmarks.publish')}\n\n" + table(head, rows, "lrr")
+
+
+def _beside(beside: dict[str, float]) -> list[list[str]]:
+    """Returns rows with the milliseconds of other ways."""
+    return [
         *(
             [f"beside it, all weights, one reader: {label}", f"{beside[key]:.0f} ms", ""]
             for key, label in (
@@ -73,9 +99,12 @@ def published() -> str:
                 ("gloo", "a broadcast of Gloo"),
             )
         ),
+        *(
+            [f"beside it, 1 % changed, one reader: {label}", f"{beside[key]:.0f} ms", ""]
+            for key, label in (("xor", "exclusive or in zlib over HTTP"),)
+            if key in beside
+        ),
     ]
-    head = [f"{found['numel'] / 1e6:.1f} million elements; links of 1 Gbit/s", "", "wanted"]
-    return f"{_parts(found, 'benchmarks.publish')}\n\n" + table(head, rows, "lrr")
 
 
 def _parts(found: dict[str, Any], module: str) -> str:

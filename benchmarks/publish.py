@@ -21,9 +21,12 @@ shards on one host with the publisher, the trainer on another, each of 8 readers
                       with all elements changed, for 8 readers on the host of a relay
     pause_ms          `commit` into a torch module, of the same change
     training_cost     step time with 8 readers over that with none, less 1; 300 ms a step, and 1 %
-                      of the bfloat16 weights change in it
+                      of the bfloat16 weights change in it; `relayed` behind a relay
+    joins             readers that join, get all weights and leave during such steps; `p99` is the
+                      share that they add to the 99th percentile of the step time
     beside            the same weights in ms for one reader, all of them: a file of safetensors
-                      over HTTP and loaded, `torch.save` over HTTP, a broadcast of Gloo
+                      over HTTP and loaded, `torch.save` over HTTP, a broadcast of Gloo; `xor`:
+                      1 % changed, as the exclusive or of both versions in zlib over HTTP
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +56,7 @@ import numpy as np
 
 from benchmarks import kit, measured, netlab
 from pscore.json_text import to_json
+from pscore.publish import codec
 from psserver.process.embedded import start_embedded
 
 MODULE = "benchmarks.publish"
@@ -75,6 +80,8 @@ FILLED = {  # Modes, by name; none for a `Publisher`.
 }
 CYCLE = 200  # Whole numbers below 256 are exact in bfloat16.
 COST_NUMEL = 2_000_000  # The trainer sends and gets them within a third of a step.
+NUM_JOINING, JOINS, JOIN_STEPS = 4, 1000, 250  # Hosts whose readers come and go, and how often.
+QUICK_JOINS, QUICK_STEPS = 100, 25
 LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
 
 
@@ -217,7 +224,20 @@ def train(numel: int, steps: int) -> dict[str, Any]:
         optimizer.step()
         times.append(time.perf_counter() - begin_s)
     psworker.shutdown()
-    return {"step_s": kit.median(times)}
+    return {"step_s": kit.median(times), "p99_s": float(np.percentile(times, 99))}
+
+
+def join(joins: int, every_s: float) -> dict[str, int]:
+    """Reads one version with each of many readers, which come at even intervals and leave."""
+    import psworker
+
+    measured.await_go()
+    begin_s, read = time.monotonic(), 0
+    for number in range(joins):
+        time.sleep(max(0.0, begin_s + number * every_s - time.monotonic()))
+        with psworker.Subscriber(dtype="bf16") as subscriber:
+            read += subscriber.wait(timeout_s=WAIT_S).bits.nbytes > 0
+    return {"joins": read}
 
 
 def read() -> None:
@@ -235,6 +255,7 @@ class _Given(http.server.BaseHTTPRequestHandler):
     """Answers `/safetensors` and any other path with the weights, as they are saved then."""
 
     values: Any = None
+    versions: Any = None  # Two, as bits of bfloat16.
 
     def do_GET(self) -> None:
         """Answers with a file."""
@@ -244,6 +265,8 @@ class _Given(http.server.BaseHTTPRequestHandler):
         file = io.BytesIO()
         if self.path == "/safetensors":
             file.write(save({"w": self.values}))
+        elif self.path == "/xor":
+            file.write(zlib.compress(np.bitwise_xor(*self.versions), level=1))
         else:
             torch.save({"w": self.values}, file)
         self.send_response(200)
@@ -260,6 +283,11 @@ def give(host: str, numel: int) -> None:
     import torch
 
     _Given.values = torch.zeros(numel, dtype=torch.bfloat16)
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(numel).astype(np.float32)
+    former = codec.round_to_bf16(weights)
+    weights[rng.integers(0, numel, numel // CHANGED)] *= np.float32(1.01)
+    _Given.versions = former, codec.round_to_bf16(weights)
     server = http.server.ThreadingHTTPServer((host, 0), _Given)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(json.dumps({"port": server.server_port}), flush=True)
@@ -284,7 +312,13 @@ def get(url: str, numel: int, rounds: int) -> dict[str, float]:
     def by_torch() -> None:
         target.copy_(torch.load(io.BytesIO(fetched("torch")))["w"])
 
-    return {"safetensors": _ms(by_safetensors, rounds), "http": _ms(by_torch, rounds)}
+    bits = np.zeros(numel, dtype=np.uint16)
+
+    def by_xor() -> None:
+        np.bitwise_xor(bits, np.frombuffer(zlib.decompress(fetched("xor")), np.uint16), out=bits)
+
+    ways = {"safetensors": by_safetensors, "http": by_torch, "xor": by_xor}
+    return {name: _ms(way, rounds) for name, way in ways.items()}
 
 
 def broadcast(rank: int, host: str, port: int, numel: int, rounds: int) -> dict[str, Any]:
@@ -314,7 +348,7 @@ def _ms(call: Callable[[], None], rounds: int) -> float:
 
 ROLES: dict[str, Callable[..., Any]] = {
     role.__name__: role
-    for role in (serve, fill, take, change, follow, train, read, give, get, broadcast)
+    for role in (serve, fill, take, change, follow, train, join, read, give, get, broadcast)
 }
 
 
@@ -496,8 +530,6 @@ def smaller_at(rate: str, steps: int) -> float:
     """Returns bytes of bfloat16 over bytes of deltas, of a transformer that AdamW trains."""
     import torch
 
-    from pscore.publish import codec
-
     torch.manual_seed(0)
     torch.set_num_threads(2)
     text = b" ".join(path.read_bytes() for path in sorted((kit.ROOT / "docs").glob("*.md")))
@@ -549,7 +581,7 @@ def refresh(*, is_quick: bool) -> dict[str, Any]:
         publisher.line()
         places = range(1, 1 + NUM_READERS)
         whole_ms, deltas, pauses = _follow(lab, env, places, publisher, numel, ["go"] * rounds)
-        with _relay(lab, 1, servers) as addresses:
+        with _relay(lab, 1, servers, "refresh") as addresses:
             env |= {"PACELINE_SERVERS": ",".join(addresses)}
             told = ["all"] * (1 + RELAYED)
             _, relayed, _ = _follow(lab, env, [1] * NUM_READERS, publisher, numel, told)
@@ -600,9 +632,9 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _relay(lab: Hosts, host: int, servers: Sequence[str]) -> Iterator[list[str]]:
+def _relay(lab: Hosts, host: int, servers: Sequence[str], job: str) -> Iterator[list[str]]:
     """Runs a relay on a host; yields its addresses."""
-    words = ["relay", "--job", "refresh", "--servers", ",".join(servers), "--insecure"]
+    words = ["relay", "--job", job, "--servers", ",".join(servers), "--insecure"]
     words += ["--listen", f"{lab.address(host)}:{RELAY_PORT}"]
     command = [*lab.inside(host), sys.executable, "-m", "psserver", *words]
     relay = subprocess.Popen(command, cwd=kit.ROOT, stdout=subprocess.PIPE, text=True)
@@ -617,25 +649,70 @@ def _relay(lab: Hosts, host: int, servers: Sequence[str]) -> Iterator[list[str]]
 def training_cost(*, is_quick: bool) -> dict[str, Any]:
     """Returns the share that 8 readers add to the time of a step, by K."""
     steps = 12 if is_quick else 60
-    numel, times = COST_NUMEL, {}
-    for every in (0, 4, 1):
-        with hosts(2 + NUM_READERS) as lab, contextlib.ExitStack() as stack:
-            published = {"PACELINE_PUBLISH": f"*:every={every}" if every else ""}
-            shards = lab.start(0, "serve", published, host=lab.address(0))
-            stack.enter_context(kit.roles(shards))
-            env = kit.worker_environment(shards.line()["addresses"], 0, 1, "auto", "cost")
-            trainer = lab.start(1, "train", env, numel=numel, steps=steps)
-            stack.enter_context(kit.roles(trainer))
-            trainer.line()
-            places = range(2, 2 + NUM_READERS if every else 2)
-            readers = [lab.start(host, "read", env) for host in places]
-            stack.enter_context(kit.roles(*readers))
-            for reader in readers:
-                reader.line()
-            trainer.tell()
-            times[every] = trainer.result()["step_s"]
-    cost = {f"k{every}": round(times[every] / times[0] - 1, 4) for every in (4, 1)}
-    return {"training_cost": cost, "step_s": round(times[0], 4)}
+    none_s = _step_s(0, steps)
+    cost = {f"k{every}": round(_step_s(every, steps) / none_s - 1, 4) for every in (4, 1)}
+    relayed = {
+        f"k{every}": round(_step_s(every, steps, is_relayed=True) / none_s - 1, 4)
+        for every in ((1,) if is_quick else (4, 1))
+    }
+    return {"training_cost": cost, "relayed_cost": relayed, "step_s": round(none_s, 4)}
+
+
+def _step_s(every: int, steps: int, *, is_relayed: bool = False) -> float:
+    """Returns the median step time in seconds while 8 readers read; with `every` 0 there is none.
+
+    Args:
+        is_relayed: Whether they read from a relay, on the host of the first.
+    """
+    with contextlib.ExitStack() as stack:
+        training = _training(2 + NUM_READERS, every, steps)
+        lab, env, trainer = stack.enter_context(training)
+        if is_relayed:
+            servers = env["PACELINE_SERVERS"].split(",")
+            behind = stack.enter_context(_relay(lab, 2, servers, env["PACELINE_JOB"]))
+            env = env | {"PACELINE_SERVERS": ",".join(behind)}
+        places = range(2, 2 + NUM_READERS if every else 2)
+        readers = [lab.start(host, "read", env) for host in places]
+        stack.enter_context(kit.roles(*readers))
+        for reader in readers:
+            reader.line()
+        trainer.tell()
+        return float(trainer.result()["step_s"])
+
+
+@contextlib.contextmanager
+def _training(
+    num_hosts: int, every: int, steps: int
+) -> Iterator[tuple[Hosts, dict[str, str], kit.Role]]:
+    """Runs shards and a trainer, which waits to be told; yields hosts, variables and trainer."""
+    with hosts(num_hosts) as lab, contextlib.ExitStack() as stack:
+        published = {"PACELINE_PUBLISH": f"*:every={every}" if every else ""}
+        shards = lab.start(0, "serve", published, host=lab.address(0))
+        stack.enter_context(kit.roles(shards))
+        env = kit.worker_environment(shards.line()["addresses"], 0, 1, "auto", "cost")
+        trainer = lab.start(1, "train", env, numel=COST_NUMEL, steps=steps)
+        stack.enter_context(kit.roles(trainer))
+        trainer.line()
+        yield lab, env, trainer
+
+
+def joins(*, is_quick: bool) -> dict[str, Any]:
+    """Returns how many readers join and leave, and the share that they add to slow steps."""
+    number, steps = (QUICK_JOINS, QUICK_STEPS) if is_quick else (JOINS, JOIN_STEPS)
+    times, joined = [], 0
+    for each in (0, number // NUM_JOINING):
+        with _training(2 + NUM_JOINING, 4, steps) as (lab, env, trainer):
+            given = {"joins": each, "every_s": COMPUTE_S * steps / max(each, 1)}
+            places = range(2, 2 + NUM_JOINING if each else 2)
+            readers = [lab.start(host, "join", env, **given) for host in places]
+            with kit.roles(*readers):
+                for role in readers:
+                    role.line()
+                for role in (trainer, *readers):
+                    role.tell()
+                times.append(trainer.result()["p99_s"])
+                joined += sum(role.result()["joins"] for role in readers)
+    return {"joins": {"number": joined, "p99": round(times[1] / times[0] - 1, 4)}}
 
 
 def beside(*, is_quick: bool) -> dict[str, Any]:
@@ -658,6 +735,7 @@ def beside(*, is_quick: bool) -> dict[str, Any]:
 MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
     "torn": torn,
     "cost": training_cost,
+    "joins": joins,
     "bytes": smaller,
     "refresh": refresh,
     "beside": beside,

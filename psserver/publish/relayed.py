@@ -137,7 +137,7 @@ class RelayedVersions:
         # Guards all shards: each shows a version at once.
         self._lock = threading.Condition(threading.RLock())
         self.shards = [RelayShard(self._lock, now, index, rate) for index in range(num_shards)]
-        self._lineages: Sequence[int] = ()  # Of the last version that was taken.
+        self._lineages: Sequence[int] = ()  # Those of the last version that was taken.
         self._spec: TableSpec | None = None
         self._shard_of: dict[int, RelayShard] = {}  # By slice.
         # Since the last version that was taken: slices that are shown, and the newest entry of
