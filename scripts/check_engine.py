@@ -467,12 +467,35 @@ def faults(log: Log) -> None:
         refused(log, project)
 
 
+def returns(log: Log) -> None:
+    """Restarts a shard; takes the project down and up, also without some of its volumes."""
+    with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
+        start_elastic(project)
+        before = step(project)
+        project.compose("restart", "shard1")
+        log.say(f"      restart of shard1 at step {before}: now at {advance(project, before)}")
+        for volume in ("", "shard-secrets", "shard1"):
+            before = step(project)
+            project.compose("--profile", "*", "down")
+            if volume:
+                project.docker("volume", "rm", f"{project.name}_{volume}")
+            start_elastic(project, is_torn=volume == "shard1")
+            if volume == "shard1":
+                restore = re.findall(r"`psserver (restore .*) SERVERS`", PAGE.read_text())[0]
+                words = restore.replace("NAME", "mnist-elastic").split()
+                project.docker("exec", project.only("shard0"), "psserver", *words, SERVERS)
+            log.say(
+                f"      down{f', the volume {volume} is lost' if volume else ''}, and up "
+                f"at step {before}: now at {advance(project, before)}"
+            )
+
+
 def pauses(log: Log) -> None:
     """Pauses a worker and shards for longer than a lease, as `docker pause` does."""
     with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
         start_elastic(project)
         victim, before = project.names("worker")[0], step(project)
-        project.docker("pause", victim)
+        pause(project, victim)
         wait("the loss of a worker", lambda: len(project.live("shard0", "mnist-elastic")) == 1)
         during = advance(project)
         project.docker("unpause", victim)
@@ -483,7 +506,7 @@ def pauses(log: Log) -> None:
         )
         for service in ("shard0", "shard1"):
             shard, before = project.only(service), step(project)
-            project.docker("pause", shard)
+            pause(project, shard)
             time.sleep(PAUSE_S)
             project.docker("unpause", shard)
             wait("workers", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
@@ -491,6 +514,11 @@ def pauses(log: Log) -> None:
                 f"      docker pause of {service} for {PAUSE_S} s at step {before}: "
                 f"the workers waited, now at step {advance(project, before)}"
             )
+
+
+def pause(project: Project, name: str) -> None:
+    """Pauses a container; a busy kernel may refuse to freeze it at first."""
+    wait(f"the pause of {name}", lambda: project.docker("pause", name))
 
 
 def full_disks(log: Log) -> None:
@@ -541,12 +569,16 @@ def fill_disks(log: Log, project: Project, shards: Sequence[str]) -> None:
     )
 
 
-def start_elastic(project: Project) -> None:
-    """Starts a job of two workers, and waits for its first steps."""
+def start_elastic(project: Project, *, is_torn: bool = False) -> None:
+    """Starts a job of two workers; waits for its first steps, or until the workers wait."""
     words = ("--profile", "elastic", "up", "--detach", "--no-build", "--scale", "worker=2")
     project.compose(*words, "worker")
     wait("2 workers", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
-    advance(project)
+    if is_torn:
+        worker = project.names("worker")[0]
+        wait("the wait of a worker", lambda: "is restored" in project.docker("logs", worker))
+    else:
+        advance(project)
 
 
 def refused(log: Log, project: Project) -> None:
@@ -687,6 +719,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "page": page,
     "gpus": gpus,
     "faults": faults,
+    "returns": returns,
     "pauses": pauses,
     "disk": full_disks,
     "memory": shared_memory,
