@@ -30,6 +30,7 @@ from pscore.rows.init import Init, fill, project
 from pscore.types import FloatArray, HyperArray, IntArray
 
 HEADER_WORDS = 4  # Each of 4 bytes: id, id, version, flags.
+ZERO = np.float32(0.0)
 VERSION_WORD = 2
 FLAGS_WORD = 3
 KNOWN, NEW, LOADED = 0, 1, 2
@@ -176,12 +177,22 @@ def _rowwise_adagrad(step: RowStep, lr: np.float32, eps: np.float32) -> None:
     for i in range(len(step.places)):
         base = step.places[i] * step.stride + HEADER_WORDS
         weights, grads = step.floats[base : base + dim], step.grads[i * dim : (i + 1) * dim]
-        squares = np.float32(0.0)
-        for j in range(len(grads)):
+        # Four sums by turns: each addition to a single one would wait for the last.
+        squares, second, third, fourth = ZERO, ZERO, ZERO, ZERO
+        whole = len(grads) // 4 * 4
+        for j in range(0, whole, 4):
+            one, two = grads[j] * step.scale, grads[j + 1] * step.scale
+            three, four = grads[j + 2] * step.scale, grads[j + 3] * step.scale
+            squares += one * one
+            second += two * two
+            third += three * three
+            fourth += four * four
+        for j in range(whole, len(grads)):
             grad = grads[j] * step.scale
             squares += grad * grad
-        total = step.floats[base + dim] + squares / np.float32(dim)
-        step.floats[base + dim] = total
+        sums = step.floats[base + dim : base + dim + 1]
+        total = sums[0] + ((squares + second) + (third + fourth)) / np.float32(dim)
+        sums[0] = total
         denominator = np.sqrt(total) + eps
         for j in range(len(weights)):
             weights[j] -= lr * (grads[j] * step.scale / denominator)

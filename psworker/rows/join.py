@@ -41,6 +41,7 @@ def join_rows(
         counterpart(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     given = [parameter for group in groups for parameter in group["params"]]
+    _require_once(given)
     found = tables_of([*given, *(parameter for _, parameter in named)])
     _require_names(found, named)
     if given and not session.group.is_alone:
@@ -82,6 +83,16 @@ def _join(
             tables.append(found[id(parameter)])
             groups.append(number)
     return RowTables(name, optimizer, tables, groups, rule, session, run)
+
+
+def _require_once(given: Sequence[torch.nn.Parameter]) -> None:
+    """Raises ConfigError if two optimizers have one table: each would train rows of its own."""
+    for parameter in given:
+        if sum(each is parameter for each in given) > 1:
+            names = " ".join(table.name for table in tables_of([parameter]).values())
+            raise ConfigError(
+                f"row table {names!r} is in two optimizers of rows; pass its weight to one of them"
+            )
 
 
 def _require_names(

@@ -23,6 +23,7 @@ from pscore.types import FloatArray, TensorSpec
 from psworker.rows.cache import RowCache
 from psworker.rows.gradients import RowGradients
 from psworker.rows.lookups import IdArray, Lookup, RowSource, find
+from psworker.training.tracing import not_traced
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 ID_DTYPES = (torch.int64, torch.int32)
@@ -167,6 +168,7 @@ class EmbeddingTable(torch.nn.Module):
         parts += [f"{key}={value!r}" for key, value in given.items() if value not in ("", None)]
         return ", ".join([*parts, f"init={self.init!r}"])
 
+    @not_traced
     def find(self, batch: torch.Tensor) -> Lookup:
         """Returns the rows of a batch of ids, as a leaf that collects their gradient.
 
@@ -202,11 +204,12 @@ class EmbeddingTable(torch.nn.Module):
             TypeError: The ids have another dtype than int64 and int32.
             IndexError: An id is not one of a row.
         """
-        dtype = getattr(batch, "dtype", type(batch).__name__)
-        if dtype not in ID_DTYPES:
+        if not isinstance(batch, torch.Tensor) or batch.dtype not in ID_DTYPES:
+            given = f"{batch.dtype}" if isinstance(batch, torch.Tensor) else type(batch).__name__
+            why = ": a float is exact only up to 2**24" if "float" in given else ""
             raise TypeError(
-                f"the ids for {self._title} are {dtype}, must be torch.int64 (or int32): a "
-                "float is exact only up to 2**24"
+                f"the ids for {self._title} are {given}, must be a tensor of torch.int64 (or "
+                f"int32){why}"
             )
         ids = batch.detach().to("cpu", torch.int64)
         if self.num_embeddings is not None and ids.numel():

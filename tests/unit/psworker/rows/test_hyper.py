@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError, UnsupportedOptimizerError
+from pscore.rules import SSGD
 from psworker.rows.hyper import counterpart, hyper_of
+from psworker.rows.join import join_rows
 from psworker.rows.modules import Embedding
 from psworker.rows.optimizers import FTRL, RowwiseAdagrad
 
@@ -105,3 +107,12 @@ def test_a_scheduler_changes_the_rate_of_an_optimizer_that_only_the_shards_run()
     assert hyper_of("rowwise_adagrad", optimizer.param_groups)[0, 0] == 0.4
     with pytest.raises(ConfigError, match="the shards make the steps of RowwiseAdagrad"):
         optimizer.step()
+
+
+def test_a_table_in_two_optimizers_is_refused() -> None:
+    """Each would have trained rows of its own, of which lookups see those of the last."""
+    table = Embedding(None, 2, name="users")
+    optimizers = [torch.optim.SGD([table.weight], lr=0.1), torch.optim.Adagrad([table.weight])]
+    nowhere: Any = None
+    with pytest.raises(ConfigError, match="row table 'users' is in two optimizers of rows"):
+        join_rows(optimizers, [("users.weight", table.weight)], SSGD(), nowhere, "model", nowhere)
