@@ -141,7 +141,7 @@ class Slab:
         is_used = np.zeros(int(self.memory.words[HIGH]), np.bool_)
         is_used[places] = True
         self._free = np.flatnonzero(~is_used)[::-1]
-        self._index(ids, places, self.count)
+        self._index(ids, places)
 
     def reserve(self, count: int) -> None:
         """Reserves space for `count` rows; raises OSError if the disk is full."""
@@ -213,7 +213,7 @@ class Slab:
         self.memory.words[HIGH] = highest
         kernels.occupy(self.longs, self.words, self.stride, new, ids)
         if 2 * self.count > len(self._keys):
-            self._grow()
+            self._index(*self._scan())
         else:
             kernels.put(self._keys, self._places, self._salt, ids, new)
 
@@ -349,13 +349,9 @@ class Slab:
         found = kernels.scan(self.longs, self.words, self.stride, high, ids, places)
         return ids[:found], places[:found]
 
-    def _grow(self) -> None:
-        ids, places = self._scan()
-        self._index(ids, places, 2 * self.count)
-
-    def _index(self, ids: IdArray, places: IntArray, count: int) -> None:
+    def _index(self, ids: IdArray, places: IntArray) -> None:
         size = INDEX_MIN
-        while size < 2 * count:
+        while size < 2 * len(ids):
             size *= 2
         keys, taken = np.zeros(size, np.uint64), np.zeros(size, np.int32)
         if len(ids):

@@ -13,7 +13,7 @@ from pscore.rows.hashing import FIRST, SECOND, mask_of
 from pscore.rows.init import initial_rows
 from pscore.rows.optimizers import ROW_OPTIMIZERS
 from pscore.rows.partition import slices_of
-from pscore.rows.spec import RowTable
+from pscore.rows.spec import INDEX_NBYTES, RowTable
 from pscore.rules import ASGD, DCASGD, SSGD, SSP
 from psserver.decisions.limits import Limits
 from psserver.rows import kernels
@@ -368,6 +368,16 @@ def test_the_index_finds_each_row_in_few_probes(name: str) -> None:
         made.begin(made.plan(part))
     made.check_invariants()
     assert made.probe_max <= 64
+
+
+@pytest.mark.parametrize("count", [1025, 8193, 16_385, 32_768])
+def test_rows_and_index_take_no_more_memory_than_is_declared(count: int) -> None:
+    """Also just behind the growth of the index, which then has most room to spare."""
+    made = slab(count)
+    for part in np.array_split(np.arange(count, dtype=np.uint64), 50):
+        made.begin(made.plan(part))
+    assert made.nbytes <= (24 + INDEX_NBYTES) * count
+    made.check_invariants()
 
 
 def test_rows_that_are_given_up_leave_the_index_whole() -> None:
