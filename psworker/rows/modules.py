@@ -204,9 +204,10 @@ class EmbeddingTable(torch.nn.Module):
             TypeError: The ids have another dtype than int64 and int32.
             IndexError: An id is not one of a row.
         """
-        if not isinstance(batch, torch.Tensor) or batch.dtype not in ID_DTYPES:
-            given = f"{batch.dtype}" if isinstance(batch, torch.Tensor) else type(batch).__name__
-            why = ": a float is exact only up to 2**24" if "float" in given else ""
+        dtype = getattr(batch, "dtype", None)
+        if dtype not in ID_DTYPES:
+            given = dtype if isinstance(dtype, torch.dtype) else type(batch).__name__
+            why = ": a float is exact only up to 2**24" if "float" in str(given) else ""
             raise TypeError(
                 f"the ids for {self._title} are {given}, must be a tensor of torch.int64 (or "
                 f"int32){why}"
