@@ -20,10 +20,10 @@ from pscore.errors import ConfigError
 from pscore.rows.init import NORM_EPS, initial_rows
 from pscore.rows.spec import RowTable, require_table
 from pscore.types import FloatArray, TensorSpec
+from psworker.model.tracing import not_traced
 from psworker.rows.cache import RowCache
 from psworker.rows.gradients import RowGradients
 from psworker.rows.lookups import IdArray, Lookup, RowSource, find
-from psworker.training.tracing import not_traced
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 ID_DTYPES = (torch.int64, torch.int32)

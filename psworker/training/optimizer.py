@@ -28,6 +28,7 @@ from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
+from psworker.model.tracing import not_traced
 from psworker.training.arguments import list_named, require_optimizer
 from psworker.training.changes import growth, handover
 from psworker.training.changes.auto_mode import ModeWish
@@ -50,7 +51,6 @@ from psworker.training.state.global_weights import global_weights
 from psworker.training.state.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
-from psworker.training.tracing import not_traced
 
 log = logging.getLogger("paceline")
 TABLE = "model"

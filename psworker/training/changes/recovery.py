@@ -35,11 +35,11 @@ from pscore.errors import (
 )
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job.companions import Companion
+from psworker.model.tracing import not_traced
 from psworker.training.companions import common_step
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.state.buffers import Buffers
 from psworker.training.table import GlobalState, TrainingTable
-from psworker.training.tracing import not_traced
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
