@@ -182,6 +182,7 @@ def rows_by_id() -> str:
         "torchrec_cpu": "with TorchRec on the CPU",
         "ddp_dense": "with dense DDP",
     }
+    logs = f" ({auc['samples'] / 1e6:g}M clicks, seeds: {auc['seeds']})" if "seeds" in auc else ""
     rows = [
         *(
             [f"pull and push, 100,000 rows of 32, {plane}", f"{took_ms:.0f} ms"]
@@ -189,7 +190,7 @@ def rows_by_id() -> str:
         ),
         ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
         *([label, _time(step[key])] for key, label in labels.items()),
-        *([f"AUC of computed clicks, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
+        *([f"AUC{logs}, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
         [
             f"kills in {kills['seconds']:.0f} s, pushes",
             f"{kills['faults']:.0f}, {kills['pushes']:.0f}",

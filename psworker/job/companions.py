@@ -20,6 +20,10 @@ Run = Callable[[Callable[[], Any]], Any]
 class Companion(Protocol):
     """Tables of another kind than the model's, whose steps are those of the wrapped optimizer."""
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward has made a gradient of any of them since they were cleared."""
+
     def start(self, step: int | None) -> None:
         """Begins to train.
 

@@ -12,7 +12,7 @@ from pscore.table_spec import BESIDE
 from psworker.connection.membership.session import Session
 from psworker.job.companions import JOINS
 from psworker.rows.hyper import counterpart
-from psworker.rows.modules import EmbeddingTable, tables_of
+from psworker.rows.modules import EmbeddingTable, has_begun, tables_of
 from psworker.rows.row_tables import RowTables, Run
 
 TABLE = "rows"
@@ -37,6 +37,7 @@ def join_rows(
         ConfigError: A table has no optimizer, or an optimizer has other parameters.
         JobMismatchError: The job has other row tables; names the difference.
     """
+    has_begun.set()
     for optimizer in optimizers:
         counterpart(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

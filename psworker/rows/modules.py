@@ -8,6 +8,8 @@ and its groups.
 from __future__ import annotations
 
 import hashlib
+import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, Self
@@ -27,6 +29,8 @@ from psworker.rows.lookups import IdArray, Lookup, RowSource, find
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 ID_DTYPES = (torch.int64, torch.int32)
+has_begun = threading.Event()  # Set when this process has made a `DistributedOptimizer`.
+log = logging.getLogger("paceline")
 
 
 class InitialRows:
@@ -73,6 +77,7 @@ class EmbeddingTable(torch.nn.Module):
     """
 
     weight: torch.nn.Parameter
+    _is_told = False  # Whether a warning was logged that its rows are not trained.
 
     def __init__(
         self,
@@ -195,6 +200,13 @@ class EmbeddingTable(torch.nn.Module):
         """Keeps the gradient of a lookup, which backward has made."""
         grad, found.rows.grad = found.rows.grad, None  # A second backward adds its own.
         assert grad is not None
+        if self.source is None and has_begun.is_set() and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "%s has a gradient, but DistributedOptimizer was made without it, so its rows do "
+                "not change; make the table before, and pass its weight to the optimizer of rows=",
+                self._title,
+            )
         self.gradients.add(self.weight, found, grad)
 
     def check(self, batch: torch.Tensor) -> torch.Tensor:

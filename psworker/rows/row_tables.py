@@ -142,6 +142,11 @@ class RowTables:
 
     # ----- as a companion: psworker/job/companions.py describes arguments and errors
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward has made a gradient of any row since they were cleared."""
+        return any(table.weight.grad is not None for table in self._tables)
+
     def start(self, step: int | None) -> None:
         """Uploads the first rows from rank 0, and begins."""
         self.exchange.follow()

@@ -67,12 +67,17 @@ class Hints:
         elif self._model is not None:
             self._handle = self._model.register_forward_hook(self._watch_backward)
 
-    def check(self) -> None:
-        """Gives the hints that apply to the step that begins."""
+    def check(self, *, is_beside: bool) -> None:
+        """Gives the hints that apply to the step that begins.
+
+        Args:
+            is_beside: Whether tables beside the model's have a gradient.
+        """
         parameters, made = self._table.flat.parameters, self._made
         self._made = None
         if all(parameter.grad is None for parameter in parameters):
-            self._give(NO_GRADIENT)
+            if not is_beside:
+                self._give(NO_GRADIENT)
         elif made is not None and takes_all(self._table.rule):
             grad, attempts = parameters[0].grad, self._gradients.attempts
             is_changed = grad is not None and bool(_mark(grad) != made)

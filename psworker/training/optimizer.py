@@ -221,7 +221,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 loss = closure()
         scaling.refuse_attributes(self)
         require_unscaled(self._companions, grad_scaler)
-        self._hints.check()
+        self._hints.check(is_beside=any(each.has_gradient for each in self._companions))
         self._grow_if_thawed()
         self._steps.run(grad_scaler)
         self._choose_mode()

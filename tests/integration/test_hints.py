@@ -1,6 +1,7 @@
 """Hints about scripts that do something else than they seem to."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,39 @@ def step_without_backward(me: Station, job: str) -> list[list[str]]:
 def test_a_step_without_a_gradient_moves_nothing_and_is_told_once(shards: Shards) -> None:
     (told,) = shards.run(step_without_backward, new_job(), num_workers=1)
     assert told == [[hints.NO_GRADIENT]] * len(MODES)
+
+
+def train_rows(me: Station, job: str) -> list[list[str]]:
+    """Trains rows alone, then a table that is made too late; returns the warnings of each part."""
+    psworker.init(job=job)
+    dense, rows, lines = make_model(), psworker.Embedding(9, 4, name="early"), Lines()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(dense.parameters()),
+        [*dense.named_parameters(), *rows.named_parameters("early")],
+        rows=torch.optim.SGD([rows.weight], lr=1.0),
+    )
+    ids, told = torch.arange(9), []
+    late = psworker.Embedding(9, 4, name="late")
+    for tables in ((rows,), (rows, late)):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss: Any = sum(table(ids).sum() for table in tables)
+            loss.backward()
+            optimizer.step()
+        told.append(list(lines.lines))
+        lines.lines.clear()
+    psworker.shutdown()
+    lines.end()
+    return told
+
+
+def test_a_step_of_rows_alone_has_a_gradient_and_a_table_made_too_late_is_named(
+    shards: Shards,
+) -> None:
+    ((of_rows, of_late),) = shards.run(train_rows, new_job(), num_workers=1)
+    assert of_rows == []
+    (line,) = of_late
+    assert "row table 'late' has a gradient, but DistributedOptimizer was made without it" in line
 
 
 def train(me: Station, job: str, how: str, mode: str) -> list[str]:
