@@ -1,0 +1,86 @@
+"""Checkpoints of many rows: bytes of the changes since the last, pause of training, other shards.
+
+A job on two shards is copied whole; a hundredth of its rows change; then only the changes are
+copied, while the worker goes on with steps on these. `..._pause_ms` is the longest step meanwhile
+less the median one without. One more copy of changes is restored on one, three and four shards:
+`restore_s` is the longest time until a worker may join, and `is_equal` whether all rows have the
+same bits there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import many
+from pscore.net.credentials import ANYONE
+from psserver.remote import checkpoint, checkpoint_files
+
+NUM_SHARDS, OTHERS = 2, (1, 3, 4)
+CHANGED = 100  # One of so many rows.
+STEPS, TOUCHED = 40, 1000  # Steps while a copy is made, and rows of each, of those that change.
+
+
+def _nbytes(path: Path, names: str = "*.safetensors") -> int:
+    return sum(file.stat().st_size for file in path.glob(names))
+
+
+def _copied(
+    job: many.Job, num_changed: int, folder: Path, base: checkpoint.Checkpoint | None
+) -> tuple[checkpoint.Checkpoint, Path, float, list[float]]:
+    """Writes a checkpoint; returns it as the next one's base, and the times of copy and steps."""
+    job.tell("steps", num_changed, TOUCHED, STEPS)
+    start_s = time.monotonic()
+    taken = checkpoint.capture(
+        job.shards.addresses, ANYONE, many.JOB, weights_only=False, base=base
+    )
+    took_s, steps_s = time.monotonic() - start_s, job.hear()
+    path = checkpoint_files.write(folder, taken, keep=3)
+    return checkpoint_files.in_files(path, taken), path, took_s, steps_s
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Returns the figures.
+
+    Args:
+        quick: Whether there are few rows.
+    """
+    num_rows = many.QUICK if quick else many.FULL
+    table = many.table_of(num_rows)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+        with (
+            many.shards_of(folder / "before", NUM_SHARDS) as shards,
+            many.running(shards, table) as job,
+        ):
+            job.ask("fill", num_rows)
+            changed = num_rows // CHANGED
+            base, whole, whole_s, during = _copied(job, changed, folder / "copies", None)
+            job.ask("steps", changed, changed, 1)
+            quiet_s = statistics.median(job.ask("steps", changed, TOUCHED, STEPS))
+            base, path, changes_s, during_changes = _copied(job, changed, folder / "copies", base)
+            wanted = job.ask("look", num_rows)
+            taken = checkpoint.capture(
+                shards.addresses, ANYONE, many.JOB, weights_only=False, base=base
+            )
+            last = checkpoint_files.write(folder / "copies", taken, keep=3)
+        found: dict[str, Any] = {
+            "whole_s": whole_s,
+            "changes_s": changes_s,
+            "whole_pause_ms": 1e3 * (max(during) - quiet_s),
+            "changes_pause_ms": 1e3 * (max(during_changes) - quiet_s),
+            "share_of_base": _nbytes(path, "changes*") / _nbytes(whole),
+        }
+        taken = checkpoint_files.read(last, many.JOB, lambda _: None)[1]
+        times_s, are_equal = [], []
+        for count in OTHERS:
+            with many.shards_of(folder / f"on-{count}", count) as shards:
+                start_s = time.monotonic()
+                checkpoint.restore(shards.addresses, ANYONE, taken, many.JOB)
+                times_s.append(time.monotonic() - start_s)
+                with many.running(shards, table) as job:
+                    are_equal.append(job.ask("look", num_rows) == wanted)
+    return {**found, "restore_s": max(times_s), "is_equal": all(are_equal), "rows": num_rows}
