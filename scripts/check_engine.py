@@ -475,6 +475,8 @@ def returns(log: Log) -> None:
         project.compose("restart", "shard1")
         log.say(f"      restart of shard1 at step {before}: now at {advance(project, before)}")
         for volume in ("", "shard-secrets", "shard1"):
+            if volume == "shard1":
+                wait("a scheduled checkpoint", lambda: has_checkpoint(project))
             before = step(project)
             project.compose("--profile", "*", "down")
             if volume:
@@ -488,6 +490,12 @@ def returns(log: Log) -> None:
                 f"      down{f', the volume {volume} is lost' if volume else ''}, and up "
                 f"at step {before}: now at {advance(project, before)}"
             )
+
+
+def has_checkpoint(project: Project) -> bool:
+    """Returns whether shard 0 has taken a checkpoint of a job."""
+    folder = "/var/lib/paceline/checkpoints"
+    return bool(project.docker("exec", project.only("shard0"), "ls", folder).strip())
 
 
 def pauses(log: Log) -> None:
