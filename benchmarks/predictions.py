@@ -3,9 +3,9 @@
 Twelve cases on four hosts of `benchmarks.netlab`, each with a worker and a shard: links of 0.1, 0.5
 and 1 Gbit/s, in the modes `ssgd`, `od`, `ssd(steps=5)` and `cd` with 2-bit pushes. Three of them
 have a round trip of 20 ms, and in three one worker computes for twice as long. A prediction is made
-before its case runs, by the simulation of every message (pssim/timing) and by the closed form
-(pscore/timing/closed.py); nothing is fitted to these runs. Computing is simulated by sleeping, as
-in `benchmarks.hosts`.
+before its case runs, by the simulation of every message (pssim/timing), for hosts that share the
+cores of this machine, and by the closed form (pscore/timing/closed.py); nothing is fitted to these
+runs. Computing is simulated by sleeping, as in `benchmarks.hosts`.
 
     error     predicted / measured - 1
     ranking   whether, of each two cases on the same links that differ by more than 10 %, the
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def case_of(rate: str, variant: str) -> hosts.Case:
 
 
 def deployment_of(case: hosts.Case) -> Deployment:
-    """Returns a case as the predictions see it: its nominal links, and nothing measured."""
+    """Returns a case as the predictions see it: links and cores, and nothing measured."""
     tensors = [
         TensorSpec(name=str(number), shape=shape, dtype="float32", compress=True)
         for number, shape in enumerate(case.shapes)
@@ -113,6 +114,7 @@ def deployment_of(case: hosts.Case) -> Deployment:
         round_trip_s=TRIP_S + 2 * case.delay_s,
         compute_s=case.compute_s,
         slow=case.slow,
+        cores=len(os.sched_getaffinity(0)),
         rates=MachineRates(far_share=PACED if system_paces() else 1.0),
     )
 

@@ -118,6 +118,8 @@ class Deployment:
         overlap: Whether pushes leave during backward.
         num_state: State arrays of the shards' optimizer.
         threads: Threads of each shard.
+        cores: Cores that all hosts share, where one machine stands for them; None: no thread waits
+            for a core. The closed forms do not know it.
         tls: Whether connections between hosts are encrypted.
         rates: Costs of a machine.
     """
@@ -135,6 +137,7 @@ class Deployment:
     overlap: bool = True
     num_state: int = 1
     threads: int = 2
+    cores: int | None = None
     tls: bool = False
     rates: MachineRates = MachineRates()
 

@@ -71,10 +71,17 @@ class Servers:
         busy_s: Seconds in which they worked, added up.
     """
 
-    def __init__(self, loop: Loop, number: int = 1) -> None:
+    def __init__(self, loop: Loop, number: int = 1, cores: Servers | None = None) -> None:
+        """Starts idle.
+
+        Args:
+            number: Threads.
+            cores: The cores on which they run, with others; None: each has one of its own.
+        """
         self.busy_s = 0.0
         self._loop = loop
         self._free = number
+        self._cores = cores
         self._waiting: deque[tuple[float, Call]] = deque()
 
     def work(self, seconds: float, done: Call) -> None:
@@ -87,7 +94,8 @@ class Servers:
         seconds, done = self._waiting.popleft()
         self._free -= 1
         self.busy_s += seconds
-        self._loop.after(seconds, partial(self._end, done))
+        run = self._loop.after if self._cores is None else self._cores.work
+        run(seconds, partial(self._end, done))
 
     def _end(self, done: Call) -> None:
         self._free += 1

@@ -16,7 +16,7 @@ from pscore.timing.plans import period, without_warmup
 from pscore.types import SliceSpec, TensorSegment, TensorSpec
 from pssim.cluster import quiet
 from pssim.network import Loop, StuckError
-from pssim.timing.links import HostLinks
+from pssim.timing.links import HostLinks, Servers
 from pssim.timing.shards import TimedShard
 from pssim.timing.workers import TimedWorker
 
@@ -131,6 +131,7 @@ def make_job(
     loop = Loop()
     spec = table_of(deployment, rule, compressor)
     links = HostLinks(loop, deployment)
+    cores = None if deployment.cores is None else Servers(loop, deployment.cores)
     numels = [each.numel for each in deployment.slices]
     shards = [
         TimedShard(
@@ -138,9 +139,8 @@ def make_job(
             spec,
             numels,
             deployment.rates,
-            loop,
             num_workers=deployment.num_workers,
-            threads=deployment.threads,
+            threads=Servers(loop, deployment.threads, cores),
             secured=lambda worker, host=host: (  # type: ignore[misc]
                 deployment.tls and deployment.worker_hosts[worker] != host
             ),
@@ -162,6 +162,7 @@ def make_job(
             loop,
             num_steps=steps,
             seed=seed,
+            cores=cores,
         )
 
     return TimedJob(

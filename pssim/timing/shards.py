@@ -15,7 +15,6 @@ from pscore.types import Pull, Push, Role
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Update
 from psserver.decisions.shard import Actions, Address, Shard
-from pssim.network import Loop
 from pssim.timing.links import Servers
 
 JOB = "job"
@@ -47,10 +46,9 @@ class TimedShard:
         spec: TableSpec,
         numels: list[int],
         rates: MachineRates,
-        loop: Loop,
         *,
         num_workers: int,
-        threads: int,
+        threads: Servers,
         secured: Callable[[int], bool],
     ) -> None:
         """Starts with all workers joined and the weights loaded.
@@ -59,9 +57,10 @@ class TimedShard:
             spec: The table, whose slices have the shards of the deployment.
             numels: Elements of each slice of the deployment.
             rates: Costs of its machine.
+            threads: Its threads.
             secured: Returns whether the connection to a worker is encrypted.
         """
-        self.threads = Servers(loop, threads)
+        self.threads = threads
         self._shard = Shard(index, spec.num_shards, math.inf)
         self._numels = numels
         self._rates = rates

@@ -56,10 +56,12 @@ class TimedWorker:
         *,
         num_steps: int,
         seed: int = 0,
+        cores: Servers | None = None,
     ) -> None:
-        """Waits for `start`."""
+        """Waits for `start`; `cores` are those on which its threads run, with others."""
         self.rank = rank
-        self.codec, self.receiver = Servers(loop), Servers(loop)
+        self.codec, self.receiver = Servers(loop, 1, cores), Servers(loop, 1, cores)
+        self._script = Servers(loop, 1, cores)
         self.ended_s: list[float] = []
         self.waited_s = 0.0
         self.is_over = False
@@ -146,7 +148,16 @@ class TimedWorker:
         self.replica.end_slice(index, self._grads[index], self)
         if plan.local and not plan.block:
             nbytes = FLOAT_NBYTES * self._deployment.slices[index].numel
-            yield nbytes * UPDATE_ARRAYS / self._deployment.rates.local
+            updated: list[bool] = []
+            self._script.work(
+                nbytes * UPDATE_ARRAYS / self._deployment.rates.local,
+                partial(self._end_work, updated),
+            )
+            yield lambda: bool(updated)
+
+    def _end_work(self, done: list[bool]) -> None:
+        done.append(True)
+        self._advance()
 
     def _await_pulls(self, waits: Iterable[int]) -> TimedProgram:
         for index in waits:

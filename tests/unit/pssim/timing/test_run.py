@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pscore.timing.closed import closed_form
 from pscore.timing.deployment import GBIT, Deployment, cut_slices
@@ -146,6 +147,27 @@ def test_two_threads_work_at_once() -> None:
         threads.work(seconds, lambda: ends.append(loop.now_s))
     loop.run()
     assert ends == [1.0, 2.0, 3.0]
+
+
+def test_threads_of_several_hosts_wait_for_the_cores_that_these_share() -> None:
+    loop = Loop()
+    ends: list[tuple[str, float]] = []
+    cores = Servers(loop, 2)
+    for name in ("one", "two", "three"):
+        Servers(loop, 1, cores).work(2.0, partial(_note, ends, name, loop))
+    loop.run()
+    assert ends == [("one", 2.0), ("two", 2.0), ("three", 4.0)]
+    assert cores.busy_s == 6.0
+
+
+def test_fewer_cores_make_no_step_shorter_and_enough_change_nothing() -> None:
+    of, cd = four_hosts(3_200_000, 10.0, 0.05), parse_mode("cd(steps=2)")
+    compressor = parse_compressor("2bit")
+    took_s = [
+        run_in_time(replace(of, cores=cores), cd, compressor).step_s for cores in (1, 2, 64, None)
+    ]
+    assert took_s[0] > took_s[1] > took_s[2]
+    assert took_s[2] == took_s[3]
 
 
 def test_bytes_within_a_host_pass_through_memory() -> None:
