@@ -183,6 +183,7 @@ def rows_by_id() -> str:
         "ddp_dense": "with dense DDP",
     }
     logs = f" ({auc['samples'] / 1e6:g}M clicks, seeds: {auc['seeds']})" if "seeds" in auc else ""
+    told = [key for key in AUCS if key in auc]
     rows = [
         *(
             [f"pull and push, 100,000 rows of 32, {plane}", f"{took_ms:.0f} ms"]
@@ -190,7 +191,7 @@ def rows_by_id() -> str:
         ),
         ["their bytes over the payload's formula", f"{found['bytes_of_formula']:.2f}"],
         *([label, _time(step[key])] for key, label in labels.items()),
-        *([f"AUC{logs}, {key}", f"{auc[key]:.5f}"] for key in AUCS if key in auc),
+        [f"AUC{logs}: {', '.join(told)}", ", ".join(f"{auc[key]:.5f}" for key in told)],
         [
             f"kills in {kills['seconds']:.0f} s, pushes",
             f"{kills['faults']:.0f}, {kills['pushes']:.0f}",
@@ -205,10 +206,34 @@ def rows_by_id() -> str:
             for key, label in labels.items()
         ]
         rows.append(["bytes on these links over the formula", f"{wire['bytes_of_formula']:.2f}"])
-    for name, run in found.get("later", {}).items():
-        about += f" `--only {name}`{' whole' * (not run['is_quick'])}: {run['date']}, "
-        about += f"{run['commit']}, {machine(run['machine']).rpartition(', ')[2]}."
+    rows += _many_rows(found)
+    later = [
+        f"{name} {run['commit']} {machine(run['machine']).rpartition(' ')[2]}"
+        for name, run in found.get("later", {}).items()
+        if not run["is_quick"]
+    ]
+    if later:
+        about += f" Whole runs by `--only`, with commit and load: {', '.join(later)}."
     return f"{about}\n\n" + table(["", ""], rows, "lr")
+
+
+def _many_rows(found: dict[str, Any]) -> list[list[str]]:
+    """Returns the figures of the tables of millions of rows that were measured."""
+    rows = []
+    if back := found.get("back"):
+        label = f"a shard of {back['rows'] / 1e6:g}M rows answers behind a kill after"
+        rows.append([label, f"{back['median_s']:.1f} s"])
+    if journal := found.get("journal"):
+        rows.append(["share of a step for the journal", f"{100 * journal['share_lost']:.0f}%"])
+    if copies := found.get("copies"):
+        label = f"checkpoint of {copies['rows'] / 1e6:g}M rows; of the 1% that have changed"
+        both = f"{copies['whole_s']:.0f} s; {copies['changes_s']:.1f} s"
+        rows.append([label, f"{both}, {100 * copies['share_of_base']:.1f}% of the bytes"])
+        rows.append(["restored on other shards, the same bits", f"{copies['restore_s']:.0f} s"])
+    if bounded := found.get("bounded"):
+        label = f"{bounded['ids'] / 1e6:g}M ids, `lru` of a tenth: share of the declared memory"
+        rows.append([label, f"{100 * bounded['bytes_of_declared']:.0f}%"])
+    return rows
 
 
 def _time(took_ms: float | None) -> str:
