@@ -37,6 +37,7 @@ import torch
 
 from benchmarks import kit
 from pscore.compressors import Compressor, parse_compressor
+from pscore.compressors.base import LARGEST
 from pscore.cuda.choice import make_encoder
 from pscore.cuda.local import kernels_for
 from pscore.cuda.runtime import advice, launcher
@@ -150,6 +151,7 @@ class Host:
         """Measures encode and decode-accumulate; returns the bytes per element too."""
         compressor, parts = parse_compressor(name), slices(self.numel)
         state = {key: np.zeros(self.numel, np.float32) for key in compressor.state_names}
+        largest = [np.zeros(1, np.float32) for _ in parts]  # As a worker keeps it.
         longest = [compressor.payload_nbytes_max(part.stop - part.start) for part in parts]
         buffers = [np.zeros(nbytes, np.uint8) for nbytes in longest]
         sent, out = list(longest), np.zeros(self.numel, np.float32)
@@ -157,6 +159,7 @@ class Host:
         def encode() -> None:
             for index, part in enumerate(parts):
                 views = {key: array[part] for key, array in state.items()}
+                views[LARGEST] = largest[index]
                 sent[index] = compressor.encode(
                     self.grad[part], views, buffers[index], seed=index, step=1 << 30
                 )
