@@ -15,19 +15,24 @@ gets the system's own choice.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
+import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pscore.net import followed
+from pscore.errors import ThreadError
+from pscore.threads import OwnedThread
 
 SYSTEM = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # The system's own choice.
 UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
 PACED = b"bbr"  # Begin of the names of congestion controls that pace.
 NEAR_US = 5000  # Longest of the shortest round trips within a data centre, in microseconds.
+LOOK_S = 0.25  # From one look at the round trips to the next.
 FOLLOW_S = 5.0  # A connection that has had no short one by then goes far.
 NAME_NBYTES = 16
 RTT_OFFSET, LEAST_OFFSET = 68, 148  # `tcpi_rtt`, `tcpi_min_rtt` in `tcp_info`.
@@ -77,7 +82,7 @@ def choose(connection: socket.socket, usual: bytes) -> None:
     if not usual.startswith(PACED):
         _use(connection, usual)
     elif is_far(connection):
-        followed.FOLLOWED.add(connection, _Choice(usual, time.monotonic() + FOLLOW_S))
+        FOLLOWED.add(connection, usual)
 
 
 def name_of(endpoint: socket.socket) -> bytes:
@@ -106,18 +111,75 @@ def _use(connection: socket.socket, usual: bytes) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, usual)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The system's choice for a connection that turns out to be far."""
-
+@dataclass(slots=True)
+class _Entry:
+    connection: weakref.ref[socket.socket]
     usual: bytes
     until_s: float  # A time of the monotonic clock.
 
-    def __call__(self, connection: socket.socket) -> bool:
-        """Returns whether to look again; makes the choice when it is known to be far."""
-        if not is_far(connection):
-            return False
-        if time.monotonic() < self.until_s:
+    def is_decided(self) -> bool:
+        """Returns whether there is nothing more to look for; makes the choice then."""
+        connection = self.connection()
+        if connection is None or connection.fileno() < 0 or not is_far(connection):
             return True
+        if time.monotonic() < self.until_s:
+            return False
         _use(connection, self.usual)
-        return False
+        return True
+
+
+class Followed:
+    """Connections whose round trips have been long so far; a thread looks at them."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts anew in a forked process; its parent still follows the connections of before.
+
+        Another thread may have held the lock at the fork, and no thread of the child would release
+        it.
+        """
+        self._lock = threading.Lock()
+        self._entries: list[_Entry] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, connection: socket.socket, usual: bytes) -> None:
+        """Follows a connection, as long as it is open."""
+        entry = _Entry(weakref.ref(connection), usual, time.monotonic() + FOLLOW_S)
+        with self._lock:
+            self._entries.append(entry)
+            if self._thread is None:
+                self._thread = OwnedThread(self._run, "congestion", self._give_up)
+                self._thread.start()
+
+    def take(self, connection: socket.socket) -> bytes:
+        """Follows a connection no longer; returns its `usual`, empty if it was not followed."""
+        with self._lock:
+            for entry in self._entries:
+                if entry.connection() is connection:
+                    self._entries.remove(entry)
+                    return entry.usual
+        return b""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _give_up(self, error: ThreadError) -> None:
+        """Leaves all connections without pacing; the next one starts another thread."""
+        with self._lock:
+            self._entries.clear()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with self._lock:
+                self._entries = [entry for entry in self._entries if not entry.is_decided()]
+                if not self._entries:
+                    self._thread = None
+                    return
+
+
+FOLLOWED = Followed()
+os.register_at_fork(after_in_child=lambda: FOLLOWED.restart())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import xxhash
 
 from pscore.errors import DamagedError, DecodeError, TransportError
-from pscore.net import congestion, send_buffers
+from pscore.net import congestion
 from pscore.net.tls import Stream, TLSSocket
 from pscore.net.wire import (
     CHECKED,
@@ -131,8 +131,8 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 def tune(connection: socket.socket, usual: bytes = b"") -> None:
     """Sets the options of a data connection: no delay for small frames, and the sizes of buffers.
 
-    Between two processes of one host there is no latency to hide, and small buffers are faster.
-    To another host TCP adapts its buffers to the bytes under way, and send_buffers.py limits these.
+    TCP adapts its buffers to the bytes under way; a size set here is an upper limit. Between two
+    processes of one host there is no latency to hide, and small buffers are faster.
 
     Args:
         connection: TCP, or a Unix socket.
@@ -144,7 +144,6 @@ def tune(connection: socket.socket, usual: bytes = b"") -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if not is_within_host(connection):
             congestion.choose(connection, usual)
-            send_buffers.fit(connection)
             return
         nbytes = SAME_HOST_NBYTES
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):

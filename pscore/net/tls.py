@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, TLSError
-from pscore.net import followed
+from pscore.net import congestion
 from pscore.net.credentials import Credentials
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -197,7 +197,7 @@ def secure(
         OSError: The handshake failed, or the deadline has passed.
     """
     deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S if deadline_s is None else deadline_s
-    looks = followed.FOLLOWED.take(connection)
+    usual = congestion.FOLLOWED.take(connection)
     wrapped = context.wrap_socket(
         connection,
         server_side=host is None,
@@ -209,7 +209,7 @@ def secure(
         while True:
             try:
                 wrapped.do_handshake()
-                followed.FOLLOWED.add(wrapped, *looks)
+                congestion.choose(wrapped, usual)
                 return TLSSocket(wrapped)
             except ssl.SSLWantReadError:
                 event = select.POLLIN

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pscore.net import congestion, followed, send_buffers, sockets
+from pscore.net import congestion, sockets
 
 DEADLINE_S = 200.0
 
@@ -18,9 +21,8 @@ DEADLINE_S = 200.0
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, bytes]]:
     """Gives a connection as from another host, not tuned yet, and the system's own choice."""
-    monkeypatch.setattr(followed, "LOOK_S", 0.01)
-    monkeypatch.setattr(followed, "FOLLOWED", followed.Followed())
-    monkeypatch.setattr(send_buffers, "fit", lambda connection: None)
+    monkeypatch.setattr(congestion, "LOOK_S", 0.01)
+    monkeypatch.setattr(congestion, "FOLLOWED", congestion.Followed())
     listener, usual = sockets.listen("127.0.0.1", 0)
     with listener, socket.create_connection(listener.getsockname(), 20.0, ("127.0.0.2", 0)):
         found, _ = listener.accept()
@@ -31,7 +33,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, b
 def wait_until_decided() -> None:
     """Waits until no connection is followed any more."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while len(followed.FOLLOWED):
+    while len(congestion.FOLLOWED):
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
 
@@ -44,7 +46,7 @@ def test_a_near_host_is_not_paced_and_its_buffers_are_left_to_the_kernel(
     sockets.tune(connection, b"bbr")
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
     assert congestion.name_of(connection) == congestion.UNPACED
-    assert not len(followed.FOLLOWED)
+    assert not len(congestion.FOLLOWED)
 
 
 def test_a_far_host_gets_the_choice_of_the_system_after_a_while(
@@ -69,10 +71,22 @@ def test_a_first_long_round_trip_to_a_near_host_changes_nothing(
     trips_us = iter([20_000, 9_000, 8_000, 40])
     monkeypatch.setattr(congestion, "least_us", lambda connection: next(trips_us))
     congestion.choose(connection, b"bbr")
-    assert len(followed.FOLLOWED) == 1
+    assert len(congestion.FOLLOWED) == 1
     wait_until_decided()
     assert next(trips_us, None) is None
     assert congestion.name_of(connection) == congestion.UNPACED
+
+
+def test_a_connection_that_tls_takes_over_is_followed_as_its_successor(
+    accepted: tuple[socket.socket, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = accepted
+    monkeypatch.setattr(congestion, "NEAR_US", -1)
+    congestion.choose(connection, b"bbr")
+    assert congestion.FOLLOWED.take(connection) == b"bbr"
+    assert congestion.FOLLOWED.take(connection) == b""
+    congestion.choose(connection, b"")  # Its connection was not followed.
+    assert not len(congestion.FOLLOWED)
 
 
 def test_a_choice_that_does_not_pace_is_the_systems_at_once(
@@ -87,7 +101,17 @@ def test_a_choice_that_does_not_pace_is_the_systems_at_once(
     assert congestion.name_of(connection) == usual
     monkeypatch.setattr(congestion, "PACED", usual)
     congestion.choose(connection, usual)  # As if its route had asked for the one that it has.
-    assert not len(followed.FOLLOWED)
+    assert not len(congestion.FOLLOWED)
+
+
+def test_a_closed_connection_is_not_followed(
+    accepted: tuple[socket.socket, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = accepted
+    monkeypatch.setattr(congestion, "NEAR_US", -1)
+    congestion.choose(connection, b"bbr")
+    connection.close()
+    wait_until_decided()
 
 
 def test_the_kernel_has_measured_a_round_trip_when_a_connection_is_made() -> None:
@@ -111,6 +135,39 @@ def test_where_no_other_congestion_control_may_be_chosen_all_is_as_the_system_ha
     assert usual == b""
     with listener, sockets.connect("127.0.0.1", listener.getsockname()[1], 20.0) as one:
         assert congestion.name_of(one) == expected
+
+
+def test_a_process_forked_while_another_thread_looks_still_makes_connections(
+    accepted: tuple[socket.socket, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of that thread is free in the child, whose connections are followed as usual."""
+    connection, _ = accepted
+    is_looking, may_go_on = threading.Event(), threading.Event()
+
+    def look(connection: socket.socket) -> int:
+        if threading.current_thread().name == "congestion":
+            is_looking.set()
+            may_go_on.wait(DEADLINE_S)
+        return sys.maxsize
+
+    monkeypatch.setattr(congestion, "least_us", look)
+    congestion.choose(connection, b"bbr")
+    assert is_looking.wait(DEADLINE_S)
+    if (child := os.fork()) == 0:
+        signal.alarm(int(DEADLINE_S))  # Ends it if it waits for a lock that nobody will release.
+        code = 1
+        try:
+            monkeypatch.setattr(congestion, "least_us", lambda connection: 0)
+            was_followed = congestion.FOLLOWED.take(connection)
+            congestion.FOLLOWED.add(connection, b"bbr")
+            wait_until_decided()
+            code = len(was_followed)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    may_go_on.set()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert congestion.FOLLOWED.take(connection) == b"bbr"
 
 
 def test_the_system_paces_with_bbr_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
