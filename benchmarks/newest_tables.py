@@ -108,12 +108,15 @@ def _beside(beside: dict[str, float]) -> list[list[str]]:
 
 
 def _parts(found: dict[str, Any], module: str) -> str:
-    """Returns a sentence with the date, commit and machine of each part of a result."""
-    said = [
-        f"`{name}` {part['date']}, commit {part['commit']}, {machine(part['machine'])}"
-        for name, part in found["parts"].items()
-    ]
-    return f"Parts of `python -m {module} --only PART`: {'; '.join(said)}."
+    """Returns a sentence with the commit and load of each part of a result."""
+    return f"Parts of `python -m {module} --only PART`, {_runs(found['parts'])}."
+
+
+def _runs(runs: dict[str, dict[str, Any]]) -> str:
+    """Returns the commit of each run, and the load of its machine."""
+    loads = {name: machine(run["machine"]).rpartition(" ")[2] for name, run in runs.items()}
+    said = [f"{name} {run['commit']} {loads[name]}" for name, run in runs.items()]
+    return f"with commit and load: {', '.join(said)}"
 
 
 def rollouts() -> str:
@@ -207,13 +210,9 @@ def rows_by_id() -> str:
         ]
         rows.append(["bytes on these links over the formula", f"{wire['bytes_of_formula']:.2f}"])
     rows += _many_rows(found)
-    later = [
-        f"{name} {run['commit']} {machine(run['machine']).rpartition(' ')[2]}"
-        for name, run in found.get("later", {}).items()
-        if not run["is_quick"]
-    ]
+    later = {name: run for name, run in found.get("later", {}).items() if not run["is_quick"]}
     if later:
-        about += f" Whole runs by `--only`, with commit and load: {', '.join(later)}."
+        about += f" Whole runs by `--only`, {_runs(later)}."
     return f"{about}\n\n" + table(["", ""], rows, "lr")
 
 

@@ -53,7 +53,7 @@ MODELS = {
     "500mbit": (((400, 400),) * 40, 0.3),
     "1gbit": (((500, 500),) * 50, 0.4),
 }
-PLAIN, FAR, UNEQUAL = "plain", "20 ms", "a worker at half speed"
+PLAIN, FAR, UNEQUAL = "plain", "20 ms", "one at half speed"
 QUICK = {
     ("100mbit", PLAIN): ("od", "cd"),
     ("100mbit", FAR): ("ssgd",),
