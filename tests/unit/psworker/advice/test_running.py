@@ -18,7 +18,7 @@ model = torch.nn.Linear(64, 16)
 optimizer = psworker.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
 )
-for _ in range(2000):
+for _ in range(8000):  # Some seconds: its pace is asked twice a second.
     optimizer.zero_grad()
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
