@@ -62,14 +62,7 @@ def published() -> str:
             ]
             for every, share in found.get("relayed_cost", {}).items()
         ),
-        *(
-            [
-                f"{one['number']:,} readers that join and leave add to the slowest step of 100",
-                f"{100 * one['p99']:.1f} %",
-                "2 %",
-            ]
-            for one in ([found["joins"]] if "joins" in found else [])
-        ),
+        *_joins(found),
         [
             "from the end of `publish` to the commit of the last of 8 readers, 1 % changed",
             f"{found['refresh_ms']['delta']:.0f} ms",
@@ -88,22 +81,25 @@ def published() -> str:
     return f"{_parts(found, 'benchmarks.publish')}\n\n" + table(head, rows, "lrr")
 
 
+def _joins(found: dict[str, Any]) -> list[list[str]]:
+    """Returns a row with the cost of readers that come and go, if it was measured."""
+    if (joins := found.get("joins")) is None:
+        return []
+    label = f"{joins['number']:,} readers that join and leave add to the slowest step of 100"
+    return [[label, f"{100 * joins['p99']:.1f} %", "2 %"]]
+
+
 def _beside(beside: dict[str, float]) -> list[list[str]]:
-    """Returns rows with the milliseconds of other ways."""
+    """Returns rows with the milliseconds of other ways, for one reader."""
+    labels = {
+        "safetensors": "all weights: a file of safetensors over HTTP",
+        "http": "all weights: `torch.save` over HTTP",
+        "gloo": "all weights: a broadcast of Gloo",
+        "xor": "1 % changed: exclusive or in zlib over HTTP",
+    }
     return [
-        *(
-            [f"beside it, all weights, one reader: {label}", f"{beside[key]:.0f} ms", ""]
-            for key, label in (
-                ("safetensors", "a file of safetensors over HTTP"),
-                ("http", "`torch.save` over HTTP"),
-                ("gloo", "a broadcast of Gloo"),
-            )
-        ),
-        *(
-            [f"beside it, 1 % changed, one reader: {label}", f"{beside[key]:.0f} ms", ""]
-            for key, label in (("xor", "exclusive or in zlib over HTTP"),)
-            if key in beside
-        ),
+        [f"beside it, one reader, {label}", f"{beside[key]:.0f} ms", ""]
+        for key, label in labels.items()
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -46,6 +47,10 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
                 return program.poll() is not None or time.monotonic() > until_s
 
             found = await_job(own.addresses, credentials, JOB, is_over)
+            is_ready = found is not None and found.is_ready
+            if not is_ready:  # Its worker may have left: then it is about to end, and says why.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.wait(max(0.0, until_s - time.monotonic()))
             code = program.poll()
         finally:
             program.terminate()
@@ -55,7 +60,7 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
                 program.kill()
     finally:
         own.end()
-    if found is None or not found.is_ready:
+    if found is None or not is_ready:
         when = f"in {seconds:g} s" if code is None else f"when it ended with exit code {code}"
         raise ConfigError(f"{command[0]} had made too few steps with DistributedOptimizer {when}")
     return found

@@ -125,6 +125,9 @@ def test_a_script_is_measured_with_one_worker(tmp_path: Path) -> None:
     assert found.nbytes // 4 in range(64 * 16 + 16, 64 * 16 + 64)
     assert found.optimizer == "sgd"
     assert found.paces[0].num_steps >= 3
+    script.write_text(SCRIPT.replace("8000", "1") + "import time; time.sleep(2.0)\n")
+    with pytest.raises(ConfigError, match=r"too few steps .* when it ended with exit code 0"):
+        measure_script([str(script)], seconds=3000.0)
     script.write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError, match=r"too few steps .* when it ended with exit code 3"):
         measure_script([str(script)], seconds=3000.0)  # It is over at once.
