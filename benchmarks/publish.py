@@ -22,8 +22,9 @@ shards on one host with the publisher, the trainer on another, each of 8 readers
     pause_ms          `commit` into a torch module, of the same change
     training_cost     step time with 8 readers over that with none, less 1; 300 ms a step, and 1 %
                       of the bfloat16 weights change in it; `relayed` behind a relay
-    joins             readers that join, get all weights and leave during such steps; `p99` is the
-                      share that they add to the 99th percentile of the step time
+    joins             readers that join, get all weights and leave during such steps, 2.4 a second,
+                      each at most at a twentieth of the link (`--publish-mbit`); `p99` is the share
+                      that they add to the 99th percentile of the step time
     beside            the same weights in ms for one reader, all of them: a file of safetensors
                       over HTTP and loaded, `torch.save` over HTTP, a broadcast of Gloo; `xor`:
                       1 % changed, as the exclusive or of both versions in zlib over HTTP
@@ -80,8 +81,9 @@ FILLED = {  # Modes, by name; none for a `Publisher`.
 }
 CYCLE = 200  # Whole numbers below 256 are exact in bfloat16.
 COST_NUMEL = 2_000_000  # The trainer sends and gets them within a third of a step.
-NUM_JOINING, JOINS, JOIN_STEPS = 4, 1000, 250  # Hosts whose readers come and go, and how often.
-QUICK_JOINS, QUICK_STEPS = 100, 25
+NUM_JOINING, JOINS, JOIN_STEPS = 4, 1000, 1100  # Hosts whose readers come and go, and how often.
+QUICK_JOINS, QUICK_STEPS = 100, 110
+JOIN_MBIT = 50  # `--publish-mbit`: a twentieth of the link to each reader.
 LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
 
 
@@ -231,6 +233,7 @@ def join(joins: int, every_s: float) -> dict[str, int]:
     """Reads one version with each of many readers, which come at even intervals and leave."""
     import psworker
 
+    os.nice(19)  # Readers have machines of their own; here they share two cores with the trainer.
     measured.await_go()
     begin_s, read = time.monotonic(), 0
     for number in range(joins):
@@ -682,11 +685,12 @@ def _step_s(every: int, steps: int, *, is_relayed: bool = False) -> float:
 
 @contextlib.contextmanager
 def _training(
-    num_hosts: int, every: int, steps: int
+    num_hosts: int, every: int, steps: int, mbit: int = 0
 ) -> Iterator[tuple[Hosts, dict[str, str], kit.Role]]:
     """Runs shards and a trainer, which waits to be told; yields hosts, variables and trainer."""
     with hosts(num_hosts) as lab, contextlib.ExitStack() as stack:
         published = {"PACELINE_PUBLISH": f"*:every={every}" if every else ""}
+        published["PACELINE_PUBLISH_MBIT"] = str(mbit)
         shards = lab.start(0, "serve", published, host=lab.address(0))
         stack.enter_context(kit.roles(shards))
         env = kit.worker_environment(shards.line()["addresses"], 0, 1, "auto", "cost")
@@ -701,7 +705,7 @@ def joins(*, is_quick: bool) -> dict[str, Any]:
     number, steps = (QUICK_JOINS, QUICK_STEPS) if is_quick else (JOINS, JOIN_STEPS)
     times, joined = [], 0
     for each in (0, number // NUM_JOINING):
-        with _training(2 + NUM_JOINING, 4, steps) as (lab, env, trainer):
+        with _training(2 + NUM_JOINING, 4, steps, JOIN_MBIT) as (lab, env, trainer):
             given = {"joins": each, "every_s": COMPUTE_S * steps / max(each, 1)}
             places = range(2, 2 + NUM_JOINING if each else 2)
             readers = [lab.start(host, "join", env, **given) for host in places]

@@ -7,6 +7,7 @@
     python -m benchmarks.rounds --links --out docs/results/round_links.json   # round_links.py
     python -m benchmarks.rounds --times --out docs/results/round_times.json   # round_times.py
     python -m benchmarks.rounds --moves --json                                # round_moves.py
+    python -m benchmarks.rounds --quorum --json                               # round_quorum.py
 
 A small transformer predicts the characters of a part of Shakespeare's plays; LeNet and ResNet-20
 tell images apart (`--task`). Four workers run AdamW between the rounds of `diloco`; the real
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import round_links, round_moves, round_times
+from benchmarks import round_links, round_moves, round_quorum, round_times
 from benchmarks.chars import PART, Text
 from benchmarks.images import Images
 from pscore.compressors.none import NoCompression
@@ -335,6 +336,7 @@ def main() -> None:
     parser.add_argument("--links", action="store_true", help="bytes and times at 100 Mbit/s")
     parser.add_argument("--times", action="store_true", help="times of rounds on slow links")
     parser.add_argument("--moves", action="store_true", help="rates of fine-tuning")
+    parser.add_argument("--quorum", action="store_true", help="means and windows of a quorum")
     parser.add_argument("--quick", action="store_true", help="one seed, with known outer rates")
     parser.add_argument("--rates", type=rate_of, nargs="+", default=[], help="such as mirror=0.4")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="H")
@@ -364,6 +366,9 @@ def main() -> None:
         return
     if args.moves:
         round_moves.run(args.out, as_json=args.json)
+        return
+    if args.quorum:
+        round_quorum.run(args.out, as_json=args.json)
         return
     args.rates = dict(args.rates)
     result = Result(args)

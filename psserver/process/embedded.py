@@ -99,6 +99,7 @@ def start_embedded(
             journal_dir=None if journal_dir is None else str(journal_dir),
             timeline=os.environ.get("PACELINE_TIMELINE"),
             publish=os.environ.get("PACELINE_PUBLISH", ""),
+            publish_mbit=int(os.environ.get("PACELINE_PUBLISH_MBIT") or 0),
         )
         for index in range(num_shards)
     ]
