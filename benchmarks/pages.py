@@ -422,10 +422,14 @@ IMAGES = ROOT / "docs" / "results" / "images.json"  # deploy/check writes it.
 def images(path: Path = IMAGES) -> str:
     """Returns the sizes of the container images."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    sizes = {target: f"{nbytes / 1e9:.2f} GB" for target, nbytes in found["nbytes"].items()}
-    rows = [[f"`{target}`", size] for target, size in sizes.items() if target != "base"]
-    about = f"`deploy/check`, {found['date']}, on a base of {sizes['base']}:"
-    return f"{about}\n\n" + table(["target", "size"], rows, "lr")
+    sizes = {target: f"{image['nbytes'] / 1e9:.2f} GB" for target, image in found.items()}
+    rows = [
+        [f"`{target}`", size, found[target]["date"]]
+        for target, size in sizes.items()
+        if target != "base"
+    ]
+    about = f"`deploy/check`, on a base of {sizes['base']}:"
+    return f"{about}\n\n" + table(["target", "size", "date"], rows, "lrl")
 
 
 # ----- the blocks, and their pages

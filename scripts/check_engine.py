@@ -21,18 +21,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from scripts.engine import (
     IMAGE,
+    PYPI_TORCH,
     ROOT,
     SHARD_IMAGE,
+    TORCH,
     CheckError,
     GpuHost,
     NotRunError,
@@ -170,8 +175,16 @@ def build(log: Log) -> None:
         log.say(f"      {name}: a loop's compiled code is used as it is in the image: {used[-1]}")
         if used[-1] != "True":
             raise CheckError(f"{name} compiles a loop that it should have")
-    RESULT.write_text(json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "nbytes": sizes}) + "\n")
+    note_sizes(sizes)
     no_gpu(log)
+
+
+def note_sizes(sizes: dict[str, int]) -> None:
+    """Writes sizes of images; those of other targets stay."""
+    found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    found |= {target: {"nbytes": nbytes, "date": today} for target, nbytes in sizes.items()}
+    RESULT.write_text(json.dumps(found) + "\n")
 
 
 def build_target(target: str, name: str, *options: str) -> None:
@@ -181,13 +194,112 @@ def build_target(target: str, name: str, *options: str) -> None:
 
 
 def cuda(log: Log) -> None:
-    """Builds the image for NVIDIA GPUs, and imports what it has, on this host without one."""
-    build_target("cuda", CUDA_IMAGE)
-    # Read-only as in the compose files: CuPy makes a folder when it is imported.
-    places = ("--network", "none", "--read-only", "--tmpfs", "/tmp")
-    look = ("docker", "run", "--rm", *places, CUDA_IMAGE)
-    versions = "import cupy, torch; print('torch', torch.__version__, 'CuPy', cupy.__version__)"
-    log.say(f"      {CUDA_IMAGE} has {run(*look, 'python', '-c', versions).splitlines()[-1]}")
+    """Builds the image for NVIDIA GPUs with the torch of PyPI, imports what it has, removes it.
+
+    A torch for another CUDA, or for none, is refused; stand-ins for their wheels are served here.
+    """
+    with served_wheels() as options:
+        for torch, wanted, built in (
+            (f"{TORCH}+cu126", "13", "for CUDA 12.6"),
+            (f"{TORCH}+cu130", "12", "for CUDA 13.0"),
+            (f"{TORCH}+cpu", "13", "without CUDA"),
+        ):
+            args = (f"TORCH=torch=={torch}", f"TORCH_OPTIONS={options}", f"CUDA={wanted}")
+            said = refused_build(args)
+            expected = f"torch {torch} is built {built}, and CUDA is {wanted}: "
+            if expected not in said:
+                raise CheckError(f"{expected!r} was expected: {tail(said)}")
+            log.say(f"      refused: {expected}...")
+    start_s = time.monotonic()
+    build_target("cuda", CUDA_IMAGE, "--build-arg", f"TORCH={PYPI_TORCH}")
+    try:
+        size = json.loads(run("docker", "image", "inspect", CUDA_IMAGE))[0]["Size"]
+        # Read-only as in the compose files: CuPy makes a folder when it is imported.
+        places = ("--network", "none", "--read-only", "--tmpfs", "/tmp")
+        look = ("docker", "run", "--rm", *places, CUDA_IMAGE, "python", "-c")
+        versions = "import cupy, torch; print('torch', torch.__version__, 'CuPy', cupy.__version__)"
+        log.say(
+            f"      {CUDA_IMAGE} has {run(*look, versions).splitlines()[-1]}, {size / 1e9:.2f} GB, "
+            f"in {time.monotonic() - start_s:.0f} s"
+        )
+        note_sizes({"cuda": size})
+    finally:
+        run("docker", "rmi", CUDA_IMAGE, check=False)
+
+
+def refused_build(arguments: Sequence[str]) -> str:
+    """Returns the output of a build of the image for GPUs; raises CheckError if it succeeds."""
+    words = [word for argument in arguments for word in ("--build-arg", argument)]
+    try:
+        build_target("cuda", f"{CUDA_IMAGE}-refused", *words)
+    except CheckError as problem:
+        return str(problem)
+    run("docker", "rmi", f"{CUDA_IMAGE}-refused", check=False)
+    raise CheckError(f"an image was built with {arguments}")
+
+
+@contextmanager
+def served_wheels() -> Iterator[str]:
+    """Serves stand-ins for wheels of torch; yields the options of pip that find them."""
+    with tempfile.TemporaryDirectory() as folder:
+        for version, cuda in (
+            (f"{TORCH}+cu126", "12.6"),
+            (f"{TORCH}+cu130", "13.0"),
+            (f"{TORCH}+cpu", ""),
+        ):
+            about = f"torch-{version}.dist-info"
+            files = {
+                "torch/__init__.py": f"from torch import version\n__version__ = {version!r}\n",
+                "torch/version.py": f"cuda = {cuda or None!r}\n",
+                f"{about}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+                f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\n"
+                "Tag: py3-none-any\n",
+            }
+            record = "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"])
+            wheel = Path(folder) / f"torch-{version}-py3-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                for name, text in (files | {f"{about}/RECORD": record}).items():
+                    archive.writestr(name, text)
+        handler = partial(QuietHandler, directory=folder)
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"--no-index --find-links http://127.0.0.1:{server.server_port}/"
+            server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, *_: object) -> None:
+        """Writes nothing."""
+
+
+def compiler(log: Log) -> None:
+    """Builds the image for workers with a compiler, and compiles a model as the page says."""
+    name = f"{IMAGE}-compiler"
+    build_target("worker", name, "--build-arg", "COMPILER=g++")
+    script = (
+        "import torch; model = torch.compile(torch.nn.Linear(4, 4)); x = torch.ones(2, 4); "
+        "expected = x @ model.weight.T + model.bias; torch.testing.assert_close(model(x), expected)"
+    )
+    places = (
+        "--network",
+        "none",
+        "--read-only",
+        "--tmpfs",
+        "/tmp",
+        "--volume",
+        f"{name[9:]}:/work",
+    )
+    variable = ("--env", "TORCHINDUCTOR_CACHE_DIR=/work/inductor")
+    try:
+        owner = ("docker", "run", "--rm", "--user", "0", *places, name, "chown", str(IMAGE_USER))
+        run(*owner, "/work")
+        run("docker", "run", "--rm", *places, *variable, name, "python", "-c", script)
+        log.say(f"      COMPILER=g++: torch.compile works in {name}, read-only, with its folder")
+    finally:
+        run("docker", "volume", "rm", "--force", name[9:], check=False)
+        run("docker", "rmi", name, check=False)
 
 
 def no_gpu(log: Log) -> None:
@@ -236,6 +348,27 @@ def check_gpu_job(log: Log, project: Project, host: GpuHost) -> None:
         f"      the host reboots in order at step {before}: shards and workers come back with "
         f"it, and the job is at step {after}"
     )
+
+
+def host_variables(log: Log) -> None:
+    """Leaves out each variable of a host's `.env` that its file requires: compose has to say so."""
+    file = ROOT / "deploy" / "compose" / "host.yml"
+    required = dict(re.findall(r"\$\{(\w+):\?([^}]+)\}", file.read_text()))
+    (_, up) = commands("deploy.md", "Several hosts")[0].splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        shell = Shell(Path(folder), "pacevars")
+        example = (shell.root / "deploy/compose/host.env").read_text().splitlines()
+        for name, meaning in required.items():
+            lines = [line for line in example if line.partition("=")[0] != name]
+            (shell.root / ".env").write_text("\n".join(lines))
+            try:
+                said = shell(up)
+            except CheckError as problem:
+                said = str(problem)
+            # Compose 1 breaks no lines, and names what the variable means; compose 2 names both.
+            if f": {meaning}" not in said:
+                raise CheckError(f"without {name} in .env {up!r} says {tail(said)}")
+    log.say(f"      without {', '.join(required)} in .env {up!r} says what is missing")
 
 
 def several_with_gpus(log: Log, shell: Shell, host: GpuHost) -> None:
@@ -722,6 +855,7 @@ def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
 SECTIONS: dict[str, Callable[[Log], None]] = {
     "image": build,
     "cuda": cuda,
+    "compiler": compiler,
     "training": train,
     "loader": loader,
     "page": page,
@@ -731,6 +865,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "pauses": pauses,
     "disk": full_disks,
     "memory": shared_memory,
+    "variables": host_variables,
     "hosts": two_hosts,
     "swarm": swarm,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,9 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 600.0  # Against a hang only.
 os.environ.setdefault("COMPOSE_HTTP_TIMEOUT", f"{LIMIT_S:.0f}")  # Compose 1 waits a minute.
 IMAGE, SHARD_IMAGE = "paceline:local", "paceline:shard"
+VERSIONS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+(TORCH,) = re.findall(r"^torch==(.*)$", VERSIONS, re.MULTILINE)
+PYPI_TORCH = f"torch==={TORCH}"  # Not a wheel for CPUs, `+cpu`, that a configuration of pip finds.
 # For a shell: drops an argument.
 NO_BUILD = 'for word; do shift; [ "$word" = --build ] || set -- "$@" "$word"; done; '
 
@@ -101,7 +105,9 @@ class Shell:
             "#!/bin/sh\ncase $1 in\n"
             f"compose) shift; {'' if builds else NO_BUILD}"
             f'exec {" ".join(composer())} "$@";;\n'
-            f'build) shift; exec {docker} build --network host "$@";;\n'
+            'build) shift; case "$*" in *"--target cuda"*) '
+            f'set -- --build-arg TORCH={PYPI_TORCH} "$@";; esac; '
+            f'exec {docker} build --network host "$@";;\n'
             f'esac\nexec {docker} "$@"\n'
         )
         program.chmod(0o755)

@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -73,12 +72,15 @@ class CheckpointSchedule:
     def run(self) -> None:
         """Writes checkpoints until a last one is requested, and copies until it is copied."""
         is_last, due_s = False, time.monotonic()
+        with contextlib.suppress(OSError):  # `take` tries it again, and says why it cannot be.
+            self._claim()
         self._copy()
         while not is_last:
             now_s = time.monotonic()
             due_s = max(due_s + self._plan.every_s, now_s)  # From one begin to the next.
             is_last = self._last.wait(due_s - now_s)
             self.take(is_last=is_last)
+        self._note_last(is_over=True)
         if self._copier is not None:
             self._copier.finish()
 
@@ -119,8 +121,15 @@ class CheckpointSchedule:
         """Waits for words of the supervisor; ends the process when that is gone."""
         for line in sys.stdin:
             if line.strip() == LAST:
+                self._note_last(is_over=False)
                 self._last.set()
         os._exit(Exit.OK)
+
+    def _note_last(self, *, is_over: bool) -> None:
+        """Tells all shards that the last checkpoints begin, or are over: they may be ending too."""
+        with contextlib.suppress(PacelineError, OSError):
+            credentials = read_credentials(token_file=self._plan.token_file)
+            ask.note_last(self._plan.addresses, credentials, is_over=is_over)
 
     def take(self, *, is_last: bool = False) -> None:
         """Writes a checkpoint of each job that has changed since its last one.
@@ -254,8 +263,6 @@ def main(text: str) -> None:
     plan = SchedulePlan.from_json(text)
     stream = setup.rotating(plan.log_file, plan.log_max_mb)
     setup.configure(plan.log_format, plan.log_level, stream, shard="all")
-    for number in (signal.SIGTERM, signal.SIGINT):  # The supervisor decides when it ends.
-        signal.signal(number, signal.SIG_IGN)
     schedule = CheckpointSchedule(plan)
     OwnedThread(schedule.listen, "listen", _end).start()
     if len(plan.addresses) > 1:

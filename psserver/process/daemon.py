@@ -61,6 +61,7 @@ from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
 from psserver.process.moves import ShardMoves
 from psserver.process.shard_plan import (
+    ENDING,
     Ready,
     Refused,
     Report,
@@ -75,6 +76,7 @@ from psserver.service.callers import GRPC_SHARE, Callers, defer_silent
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.data_socket import make_listener
+from psserver.service.last_checkpoint import LastCheckpoint
 from psserver.service.metrics import REQUEST_S_MAX, Identity, MetricsPage
 from psserver.service.publications import PublicationsServicer
 from psserver.service.publish_metrics import PublicationCollector
@@ -91,6 +93,7 @@ NO_WINDOW_TICK_S = 0.5  # Without a table that has windows: a new one is noticed
 MBIT_NBYTES = 125_000
 ROOM_S = 0.1  # Between two looks at the connections of strangers.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
+FINISH_S = 2.0  # For requests under way when the last checkpoint has taken all of the grace.
 QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
@@ -114,6 +117,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._is_short = False  # Whether descriptors are short: connections are refused.
         self._ending = asyncio.Event()
+        self._last = LastCheckpoint()
         self.grace_s = plan.grace_s
         self._parent = os.getppid()
         self._claim = _claim(plan)
@@ -192,7 +196,9 @@ class Daemon:
         if self._to_bring:
             self._servicer.closed = "it first sends the newest checkpoints to the other shards"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
-        checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.engine), server)
+        checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(
+            Checkpointer(self.engine, self._last), server
+        )
         published = PublicationsServicer(self.engine, self._publications)
         publish_pb2_grpc.add_PublicationsServicer_to_server(published, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -259,10 +265,19 @@ class Daemon:
         for task in (*tasks, *filter(None, [self._web.accepting])):
             task.add_done_callback(self._check)
         await self._ending.wait()
+        if self.plan.awaits_last and self.engine.jobs and self.code is not Exit.BUG:
+            await self._await_last()
         for task in tasks:
             task.cancel()
         if self.code is not Exit.BUG:
             await self.end()
+
+    async def _await_last(self) -> None:
+        """Serves as before while the last checkpoint is taken, and leaves the rest of the grace."""
+        began_s = self._loop.time()
+        await self._last.wait(self.grace_s)
+        waited_s = self._loop.time() - began_s
+        self.grace_s = max(self.grace_s - waited_s, min(self.grace_s, FINISH_S))
 
     async def end(self) -> None:
         """Refuses new requests, and returns when those under way are answered."""
@@ -288,6 +303,12 @@ class Daemon:
     def drain(self, grace_s: float) -> None:
         """Ends the process in order, within `grace_s` seconds at most."""
         self.grace_s = min(max(grace_s, 0.0), self.plan.grace_s)
+        say(ENDING)
+        self._ending.set()
+
+    def _end_now(self) -> None:
+        """Ends the process in order: no last checkpoint is to come."""
+        self._last.note(is_over=True)
         self._ending.set()
 
     def broke(self, problem: BaseException) -> None:
@@ -311,15 +332,19 @@ class Daemon:
             raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
 
     def _watch(self) -> None:
-        """Ends on a signal, or when the parent has closed our standard input."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._ending.set)
+        """Ends on a signal, or when the parent has closed our standard input.
+
+        The parent sends SIGINT once it has the last checkpoint. SIGTERM may come from an engine
+        that sends it to all processes.
+        """
+        self._loop.add_signal_handler(signal.SIGTERM, self._ending.set)
+        self._loop.add_signal_handler(signal.SIGINT, self._end_now)
         self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)
 
     def _on_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 1 << 10):
             self._loop.remove_reader(sys.stdin.fileno())
-            self._ending.set()
+            self._end_now()
 
     async def _tick(self) -> None:
         ticked_s = time.monotonic()
@@ -332,12 +357,12 @@ class Daemon:
                 self._publications.tick()
                 await self.check_readiness()
             if self.plan.beats:
-                beat()
+                say("")  # A sign of life.
             setup.tell_left_out()
             self._moves.check()
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
-                self._ending.set()
+                self._end_now()
 
     async def _tick_windows(self) -> None:
         while True:
@@ -604,10 +629,10 @@ def tell(report: Report) -> None:
         sys.stdout.flush()
 
 
-def beat() -> None:
-    """Writes an empty line to the supervisor, as a sign of life."""
+def say(word: str) -> None:
+    """Writes a line to the supervisor."""
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write("\n")
+        sys.stdout.write(f"{word}\n")
         sys.stdout.flush()
 
 

@@ -167,6 +167,11 @@ class ServerSettings(BaseSettings):
         )
 
     @property
+    def is_saved_elsewhere(self) -> bool:
+        """Whether another start may take scheduled checkpoints of these shards: that of shard 0."""
+        return bool(self.checkpoint_s and self.state_dir is not None and self.shard_index)
+
+    @property
     def why_no_checkpoints(self) -> str:
         """Why the start of shard 0 cannot take scheduled checkpoints; empty if it can."""
         if self.state_dir is None:

@@ -16,6 +16,7 @@ from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.exits import Exit
 
 FOLDER = "checkpoints"  # In the state directory.
+ENDING = "ending"  # Line of a shard that a client has asked to end.
 KEEP_CHECKPOINTS_S = 7 * 86400.0
 
 
@@ -62,6 +63,8 @@ class ShardPlan:
     publish: str = ""  # Jobs whose weights are published: `night:every=4`, separated by commas.
     publish_mbit: int = 0  # Most Mbit/s to each reader; 0: as many as the link takes.
     beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
+    # Whether the process, asked to end, waits for the last checkpoint of the start of shard 0.
+    awaits_last: bool = False
 
     @property
     def limits(self) -> Limits:

@@ -155,6 +155,7 @@ class ShardLaunch:
                 publish=server.publish,
                 publish_mbit=server.publish_mbit,
                 beats=self.service.watchdog_s > 0,
+                awaits_last=folder is not None or server.is_saved_elsewhere,
             )
             for place, (index, metrics_port) in enumerate(
                 zip(server.indices, metrics_ports(self.settings), strict=True)

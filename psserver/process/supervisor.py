@@ -23,7 +23,14 @@ import structlog
 
 from psserver.exits import CommandError, Exit
 from psserver.process.notify import ServiceManager
-from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan, report_from_json
+from psserver.process.shard_plan import (
+    ENDING,
+    Ready,
+    Refused,
+    Report,
+    ShardPlan,
+    report_from_json,
+)
 from psserver.process.spare import SpareProcess, start_process
 
 log = structlog.get_logger()
@@ -58,6 +65,7 @@ class ShardProcess:
         self.log_file = log_file
         self.report: Report | None = None
         self.started_s = self.heard_s = time.monotonic()
+        self.is_ending = False  # Whether a client has asked it to end.
         self._line = b""
         if spare is not None and (popen := spare.take(plan)) is not None:
             self._popen = popen
@@ -85,6 +93,8 @@ class ShardProcess:
             if newline:
                 self.report = report_from_json(line.decode())
             assert len(self._line) <= LINE_NBYTES_MAX
+        else:
+            self.is_ending = self.is_ending or ENDING.encode() in chunk
         return bool(chunk)
 
     def send(self, number: signal.Signals) -> None:
@@ -158,10 +168,14 @@ def wait_ready(shards: Sequence[ShardProcess], wake_fd: int | None = None) -> bo
 
 
 def stop(shards: Iterable[ShardProcess], grace_s: float) -> bool:
-    """Ends shards in order; returns whether all did within the grace period and a margin."""
+    """Ends shards in order; returns whether all did within the grace period and a margin.
+
+    SIGTERM lets them wait for a last checkpoint; those whose start takes it have it already.
+    """
     shards = list(shards)
     for shard in shards:
-        shard.send(signal.SIGTERM)
+        is_saved = shard.plan.checkpoint_dir is not None
+        shard.send(signal.SIGINT if is_saved else signal.SIGTERM)
     deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
     late = [s for s in shards if s.wait(max(0.0, deadline_s - time.monotonic())) is None]
     for shard in late:
@@ -226,6 +240,7 @@ class Supervisor:
     has_spare: bool = True  # Whether one is kept.
     spare_due_s: float = 0.0  # When one is started; 0: not now.
     shards: list[SupervisedShard] = field(default_factory=list)
+    _has_saved: bool = False  # Whether shards that a client ends have had a last checkpoint.
 
     def run(self) -> Exit:
         """Starts the shards and stays until a signal comes or all of them have ended.
@@ -296,6 +311,9 @@ class Supervisor:
         was_ready = isinstance(process.report, Ready)
         if not process.read():
             return False
+        if process.is_ending and not self._has_saved:
+            self._has_saved = True
+            self.before_stop()
         if not was_ready and isinstance(process.report, Ready):
             log.warning(
                 "shard restarted",

@@ -16,12 +16,19 @@ from pscore.net.addresses import explain_silence
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.rpc import RETRYABLE, ChannelOptions, error_of
 from pscore.net.tls import diagnose
+from pscore.pb.ps.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    control_pb2_grpc,
+    publish_pb2,
+    publish_pb2_grpc,
+)
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2, publish_pb2_grpc
 from pscore.text import join_address
 from psserver.exits import CommandError, Exit
 
 ANSWER_S_MAX = 5.0
+NOTE_S_MAX = 1.0
 POLL_S = 0.05
 RETRY_POLICY = {
     "maxAttempts": 5,
@@ -121,7 +128,7 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
         return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
 
     _ask_all(addresses, credentials, ask)
-    deadline_s = time.monotonic() + grace_s + ANSWER_S_MAX
+    deadline_s = time.monotonic() + 2 * grace_s + ANSWER_S_MAX  # For a last checkpoint as well.
     while any(_are_serving(addresses, credentials, "liveness")):
         if time.monotonic() > deadline_s:
             raise CommandError(
@@ -129,6 +136,21 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
                 f"{', '.join(addresses)}: still running after the grace period of {grace_s:g} s",
             )
         time.sleep(POLL_S)
+
+
+def note_last(addresses: Sequence[str], credentials: Credentials, *, is_over: bool) -> None:
+    """Tells shards that the last checkpoints begin, or are over; some may not answer any more.
+
+    Raises:
+        CommandError: One refuses.
+    """
+
+    def ask(channel: grpc.Channel) -> grpc.CallFuture[checkpoint_pb2.NoteLastReply]:
+        stub = checkpoint_pb2_grpc.CheckpointsStub(channel)
+        request = checkpoint_pb2.NoteLastRequest(is_over=is_over)
+        return stub.NoteLast.future(request, timeout=NOTE_S_MAX)
+
+    _ask_each(addresses, credentials, ask)
 
 
 def forget(

@@ -24,6 +24,7 @@ from psserver.engine.engine import Engine
 from psserver.engine.views import CopiesView
 from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import UPLOADS_MAX, CheckpointUpload
+from psserver.service.last_checkpoint import LastCheckpoint
 
 if TYPE_CHECKING:
     from psserver.service.control import Context
@@ -58,9 +59,10 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         uploads: The checkpoints that clients write, likewise.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Serves `engine`."""
+    def __init__(self, engine: Engine, last: LastCheckpoint) -> None:
+        """Serves `engine`; `last` hears of the last checkpoint before a stop."""
         self._engine = engine
+        self._last = last
         self.captures: dict[str, ReadCapture] = {}
         self.uploads: dict[str, CheckpointUpload] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -109,6 +111,11 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             CopiesView(place=request.place, problem=request.problem, count=request.count)
         )
         return pb.NoteCopiesReply()
+
+    async def NoteLast(self, request: pb.NoteLastRequest, context: Context) -> pb.NoteLastReply:
+        """Records that the last checkpoints before a stop begin, or are over."""
+        self._last.note(is_over=request.is_over)
+        return pb.NoteLastReply()
 
     def _begin(self, request: pb.CaptureRequest) -> ReadCapture:
         if len(self.captures) >= CAPTURES_MAX:

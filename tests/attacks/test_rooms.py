@@ -41,6 +41,7 @@ from psserver.publish.relayed import RelayedVersions
 from psserver.rows.store import RowStore
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.data_socket import DataService
+from psserver.service.last_checkpoint import LastCheckpoint
 from psserver.service.publications import PublicationsServicer
 from psserver.service.standby_service import StandbyServicer
 from psserver.standby.mover import Mover, described
@@ -372,7 +373,7 @@ class Caller:
         )
         self.services: dict[str, Any] = {
             "Control": rooms.front.control,
-            "Checkpoints": Refusing(Checkpointer(engine)),
+            "Checkpoints": Refusing(Checkpointer(engine, LastCheckpoint())),
             "Publications": Refusing(PublicationsServicer(engine, rooms.publications)),
             "Standby": Refusing(standby),
         }

@@ -137,7 +137,9 @@ def second_boot(found: dict[str, Any]) -> None:
     stopped = ["inactive", "inactive"]
     until(lambda: [show(unit, "ActiveState") for unit in UNITS] == stopped, "the end")
     found["results"] = [show(unit, "Result") for unit in UNITS]
-    found["kept"] = sorted(path.name for path in Path("/var/lib/paceline/0").iterdir())
+    manifests = Path("/var/lib/paceline/0/checkpoints").glob("*-*/manifest.json")
+    tables = [json.loads(path.read_text())["tables"][0] for path in manifests]
+    found["saved"] = sorted(table["version"] for table in tables)
 
 
 def main() -> None:

@@ -189,6 +189,23 @@ def test_a_job_of_one_worker_continues_from_its_checkpoint(training: Training) -
     assert begun[1] >= STEPS // 4
 
 
+def test_a_job_that_is_cancelled_continues_in_another_one_on_three_shards(
+    training: Training,
+) -> None:
+    """From the last checkpoint: the job is younger than the time to the first scheduled one."""
+    training.held = "always"
+    training.submit()
+    training.wait("a quarter", "a quarter is done")
+    former = training.job
+    training.call("stop")
+    training.slurm.wait("end of all processes", lambda: not left_over(training.folder))
+    training.held = "never"
+    folder = training.folder / f"paceline-{former}"
+    training.submit(SHARDS="3", PACELINE_FOLDER=str(folder), PACELINE_JOB=f"slurm-{former}")
+    training.wait("end", "")
+    training.check()
+
+
 def test_tasks_of_an_array_share_a_node(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

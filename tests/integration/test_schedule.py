@@ -315,6 +315,37 @@ def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["supervisors", "all processes", "command"])
+def test_shards_that_are_stopped_at_once_take_a_last_checkpoint(tmp_path: Path, way: str) -> None:
+    """As an engine stops containers, systemd a unit, and a person a cluster: in any order."""
+    ports, grace = free_ports(2), ("--grace-s", 300)
+    with (
+        part(tmp_path, 1, ports, "c", *grace) as other,
+        part(tmp_path, 0, ports, "c", *grace, "--checkpoint-s", 3600) as first,
+    ):
+        worker = first.worker()
+        run_until(worker, 5)
+        eventually((first.folder / ".schedule").exists)  # The process for checkpoints has begun.
+        supervisors = [psutil.Process(machine.run["pid"]) for machine in (other, first)]
+        children = {each: each.children() for each in supervisors}
+        if way == "command":
+            first.command.run("stop", "--servers", ",".join(first.addresses))
+        else:
+            for each in supervisors:
+                for process in [*(children[each] if way == "all processes" else ()), each]:
+                    process.terminate()
+        for each in supervisors:
+            for process in (each, *children[each]):
+                eventually(lambda process=process: gone(process.pid))  # type: ignore[misc]
+        (found,) = files.scan(first.folder)
+        assert version_of(found) == 5
+        left = {path.name for path in first.folder.iterdir()}
+        assert left == {".lock", ".schedule", found.path.name}  # Nothing that is half written.
+        worker.kill()
+        worker.close()
+
+
+@pytest.mark.slow
 def test_shards_of_several_machines_start_from_the_checkpoints_of_shard_0(tmp_path: Path) -> None:
     """Each has a folder of its own; workers wait until shard 1 has its part again."""
     ports = free_ports(2)

@@ -147,3 +147,13 @@ class NoteCopiesRequest(_message.Message):
 class NoteCopiesReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class NoteLastRequest(_message.Message):
+    __slots__ = ("is_over",)
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    is_over: bool
+    def __init__(self, is_over: bool = ...) -> None: ...
+
+class NoteLastReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -69,6 +69,11 @@ class CheckpointsStub(object):
                 request_serializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesReply.FromString,
                 _registered_method=True)
+        self.NoteLast = channel.unary_unary(
+                '/ps.v1.Checkpoints/NoteLast',
+                request_serializer=ps_dot_v1_dot_checkpoint__pb2.NoteLastRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_checkpoint__pb2.NoteLastReply.FromString,
+                _registered_method=True)
 
 
 class CheckpointsServicer(object):
@@ -119,6 +124,13 @@ class CheckpointsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NoteLast(self, request, context):
+        """Tells a shard that the last checkpoints before a stop begin, or are over: if it ends too, it waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CheckpointsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -156,6 +168,11 @@ def add_CheckpointsServicer_to_server(servicer, server):
                     servicer.NoteCopies,
                     request_deserializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesRequest.FromString,
                     response_serializer=ps_dot_v1_dot_checkpoint__pb2.NoteCopiesReply.SerializeToString,
+            ),
+            'NoteLast': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteLast,
+                    request_deserializer=ps_dot_v1_dot_checkpoint__pb2.NoteLastRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_checkpoint__pb2.NoteLastReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -347,6 +364,33 @@ class Checkpoints(object):
             '/ps.v1.Checkpoints/NoteCopies',
             ps_dot_v1_dot_checkpoint__pb2.NoteCopiesRequest.SerializeToString,
             ps_dot_v1_dot_checkpoint__pb2.NoteCopiesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteLast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Checkpoints/NoteLast',
+            ps_dot_v1_dot_checkpoint__pb2.NoteLastRequest.SerializeToString,
+            ps_dot_v1_dot_checkpoint__pb2.NoteLastReply.FromString,
             options,
             channel_credentials,
             insecure,

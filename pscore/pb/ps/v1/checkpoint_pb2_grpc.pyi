@@ -43,6 +43,8 @@ class CheckpointsStub:
     Finish: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.FinishRequest, _checkpoint_pb2.FinishReply]
     NoteCopies: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteCopiesRequest, _checkpoint_pb2.NoteCopiesReply]
     """Tells shard 0 how copies at a second place fare, for its status and metrics."""
+    NoteLast: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteLastRequest, _checkpoint_pb2.NoteLastReply]
+    """Tells a shard that the last checkpoints before a stop begin, or are over: if it ends too, it waits."""
 
 @_typing.type_check_only
 class CheckpointsAsyncStub(CheckpointsStub):
@@ -57,6 +59,8 @@ class CheckpointsAsyncStub(CheckpointsStub):
     Finish: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.FinishRequest, _checkpoint_pb2.FinishReply]  # type: ignore[assignment]
     NoteCopies: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteCopiesRequest, _checkpoint_pb2.NoteCopiesReply]  # type: ignore[assignment]
     """Tells shard 0 how copies at a second place fare, for its status and metrics."""
+    NoteLast: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteLastRequest, _checkpoint_pb2.NoteLastReply]  # type: ignore[assignment]
+    """Tells a shard that the last checkpoints before a stop begin, or are over: if it ends too, it waits."""
 
 class CheckpointsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -110,5 +114,13 @@ class CheckpointsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_pb2.NoteCopiesReply, _abc.Awaitable[_checkpoint_pb2.NoteCopiesReply]]:
         """Tells shard 0 how copies at a second place fare, for its status and metrics."""
+
+    @_abc_1.abstractmethod
+    def NoteLast(
+        self,
+        request: _checkpoint_pb2.NoteLastRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoint_pb2.NoteLastReply, _abc.Awaitable[_checkpoint_pb2.NoteLastReply]]:
+        """Tells a shard that the last checkpoints before a stop begin, or are over: if it ends too, it waits."""
 
 def add_CheckpointsServicer_to_server(servicer: CheckpointsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

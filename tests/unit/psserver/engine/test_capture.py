@@ -15,6 +15,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from psserver.service import checkpoint_service
 from psserver.service.checkpoint_service import Checkpointer
+from psserver.service.last_checkpoint import LastCheckpoint
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -35,7 +36,7 @@ class CheckpointClient:
     """The checkpoint service of a shard, called without a network."""
 
     def __init__(self, front: Front) -> None:
-        self.servicer = Checkpointer(front.engine)
+        self.servicer = Checkpointer(front.engine, LastCheckpoint())
         self.service: Any = Refusing(self.servicer)
 
     async def capture(self, name: str, version: int, wait_ms: int = 0) -> pb.CaptureReply:

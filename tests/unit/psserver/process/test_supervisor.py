@@ -54,6 +54,7 @@ class Fake(ShardProcess):
         self.log_file = log_file
         self.spare = spare
         self.report = None
+        self.is_ending = False
         self.started_s = 0.0 if plan.lease_s > 1000 else 1e9
         self._next, self._status = next(self.scripts[plan.index])
         self._fds = os.pipe()

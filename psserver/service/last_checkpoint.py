@@ -1,0 +1,48 @@
+"""What a shard that is asked to end still waits for: the last checkpoint, which needs all shards.
+
+An engine stops all shards at once. The start of shard 0 takes the checkpoint, and announces to the
+others when it begins and when it is over; until then each of them serves as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from contextlib import suppress
+
+WORD_PART = 0.5  # Of the time: until shard 0, which may be asked to end later, has to announce it.
+RECENT_S = 10.0  # One that was over so recently is of the same stop.
+
+
+class LastCheckpoint:
+    """The last checkpoint before a stop, as one shard hears of it; used in its event loop."""
+
+    def __init__(self) -> None:
+        """Has heard of none."""
+        self._has_begun = asyncio.Event()
+        self._is_over = asyncio.Event()
+        self._over_s = -math.inf
+
+    def note(self, *, is_over: bool) -> None:
+        """Records that it begins, or is over."""
+        if is_over:
+            self._over_s = time.monotonic()
+            self._is_over.set()
+            self._has_begun.set()
+        else:
+            self._is_over.clear()
+            self._has_begun.set()
+
+    async def wait(self, limit_s: float) -> None:
+        """Returns when it is over, after `limit_s` at most; after half of that if none begins."""
+        if time.monotonic() - self._over_s < RECENT_S:
+            return
+        if self._is_over.is_set():  # That of an earlier stop of shard 0.
+            self._is_over.clear()
+            self._has_begun.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(WORD_PART * limit_s):
+                    await self._has_begun.wait()
+                await self._is_over.wait()
