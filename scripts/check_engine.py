@@ -289,12 +289,12 @@ def compiler(log: Log) -> None:
         "--tmpfs",
         "/tmp",
         "--volume",
-        f"{name[9:]}:/work",
+        f"{name[9:]}:/compiled",
     )
-    variable = ("--env", "TORCHINDUCTOR_CACHE_DIR=/work/inductor")
+    variable = ("--env", "TORCHINDUCTOR_CACHE_DIR=/compiled/inductor")
     try:
         owner = ("docker", "run", "--rm", "--user", "0", *places, name, "chown", str(IMAGE_USER))
-        run(*owner, "/work")
+        run(*owner, "/compiled")
         run("docker", "run", "--rm", *places, *variable, name, "python", "-c", script)
         log.say(f"      COMPILER=g++: torch.compile works in {name}, read-only, with its folder")
     finally:
