@@ -126,7 +126,7 @@ class CheckpointSchedule:
         os._exit(Exit.OK)
 
     def _note_last(self, *, is_over: bool) -> None:
-        """Tells all shards that the last checkpoints begin, or are over: they may be ending too."""
+        """Announces to all shards that the last checkpoints begin, or are over."""
         with contextlib.suppress(PacelineError, OSError):
             credentials = read_credentials(token_file=self._plan.token_file)
             ask.note_last(self._plan.addresses, credentials, is_over=is_over)

@@ -139,7 +139,7 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
 
 
 def note_last(addresses: Sequence[str], credentials: Credentials, *, is_over: bool) -> None:
-    """Tells shards that the last checkpoints begin, or are over; some may not answer any more.
+    """Announces to shards that the last checkpoints begin, or are over; some may not answer.
 
     Raises:
         CommandError: One refuses.

@@ -1,4 +1,4 @@
-"""What a shard that is asked to end still waits for: the last checkpoint, which needs all shards.
+"""The last checkpoint before a stop, for which a shard that is asked to end still serves.
 
 An engine stops all shards at once. The start of shard 0 takes the checkpoint, and announces to the
 others when it begins and when it is over; until then each of them serves as before.
@@ -11,7 +11,9 @@ import math
 import time
 from contextlib import suppress
 
-WORD_PART = 0.5  # Of the time: until shard 0, which may be asked to end later, has to announce it.
+WORD_PART = (
+    0.5  # Share of the time in which shard 0, perhaps asked to end later, has to announce it.
+)
 RECENT_S = 10.0  # One that was over so recently is of the same stop.
 
 
@@ -19,7 +21,7 @@ class LastCheckpoint:
     """The last checkpoint before a stop, as one shard hears of it; used in its event loop."""
 
     def __init__(self) -> None:
-        """Has heard of none."""
+        """Represents none so far."""
         self._has_begun = asyncio.Event()
         self._is_over = asyncio.Event()
         self._over_s = -math.inf

@@ -317,7 +317,7 @@ def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["supervisors", "all processes", "command"])
 def test_shards_that_are_stopped_at_once_take_a_last_checkpoint(tmp_path: Path, way: str) -> None:
-    """As an engine stops containers, systemd a unit, and a person a cluster: in any order."""
+    """As an engine stops containers, systemd a unit, and a person a cluster."""
     ports, grace = free_ports(2), ("--grace-s", 300)
     with (
         part(tmp_path, 1, ports, "c", *grace) as other,

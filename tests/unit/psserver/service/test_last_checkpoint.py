@@ -1,4 +1,4 @@
-"""What a shard that is asked to end waits for, without shards."""
+"""The wait of a shard that is asked to end, without shards."""
 
 import asyncio
 
