@@ -27,6 +27,7 @@ log = logging.getLogger("paceline")
 PAUSE_S = 0.1  # After a call that was not answered.
 CALL_S = 5.0
 SILENCE_S = 20.0
+ANSWER_S = 1.5  # A shard has at least so long for an answer, also once the reader's time is up.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +58,12 @@ class ReaderLine:
         self._stub = publish_pb2_grpc.PublicationsStub(self._channel)
 
     def watch(
-        self, ask: WatchFor, wait_s: float, known: str, reader: publish_pb2.Reader
+        self,
+        ask: WatchFor,
+        wait_s: float,
+        known: str,
+        reader: publish_pb2.Reader,
+        end_s: float | None = None,
     ) -> publish_pb2.WatchReply | None:
         """Returns the shard's newest version; None: the shard does not answer.
 
@@ -65,6 +71,7 @@ class ReaderLine:
             ask: The version to wait for.
             wait_s: The longest wait, in seconds.
             known: Fingerprint of the table's declaration that this reader knows; empty: none.
+            end_s: Time by the monotonic clock at which the caller wants to be told; None: no time.
 
         Raises:
             ShardMapError: The address is that of another shard.
@@ -81,16 +88,23 @@ class ReaderLine:
         )
         try:
             if not self._is_checked:
-                self._describe()
-            reply = self._stub.Watch(request, timeout=wait_s + CALL_S)
+                self._describe(patience_s(CALL_S, end_s))
+            reply = self._stub.Watch(request, timeout=patience_s(wait_s + CALL_S, end_s))
         except grpc.RpcError as failure:
             self._note(rpc.error_of(failure, self.address))
             return None
         self.trouble = reply.waiting_for
         return reply
 
-    def fetch(self, ask: Fetch, reader: int) -> tuple[data_pb2.FetchReply, ByteArray] | None:
+    def fetch(
+        self, ask: Fetch, reader: int, end_s: float | None = None
+    ) -> tuple[data_pb2.FetchReply, ByteArray] | None:
         """Returns slices and their bytes; None: the shard does not answer.
+
+        Args:
+            ask: The slices.
+            reader: Number of the reader.
+            end_s: As for `watch`; bytes that come then are waited for.
 
         Raises:
             PacelineError: The shard refuses it.
@@ -109,7 +123,7 @@ class ReaderLine:
         self._number += 1
         envelope = data_pb2.Envelope(id=self._number, fetch=header)
         try:
-            return self._exchange(envelope)
+            return self._exchange(envelope, end_s)
         except (DamagedError, TransportError) as problem:
             self._drop()
             self._note(TransportError(str(problem)))
@@ -117,14 +131,20 @@ class ReaderLine:
             self._note(rpc.error_of(failure, self.address))
         return None
 
-    def _exchange(self, envelope: data_pb2.Envelope) -> tuple[data_pb2.FetchReply, ByteArray]:
+    def _exchange(
+        self, envelope: data_pb2.Envelope, end_s: float | None
+    ) -> tuple[data_pb2.FetchReply, ByteArray]:
         if self._stream is None:
-            self._stream = self._connect()
+            self._stream = self._connect(patience_s(CALL_S, end_s))
             self._reader = sockets.ReadAhead(self._stream)
         assert self._reader is not None
+        silence_s = patience_s(SILENCE_S, end_s)
+        sockets.limit_silence(self._stream, silence_s)
         sockets.send_all(self._stream, sockets.frame_parts(envelope.SerializeToString(), ()))
         while True:
-            incoming = sockets.read_header(self._reader)
+            deadline_s = time.monotonic() + silence_s
+            incoming = sockets.read_header(self._reader, deadline_s=deadline_s)
+            self._reader.settimeout(None)
             if incoming is None:
                 raise TransportError("the shard has closed the connection")
             reply = endpoint.parse_envelope(incoming.header)
@@ -138,14 +158,14 @@ class ReaderLine:
                 raise DecodeError(f"a shard answers a reader with {reply.WhichOneof('body')!r}")
             return reply.fetched, payload
 
-    def _describe(self) -> control_pb2.DescribeReply:
+    def _describe(self, timeout_s: float) -> control_pb2.DescribeReply:
         """Returns the shard's description of itself.
 
         Raises:
             ShardMapError: It is another shard.
         """
         control = control_pb2_grpc.ControlStub(self._channel)
-        about = control.Describe(control_pb2.DescribeRequest(), timeout=CALL_S)
+        about = control.Describe(control_pb2.DescribeRequest(), timeout=timeout_s)
         if (about.shard, about.num_shards) != (self.index, self.num_shards):
             raise ShardMapError(
                 f"{self.address} is shard {about.shard} of {about.num_shards}, and the list of "
@@ -154,8 +174,8 @@ class ReaderLine:
         self._is_checked = True
         return about
 
-    def _connect(self) -> tls.Stream:
-        about = self._describe()
+    def _connect(self, timeout_s: float) -> tls.Stream:
+        about = self._describe(timeout_s)
         place = Endpoint(
             host=self.address.rpartition(":")[0].strip("[]"),
             port=about.data_port,
@@ -168,7 +188,6 @@ class ReaderLine:
         except TransportError:  # The shard is on another host.
             stream = endpoint.connect(place, is_local=False)
             sockets.limit_unacknowledged(stream, SILENCE_S)
-        sockets.limit_silence(stream, SILENCE_S)
         return stream
 
     def _note(self, problem: PacelineError) -> None:
@@ -189,14 +208,20 @@ class ReaderLine:
 
     def close(self, reader: publish_pb2.Reader) -> None:
         """Ends the reading, also at the shard if it answers, and closes the connections."""
-        reader.leaves = True
         request = publish_pb2.WatchRequest(job=self.job, table=self.table, reader=reader)
         try:
-            self._stub.Watch(request, timeout=CALL_S)
+            self._stub.Watch(request, timeout=ANSWER_S)
         except grpc.RpcError as failure:
             log.info("could not take leave of %s: %s", self.address, failure)
         self._drop()
         self._channel.close()
+
+
+def patience_s(limit_s: float, end_s: float | None) -> float:
+    """Returns how long a shard may take for an answer, in seconds: at most `limit_s`."""
+    if end_s is None:
+        return limit_s
+    return min(limit_s, max(0.0, end_s - time.monotonic()) + ANSWER_S)
 
 
 def this_process(number: int) -> publish_pb2.Reader:

@@ -167,7 +167,8 @@ class Reader:
 
         Args:
             newer_than: The identity of a version, `weights.version`; None: any version will do.
-            timeout_s: The longest wait, in seconds; None: as long as it takes.
+            timeout_s: The longest wait, in seconds; a silent shard has 1.5 s more. None: as long as
+                it takes.
 
         Raises:
             TimeoutError: There was none in time; the message says what is missing.
@@ -219,8 +220,10 @@ class Reader:
 
     def close(self) -> None:
         """Ends the reading; committed weights stay as they are."""
-        for line in self._lines:
-            line.close(self._reader)
+        if self._reader.leaves:
+            return
+        self._reader.leaves = True
+        list(self._pool.map(lambda line: line.close(self._reader), self._lines))
         self._pool.shutdown()
 
     def __enter__(self) -> Self:
@@ -237,14 +240,10 @@ class Reader:
         """Returns the newest version, newer than `newer_than`.
 
         Raises:
-            ConfigError: This process was forked from that of the reader.
+            ConfigError: The reader is closed, or this process was forked from that of the reader.
             TimeoutError: There was none in time.
         """
-        if os.getpid() != self._reader.pid:  # Its threads and connections stayed there.
-            raise ConfigError(
-                f"process {os.getpid()} was forked from process {self._reader.pid}, which has this "
-                "reader: make one in each process"
-            )
+        self._require_usable()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._memory.prepare()
         looked = False  # Whether each shard has said in this call what it has.
@@ -269,6 +268,15 @@ class Reader:
                 wait_s = max(0.0, min(wait_s, end_s - time.monotonic()))
             self._do(asks, wait_s, end_s)
             looked = True
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._reader.pid:  # Its threads and connections stayed there.
+            raise ConfigError(
+                f"process {os.getpid()} was forked from process {self._reader.pid}, which has this "
+                "reader: make one in each process"
+            )
+        if self._reader.leaves:
+            raise ConfigError("this reader is closed: make another one")
 
     def _take(self) -> PublishedWeights | None:
         assembly = self._assembly
@@ -312,14 +320,16 @@ class Reader:
             elif ask is not None:
                 # Those that have what others lack are asked again at once.
                 others = any(isinstance(other, Fetch) for other in asks)
-                calls.append(partial(self._watch, index, ask, 0.0 if others else wait_s))
+                calls.append(partial(self._watch, index, ask, 0.0 if others else wait_s, end_s))
         for note in list(self._pool.map(lambda call: call(), calls)):
             if note is not None:
                 note()
 
-    def _watch(self, index: int, ask: WatchFor, wait_s: float) -> Callable[[], None] | None:
+    def _watch(
+        self, index: int, ask: WatchFor, wait_s: float, end_s: float | None
+    ) -> Callable[[], None] | None:
         known = self._known
-        reply = self._lines[index].watch(ask, wait_s, known, self._reader)
+        reply = self._lines[index].watch(ask, wait_s, known, self._reader, end_s)
         return None if reply is None else partial(self._note_news, index, reply, known)
 
     def _note_news(self, index: int, reply: publish_pb2.WatchReply, known: str) -> None:
@@ -358,7 +368,7 @@ class Reader:
     def _fetch_from(self, index: int, ask: Ask | None, end_s: float | None) -> None:
         """Fetches from a shard until it has no more of the version, or time is up."""
         while isinstance(ask, Fetch):
-            found = self._lines[index].fetch(ask, self._reader.id)
+            found = self._lines[index].fetch(ask, self._reader.id, end_s)
             if found is None:
                 return
             with self._landing:

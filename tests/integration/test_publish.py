@@ -19,7 +19,9 @@ from rich.console import Console
 import psworker
 from pscore.net.credentials import ANYONE
 from pscore.publish.codec import round_to_bf16
+from pscore.subscription import lines
 from pscore.subscription.assembly import WeightsVersion
+from pscore.subscription.lines import ReaderLine
 from pscore.subscription.weights import PublishedWeights
 from psserver.dashboard import terminal
 from psserver.dashboard.history import History
@@ -211,6 +213,46 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
                 assert (weights.arrays["w"] == step).all()
                 assert (module.w == step).all()
                 assert (module.b == -step).all()
+        worker.tell(None)
+        worker.result()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("moment", ["while it waits", "before it fetches"])
+def test_a_reader_of_a_stopped_shard_is_told_in_time(moment: str) -> None:
+    job = new_job()
+    with Shards(1) as started, started.workers(publishes, num_workers=1, job=job) as (worker,):
+        (shard,) = psutil.Process(started.pid).children()
+        fetch = ReaderLine.fetch
+
+        def stopped(*given: Any) -> Any:
+            shard.suspend()
+            return fetch(*given)
+
+        # These limits are longer than this test may take: only the reader's own one can end it.
+        with (
+            psworker.Subscriber(started.addresses, job=job) as subscriber,
+            mock.patch.multiple(lines, CALL_S=600.0, SILENCE_S=600.0),
+        ):
+            former = subscriber.wait(timeout_s=WAIT_S).version
+            if moment == "while it waits":
+                shard.suspend()
+            else:
+                worker.tell(1)
+                worker.hear()
+            patch = mock.patch.object(ReaderLine, "fetch", stopped)
+            with patch, pytest.raises(TimeoutError, match=r"within 0.5 s: shard 0 does not answer"):
+                subscriber.wait(newer_than=former, timeout_s=0.5)
+            shard.resume()
+            if moment == "while it waits":
+                worker.tell(1)
+                worker.hear()
+            weights = subscriber.wait(newer_than=former, timeout_s=WAIT_S)
+            assert (weights.arrays["w"] == 1).all()
+            subscriber.close()
+            with pytest.raises(psworker.ConfigError, match="is closed"):
+                subscriber.wait()
         worker.tell(None)
         worker.result()
 
