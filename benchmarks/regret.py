@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -30,8 +31,9 @@ WORKERS, STEPS, COMPUTE_S, WISH = 4, 3000, 0.3, AutoMode()
 MOST = {"none": 0.0, "low": LOW_POINTS, "any": float("inf")}  # Points that may be lost, by risk.
 NUMEL = 25_557_032
 SHARDS = {"apart": (WORKERS,), "beside": tuple(range(WORKERS))}  # The host of each shard.
-# By trace: Gbit/s and the factor on the computing of the last worker at a step.
-TRACES: dict[str, Callable[[int], tuple[float, float]]] = {
+# Gbit/s and the factor on the computing of the last worker at a step.
+Trace: TypeAlias = Callable[[int], tuple[float, float]]
+TRACES: dict[str, Trace] = {
     "steady": lambda step: (1.0, 1.0),
     "rate falls": lambda step: (40.0 if step < STEPS // 4 else 1.0, 1.0),
     "rate rises": lambda step: (1.0 if step < STEPS // 4 else 40.0, 1.0),
@@ -39,6 +41,19 @@ TRACES: dict[str, Callable[[int], tuple[float, float]]] = {
     "straggler": lambda step: (40.0, 3.0 if step < 300 else 1.0),  # About five minutes.
     "hiccups": lambda step: (1.0, 7.0 if step % 40 == 17 else 1.0),
 }
+
+
+RATES, FACTORS, LENGTHS = (0.5, 1.0, 2.5, 5.0, 10.0, 40.0), (1.0, 1.0, 1.0, 1.5, 3.0), (100, 1500)
+
+
+def drawn(seed: int) -> Trace:
+    """Returns a trace whose rate and slow worker change at steps of chance."""
+    rng = np.random.default_rng(seed)
+    parts: list[tuple[float, float]] = []
+    while len(parts) < STEPS:
+        part = float(rng.choice(RATES)), float(rng.choice(FACTORS))
+        parts += [part] * int(rng.integers(*LENGTHS))
+    return parts.__getitem__
 
 
 def deployment_of(where: str, gbit: float, factor: float) -> Deployment:
@@ -71,7 +86,7 @@ def step_s(mode: str, where: str, gbit: float, factor: float) -> float:
     return run_in_time(deployment, rule).step_s
 
 
-def run(trace: str, where: str, mode: str | None, risk: str = "none") -> tuple[float, str, int]:
+def run(trace: Trace, where: str, mode: str | None, risk: str = "none") -> tuple[float, str, int]:
     """Returns the seconds of a trace in a mode, the last mode, and the number of switches.
 
     Args:
@@ -79,21 +94,30 @@ def run(trace: str, where: str, mode: str | None, risk: str = "none") -> tuple[f
     """
     rng, choice, now = np.random.default_rng(0), ModeChoice(), mode or FIRST.mode
     possible = frozenset(str(parse_mode(one.mode)) for one in auto_candidates(WORKERS))
-    total_s, waited_s, switches = 0.0, np.zeros(WORKERS), 0
+    total_s, switches, passes_slow = 0.0, 0, False
+    waited_s, steps = np.zeros(WORKERS), np.zeros(WORKERS)
     base = deployment_of(where, 1.0, 1.0)
     for step in range(STEPS):
-        if mode is None and not choice.mode and WISH.is_due(step):
+        gbit, factor = trace(step)
+        if mode is None and WISH.is_due(step, passes_slow=passes_slow):
+            if passes_slow:  # All wait for the slow one's present step.
+                total_s += COMPUTE_S * max(0.0, factor - 1.0)
             for rank in range(WORKERS):
-                pace = ReportedPace(num_steps=step, steps_s=total_s, waits_s=waited_s[rank])
+                pace = ReportedPace(
+                    num_steps=int(steps[rank]), steps_s=total_s, waits_s=waited_s[rank]
+                )
                 choice.report(step, rank, _report(rank, where, pace, possible))
             choice.decide(step, range(WORKERS), base.slices, base.num_state, risk)
-            switches += bool(choice.mode) and choice.mode != now
+            switches += (choice.mode or FIRST.mode) != now
             now = choice.mode or now
-        gbit, factor = TRACES[trace](step)
-        took_s = step_s(now, where, gbit, factor) * rng.lognormal(0.0, 0.02)
+            passes_slow = "backup" in now
+        as_mode = now if step >= getattr(parse_mode(now), "warmup", 0) else FIRST.mode
+        took_s = step_s(as_mode, where, gbit, factor) * rng.lognormal(0.0, 0.02)
         total_s += took_s
-        factors = np.array([1.0] * (WORKERS - 1) + [factor])
-        waited_s += np.maximum(0.0, took_s - COMPUTE_S * factors)
+        own_s = np.array([COMPUTE_S] * (WORKERS - 1) + [factor * COMPUTE_S])
+        made = np.minimum(1.0, took_s / own_s)  # A slow worker leaves out steps of the others.
+        steps += made
+        waited_s += np.maximum(0.0, took_s - made * own_s)
     return total_s, now, switches
 
 
@@ -108,8 +132,13 @@ def _report(rank: int, where: str, pace: ReportedPace, possible: frozenset[str])
     )
 
 
-def regret(trace: str, where: str, risk: str) -> dict[str, float | str | int]:
-    """Returns the shares of time by which a trace takes longer than in the best mode and `ssgd`."""
+def regret(name: str, where: str, risk: str) -> dict[str, float | str | int]:
+    """Returns the shares of time by which a trace takes longer than in the best mode and `ssgd`.
+
+    Args:
+        name: A key of `TRACES`, or the seed of a trace of chance.
+    """
+    trace = TRACES[name] if name in TRACES else drawn(int(name))
     allowed = [
         one.mode
         for one in auto_candidates(WORKERS)
@@ -119,7 +148,7 @@ def regret(trace: str, where: str, risk: str) -> dict[str, float | str | int]:
     best = min(fixed_s, key=lambda mode: fixed_s[mode])
     auto_s, mode, switches = run(trace, where, None, risk)
     return {
-        "trace": trace,
+        "trace": name,
         "shards": where,
         "risk": risk,
         "regret": round(auto_s / fixed_s[best] - 1, 4),
@@ -132,16 +161,19 @@ def regret(trace: str, where: str, risk: str) -> dict[str, float | str | int]:
 
 def main() -> None:
     """Prints a line for each trace and risk."""
-    parser = argparse.ArgumentParser(description="Regret of mode='auto' on six traces.")
+    parser = argparse.ArgumentParser(description="Regret of mode='auto' on six traces and more.")
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
-    as_json = parser.parse_args().json
-    found = [regret(one, where, risk) for where in SHARDS for risk in MOST for one in TRACES]
+    parser.add_argument("--drawn", type=int, default=0, help="traces of chance, with seeds from 0")
+    options = parser.parse_args()
+    names = [*TRACES, *map(str, range(options.drawn))]
+    found = [regret(one, where, risk) for where in SHARDS for risk in MOST for one in names]
     for one in found:
         print(
             f"{one['shards']:<6} {one['risk']:<5} {one['trace']:<11} {one['regret']:>7.1%} behind "
-            f"{one['best']}, {one['behind_ssgd']:>7.1%} behind ssgd; ended in {one['mode']}"
+            f"{one['best']}, {one['behind_ssgd']:>7.1%} behind ssgd; ended in {one['mode']}, "
+            f"{one['switches']} switches"
         )
-    if as_json:
+    if options.json:
         worst = max(float(one["regret"]) for one in found)
         behind = max(float(one["behind_ssgd"]) for one in found)
         print(json.dumps({"worst_regret": worst, "worst_behind_ssgd": behind, "traces": found}))

@@ -1,4 +1,4 @@
-"""`mode="auto"`: a job begins in `ssgd`, and behind some steps takes the mode that advice names."""
+"""`mode="auto"`: a job begins in `ssgd`, and from time to time takes the mode that advice names."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pscore.rules.base import Rule
 from pscore.timing.choice import CANDIDATES, RISKS, Candidate, backup_candidate
 from pscore.timing.evidence import DDP
 
-FIRST = CANDIDATES[0]  # The mode in which the job measures.
+FIRST = CANDIDATES[0]  # The mode in which the job measures at first.
+RARE = 4
 
 
 @dataclass(frozen=True)
 class AutoMode(Plugin):
-    """The wish that a job takes a faster mode by itself, once.
+    """The wish that a job takes faster modes by itself.
 
     Attributes:
-        steps: Steps between two reports of the workers; the second one decides, so that slow first
-            steps do not count.
+        steps: Steps between two reports of the workers; the second one decides first, so that slow
+            first steps do not count.
         risk: As of `psworker advise`: `none` allows only modes with the updates of `ssgd`.
     """
 
@@ -33,9 +34,15 @@ class AutoMode(Plugin):
         require_range("auto.steps", self.steps, 2, 1 << 20)
         require_one_of("auto.risk", self.risk, dict.fromkeys(RISKS))
 
-    def is_due(self, step: int) -> bool:
-        """Returns whether the workers report before 0-based step `step`."""
-        return step > 0 and step % self.steps == 0
+    def is_due(self, step: int, *, passes_slow: bool = False) -> bool:
+        """Returns whether the workers report before 0-based step `step`.
+
+        Args:
+            passes_slow: Whether steps do not wait for slow workers. A report does, and so only one
+                of `RARE` is made.
+        """
+        number, rest = divmod(step, self.steps)
+        return number > 0 and not rest and (not passes_slow or number % RARE == 0)
 
 
 WISHES: Registry[AutoMode] = Registry("mode", "paceline.wishes", AutoMode, [AutoMode])

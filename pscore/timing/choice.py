@@ -107,13 +107,17 @@ class AdviceRow:
         }
 
 
-def choose(rows: Sequence[AdviceRow], risk: str) -> AdviceRow:
-    """Returns the row to use: the one that changes least among those that are about as fast."""
+def choose(rows: Sequence[AdviceRow], risk: str, worth: float = WORTH) -> AdviceRow:
+    """Returns the row to use: the one that changes least among those that are about as fast.
+
+    Args:
+        worth: A mode has to be so much faster than one with the same updates.
+    """
     allowed = [row for row in rows if _is_allowed(row, risk)]
     fastest = min(allowed, key=lambda row: row.time.step_s)
     same = [row for row in allowed if row.evidence.points == 0]
     first = min(same, key=lambda row: row.time.step_s)
-    if first.time.step_s <= WORTH * fastest.time.step_s:
+    if first.time.step_s <= worth * fastest.time.step_s:
         nearly = [row for row in same if row.time.step_s <= NEARLY * first.time.step_s]
         return next((row for row in nearly if row.mode in (ALONE, DDP)), first)
     nearly = [row for row in allowed if row.time.step_s <= NEARLY * fastest.time.step_s]

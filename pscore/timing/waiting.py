@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pscore.rules import parse_mode
+
 STEPS_MIN = 20  # Steps of a worker before its means say anything.
 WAITED_MIN = 0.2  # Share of a step: waits below it are not worth a line.
 GAIN_MIN = 0.1  # Share of a step that another mode has to save.
@@ -30,7 +32,7 @@ class PaceSums:
 
     Attributes:
         steps_s: Seconds of these steps.
-        waits_s: Seconds in which it waited for answers of shards.
+        waits_s: Seconds in which it waited for answers of shards, or for other workers' arrays.
         requests_s: Seconds in which pushes or pulls were under way.
         step_s: Seconds of one step without its waits.
     """
@@ -75,7 +77,8 @@ def advice_line(mode: str, paces: Sequence[PaceSums]) -> str:
             f"computes for {_ms(slowest.step_s)} a step, others for {_ms(computing[0])}: look at "
             "that worker, or try ssgd(backup=1)"
         )
-    line = f"workers waited {mean:.0%} of the time for pulls"
+    what = "each other" if parse_mode(mode).gossip else "pulls"
+    line = f"workers waited {mean:.0%} of the time for {what}"
     if mode.partition("(")[0] != SYNCHRONOUS:
         return line
     requests_s = most.requests_s / most.num_steps

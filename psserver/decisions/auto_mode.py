@@ -1,13 +1,17 @@
 """The choice of a job's mode by its own measurements (`mode="auto"`); no I/O, no clock.
 
 measuring     workers report their sums at every n-th step; the newest two reports of each are kept
-kept          behind the second report of all workers advice names no other mode: they go on
-              reporting, and another mode has to be named twice in a row
-decided       advice names another mode: it is taken, and for ever
+window        between two reports of all workers: the seconds of a step in each mode, as estimated
+choice        at the first window the mode that advice names; later one that two windows in a row
+              name, if the job has lost `LOSS (1 + s)` of its time in the present mode; s: switches
+return        the first window of a new mode took no less than the last one before: the job goes
+              back, and counts on no less time for that mode from then on
 
-The links are those under which the closed form of `ssgd` takes as long as the steps between the two
-reports took. Then the forms of all modes are compared under the same links, and a mode has to be a
-tenth faster than `ssgd` to be taken. If no link explains the time, nothing is taken.
+The loss to another mode is the sum of the differences, 0 or more, since the present one was taken:
+small gains do not make a job change back and forth, and a large loss ends soon. The links are those
+under which the closed form of the present mode takes as long as its steps took; where computing
+hides them, those seen before, if they are faster. The forms of all modes are then compared under
+the same links. If no link explains the time, nothing else is taken.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from statistics import median_low
 
 from pscore.errors import ConfigError
 from pscore.rules import parse_mode
+from pscore.rules.base import Rule
 from pscore.timing.auto import FIRST, auto_candidates
-from pscore.timing.choice import RISKS, WORTH, AdviceRow, choose, row_of
+from pscore.timing.choice import NEARLY, RISKS, AdviceRow, choose, row_of
 from pscore.timing.closed import COMPUTING, StepTime, closed_form
 from pscore.timing.deployment import Deployment, TimedSlice
 from psserver.decisions.worker_reports import ReportedPace
@@ -29,6 +34,8 @@ HALVINGS = 60
 WRONG_MAX = 1.4  # Times the form's seconds beside computing: beyond it no mode is compared.
 STEPS_MAX = 1 << 48
 OTHERS = "others"  # All parts of a step but computing.
+HIDDEN = 1.05  # Times a step without links: one that takes less says nothing of them.
+LOSS = 0.02  # Share of the time of a job.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +59,38 @@ class ModeReport:
     host: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The last window of the mode before the present one."""
+
+    mode: str
+    step_s: float
+    computing_s: float  # The slowest worker's.
+
+    def took_less(self, step_s: float, computing_s: float) -> bool:
+        """Returns whether a step took no longer before, but for computing that takes longer."""
+        return step_s - max(0.0, computing_s - self.computing_s) >= self.step_s
+
+
 class ModeChoice:
-    """The choice of one job.
+    """The choices of one job.
 
     Attributes:
-        mode: The mode that was taken; empty: none yet.
-        text: The choice and its reason, as a sentence; with no mode: it was to keep the first one.
+        mode: The mode that was taken last; empty: none yet.
+        text: That choice and its reason, as a sentence; with no mode: it was to keep the first one.
     """
 
     def __init__(self, mode: str = "", text: str = "") -> None:
         """Starts with a choice of a former process, if there is one."""
         self.mode, self.text = mode, text
-        self._named = ""  # The mode that the report before this one has named.
-        self._step = 0  # Step of that report; each worker asks for the decision.
+        self._step = 0  # Step of the last decision; each worker asks for it.
         self._by_step: dict[int, dict[int, ModeReport]] = {}
+        self._former: dict[str, AdviceRow] = {}  # The rows of the last window, by mode.
+        self._lost_s: dict[str, float] = {}  # The loss to each other mode.
+        self._num_switches = 0
+        self._link = 0.0  # Bytes per second of a link, where it was seen last.
+        self._before: _Before | None = None  # In the first window of a mode.
+        self._least_s: dict[str, float] = {}  # Seconds in modes that were no faster.
 
     def report(self, step: int, rank: int, report: ModeReport) -> None:
         """Keeps the report of a worker; those of the newest two steps are kept.
@@ -99,28 +124,84 @@ class ModeChoice:
         if risk not in RISKS:
             raise ConfigError(f"risk is {risk!r}, must be one of {', '.join(RISKS)}")
         windows = self._windows(step, ranks)
-        if self.mode or not windows or step == self._step:
+        now, since = self.mode or FIRST.mode, min(self._by_step, default=step)
+        rule = parse_mode(now)
+        warmup = getattr(rule, "warmup", 0)
+        if not windows or step == self._step or since < warmup < step:
             return
+        if since < warmup:
+            self._before, rule = None, parse_mode(FIRST.mode)  # Its steps are as those of this one.
         self._step = step
         reports = [self._by_step[step][rank] for rank in ranks]
         deployment = replace(_deployment(reports, windows, slices), num_state=num_state)
-        step_s = max(window.steps_s / window.num_steps for window in windows)
-        rows = _rows(deployment, step_s, reports)
-        now, best = rows[0], choose(rows, risk)
-        took = f"{1e3 * step_s:,.0f} ms a step in {now.mode}"
-        is_first, former, self._named = not self.text, self._named, ""
-        if best.time.step_s * WORTH > now.time.step_s:
+        step_s = max(window.steps_s for window in windows) / (step - since)
+        before, self._before = self._before, None
+        self._least_s.pop(now, None)
+        if before is not None and before.took_less(step_s, deployment.computing_s()):
+            self._least_s[now] = step_s
+            self._take(before.mode, f"auto returns to {before.mode} at step {step}: "
+                       f"{_ms(step_s)} a step in {now}, no less than before")  # fmt: skip
+            return
+        rows = self._rows(deployment, now, rule, step_s, reports)
+        lasted_s = max(one.pace.steps_s for one in reports)
+        best = self._named(now, rows, step - since, LOSS * lasted_s, risk)
+        self._former = rows
+        if best is None:
             self.text = self.text or (
-                f"auto keeps {now.mode} at step {step}: {took}, and no mode that risk {risk!r} "
-                "allows would clearly take less"
+                f"auto keeps {now} at step {step}: {_ms(step_s)} a step, and no mode that risk "
+                f"{risk!r} allows would clearly take less"
             )
-        elif not is_first and former != best.mode:
-            self._named = best.mode  # A shard that was started again looks like a slow link.
-        else:
-            self.mode = best.mode
-            self.text = f"auto takes {best.mode} at step {step}: {took}, about "
-            self.text += f"{1e3 * best.time.step_s:,.0f} ms in it; {best.evidence.text}"
-            self._by_step.clear()
+            return
+        self._before = _Before(now, step_s, deployment.computing_s())
+        text = f"auto takes {best.mode} at step {step}: {_ms(step_s)} a step in {now}, about "
+        self._take(best.mode, f"{text}{_ms(best.time.step_s)} in it; {best.evidence.text}")
+
+    def _take(self, mode: str, text: str) -> None:
+        self.mode, self.text = mode, text
+        self._num_switches += 1
+        self._by_step.clear()  # The change itself takes time.
+        self._lost_s.clear()
+
+    def _named(
+        self, now: str, rows: Mapping[str, AdviceRow], steps: int, loss_s: float, risk: str
+    ) -> AdviceRow | None:
+        """Returns the mode to take instead of the present one; None: there is none."""
+        present_s = rows[now].time.step_s
+        self._lost_s = {
+            mode: max(0.0, self._lost_s.get(mode, 0.0) + steps * (present_s - row.time.step_s))
+            for mode, row in rows.items()
+        }
+        if all(row.evidence.points for row in rows.values()):
+            return None  # Advice begins with the updates of one large batch.
+        best = choose(list(rows.values()), risk, NEARLY)
+        if best.time.step_s * NEARLY > present_s:
+            return None
+        if not self.text:
+            return best
+        former, before = self._former.get(best.mode), self._former.get(now)
+        if former is None or before is None or former.time.step_s * NEARLY > before.time.step_s:
+            return None  # A shard that was started again looks like a slow link.
+        return best if self._lost_s[best.mode] >= loss_s * (1 + self._num_switches) else None
+
+    def _rows(
+        self,
+        deployment: Deployment,
+        now: str,
+        rule: Rule,
+        step_s: float,
+        reports: Sequence[ModeReport],
+    ) -> dict[str, AdviceRow]:
+        """Returns the rows of the module's `_rows` under the links that explain a step, by mode."""
+
+        def took(link: float) -> float:
+            return closed_form(replace(deployment, link=link), rule).step_s
+
+        link = _meet(took, step_s)
+        if step_s > HIDDEN * took(FASTEST):
+            self._link = link
+        measured = replace(deployment, link=max(link, self._link))
+        rows = _rows(measured, now, rule, step_s, reports)
+        return {row.mode: _at_least(row, self._least_s.get(row.mode, 0.0)) for row in rows}
 
     def _windows(self, step: int, ranks: Sequence[int]) -> list[ReportedPace]:
         """Returns the sums of each worker between its reports; empty: some are missing."""
@@ -171,31 +252,41 @@ def _deployment(
     )
 
 
-def _rows(deployment: Deployment, step_s: float, reports: Sequence[ModeReport]) -> list[AdviceRow]:
-    """Returns a row of each mode that all workers can take; the present one is the first."""
-    present = parse_mode(FIRST.mode)
+def _rows(
+    measured: Deployment, now: str, rule: Rule, step_s: float, reports: Sequence[ModeReport]
+) -> list[AdviceRow]:
+    """Returns a row of each mode that all workers can take, and of the present one.
 
-    def took(link: float) -> float:
-        return closed_form(replace(deployment, link=link), present).step_s
-
-    measured = replace(deployment, link=_meet(took, step_s))
-    now = closed_form(measured, present)
-    computed_s, others_s = _divide(now)
+    Args:
+        now: The present mode.
+        rule: The mode whose steps take `step_s`: in a warm-up another one.
+    """
+    computed_s, others_s = _divide(closed_form(measured, rule))
     # Not 1 where links cannot explain the time: the machines are faster or slower than assumed.
     wrong = max(0.0, step_s - computed_s) / others_s if others_s else 1.0
+    is_explained = wrong <= WRONG_MAX or step_s <= HIDDEN * (computed_s + others_s)
     found: list[AdviceRow] = []
-    for candidate in auto_candidates(deployment.num_workers):
+    for candidate in auto_candidates(measured.num_workers):
         mode = str(parse_mode(candidate.mode))
-        is_possible = wrong <= WRONG_MAX and all(mode in one.possible for one in reports)
-        if found and not is_possible:
-            continue
-        row = row_of(measured, candidate)
+        is_possible = is_explained and all(mode in one.possible for one in reports)
+        row = row_of(measured, candidate) if is_possible or candidate.mode == now else None
         if row is not None:
             computed_s, others_s = _divide(row.time)
-            least_s = max(0.0, deployment.compute_s - computed_s)
+            least_s = max(0.0, measured.compute_s - computed_s)
             parts_s = {COMPUTING: computed_s, OTHERS: max(least_s, wrong * others_s)}
             found.append(replace(row, time=replace(row.time, parts_s=parts_s)))
     return found
+
+
+def _at_least(row: AdviceRow, least_s: float) -> AdviceRow:
+    """Returns a row whose step takes some seconds or more."""
+    if row.time.step_s >= least_s:
+        return row
+    return replace(row, time=replace(row.time, parts_s={OTHERS: least_s}))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
 
 
 def _divide(time: StepTime) -> tuple[float, float]:

@@ -18,7 +18,7 @@ class ReportedPace:
 
     num_steps: int = 0  # Steps that followed another.
     steps_s: float = 0.0  # Seconds of these steps, each from the end of the one before.
-    waits_s: float = 0.0  # Seconds in which it waited for answers of shards.
+    waits_s: float = 0.0  # Seconds in which it waited for answers of shards or workers.
     requests_s: float = 0.0  # Seconds in which pushes or pulls were under way.
     step_s: float = 0.0  # Seconds of one step without its waits; 0: not known yet.
     round_steps: int = 0  # Of the round under way, in a mode with rounds by speed; else 0.

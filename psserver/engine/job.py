@@ -289,7 +289,7 @@ class RunningJob:
 
         Returns:
             1 and the place of the mode among `auto_candidates`, 0 if none was chosen yet; and the
-            choice as a sentence.
+            choice as a sentence. A table in another mode has got that from a script.
 
         Raises:
             ConfigError: The step or the risk is not one.
@@ -299,7 +299,7 @@ class RunningJob:
             if not decides:
                 host = self.job.membership.members[rank].host
                 choice.report(step, rank, replace(report, host=host))
-            elif not choice.mode:
+            else:
                 members = self.job.membership
                 parts = [TimedSlice(s.shard, s.numel, s.compress) for s in table.layout.slices]
                 num_state = len(table.optimizer.state_names)

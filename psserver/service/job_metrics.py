@@ -192,7 +192,7 @@ def _of_pace(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
     )
     waits = CounterMetricFamily(
         "paceline_worker_pull_wait_seconds",
-        "Seconds in which a worker waited for answers of shards, on the first shard.",
+        "Seconds in which a worker waited for shards or other workers, on the first shard.",
         labels=labels,
     )
     requests = CounterMetricFamily(

@@ -69,6 +69,7 @@ class LongWait:
             ) from None
 
     def __exit__(self, *_: object) -> None:
+        self._session.pace.waited_for_peer(time.monotonic() - self._started_s)
         self._session.waits = ""
         if self._session.timeline is not None:
             self._session.timeline.span("wait", self._begin_ns, what=self._name())

@@ -67,7 +67,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             hyper-parameters travel with each push.
         named_parameters: `model.named_parameters()`, in the same order on every worker.
         mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`. `"auto"`: the
-            job measures in `ssgd`, and then takes the mode that advice names (docs/choosing.md).
+            job measures, in `ssgd` first, and takes the modes that advice names (docs/choosing.md).
         compression: The compressor of pushes: `"none"`, `"fp16"`, or a `Compressor`.
         pull_compression: The compressor of the pulls that training uses.
         servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards

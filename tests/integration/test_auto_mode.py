@@ -207,3 +207,53 @@ def test_wrong_wishes_are_refused(shards: Shards) -> None:
     assert "auto.risk is 'high', must be one of any, low, none" in said[1]
     assert "mode 'auto' has no argument 'speed'" in said[2]
     assert "automatic" in said[3]
+
+
+@pytest.mark.slow
+def test_a_job_that_has_changed_goes_on_measuring(slow: tuple[Shards, dict[str, str]]) -> None:
+    shards, env = slow
+    with shards.workers(train, AUTO, {}, 8 * WINDOW, job=new_job(), env=env) as workers:
+        said = heard(workers)
+        found = end(workers)
+    assert said[0] == said[1]
+    for _, modes in found:
+        assert modes == ["ssgd"] * 6 + ["allreduce"] * 18
+
+
+def with_a_slow_worker(me: Station, number: int) -> list[str]:
+    """Trains, one worker with pauses; returns the modes of its steps."""
+    weight, optimizer = make(f"auto(steps={WINDOW}, risk=any)")
+    modes = []
+    while optimizer.steps < number:
+        modes.append(str(optimizer.rule))
+        optimizer.zero_grad()
+        torch.autograd.backward((weight * weight).sum())
+        time.sleep(0.3 if me.rank == 2 else 0.01)
+        optimizer.step()
+    psworker.shutdown()
+    return modes
+
+
+@pytest.mark.slow
+def test_workers_that_leave_a_slow_one_behind_meet_it_at_their_reports(shards: Shards) -> None:
+    """Reports of steps 12 and 24 wait for it, though no step does."""
+    found = shards.run(with_a_slow_worker, 30, num_workers=3)
+    assert all("ssgd(backup=1)" in modes for modes in found)
+    assert len(found[2]) < len(found[0])
+
+
+def sets_a_mode(me: Station) -> str:
+    weight, optimizer = make(AUTO)
+    while optimizer.steps < 4 * WINDOW:
+        if optimizer.steps == WINDOW + 1:
+            optimizer.set_mode("asgd")
+        optimizer.zero_grad()
+        torch.autograd.backward((weight * weight).sum())
+        optimizer.step()
+    psworker.shutdown()
+    return str(optimizer.rule)
+
+
+@pytest.mark.slow
+def test_a_mode_that_the_script_sets_stands(shards: Shards) -> None:
+    assert shards.run(sets_a_mode, num_workers=2) == ["asgd"] * 2

@@ -96,6 +96,19 @@ class Pace:
         with self._lock:
             self._waits_s += seconds if self._stepped_s is not None else 0.0
 
+    def waited_for_peer(self, seconds: float) -> None:
+        """Counts a wait for another worker, if it is after the first step, as one for an answer."""
+        with self._lock:
+            if self._stepped_s is not None:
+                self._waits_s += seconds
+                self._requests_s += seconds
+
+    def pause(self, seconds: float) -> None:
+        """Leaves out seconds that have passed between two steps, as part of neither."""
+        with self._lock:
+            if self._stepped_s is not None:
+                self._stepped_s += seconds
+
     def message(self) -> pb.Pace:
         """Returns the sums of this moment."""
         with self._lock:

@@ -1,14 +1,15 @@
-"""`mode="auto"` on a worker: it reports before every n-th step until the job takes another mode.
+"""`mode="auto"` on a worker: it reports before every n-th step, and changes the mode as told.
 
-All workers come to such a step together, since they train in a synchronous mode. Each reports its
-sums to the first shard; behind a barrier the shard decides (psserver/decisions/auto_mode.py); and
-in a second one the workers take the largest answer, so that all take the same mode, also if the
-shard was started again between two of its answers.
+All workers come to such a step: none passes it without the others. Each reports its sums to the
+first shard; behind a barrier the shard decides (psserver/decisions/auto_mode.py); and in a second
+one the workers take the largest answer, so that all take the same mode, also if the shard was
+started again between two of its answers.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -35,7 +36,7 @@ class ModeWish:
 
     Attributes:
         first: The mode to begin with.
-        is_open: Whether the job has taken no other mode yet.
+        is_open: Whether the job still chooses its mode.
     """
 
     def __init__(self, mode: str | Rule, rows: object = None) -> None:
@@ -65,9 +66,7 @@ class ModeWish:
             return self.first
         if session.min_workers:
             raise ConfigError("mode is 'auto' in a job whose workers come and go: name a mode")
-        rule = parse_mode(session.known_tables.get(table) or self.first)
-        self.is_open = rule == self.first
-        return rule
+        return parse_mode(session.known_tables.get(table) or self.first)
 
     def ask(
         self, table: TrainingTable, inner: torch.optim.Optimizer, *, overlaps: bool
@@ -80,14 +79,13 @@ class ModeWish:
         Raises:
             PacelineError: A shard does not answer, or this worker is no longer part of the job.
         """
-        wish, step = self._wish, table.replica.step
-        if wish is None or not (self.is_open and wish.is_due(step)):
+        wish, step, session = self._wish, table.replica.step, table.session
+        workers, rule = session.num_workers, table.rule
+        passes_slow = rule.by_step and rule.fan_in(workers, workers) < workers
+        if wish is None or not (self.is_open and wish.is_due(step, passes_slow=passes_slow)):
             return None
-        if table.rule != self.first:  # The script has set another one.
-            self.is_open = False
-            return None
-        session = table.session
-        modes = [parse_mode(one.mode) for one in auto_candidates(session.num_workers)]
+        begun_s = time.monotonic()
+        modes = [parse_mode(one.mode) for one in auto_candidates(workers)]
         request = pb.ChooseRequest(
             job=session.job,
             worker=session.rank,
@@ -101,18 +99,20 @@ class ModeWish:
             overlaps=overlaps,
         )
         number, text = _call(session, request)
-        if not number:
-            session.agree_at(REPORTED, step, 0.0)
-            request.decides = True
-            number, text = _call(session, request)
-            number = int(session.agree_at(CHOSEN, step, float(number))[0])
+        if table.rule != (modes[number - 1] if number else self.first):
+            self.is_open = False  # The script has set another mode; perhaps not all know that yet.
+            for name in (REPORTED, CHOSEN):
+                session.pass_by(name, step, 0.0)
+            return None
+        session.agree_at(REPORTED, step, 0.0)
+        request.decides = True
+        number, text = _call(session, request)
+        number = int(session.agree_at(CHOSEN, step, float(number))[0])
+        session.pace.pause(time.monotonic() - begun_s)
         if text and text != self._said and session.process_rank == 0:
             log.info("%s", text)
         self._said = text
-        if not number:
-            return None
-        self.is_open = False
-        rule = modes[number - 1]
+        rule = modes[number - 1] if number else table.rule
         return None if rule == table.rule else rule
 
 

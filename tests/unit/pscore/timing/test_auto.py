@@ -25,6 +25,11 @@ def test_workers_report_before_every_nth_step() -> None:
     assert [step for step in range(10) if AutoMode(steps=4).is_due(step)] == [4, 8]
 
 
+def test_where_no_step_waits_for_slow_workers_few_reports_do() -> None:
+    wish = AutoMode(steps=4)
+    assert [step for step in range(50) if wish.is_due(step, passes_slow=True)] == [16, 32, 48]
+
+
 def test_the_first_candidate_is_the_mode_to_begin_with() -> None:
     for number in (1, 4, 64):
         candidates = auto_candidates(number)

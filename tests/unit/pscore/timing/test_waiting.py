@@ -44,6 +44,12 @@ def test_other_modes_get_the_share_alone() -> None:
     )
 
 
+def test_workers_without_a_server_wait_for_each_other() -> None:
+    assert advice_line("allreduce(average_every=9)", [pace(0.5, 0.5, 1.0)]) == (
+        "workers waited 50% of the time for each other"
+    )
+
+
 @pytest.mark.parametrize(
     "paces",
     [

@@ -103,6 +103,19 @@ def test_where_workers_share_memory_with_the_shard_no_link_is_to_blame() -> None
     assert not choice.mode
 
 
+def test_a_slow_worker_explains_a_step_whose_exchange_takes_longer_than_assumed() -> None:
+    """Through memory a step of 3.05 s has hardly any transfers; a slow worker computes for 3 s."""
+    choice = ModeChoice()
+    for step in (FIRST, SECOND):
+        for rank in range(WORKERS):
+            waits_s = 0.05 if rank == 2 else 3.05 - COMPUTES_S
+            pace = ReportedPace(num_steps=step, steps_s=step * 3.05, waits_s=step * waits_s)
+            one = report(step, 1.0, possible("ssgd"), pace=pace, near=(True,), host="a")
+            choice.report(step, rank, one)
+        choice.decide(step, range(WORKERS), SLICES, 1, "any")
+    assert choice.mode == "ssgd(backup=1)"
+
+
 def test_a_worker_that_joined_in_between_defers_the_choice() -> None:
     choice = ModeChoice()
     for step, incarnation in ((25, 1), (50, 2), (75, 2)):
@@ -151,13 +164,68 @@ def test_a_missing_report_defers_the_choice() -> None:
     assert not choice.mode
 
 
-def test_a_choice_stands() -> None:
-    choice = ModeChoice("od", "auto takes od")
-    for step in (25, 50):
+def windows(
+    choice: ModeChoice, lengths_s: Sequence[float], *, risk: str = "none", begin: int = 0
+) -> list[str]:
+    """Returns the mode after each report; from one to the next steps take so long."""
+    modes, names = [], possible("allreduce", "od", "ssd", "ssgd")
+    sum_s, step = 0.0, begin
+    for step_s in lengths_s:
+        step, sum_s = step + FIRST, sum_s + FIRST * step_s
         for rank in range(WORKERS):
-            choice.report(step, rank, report(step, TOOK_S, possible("allreduce")))
+            made = step - begin
+            one = report(made, sum_s / made, names, host=str(rank))
+            choice.report(step, rank, one)
+        for _ in range(WORKERS):
+            choice.decide(step, range(WORKERS), SLICES, 1, risk)
+        modes.append(choice.mode)
+    return modes
+
+
+def test_a_job_that_has_changed_changes_again_when_its_link_becomes_slow() -> None:
+    """With a slow link all four pushes of `ssd` pass the shard's; the ring's two do not."""
+    choice = ModeChoice("ssd(steps=5)", "auto takes ssd(steps=5)")
+    fast, slow_s = [COMPUTES_S] * 3, 4 * WORKERS * NBYTES / RATE
+    modes = windows(choice, [*fast, slow_s, slow_s], risk="low", begin=1000)
+    assert modes == ["ssd(steps=5)"] * 4 + ["allreduce"]
+    ring_s = COMPUTES_S + 4 * 2 * (WORKERS - 1) / WORKERS * NBYTES / RATE
+    assert predicted_s(choice) == pytest.approx(ring_s, rel=0.03)
+
+
+def test_the_steps_of_a_warm_up_are_as_those_of_ssgd() -> None:
+    choice = ModeChoice()
+    modes = windows(choice, [TOOK_S] * 20, risk="low")
+    assert modes[1].startswith("ssd(")
+    assert modes[1:] == [modes[1]] * 19, "it takes no less yet, and is no worse for that"
+    slow_s = COMPUTES_S + 4 * (TOOK_S - COMPUTES_S)
+    choice = ModeChoice("ssd(steps=5)", "auto takes ssd(steps=5)")
+    assert windows(choice, [TOOK_S, *[slow_s] * 3], risk="low")[-1] == "allreduce"
+
+
+def test_a_mode_that_takes_no_less_is_left_at_its_first_window_and_not_taken_again() -> None:
+    choice = ModeChoice()
+    slower_s = 1.2 * TOOK_S
+    modes = windows(choice, [TOOK_S, TOOK_S, slower_s, slower_s, *[TOOK_S] * 20])
+    assert modes == ["", "allreduce", "allreduce", *["ssgd"] * 21]
+    assert choice.text.startswith("auto returns to ssgd at step 100: ")
+
+
+def test_a_mode_that_was_left_is_taken_where_the_present_one_takes_longer_than_it_did() -> None:
+    choice, slower_s = ModeChoice(), 1.2 * TOOK_S
+    windows(choice, [TOOK_S, TOOK_S, slower_s, slower_s])
+    assert windows(choice, [4 * TOOK_S] * 8, begin=100)[-1] == "allreduce"
+
+
+def test_a_mode_whose_computing_became_slower_is_no_worse_for_that() -> None:
+    choice = ModeChoice()
+    windows(choice, [TOOK_S, TOOK_S])
+    assert choice.mode == "allreduce"
+    for step in (75, 100):
+        sums = ReportedPace(num_steps=step, steps_s=step * 2 * TOOK_S, waits_s=step * 0.2)
+        for rank in range(WORKERS):
+            choice.report(step, rank, report(step, 1.0, possible("ssgd", "allreduce"), pace=sums))
         choice.decide(step, range(WORKERS), SLICES, 1, "none")
-    assert (choice.mode, choice.text) == ("od", "auto takes od")
+    assert choice.mode == "allreduce"
 
 
 def test_wrong_numbers_are_refused() -> None:

@@ -104,3 +104,27 @@ def test_the_speed_is_that_of_computing_beside_the_fastest_worker() -> None:
     assert pace.share == 0.25
     pace.fastest_s = 2.0  # It is this worker, which has become faster since.
     assert pace.share == 1.0
+
+
+def test_a_wait_for_another_worker_is_a_wait_and_a_request() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.waited_for_peer(9.0)
+    pace.end_step()
+    clock.now_s += 4.0
+    pace.waited_for_peer(3.0)
+    pace.end_step()
+    message = pace.message()
+    assert (message.steps_s, message.waits_s, message.requests_s) == (4.0, 3.0, 3.0)
+
+
+def test_a_pause_between_two_steps_belongs_to_neither() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.pause(9.0)
+    pace.end_step()
+    clock.now_s += 5.0
+    pace.pause(5.0)
+    clock.now_s += 2.0
+    pace.end_step()
+    assert pace.message().steps_s == 2.0
