@@ -73,12 +73,18 @@ def explain_silence(address: str) -> str:
     """Returns the likely reason why no shard can be reached at an address; empty: none is known.
 
     A shard that listens on loopback is the usual one: it works on its own machine, and every other
-    machine finds its port closed.
+    machine finds its port closed. The kernel opens connections also for a process that is stopped.
     """
     if address.startswith("unix:"):
         return ""
     host, port = split_address(address)
-    if is_loopback(host) or _probe(host, port) != "refused":
+    state = _probe(host, port)
+    if state == "open":
+        return (
+            f"port {port} is open there, and the process behind it is silent: it is stopped, "
+            "hangs, or is no shard"
+        )
+    if is_loopback(host) or state != "refused":
         return ""
     remedy = f"psserver start --host {host}"
     if _is_own(host) and _probe("127.0.0.1", port) == "open":
