@@ -601,17 +601,21 @@ def faults(log: Log) -> None:
 
 
 def returns(log: Log) -> None:
-    """Restarts a shard; takes the project down and up, also without some of its volumes."""
+    """Restarts a shard; takes the project down and up, also without some of its volumes.
+
+    The job of the volume that is lost continues from the last checkpoint, which `down` takes.
+    """
     with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
         start_elastic(project)
         before = step(project)
         project.compose("restart", "shard1")
         log.say(f"      restart of shard1 at step {before}: now at {advance(project, before)}")
         for volume in ("", "shard-secrets", "shard1"):
-            if volume == "shard1":
-                wait("a scheduled checkpoint", lambda: has_checkpoint(project))
             before = step(project)
             project.compose("--profile", "*", "down")
+            saved = saved_step(project)
+            if saved < before:
+                raise CheckError(f"down at step {before} leaves the checkpoint of step {saved}")
             if volume:
                 project.docker("volume", "rm", f"{project.name}_{volume}")
             start_elastic(project, is_torn=volume == "shard1")
@@ -621,14 +625,20 @@ def returns(log: Log) -> None:
                 project.docker("exec", project.only("shard0"), "psserver", *words, SERVERS)
             log.say(
                 f"      down{f', the volume {volume} is lost' if volume else ''}, and up "
-                f"at step {before}: now at {advance(project, before)}"
+                f"at step {before}: a checkpoint of step {saved}, now at "
+                f"{advance(project, before)}"
             )
 
 
-def has_checkpoint(project: Project) -> bool:
-    """Returns whether shard 0 has taken a checkpoint of a job."""
-    folder = "/var/lib/paceline/checkpoints"
-    return bool(project.docker("exec", project.only("shard0"), "ls", folder).strip())
+def saved_step(project: Project) -> int:
+    """Returns the step of the newest checkpoint in the volume of shard 0."""
+    script = (
+        "import json, pathlib; print(max(json.loads(path.read_text())['tables'][0]['version'] "
+        "for path in pathlib.Path('/state/checkpoints').glob('mnist-elastic-*/manifest.json')))"
+    )
+    volume = f"{project.name}_shard0:/state:ro"
+    words = ("run", "--rm", "--network", "none", "--volume", volume, SHARD_IMAGE)
+    return int(project.docker(*words, "python", "-c", script).split()[-1])
 
 
 def pauses(log: Log) -> None:
@@ -797,6 +807,37 @@ def two_hosts(log: Log) -> None:
             log.say(f"      both workers reached the end, step {at}, exit status 0")
 
 
+def upgrade(log: Log) -> None:
+    """Names other tags in a host's `.env` during a training, and runs the page's command again."""
+    certs, up = commands("deploy.md", "Several hosts")[0].splitlines()
+    address = f"127.0.0.1:{PORTS['PORT']}"
+    choice = {"SERVERS": address, "SHARDS": "1", "COMPOSE_PROFILES": "shard,worker"}
+    variables = {**PORTS, **choice, "STEPS": "100000"}
+    following = {"IMAGE": f"{IMAGE}-next", "SHARD_IMAGE": f"{SHARD_IMAGE}-next"}
+    with tempfile.TemporaryDirectory() as folder:
+        shell = Shell(Path(folder), "paceup")
+        shell(certs.replace("10.0.0.1", "127.0.0.1"))
+        shell.write_env(variables)
+        file = ["deploy/compose/host.yml"]
+        with Project("paceup", file, address, root=shell.root) as project:
+            shell(up)
+            before = wait("steps", lambda: project.job("shard", "mnist")["step"])
+            run("docker", "tag", IMAGE, following["IMAGE"])
+            run("docker", "tag", SHARD_IMAGE, following["SHARD_IMAGE"])
+            shell.write_env({**variables, **following})
+            shell(up)
+            after = wait(
+                "more steps",
+                lambda: (now := project.job("shard", "mnist")["step"]) > before and now,
+            )
+            used = {project.inspect(name)["Config"]["Image"] for name in project.names("")}
+            if used != set(following.values()):
+                raise CheckError(f"the containers run {used}")
+            log.say(f"      other tags in .env at step {before}, {up!r}: now at step {after}")
+        for name in following.values():
+            run("docker", "rmi", name)
+
+
 def swarm(log: Log) -> None:
     """Runs the page's commands for a Swarm on two engines: two nodes, with a shard each."""
     state = run("docker", "info", "--format", "{{.Swarm.LocalNodeState}}").strip()
@@ -866,6 +907,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "disk": full_disks,
     "memory": shared_memory,
     "variables": host_variables,
+    "upgrade": upgrade,
     "hosts": two_hosts,
     "swarm": swarm,
 }

@@ -274,6 +274,8 @@ class Daemon:
 
     async def _await_last(self) -> None:
         """Serves as before while the last checkpoint is taken, and leaves the rest of the grace."""
+        if not self._last.is_over:
+            log.info("shard serves until a last checkpoint is over", limit_s=self.grace_s)
         began_s = self._loop.time()
         await self._last.wait(self.grace_s)
         waited_s = self._loop.time() - began_s

@@ -26,6 +26,11 @@ class LastCheckpoint:
         self._is_over = asyncio.Event()
         self._over_s = -math.inf
 
+    @property
+    def is_over(self) -> bool:
+        """Whether that of the same stop is over."""
+        return time.monotonic() - self._over_s < RECENT_S
+
     def note(self, *, is_over: bool) -> None:
         """Records that it begins, or is over."""
         if is_over:
@@ -38,7 +43,7 @@ class LastCheckpoint:
 
     async def wait(self, limit_s: float) -> None:
         """Returns when it is over, after `limit_s` at most; after half of that if none begins."""
-        if time.monotonic() - self._over_s < RECENT_S:
+        if self.is_over:
             return
         if self._is_over.is_set():  # That of an earlier stop of shard 0.
             self._is_over.clear()
