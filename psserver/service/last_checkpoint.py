@@ -11,9 +11,8 @@ import math
 import time
 from contextlib import suppress
 
-WORD_PART = (
-    0.5  # Share of the time in which shard 0, perhaps asked to end later, has to announce it.
-)
+# Share of the time in which shard 0, perhaps asked to end later, has to announce it.
+WORD_PART = 0.5
 RECENT_S = 10.0  # One that was over so recently is of the same stop.
 
 
