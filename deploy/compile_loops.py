@@ -9,6 +9,7 @@ from pscore.local.base import ElementwiseUpdate
 from pscore.memory import kernels, streaming
 from pscore.optimizers import OPTIMIZERS
 from pscore.publish import codec
+from pscore.rows import batches
 from pscore.rows.optimizers import ROW_OPTIMIZERS
 from pscore.rules.base import Memory
 from pscore.rules.dcasgd import DCASGD
@@ -21,6 +22,7 @@ for optimizer in OPTIMIZERS.own.values():
     kind_of("flat").warm_up(optimizer())
 for row_optimizer in ROW_OPTIMIZERS.values():
     kind_of("rows").warm_up(row_optimizer())
+batches.warm_up()
 publications.warm_up()
 for read in codec.READERS.values():
     read(np.zeros(8, np.uint8), np.zeros(8, np.uint16))

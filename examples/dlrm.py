@@ -18,8 +18,7 @@ from torch import nn
 import psworker
 
 USERS, ITEMS = (100_000, 1.05), (10_000, 1.2)  # Number of ids, and exponent of Zipf's law.
-TESTED = 100_000  # Samples of the test.
-OFTEN = 50  # Times that user and item of a sample were seen.
+TESTED, OFTEN = 100_000, 50  # Samples of the test; times that ids of some of them were seen.
 
 
 class ClickModel(nn.Module):

@@ -97,7 +97,7 @@ class LimitError(RemoteProtocolError):
 
 
 class TableFullError(LimitError):
-    """A table of rows has as many as it was declared for; nothing was counted."""
+    """A table of rows has as many as it was declared for; none of the push's rows was counted."""
 
 
 class UnknownJobError(RemoteProtocolError):
@@ -125,3 +125,5 @@ class ServerUnavailableError(TransportError):
 
 
 LOST = (ReplacedError, UnknownJobError)  # After these a worker rejoins.
+# After these the shards and this worker agree, and the step under way is still to be made.
+OWN = (GradientError, ConfigError, TableFullError)

@@ -27,6 +27,7 @@ from pscore.errors import RemoteProtocolError as RemoteProtocolError
 from pscore.errors import ReplacedError as ReplacedError
 from pscore.errors import ServerUnavailableError as ServerUnavailableError
 from pscore.errors import StateLostError as StateLostError
+from pscore.errors import TableFullError as TableFullError
 from pscore.errors import TransportError as TransportError
 from pscore.errors import UnsupportedOptimizerError as UnsupportedOptimizerError
 from psworker.training.script_errors import SHORT

@@ -23,6 +23,7 @@ WordArray = npt.NDArray[np.uint32]
 PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
 AHEAD = 16  # Turns of a loop: so many rows or positions come from memory at the same time.
 LINE, FETCHED_NBYTES = 64, 256
+GROUP = 8  # Places that share one note of their newest change.
 NO_VERSION = np.uint32((1 << 32) - 1)
 
 
@@ -148,6 +149,32 @@ def ages(words: WordArray, stride: int, out: IntArray) -> None:
     """Writes the version of each place below the length of `out`; the largest for a free one."""
     for place in range(len(out)):
         out[place] = words[place * stride + VERSION_WORD]
+
+
+@kernel
+def note_change(newest: WordArray, places: IntArray, version: np.uint32) -> None:
+    """Notes the version at which places have changed, the newest so far, by group of places."""
+    for i in range(len(places)):
+        newest[places[i] // GROUP] = version
+
+
+@kernel
+def changed_since(
+    words: WordArray, stride: int, groups: IntArray, since: int, high: int, out: IntArray
+) -> int:
+    """Writes the places below `high` of rows of a later version, in groups; returns how many."""
+    count = 0
+    for i in range(len(groups)):
+        if i + 2 < len(groups):
+            ahead = words.ctypes.data + 4 * groups[i + 2] * GROUP * stride
+            for k in range(GROUP):
+                prefetch(ahead + 4 * k * stride)
+        for place in range(groups[i] * GROUP, min(high, (groups[i] + 1) * GROUP)):
+            version = words[place * stride + VERSION_WORD]
+            if version > since and version < NO_VERSION:
+                out[count] = place
+                count += 1
+    return count
 
 
 @kernel

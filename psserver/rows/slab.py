@@ -124,19 +124,22 @@ class Slab:
         self._salt = np.uint64(secrets.randbits(64))
         self._keys: IdArray = np.zeros(INDEX_MIN, np.uint64)
         self._places = np.zeros(INDEX_MIN, np.int32)
+        # By group of places: the newest version of a row that has changed since the process began.
+        self._newest = np.zeros(-(-rows_max // kernels.GROUP), np.uint32)
         self._free: IntArray = NO_PLACES
         self.count = self.num_gone = 0
         self.rebuild()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the places that were used, and of the index."""
+        """Bytes of the places that were used, and of what finds them."""
         high = int(self.memory.words[HIGH])
-        return 4 * self.stride * high + self._keys.nbytes + self._places.nbytes
+        found = self._keys.nbytes + self._places.nbytes + self._newest.nbytes
+        return 4 * self.stride * high + found
 
     def rebuild(self) -> None:
         """Makes the index of the headers in the slab."""
-        ids, places = self._scan()
+        ids, places = self.rows()
         self.count = len(ids)
         is_used = np.zeros(int(self.memory.words[HIGH]), np.bool_)
         is_used[places] = True
@@ -213,7 +216,7 @@ class Slab:
         self.memory.words[HIGH] = highest
         kernels.occupy(self.longs, self.words, self.stride, new, ids)
         if 2 * self.count > len(self._keys):
-            self._index(*self._scan())
+            self._index(*self.rows())
         else:
             kernels.put(self._keys, self._places, self._salt, ids, new)
 
@@ -250,6 +253,7 @@ class Slab:
             keep(kept, stop)
             kept = stop
             kernels.is_fresh(self.words, self.stride, places, own)
+            kernels.note_change(self._newest, places, np.uint32(version))
             step = RowStep(
                 floats=self.floats,
                 words=self.words,
@@ -277,6 +281,7 @@ class Slab:
             versions: `(n,) int64`, the version of each row.
         """
         flags = USED if width == self.width else USED | FRESH
+        kernels.note_change(self._newest, plan.places, np.uint32(versions.max(initial=0)))
         kernels.load(
             self.floats,
             self.words,
@@ -310,20 +315,26 @@ class Slab:
         """Returns the id at each place."""
         return self.longs[places * self.stride // 2]
 
-    def rows(self, since: int | None = None) -> tuple[IdArray, IntArray]:
-        """Returns the ids of all rows, ascending, and their places.
+    def rows(self) -> tuple[IdArray, IntArray]:
+        """Returns the ids of all rows and their places, in the order of the places."""
+        high = int(self.memory.words[HIGH])
+        ids, places = np.empty(high, np.uint64), np.empty(high, np.int64)
+        if not high:  # A new table, which is made under the lock of all jobs: compiles nothing.
+            return ids, places
+        found = kernels.scan(self.longs, self.words, self.stride, high, ids, places)
+        return ids[:found], places[:found]
+
+    def rows_since(self, version: int) -> tuple[IdArray, IntArray]:
+        """Returns what `rows` does, of those rows that a step has changed after a version.
 
         Args:
-            since: A version, after which the rows have changed; None: all rows.
+            version: Not before that with which this process began.
         """
-        if since is None:
-            ids, places = self._scan()
-        else:
-            ages = self.ages()
-            places = np.flatnonzero((ages > since) & (ages < kernels.NO_VERSION))
-            ids = self.ids_at(places)
-        order = np.argsort(ids)
-        return ids[order], places[order]
+        high = int(self.memory.words[HIGH])
+        groups = np.flatnonzero(self._newest > version)
+        places = np.empty(len(groups) * kernels.GROUP, np.int64)
+        count = kernels.changed_since(self.words, self.stride, groups, version, high, places)
+        return self.ids_at(places[:count]), places[:count]
 
     def check_invariants(self) -> None:
         """Asserts that index and slab are one to one, for tests and the simulator."""
@@ -339,15 +350,6 @@ class Slab:
     def probe_max(self) -> int:
         """The longest way to a row in the index, in positions."""
         return int(kernels.probe_max(self._keys, self._places, self._salt))
-
-    def _scan(self) -> tuple[IdArray, IntArray]:
-        """Returns the ids of all rows and their places, in the order of the places."""
-        high = int(self.memory.words[HIGH])
-        ids, places = np.empty(high, np.uint64), np.empty(high, np.int64)
-        if not high:  # A new table, which is made under the lock of all jobs: compiles nothing.
-            return ids, places
-        found = kernels.scan(self.longs, self.words, self.stride, high, ids, places)
-        return ids[:found], places[:found]
 
     def _index(self, ids: IdArray, places: IntArray) -> None:
         size = INDEX_MIN

@@ -311,6 +311,7 @@ class RowStore:
     def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
         """Returns copies of all that outlives the process, by name; no open steps.
 
+        The rows are in the order of their places: sorting them would stop training for longer.
         With a mark they are the rows that have changed since then, and the ids that have gone; all
         rows if it is of another process, or too long ago.
         """
@@ -327,7 +328,7 @@ class RowStore:
             "mark": np.array([self._token, self._version]),
         }
         for names, slab in self._named():
-            ids, places = slab.rows(since)
+            ids, places = slab.rows() if since is None else slab.rows_since(since)
             values = np.empty(len(ids) * slab.width, np.float32)
             slab.read(ids, places, slab.width, values)
             arrays |= zip(names, (ids, values, slab.versions(places)), strict=True)
@@ -342,6 +343,13 @@ class RowStore:
             DecodeError: An id is not one of the slice.
             TableFullError: There are more rows than there is room for.
         """
+        arrays = dict(arrays)
+        for names, slab in self._named():
+            ids, values, versions = (arrays[name] for name in names)
+            if not (ids[1:] > ids[:-1]).all():
+                order = np.argsort(ids)
+                values = values.reshape(-1, slab.width)[order].reshape(-1)
+                arrays |= zip(names, (ids[order], values, versions[order]), strict=True)
         for number, policy in enumerate(self.policies):
             for slab, kind in zip(policy.slabs, ARRAYS, strict=False):
                 ids = arrays[f"{kind[0]}.{number}"]

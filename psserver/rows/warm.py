@@ -38,6 +38,7 @@ def warm_up(optimizer: RowOptimizer) -> None:
     slab.begin(plan)
     slab.step(plan, rows.values, 1.0, 1, 1, np.full(len(optimizer.hyper_names), 0.5))
     slab.load(plan, values, 1, slab.versions(plan.places))
+    slab.rows_since(0)
     undo.save([(slab, slab.plan(ids))], 0)
     undo.roll_back([slab], 0)
     # Nothing here has expired: the loop is called with no id.

@@ -108,3 +108,5 @@ class JoinCompanions(Protocol):
 
 
 JOINS: list[JoinCompanions] = []  # The functions of the rooms that have been imported.
+# Functions that each step calls: they warn of tables with a gradient that are part of no job.
+WARNINGS: list[Callable[[], None]] = []

@@ -17,6 +17,8 @@ from pscore.types import FloatArray, IntArray
 from psworker.rows.lookups import IdArray
 from psworker.rows.row_exchange import RowExchange, RowPull
 
+Division = tuple[IntArray, list[int]]  # Places by slice, and where those of each slice begin.
+
 
 class RowsAhead:
     """The rows of one batch, of all tables of one optimizer.
@@ -26,35 +28,35 @@ class RowsAhead:
     """
 
     def __init__(
-        self, exchange: RowExchange, ids: Sequence[IdArray], slices: Sequence[IntArray]
+        self, exchange: RowExchange, ids: Sequence[IdArray], divisions: Sequence[Division]
     ) -> None:
         """Requests the rows as they are now.
 
         Args:
-            ids: By table: `(u,) uint64`, those of each slice together and ascending.
-            slices: By table: the slice of each id.
+            ids: By table: `(u,) uint64`, ascending.
+            divisions: By table: the places of the ids of each slice.
         """
         self.is_used = False
         self._exchange = exchange
-        self._ids = ids
-        self._rows = [
+        self._ids, self._orders = ids, [order for order, _ in divisions]
+        self._wanted = [each[order] for each, (order, _) in zip(ids, divisions, strict=True)]
+        self._rows = [  # In the order of `_wanted`.
             np.empty((len(each), dim), np.float32)
             for each, dim in zip(ids, exchange.dims, strict=True)
         ]
-        self._sorted: dict[int, IntArray] = {}
         self._pulls: dict[int, RowPull] = {}  # Under way, by slice.
         self._spans: dict[int, list[slice]] = {}  # By slice: the range of each table's rows.
         self._versions: dict[int, int] = {}  # By slice: of the rows here.
         self._counts: list[int] | None = None  # Pushes that they are exact after; None: any.
         for spec in exchange.layout.slices:
-            ends = [np.searchsorted(of, [spec.index, spec.index + 1]).tolist() for of in slices]
-            spans = [slice(start, stop) for start, stop in ends]
+            index = spec.index
+            spans = [slice(edges[index], edges[index + 1]) for _, edges in divisions]
             if any(span.stop > span.start for span in spans):
-                self._spans[spec.index] = spans
+                self._spans[index] = spans
                 room = np.empty(sum(rows.size for rows in self._rows_of(spans)), np.float32)
                 wanted = self._ids_of(spans)
-                self._pulls[spec.index] = exchange.request(
-                    spec.index, wanted, room, is_look=True, is_early=True
+                self._pulls[index] = exchange.request(
+                    index, wanted, room, is_look=True, is_early=True
                 )
 
     def confirm(self) -> None:
@@ -84,31 +86,25 @@ class RowsAhead:
         Raises:
             PacelineError: A shard refused something, or does not answer.
         """
-        known = self._ids[table]
-        if len(ids) > len(known):
-            return False
-        places = self._find(table, ids)
-        if (known[places] != ids).any():
-            return False
+        known, order = self._ids[table], self._orders[table]
+        is_whole = len(known) == len(ids) and bool((known == ids).all())
+        if not is_whole:
+            places = np.searchsorted(known, ids)
+            if not len(known) or (known[np.minimum(places, len(known) - 1)] != ids).any():
+                return False
         if self._counts != self._exchange.counts:
             self.confirm()
         self._land()
         self.is_used = True
-        np.take(self._rows[table], places, axis=0, out=out, mode="clip")
+        if is_whole:
+            out[order] = self._rows[table]
+            return True
+        where = np.empty(len(order), np.int64)
+        where[order] = np.arange(len(order))
+        np.take(self._rows[table], where[places], axis=0, out=out, mode="clip")
         return True
 
     # ----- inside
-
-    def _find(self, table: int, ids: IdArray) -> IntArray:
-        """Returns the places of ids among those of a table; of one that is not here any place."""
-        known = self._ids[table]
-        if len(known) == len(ids) and (known == ids).all():
-            return np.arange(len(ids))
-        if table not in self._sorted:
-            self._sorted[table] = np.argsort(known)
-        order = self._sorted[table]
-        places = np.searchsorted(known, ids, sorter=order)
-        return order[np.minimum(places, len(known) - 1)]
 
     def _land(self) -> None:
         """Waits for the pulls under way, and applies their answers."""
@@ -124,4 +120,4 @@ class RowsAhead:
         return [rows[span] for rows, span in zip(self._rows, spans, strict=True)]
 
     def _ids_of(self, spans: Sequence[slice]) -> list[IdArray]:
-        return [ids[span] for ids, span in zip(self._ids, spans, strict=True)]
+        return [ids[span] for ids, span in zip(self._wanted, spans, strict=True)]

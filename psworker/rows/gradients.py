@@ -36,7 +36,10 @@ class RowGradient(NamedTuple):
 
     def take(self, places: IntArray | slice) -> RowGradient:
         """Returns the rows at some places."""
-        return RowGradient(self.ids[places], self.counts[places], self.values[places])
+        if isinstance(places, slice):
+            return RowGradient(self.ids[places], self.counts[places], self.values[places])
+        values = np.take(self.values, places, axis=0)  # Faster than by index.
+        return RowGradient(self.ids[places], self.counts[places], values)
 
 
 class RowGradients:

@@ -10,9 +10,9 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.table_spec import BESIDE
 from psworker.connection.membership.session import Session
-from psworker.job.companions import JOINS
+from psworker.job.companions import JOINS, WARNINGS
 from psworker.rows.hyper import counterpart
-from psworker.rows.modules import EmbeddingTable, has_begun, tables_of
+from psworker.rows.modules import EmbeddingTable, tables_of, warn_of_tables
 from psworker.rows.row_tables import RowTables, Run
 
 TABLE = "rows"
@@ -37,7 +37,6 @@ def join_rows(
         ConfigError: A table has no optimizer, or an optimizer has other parameters.
         JobMismatchError: The job has other row tables; names the difference.
     """
-    has_begun.set()
     for optimizer in optimizers:
         counterpart(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -119,3 +118,4 @@ def _require_names(
 
 
 JOINS.append(join_rows)  # Every module of this folder is imported behind this one.
+WARNINGS.append(warn_of_tables)

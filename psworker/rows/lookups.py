@@ -7,12 +7,15 @@ of the rows, with the gradients of repeated ids added.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from pscore.rows.batches import add_rows, distinct
 from pscore.types import FloatArray, IntArray
 
 IdArray = npt.NDArray[np.uint64]
@@ -56,19 +59,6 @@ class Lookup(NamedTuple):
         return len(self.ids)
 
 
-def ascend(distinct: IntArray, padding: int | None) -> IntArray:
-    """Returns the positions of ids in their order as unsigned numbers, without the padding.
-
-    Args:
-        distinct: `(u,) int64`, strictly ascending.
-        padding: The id that is left out; None: none is.
-    """
-    order: IntArray = np.arange(len(distinct))
-    if len(distinct) and distinct[0] < 0:  # As unsigned numbers they are the largest.
-        order = np.roll(order, -int(np.count_nonzero(distinct < 0)))
-    return order if padding is None else order[distinct[order] != padding]
-
-
 def find(
     batch: torch.Tensor, dim: int, padding: int | None, source: RowSource, *, is_look: bool
 ) -> Lookup:
@@ -84,13 +74,36 @@ def find(
     Raises:
         PacelineError: A shard refused something, or does not answer.
     """
-    found, inverse, counts = torch.unique(batch, return_inverse=True, return_counts=True)
-    distinct, times = found.numpy(), counts.numpy()
-    order = ascend(distinct, padding)
-    ids = distinct[order].view(np.uint64)
-    place = np.full(len(distinct), len(ids))
-    place[order] = np.arange(len(ids))
+    ids, counts, places = distinct(batch.contiguous().reshape(-1).numpy().view(np.uint64), padding)
     rows = torch.empty(len(ids) + 1, dim)
     rows[-1] = 0.0
     source.read(ids, rows[:-1].numpy(), is_look=is_look)
-    return Lookup(ids, times[order], rows, torch.from_numpy(place)[inverse])
+    return Lookup(ids, counts, rows, torch.from_numpy(places).view(batch.shape))
+
+
+def look_up(found: Lookup) -> torch.Tensor:
+    """Returns the rows of a batch, as `torch.nn.functional.embedding` does, to the bit."""
+    rows = found.rows
+    if rows.requires_grad and rows.device.type == "cpu":
+        chosen: torch.Tensor = _Chosen.apply(rows, found.places)  # type: ignore[no-untyped-call]
+        return chosen
+    return functional.embedding(found.places, rows, padding_idx=found.padding)
+
+
+class _Chosen(torch.autograd.Function):
+    """Torch's `embedding`, whose gradient is added up in one loop: torch calls a function a row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(places)
+        ctx.num_rows = len(rows)
+        return functional.embedding(places, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        dim = grad.shape[-1]
+        total = np.zeros((ctx.num_rows, dim), np.float32)
+        add_rows(grad.contiguous().view(-1, dim).numpy(), places.reshape(-1).numpy(), total)
+        return torch.from_numpy(total), None

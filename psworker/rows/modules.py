@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, Self
@@ -25,11 +24,10 @@ from pscore.types import FloatArray, TensorSpec
 from psworker.model.tracing import not_traced
 from psworker.rows.cache import RowCache
 from psworker.rows.gradients import RowGradients
-from psworker.rows.lookups import IdArray, Lookup, RowSource, find
+from psworker.rows.lookups import IdArray, Lookup, RowSource, find, look_up
 
 _tables: weakref.WeakSet[EmbeddingTable] = weakref.WeakSet()
 ID_DTYPES = (torch.int64, torch.int32)
-has_begun = threading.Event()  # Set when this process has made a `DistributedOptimizer`.
 log = logging.getLogger("paceline")
 
 
@@ -200,14 +198,17 @@ class EmbeddingTable(torch.nn.Module):
         """Keeps the gradient of a lookup, which backward has made."""
         grad, found.rows.grad = found.rows.grad, None  # A second backward adds its own.
         assert grad is not None
-        if self.source is None and has_begun.is_set() and not self._is_told:
+        self.gradients.add(self.weight, found, grad)
+
+    def warn_if_outside(self) -> None:
+        """Warns once if a step is made, the rows have a gradient, and they are part of no job."""
+        if self.source is None and self.weight.grad is not None and not self._is_told:
             self._is_told = True
             log.warning(
                 "%s has a gradient, but DistributedOptimizer was made without it, so its rows do "
                 "not change; make the table before, and pass its weight to the optimizer of rows=",
                 self._title,
             )
-        self.gradients.add(self.weight, found, grad)
 
     def check(self, batch: torch.Tensor) -> torch.Tensor:
         """Returns ids as int64 on the CPU, if there are rows of all of them.
@@ -287,9 +288,11 @@ class Embedding(EmbeddingTable):
             IndexError: An id is not one of a row.
             PacelineError: A shard refused something, or does not answer.
         """
-        found = self.find(input)
-        made = functional.embedding(found.places, found.rows, padding_idx=found.padding)
-        return made.to(self.weight.dtype)
+        return self._look_up(input).to(self.weight.dtype)
+
+    @not_traced
+    def _look_up(self, batch: torch.Tensor) -> torch.Tensor:
+        return look_up(self.find(batch))
 
     @classmethod
     def from_pretrained(
@@ -448,6 +451,12 @@ def dense_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """
     rows = {id(table.weight) for table in model.modules() if isinstance(table, EmbeddingTable)}
     return (parameter for parameter in model.parameters() if id(parameter) not in rows)
+
+
+def warn_of_tables() -> None:
+    """Warns of tables whose rows do not change, though training makes steps."""
+    for table in list(_tables):
+        table.warn_if_outside()
 
 
 def tables_of(parameters: list[torch.nn.Parameter]) -> dict[int, EmbeddingTable]:

@@ -7,11 +7,11 @@ the mean's weight is that of all workers. A slice has at most one push under way
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from pscore.errors import TableFullError
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rows.payload import ALL, encode_pull
@@ -74,10 +74,12 @@ class RowExchange:
         self.missed = Missed(len(self.layout.slices), session.rank, of=" of the row tables")
         self.counts = [0] * len(self.layout.slices)
         self.versions = [0] * len(self.layout.slices)
-        self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
+        self._pushes: dict[int, OutgoingPush] = {}  # Under way, by slice.
         self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        # Of pulls that no push of this worker has to precede.
+        self._early_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
         session.pushes.add(self)
 
     def begin(self, step: int | None) -> None:
@@ -158,7 +160,8 @@ class RowExchange:
             PacelineError: The shard refused the request, or does not answer.
         """
         what = f"rows after step {self.counts[index] - 1}" if self.counts[index] else "first rows"
-        reply = self._answers.wait(call.done, index, what)
+        answers = self._answers if call.header.clock else self._early_answers
+        reply = answers.wait(call.done, index, what)
         if not call.header.look:
             self.versions[index] = reply.version
             self.missed.compare(index, reply.counted - 1)
@@ -223,24 +226,48 @@ class RowExchange:
         self._await_acknowledgement(index)
         header.sender.CopyFrom(self._sender())
         header.slice = index
+        self._start(index, header, parts)
+
+    def _start(self, index: int, header: data_pb2.PushHeader, parts: Sequence[memoryview]) -> None:
         outgoing = OutgoingPush(header=header, payload=lambda: parts)
-        self._pushes[index] = outgoing.done
+        self._pushes[index] = outgoing
         self.session.pace.follow(outgoing.done)
         self._transport(index).push(outgoing)
 
     def _await_acknowledgement(self, index: int) -> None:
-        future = self._pushes.pop(index, None)
-        if future is not None:
-            reply = self._answers.wait(future, index, "room for rows")
-            if reply.verdict == data_pb2.VERDICT_TOO_LATE:
-                self.traffic.num_too_late += 1
-                self.missed.late(self.session.rank, index, self.spec.rule)
+        push = self._pushes.get(index)
+        if push is None:
+            return
+        try:
+            reply = self._answers.wait(push.done, index, "room for rows")
+        except TableFullError:
+            self._raise_failed()
+            raise
+        except BaseException:
+            self._pushes.pop(index, None)
+            raise
+        del self._pushes[index]
+        if reply.verdict == data_pb2.VERDICT_TOO_LATE:
+            self.traffic.num_too_late += 1
+            self.missed.late(self.session.rank, index, self.spec.rule)
 
     def _raise_failed(self) -> None:
-        """Raises the error of a push that could not leave: answers may depend on it."""
-        for future in self._pushes.values():
-            if future.done() and (problem := future.exception()) is not None:
-                raise problem
+        """Raises the error of a push that was refused: answers may depend on it.
+
+        A push for which there is no room leaves once more without rows, so that its step can close
+        and this worker may continue.
+        """
+        for index, push in self._pushes.items():
+            if push.done.done() and (problem := push.done.exception()) is not None:
+                if not isinstance(problem, TableFullError):
+                    raise problem
+                self._start(index, push.header, [])
+                self.missed.left_out(index)
+                raise TableFullError(
+                    f"{problem}. The rows of step {push.header.step} of worker "
+                    f"{self.session.rank} do not count in slice {index}; a script that catches "
+                    "this may continue"
+                )
 
     def _transport(self, index: int) -> Transport:
         self.session.require_own()

@@ -7,6 +7,7 @@ the gradient of these rows to every row slice. The hyper-parameters travel with 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
@@ -15,17 +16,17 @@ import torch
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
-from pscore.rows.partition import slices_of
+from pscore.rows.batches import distinct, divide
 from pscore.rows.payload import OCCURRENCES_MAX, encode_push
 from pscore.rows.spec import Rows
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role, TensorSpec
 from psworker.connection.membership.session import Session
-from psworker.rows.ahead import RowsAhead
+from psworker.rows.ahead import Division, RowsAhead
 from psworker.rows.gradients import RowGradient
 from psworker.rows.hyper import counterpart, hyper_of
-from psworker.rows.lookups import IdArray, ascend
+from psworker.rows.lookups import IdArray
 from psworker.rows.modules import EmbeddingTable
 from psworker.rows.row_exchange import RowExchange
 
@@ -138,6 +139,7 @@ class RowTables:
         self.exchange = RowExchange(session, spec)
         self._seeds = [table.seed_number for table in tables]
         self._ahead: list[RowsAhead] = []  # Batches to come, the oldest first.
+        self._divided: dict[int, tuple[IdArray, dict[int, Places]]] = {}  # By table.
         self._num_steps = 0  # Steps of this worker: the age of rows in caches.
 
     # ----- as a companion: psworker/job/companions.py describes arguments and errors
@@ -180,7 +182,12 @@ class RowTables:
             table.gradients.clear(table.weight)
 
     def prepare(self) -> None:
-        """Reads hyper-parameters and gradients of the step under way, before anything has left."""
+        """Reads hyper-parameters and gradients of the step under way, before anything has left.
+
+        Raises:
+            TableFullError: A table had no room for rows of the last step.
+        """
+        self.exchange.flush()
         groups = self._optimizer.param_groups
         if len(groups) != len(self._hyper):
             raise ConfigError(
@@ -283,33 +290,41 @@ class RowTables:
         Raises:
             PacelineError: A shard refused something, or does not answer.
         """
-        wanted, slices = [], []
+        wanted, divisions = [], []
         for index, table in enumerate(self._tables):
-            distinct = torch.unique(batches.get(index, NO_BATCH)).numpy()
-            ids = distinct[ascend(distinct, table.padding_idx)].view(np.uint64)
-            owners = self._owners(index, ids)
-            order = np.argsort(owners, kind="stable")
-            wanted.append(ids[order])
-            slices.append(owners[order])
+            batch = batches.get(index, NO_BATCH).contiguous().numpy().view(np.uint64)
+            ids, _, _ = distinct(batch, table.padding_idx)
+            wanted.append(ids)
+            divisions.append(self._order(index, ids))
 
         def request() -> None:
-            self._ahead.append(RowsAhead(self.exchange, wanted, slices))
+            self._ahead.append(RowsAhead(self.exchange, wanted, divisions))
 
         self._run(request)
         del self._ahead[:-AHEAD_MAX]
 
     # ----- inside
 
-    def _owners(self, index: int, ids: IdArray) -> IntArray:
-        """Returns the slice of each id of a table."""
-        return slices_of(ids, self._seeds[index], len(self.exchange.layout.slices))
+    def _order(self, index: int, ids: IdArray) -> Division:
+        """Returns the places of the ids of a table by slice, and the bounds of each slice."""
+        return divide(ids, self._seeds[index], len(self.exchange.layout.slices))
 
     def _divide(self, index: int, ids: IdArray) -> dict[int, Places]:
-        """Returns the places of the ids that each slice owns, where it owns some."""
-        if len(self.exchange.layout.slices) == 1:
-            return {0: slice(None)} if len(ids) else {}
-        owners = self._owners(index, ids)
-        return {int(owner): np.flatnonzero(owners == owner) for owner in np.unique(owners)}
+        """Returns the places of the ids that each slice owns, where it owns some.
+
+        Those of the last ids of each table are kept: a push is mostly of the ids of a pull.
+        """
+        known = self._divided.get(index)
+        if known is None or known[0] is not ids:
+            order, edges = self._order(index, ids)
+            bounds = enumerate(itertools.pairwise(edges))
+            parts: dict[int, Places] = {
+                owner: order[start:stop] for owner, (start, stop) in bounds if start < stop
+            }
+            if len(edges) == 2:  # noqa: PLR2004  # One slice.
+                parts = dict.fromkeys(parts, slice(None))
+            self._divided[index] = known = ids, parts
+        return known[1]
 
     def _upload(self, *, given: bool) -> None:
         """Makes the first version of every slice, with given rows if a table has some."""

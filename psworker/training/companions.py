@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule, takes_all
-from psworker.job.companions import JOINS, Companion, Run
+from psworker.job.companions import JOINS, WARNINGS, Companion, Run
 from psworker.job.context import Context
 from psworker.training.table import TrainingTable
 
@@ -22,6 +22,13 @@ def require_unscaled(companions: Sequence[Companion], grad_scaler: GradScaler | 
             "GradScaler scales the gradients of row tables, and cannot unscale them; train in "
             "bfloat16, which needs no scaler: torch.autocast(device, dtype=torch.bfloat16)"
         )
+
+
+def have_gradient(companions: Sequence[Companion]) -> bool:
+    """Returns whether any has one in the step that begins; warns of tables that are none of any."""
+    for warn in WARNINGS:
+        warn()
+    return any(each.has_gradient for each in companions)
 
 
 def join_companions(

@@ -34,7 +34,12 @@ from psworker.training.changes import growth, handover
 from psworker.training.changes.auto_mode import ModeWish
 from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
-from psworker.training.companions import common_step, join_companions, require_unscaled
+from psworker.training.companions import (
+    common_step,
+    have_gradient,
+    join_companions,
+    require_unscaled,
+)
 from psworker.training.declaration import Declaration
 from psworker.training.figures import WorkerFigures
 from psworker.training.gradients import clipping, scaling
@@ -221,7 +226,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 loss = closure()
         scaling.refuse_attributes(self)
         require_unscaled(self._companions, grad_scaler)
-        self._hints.check(is_beside=any(each.has_gradient for each in self._companions))
+        self._hints.check(is_beside=have_gradient(self._companions))
         self._grow_if_thawed()
         self._steps.run(grad_scaler)
         self._choose_mode()

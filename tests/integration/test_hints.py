@@ -57,7 +57,7 @@ def test_a_step_without_a_gradient_moves_nothing_and_is_told_once(shards: Shards
 
 
 def train_rows(me: Station, job: str) -> list[list[str]]:
-    """Trains rows alone, then a table that is made too late; returns the warnings of each part."""
+    """Trains rows alone, a second model, and a table made too late; returns their warnings."""
     psworker.init(job=job)
     dense, rows, lines = make_model(), psworker.Embedding(9, 4, name="early"), Lines()
     optimizer = psworker.DistributedOptimizer(
@@ -66,6 +66,14 @@ def train_rows(me: Station, job: str) -> list[list[str]]:
         rows=torch.optim.SGD([rows.weight], lr=1.0),
     )
     ids, told = torch.arange(9), []
+    second = psworker.Embedding(9, 4, name="second")
+    second(ids).sum().backward()  # Before its optimizer is made, behind the first one's.
+    other = make_model()
+    psworker.DistributedOptimizer(
+        sgd(other.parameters()),
+        [*other.named_parameters("other"), *second.named_parameters("second")],
+        rows=torch.optim.SGD([second.weight], lr=1.0),
+    )
     late = psworker.Embedding(9, 4, name="late")
     for tables in ((rows,), (rows, late)):
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -430,6 +431,58 @@ def test_the_status_shows_rows_that_were_updated_and_none_that_were_looked_up(
         assert found["rows_max"] >= 1000
         worker.tell()
         worker.result()
+
+
+ROOM = 40
+
+
+def fill(me: Station, rows_mode: str) -> tuple[list[tuple[int, str]], int, list[float]]:
+    """Adds 1 to a row of its own at each step; at one step it needs rows that have no room.
+
+    Returns:
+        The steps behind which it was refused, with the errors; those that do not count; the rows.
+    """
+    torch.set_num_threads(1)
+    table = psworker.Embedding(None, 1, name="table", init="zeros", max_rows=ROOM)
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=2.0 if rows_mode == "ssgd" else 1.0),
+        mode="ssgd",
+        rows_mode=rows_mode,
+    )
+    failed = []
+    for step in range(6):
+        many = torch.arange(100, 100 + 4 * ROOM) if (me.rank, step) == (0, 2) else torch.zeros(0)
+        ids = torch.cat([torch.tensor([me.rank, 1000]), many]).to(torch.int64)
+        while optimizer.steps == step:  # A script that catches the error, and makes the step.
+            try:
+                optimizer.zero_grad()
+                torch.autograd.backward(-table(ids).sum() + 0.0 * model["top"](table(ids)).sum())
+                optimizer.step()
+            except psworker.TableFullError as problem:
+                failed.append((step - 1, str(problem)))
+    optimizer.close()
+    psworker.barrier("trained")
+    with torch.no_grad():
+        values = table(torch.tensor([0, 1, 1000, 100, 101, 102])).flatten().tolist()
+    exchange = table.source.tables.exchange  # type: ignore[union-attr]
+    return failed, exchange.missed.num_steps, values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_mode", ["ssgd", "asgd"])
+def test_a_worker_may_continue_when_a_table_has_no_room_for_its_rows(
+    shards: Shards, rows_mode: str
+) -> None:
+    """Each shard leaves its rows of that step out; all others count, and nobody waits for it."""
+    ours, theirs = shards.run(fill, rows_mode)
+    assert ([step for step, _ in ours[0]], ours[1]) == ([2, 2], 1)  # Once for each shard.
+    for _, said in ours[0]:
+        assert re.search("'table' would have .* in slice [01]; a script .* may continue", said)
+    assert (theirs[0], theirs[1]) == ([], 0)
+    assert ours[2] == theirs[2] == [5.0, 6.0, 11.0, 0.0, 0.0, 0.0]
 
 
 def push_late(me: Station) -> list[float]:

@@ -72,6 +72,11 @@ class Missed:
                 self.num_steps,
             )
 
+    def left_out(self, index: int) -> None:
+        """Records that a slice's last push was refused, and does not count there."""
+        if self.pushed[index] not in self.recent:
+            self._add(self.pushed[index])
+
     def give_up(self, step: int | None, unanswered: Collection[int], rule: Rule) -> str:
         """Gives up the step under way; returns a sentence that says whether it counts.
 

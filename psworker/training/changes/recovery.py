@@ -4,7 +4,8 @@ A counted push stays counted, and a gradient that has not left has changed nothi
 kinds of error:
 
 - **The shards know nothing of it**: a gradient with NaN or Inf, one that float32 cannot add to the
-  residual, one that was changed after it had left, a wrong setting. The step is still to be made.
+  residual, one that was changed after it had left, a wrong setting; or they have agreed with this
+  worker that rows of the last step do not count. The step is still to be made.
   Slices that have left keep the gradient with which they left; the next `step()` reads the others
   anew. Usually nothing has left, and then the script may also leave the step out.
 - **The shards may know of it**: one of them refused something, did not answer, or has declared this
@@ -28,8 +29,7 @@ import torch
 
 from pscore.errors import (
     LOST,
-    ConfigError,
-    GradientError,
+    OWN,
     JobMismatchError,
     PacelineError,
 )
@@ -91,7 +91,7 @@ class WorkerRecovery:
         try:
             yield
         except (PacelineError, KeyboardInterrupt) as problem:
-            is_own = isinstance(problem, GradientError | ConfigError)
+            is_own = isinstance(problem, OWN)
             if isinstance(problem, KeyboardInterrupt):
                 is_own = not self._gradients.have_left
             if is_own and not self._table.replica.is_ending:
@@ -131,7 +131,7 @@ class WorkerRecovery:
         try:
             yield
         except PacelineError as problem:
-            is_own = isinstance(problem, GradientError | ConfigError | JobMismatchError)
+            is_own = isinstance(problem, (*OWN, JobMismatchError))
             if not is_own and self.failure is None:
                 self.note(problem, is_between=not self._gradients.have_left)
             raise

@@ -393,6 +393,38 @@ def test_rows_that_are_given_up_leave_the_index_whole() -> None:
     assert made.count == 4000 - 5 * 100
 
 
+def test_rows_since_a_version_are_found_among_all_and_few_places_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also rows whose place was another's; a copy of changes stops training while it looks."""
+    made, drawn = slab(5000), np.random.default_rng(0)
+    versions: dict[int, int] = {}
+    looked_at: list[int] = []
+    look = kernels.changed_since
+
+    def counted(words: np.ndarray, stride: int, groups: np.ndarray, *more: object) -> int:
+        looked_at.append(len(groups) * kernels.GROUP)
+        return look(words, stride, groups, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "changed_since", counted)
+    for version in range(1, 12):
+        ids = np.sort(drawn.choice(9000, 20 if version > 1 else 4000, replace=False))
+        known, places = made.rows()
+        removed = places[~np.isin(known, ids)][:7] if version > 3 else NO_PLACES
+        for gone in made.ids_at(removed).tolist():
+            del versions[gone]
+        plan = made.plan(ids.astype(np.uint64), removed)
+        made.begin(plan)
+        made.step(plan, np.ones(2 * len(ids), np.float32), 1.0, version, 1, LR[0])
+        versions |= dict.fromkeys(ids.tolist(), version)
+        for since in (version - 1, max(0, version - 3)):
+            found, at = made.rows_since(since)
+            wanted = [id_ for id_, changed in versions.items() if changed > since]
+            assert sorted(found.tolist()) == sorted(wanted)
+            np.testing.assert_array_equal(made.find(found), at)
+            assert looked_at[-1] <= kernels.GROUP * len(wanted)
+
+
 def test_sums_of_pushes_are_made_in_their_order() -> None:
     ids = np.array([3, 4, 9, 4, 9, 11], np.uint64)
     union, at = np.empty(6, np.uint64), np.empty(6, np.int64)
