@@ -89,9 +89,9 @@ def _sort(batch: IdArray) -> tuple[IdArray, IntArray]:
         for k in range(DIGITS):
             total, heads[k] = total + heads[k], total
         for i in range(num):
-            k = np.int64((keys[i] >> shift) & LOW)
-            other_keys[heads[k]], other_order[heads[k]] = keys[i], order[i]
-            heads[k] += 1
+            own = np.int64((keys[i] >> shift) & LOW)
+            other_keys[heads[own]], other_order[heads[own]] = keys[i], order[i]
+            heads[own] += 1
         keys, other_keys = other_keys, keys
         order, other_order = other_order, order
     return keys, order

@@ -88,6 +88,7 @@ class RowsAhead:
         """
         known, order = self._ids[table], self._orders[table]
         is_whole = len(known) == len(ids) and bool((known == ids).all())
+        places: IntArray | None = None
         if not is_whole:
             places = np.searchsorted(known, ids)
             if not len(known) or (known[np.minimum(places, len(known) - 1)] != ids).any():
@@ -96,7 +97,7 @@ class RowsAhead:
             self.confirm()
         self._land()
         self.is_used = True
-        if is_whole:
+        if places is None:
             out[order] = self._rows[table]
             return True
         where = np.empty(len(order), np.int64)

@@ -94,14 +94,14 @@ class _Chosen(torch.autograd.Function):
     """Torch's `embedding`, whose gradient is added up in one loop: torch calls a function a row."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.num_rows = len(rows)
         return functional.embedding(places, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (places,) = ctx.saved_tensors
         dim = grad.shape[-1]
         total = np.zeros((ctx.num_rows, dim), np.float32)
