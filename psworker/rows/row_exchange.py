@@ -235,18 +235,15 @@ class RowExchange:
         self._transport(index).push(outgoing)
 
     def _await_acknowledgement(self, index: int) -> None:
-        push = self._pushes.get(index)
+        push = self._pushes.pop(index, None)
         if push is None:
             return
         try:
             reply = self._answers.wait(push.done, index, "room for rows")
         except TableFullError:
+            self._pushes[index] = push
             self._raise_failed()
-            raise
-        except BaseException:
-            self._pushes.pop(index, None)
-            raise
-        del self._pushes[index]
+            raise  # It is of another slice.
         if reply.verdict == data_pb2.VERDICT_TOO_LATE:
             self.traffic.num_too_late += 1
             self.missed.late(self.session.rank, index, self.spec.rule)
