@@ -132,7 +132,7 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the places that were used, and of what finds them."""
+        """Bytes of the places that were used, of the index, and of the notes of changes."""
         high = int(self.memory.words[HIGH])
         found = self._keys.nbytes + self._places.nbytes + self._newest.nbytes
         return 4 * self.stride * high + found
