@@ -7,7 +7,8 @@ rows that were counted wrongly while shards and workers are killed (benchmarks/r
 which one makes the exit code 1; `wire_ms`: a step on links of 1 Gbit/s (benchmarks/rows/wire.py).
 These are of many rows: `back` (back.py), time of a shard to come back after a kill; `journal`
 (journal.py), its share of a step; `copies` (copies.py), checkpoints of changes, and restoring them
-on other shards; `bounded` (bounded.py), rows that come late and go.
+on other shards; `bounded` (bounded.py), rows that come late and go; `early` (early.py), prefetched
+and cached rows; `loops` (loops.py), the loops of a shard beside copies by numpy.
 
 With `--quick` the cases are small, and only the first four are measured unless `--only` names one.
 """
@@ -27,7 +28,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kit
-from benchmarks.rows import auc, back, bounded, copies, journal, kills, shard, step, wire
+from benchmarks.rows import (
+    auc,
+    back,
+    bounded,
+    copies,
+    early,
+    journal,
+    kills,
+    loops,
+    shard,
+    step,
+    wire,
+)
 
 MEASURES: dict[str, Callable[[bool], Any]] = {
     "pull_push_ms": shard.measure,
@@ -39,6 +52,8 @@ MEASURES: dict[str, Callable[[bool], Any]] = {
     "journal": journal.measure,
     "copies": copies.measure,
     "bounded": bounded.measure,
+    "early": early.measure,
+    "loops": loops.measure,
 }
 QUICK = ("pull_push_ms", "step_ms", "auc", "kills")
 # The keys of `--json` for `QUICK`; all figures are in the file of `--out`.

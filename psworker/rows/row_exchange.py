@@ -78,7 +78,7 @@ class RowExchange:
         self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
-        # Of pulls that no push of this worker has to precede.
+        # The waits for pulls that no push of this worker has to precede.
         self._early_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
         session.pushes.add(self)
 
