@@ -10,7 +10,7 @@ Ours (docs/rules/quorum.md) beside those of GradientMail 0.0.2, as its code has 
                     round                      (t_quorum + t_sync), 0), t_round); means move by 0.1
 
 Loss: four learners, two with a batch four times as large; one has half the speed, so that its move
-enters every second round. Each form walks from outer rate 0.7 to its own best one on the first
+enters every second round. Each form walks from outer rate 0.1 to its own best one on the first
 seed. Ours has the bits of the product's rounds up to rounding (tests/unit/benchmarks).
 
 Windows: twelve learners, of speeds that lie up to 30 % apart and one of half speed; a quorum of
@@ -41,10 +41,10 @@ from psserver.decisions.window import Window
 from pssim.network import NetworkLink
 from pssim.training import Compute, TrainingCluster, TrainingJob
 
-LENGTH, ROUNDS, SEEDS = 20, 40, 3
+LENGTH, ROUNDS, SEEDS = 20, 40, 2
 ROWS = (2, 2, 8, 8)  # Of each learner's step; the last learner has half the speed.
 LR, OUTER_MOMENTUM = 3e-3, 0.9
-RATES = (0.1, 0.2, 0.4, 0.7, 1.0, 1.4)
+RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)
 DATA = {"alike": 1, "unlike": len(ROWS)}
 FORMS = {  # Power of a learner's tokens a step, and whether the mean keeps the norm.
     "ours": (1, False),
@@ -151,7 +151,7 @@ def loss_of(form: str, rate: float, seed: int, num_parts: int) -> float:
 def losses_of(form: str, num_parts: int) -> dict[str, Any]:
     """Returns a form's best outer rate and the losses of all seeds with it."""
     found: dict[float, float] = {}
-    best = RATES.index(0.7)
+    best = RATES.index(0.1)
     while True:
         for index in (best - 1, best, best + 1):
             if 0 <= index < len(RATES) and RATES[index] not in found:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import round_links, round_times
+from benchmarks import round_links, round_quorum, round_times
 from benchmarks.markdown import machine, table
 from benchmarks.rounds import FORMS, FURTHER
 
@@ -19,6 +19,7 @@ ROUNDS = tuple(  # By task and data; those that there are.
 )
 ROUND_LINKS = RESULTS / "round_links.json"
 ROUND_TIMES = RESULTS / "round_times.json"
+ROUND_QUORUM = RESULTS / "round_quorum.json"
 TASK_NAMES = {"text": "characters", "lenet": "LeNet", "resnet": "ResNet-20"}
 NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
 
@@ -77,6 +78,12 @@ def times() -> str:
     )
 
 
+def quorum() -> str:
+    """Returns two means of rounds with a quorum, and two windows."""
+    run = json.loads(ROUND_QUORUM.read_text(encoding="utf-8"))
+    return f"`{run['command']}`, {run['date']}.\n\n{round_quorum.tables_of(run)}"
+
+
 def _has(run: dict[str, Any], form: str) -> bool:
     return any(form in row for row in run["forms"].values())
 
@@ -99,4 +106,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rounds": rounds,
     "round links": link_bytes,
     "round times": times,
+    "quorum": quorum,
 }

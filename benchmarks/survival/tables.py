@@ -86,7 +86,7 @@ def moments() -> str:
 
 
 def others() -> str:
-    """Returns the runs with other models, modes and settings."""
+    """Returns the runs with other models, modes and settings; `moments` has those of moments."""
     rows = [
         [
             name,
@@ -98,7 +98,7 @@ def others() -> str:
             f"{run['lost']:,} / {run['double']:,} / {run['torn']:,} / {run['partial']:,}",
         ]
         for name, run in _runs().items()
-        if name != "all faults"
+        if name != "all faults" and not name.startswith(("kills in ", "more kills in "))
     ]
     head = ["run", "recovery, median (faults)", "lost / double / torn / partial"]
     return table(head, rows, "llr")
