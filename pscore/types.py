@@ -30,6 +30,7 @@ class Role(enum.IntEnum):
     STATE = 3  # Weights and optimizer state, restored from a checkpoint.
     MODEL = 4  # A worker's own weights, of which the shards keep the mean.
     LAST_MODEL = 5  # The same, of a worker that makes no further step.
+    REFILL = 6  # Weights and optimizer state of a version that a worker has, for a lost shard.
 
 
 class Verdict(enum.IntEnum):

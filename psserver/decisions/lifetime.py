@@ -62,12 +62,18 @@ class Lifetimes:
         is_back = member.returns or is_repeated(job, member)
         return is_dead and not is_back and not job.has_progress
 
-    def begins_anew(self, name: str) -> str:
+    def begins_anew(self, name: str, *, refills: bool) -> str:
         """Returns the news for workers that begin a job of this name; empty if it is the first.
+
+        Args:
+            refills: Whether the workers bring its numbers.
 
         Raises:
             StateLostError: The job was here, and its numbers cannot be used.
         """
+        if refills:
+            self.lost.pop(digest(name), None)
+            return ""
         lost = self.lost.get(digest(name))
         if lost is not None:
             _, reason = lost

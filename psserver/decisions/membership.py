@@ -88,6 +88,7 @@ class Member:
     presence: Presence = Presence.LIVE
     reason: str = ""  # The reason for which it left.
     returns: bool = False  # It was part of the job before: a job without live workers continues.
+    refills: bool = False  # It brings its part of the job to a shard that has lost that.
     waits: str = ""  # The shard that does not answer it, as the worker describes it.
     news: str = ""  # Message about the job, for a worker that joins.
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
@@ -164,6 +165,8 @@ class Membership:
             # A repeated request. If the worker has left meanwhile, it stays so.
             return self.heard(member.rank, member.incarnation, member.heard_s).rank
         if held is not None:
+            if member.refills and held.presence is Presence.LOST:
+                raise ReplacedError(f"rank {member.rank} came too late to fill an empty shard")
             # The process was declared lost on another shard, and joins all of them again.
             is_itself = held.incarnation in member.former
             if not is_itself and self._was_replaced(member, held):
@@ -201,6 +204,18 @@ class Membership:
                 f"a request to join at rank {member.rank} came late: its worker has joined again, "
                 "or another in its place"
             )
+
+    def await_others(self, now_s: float) -> None:
+        """Gives each rank that has not joined a lease: the job was under way on other shards.
+
+        So a worker that was lost together with this shard is not waited for without end.
+        """
+        for rank in range(self.num_workers):
+            if rank not in self.members:
+                awaited = Member(rank=rank, incarnation=0, restart=0, host="", pid=0, heard_s=now_s)
+                awaited.lease_ends_s, awaited.is_suspect = now_s + self.lease_s, True
+                self.members[rank] = awaited
+        self._attendance = None
 
     def restore(
         self,
@@ -374,7 +389,7 @@ class Membership:
     def describe(self, rank: int) -> str:
         """Returns `worker 3 (process 71 on gpu7)`."""
         member = self.members.get(rank)
-        if member is None:
+        if member is None or not member.incarnation:
             return f"worker {rank} (has not joined yet)"
         return f"worker {rank} (process {member.pid} on {member.host})"
 

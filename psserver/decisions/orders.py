@@ -5,10 +5,13 @@ They are tuples: several are made for each push, and a tuple is made fastest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pscore.types import HyperArray, Push, Role, Verdict
 from psserver.decisions.progress import Token
+
+NO_CLOCKS: Mapping[int, int] = {}
 
 
 class Load(NamedTuple):
@@ -17,6 +20,7 @@ class Load(NamedTuple):
     token: Token
     role: Role
     version: int
+    clocks: Mapping[int, int] = NO_CLOCKS  # Steps of each worker that are in them, by rank.
 
 
 class Hold(NamedTuple):

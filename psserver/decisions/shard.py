@@ -95,7 +95,7 @@ class Shard:
         require_name("job", name)
         job = self.jobs.get(name)
         if job is None or self.lifetimes.is_gone(job, num_workers, member):
-            news = self.lifetimes.begins_anew(name)
+            news = self.lifetimes.begins_anew(name, refills=member.refills)
             job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
             job.life.news = news
         if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
@@ -110,6 +110,8 @@ class Shard:
             self.lifetimes.require_over(job, member)
         came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)
+        if member.refills:
+            job.membership.await_others(member.heard_s)
         for table in [] if repeated else job.tables.values():
             for clock in table.clocks.values():
                 # Before the first update a worker begins together with the others.

@@ -61,7 +61,7 @@ from psserver.decisions.progress import Progress, Token
 from psserver.decisions.slice_state import SliceState
 from psserver.decisions.window import Window
 
-LOADS = (Role.WEIGHTS, Role.STATE)
+LOADS = (Role.WEIGHTS, Role.STATE, Role.REFILL)
 AHEAD_MAX = 4096  # Steps received from a worker while an earlier one is missing.
 
 
@@ -78,10 +78,13 @@ class SliceClock(SliceState):
 
         Raises:
             RemoteProtocolError: There are no weights yet, the push claims a version to come, or too
-                many pushes of its worker are parked or ahead of a missing one.
+                many pushes of its worker are parked or ahead of a missing one; or it would fill a
+                slice that is in use.
         """
         if push.role in LOADS:
-            return self._load(push, token)
+            return (
+                self._refill(push, token) if push.role is Role.REFILL else self._load(push, token)
+            )
         if self.version < 0:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step} before the weights were initialised"
@@ -230,6 +233,28 @@ class SliceClock(SliceState):
         self.version = max(self.version, 0)
         return [
             Load(token=token, role=push.role, version=self.version),
+            self._acknowledge(token, Verdict.ACCEPTED),
+            *self._proceed(),
+        ]
+
+    def _refill(self, push: Push, token: Token) -> list[Action]:
+        """Takes a slice as a worker has it, unless another had a version as new: the shard is new.
+
+        Every worker was counted up to that version. No step is open: workers push again when all of
+        them have brought what they have.
+        """
+        if push.base_version <= self.version:
+            return [self._acknowledge(token, Verdict.DUPLICATE)]
+        if self._open.steps or not self.rule.by_step:
+            raise RemoteProtocolError(
+                f"worker {push.worker} would fill a slice with version {push.base_version}, and it "
+                f"is in use at version {self.version}"
+            )
+        self.version = push.base_version
+        clocks = dict.fromkeys(range(self._workers.participants.num_workers), self.version)
+        self._workers.resume({rank: Progress(clock=clock) for rank, clock in clocks.items()})
+        return [
+            Load(token=token, role=push.role, version=self.version, clocks=clocks),
             self._acknowledge(token, Verdict.ACCEPTED),
             *self._proceed(),
         ]

@@ -117,6 +117,8 @@ class Engine:
     ) -> RunningJob:
         """Adds a worker to a job (`Shard.decide_join`), which the first one creates."""
         with self.lock:
+            if member.refills and name not in self.jobs:
+                self.recovery.remove_lost(name)
             decided, actions = self.shard.decide_join(name, num_workers, member, min_workers, life)
             job = self._running(decided)
             job.part_with(member.rank)

@@ -17,6 +17,7 @@ from operator import itemgetter
 import numpy as np
 
 from pscore.compressors.none import NoCompression
+from pscore.contents import FLAT
 from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.json_text import COUNT_MAX
 from pscore.net import wire
@@ -40,7 +41,7 @@ NO_BYTES: ByteArray = np.empty(0, np.uint8)
 STEPS_MAX = 1 << 48  # Most steps of a job.
 VERDICTS = [data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict]
 ROLES = tuple(Role)
-LOADS = (Role.WEIGHTS, Role.STATE)
+LOADS = (Role.WEIGHTS, Role.STATE, Role.REFILL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -397,6 +398,10 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
         raise DecodeError(f"a count of steps is not in 0..{COUNT_MAX}")
     if role is Role.LAST_MODEL and table.spec.rule.round_role is not Role.MODEL:
         raise DecodeError(f"a worker's last model, but mode {table.spec.rule.name} keeps no models")
+    if role is Role.REFILL and (
+        header.base_version > STEPS_MAX or table.spec.content.name != FLAT.name
+    ):
+        raise DecodeError(f"worker {header.sender.worker} cannot fill this slice with its version")
     if role is Role.STATE and header.step > COUNT_MAX:
         raise DecodeError(f"a state of step {header.step}, beyond {COUNT_MAX}")
     if not 0 <= header.samples <= SAMPLES_MAX:

@@ -2,7 +2,8 @@
 
 A shard's `instance` stays the same while its journals do, so another one means that all is lost
 which was not saved elsewhere. A shard that refuses its journal of a job reports that. A job that
-was forgotten or has ended is missing nowhere.
+was forgotten or has ended is missing nowhere, nor is one whose weights the workers have: they fill
+the shard again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.decisions.job_state import State
+from psserver.remote.checkpoint import holds_weights
 
 
 @dataclass(slots=True)
@@ -82,8 +84,8 @@ def torn(answers: Sequence[pb.StatusReply]) -> dict[str, list[int]]:
 
 
 def _running(answer: pb.StatusReply) -> list[pb.JobStatus]:
-    """Returns the jobs of a shard that have not ended."""
-    return [job for job in answer.jobs if job.state != State.ENDED.value]
+    """Returns the jobs of a shard that have not ended, and of which a checkpoint can exist."""
+    return [job for job in answer.jobs if job.state != State.ENDED.value and holds_weights(job)]
 
 
 def _has_weights(job: pb.JobStatus) -> bool:

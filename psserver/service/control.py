@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -32,7 +33,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.table_spec import TableSpec, content_to_proto, rule_from_proto
 from pscore.text import printable
-from pscore.types import ByteArray, FloatArray
+from pscore.types import ByteArray, FloatArray, Origin
 from pscore.version import VERSION
 from psserver.access.authorizer import Authorizer
 from psserver.decisions.directory import PeerReport
@@ -58,7 +59,7 @@ from psserver.stores import kind_of
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
-COUNTS = ("round", "minibatch", "epoch", "since")  # Fields of requests.
+COUNTS = ("round", "minibatch", "epoch", "since", "clock", "step")  # Fields of requests.
 COUNT_MAX = (1 << 63) - 1  # Rounds of attempts have the life of a job in their upper bits.
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
@@ -263,6 +264,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             pid=request.pid,
             heard_s=self._engine.now(),
             returns=request.returns,
+            refills=request.refills,
         )
         job = self._engine.join(
             request.job, request.num_workers, member, request.min_workers, request.life
@@ -274,7 +276,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Declares a table, or checks that this worker's is the job's."""
         self._heard(request)
         require_name("table", request.table.name)
-        spec = TableSpec.from_proto(request.table)
+        origin = Origin(request.clock, request.step)
+        spec = replace(TableSpec.from_proto(request.table), origin=origin)
         await self._compile(spec)
         table = self._engine.define(self._heard(request), spec, adopts=request.adopts)
         return pb.DefineReply(

@@ -218,14 +218,14 @@ class SliceStore:
         Raises:
             DecodeError: It has another length, or is not what its compressor writes.
         """
-        if push.role in (Role.WEIGHTS, Role.STATE):
+        if push.role in (Role.WEIGHTS, Role.STATE, Role.REFILL):
             num_arrays = 1 if push.role is Role.WEIGHTS else 1 + len(self._state)
             floats(memoryview(payload.data), num_arrays, self.numel)
         elif payload.data.nbytes:
             payload.compressor.check(payload.data, self.numel)
 
     def load(self, action: Load, payload: Payload) -> None:
-        """Sets the weights, and with `Role.STATE` the optimizer's state."""
+        """Sets the weights, and with `Role.STATE` or `REFILL` the optimizer's state."""
         num_arrays = 1 if action.role is Role.WEIGHTS else 1 + len(self._state)
         weights, *values = floats(memoryview(payload.data), num_arrays, self.numel)
         spare = self._spare()
@@ -235,6 +235,9 @@ class SliceStore:
             np.copyto(cell.array, value)
         if payload.counts:
             self.counts[:] = payload.counts
+        if self.progress is not None:
+            for rank, clock in action.clocks.items():
+                self.progress.advance(rank, clock)
         self._estimate = None  # The loaded weights may be far from it: they are sent whole.
         self._publish(spare, action.version, state)
 

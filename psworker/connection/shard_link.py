@@ -60,6 +60,7 @@ class Link:
         self._transport: Transport | None = None
         self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.
+        self._seen = 0  # Number of the process that was there last; 0: not known.
         self.uneven = ""  # Which worker has left out steps, as last reported.
         self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
         self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
@@ -210,11 +211,36 @@ class Link:
         """
         if self.instance and self.instance == former:
             self.instance = instance
-        if self.instance in (0, instance):
-            return
-        if self._is_awaited_elsewhere():
+        if self.instance not in (0, instance) and self._is_awaited_elsewhere():
             raise ServerUnavailableError(f"{self.address} is empty, and its standby has the shard")
-        raise ReplacedError(f"the shard at {self.address} has been restarted")
+        self._seen = instance
+        self.require_whole()
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether another process than this worker has joined is there, which lacks the job."""
+        return bool(self.instance) and self._seen not in (0, self.instance)
+
+    def require_whole(self) -> None:
+        """Raises ReplacedError if the shard came back without the job; this worker must rejoin."""
+        if self.is_bare:
+            raise ReplacedError(f"the shard at {self.address} has been restarted")
+
+    def look(self) -> bool:
+        """Returns whether the shard has come back without the job, once it answers.
+
+        Raises:
+            PacelineError: The shard does not answer in time.
+        """
+        reply = self.describe()
+        with contextlib.suppress(ReplacedError):
+            self._check(reply.instance, reply.former_instance)
+        return self.is_bare
+
+    def joined(self, instance: int, rank: int, incarnation: int) -> None:
+        """Records a join at the process that is there now."""
+        self.instance = self._seen = instance
+        self.joined_as = rank, incarnation
 
     def _require_same(self, failure: grpc.RpcError) -> None:
         """Raises ServerUnavailableError if an empty process refused a call in the shard's place."""
@@ -228,14 +254,18 @@ class Link:
         reply = self._ask(address) if (address := self._next) else None
         return reply is not None and (reply.stands_by or reply.instance == self.instance)
 
+    def cut(self) -> None:
+        """Closes the data plane; requests under way fail."""
+        if self._transport is not None:
+            self._transport.close()
+
     def open(self, data_plane: str) -> None:
         """Chooses the data plane and connects it.
 
         Raises:
             ConfigError: The named data plane is not available.
         """
-        if self._transport is not None:
-            self._transport.close()
+        self.cut()
         self._transport = choose(
             data_plane, self.address, self.endpoint, self.patience, self.credentials
         )

@@ -109,6 +109,7 @@ class TrainingTable:
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
+            self.exchange.held = self._held
         self.replica = Replica(
             self.flat.layout,
             spec.rule,
@@ -149,6 +150,11 @@ class TrainingTable:
     def rule(self) -> Rule:
         """The mode."""
         return self.replica.rule
+
+    def _held(self, index: int) -> tuple[int, list[FloatArray]]:
+        """Returns the version and the value of a slice, as the last pull has brought them."""
+        part = self.replica.parts[index]
+        return part.version, [part.weights.numpy(force=True)]
 
     def grads(self) -> list[torch.Tensor]:
         """Returns the flat gradient of each slice, `(numel,) float32`."""

@@ -1,13 +1,9 @@
 """A shard that comes back without its state folder: all go back to the newest checkpoint."""
 
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from subprocess import Popen
 
-import psutil
 import pytest
 import torch
 
@@ -16,7 +12,8 @@ from pscore.pb.ps.v1.control_pb2 import StatusReply
 from psserver.mending.losses import torn
 from psserver.remote import ask
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import Command, eventually, gone, taken_port
+from tests.integration.command import Command, eventually
+from tests.integration.machines import Machine, addresses_of_two
 
 DEADLINE_S = 200.0
 
@@ -41,40 +38,6 @@ def count(station: Station) -> tuple[int, set[float]]:
     return optimizer.clock, values
 
 
-class Machine:
-    """A machine with one of two shards."""
-
-    def __init__(
-        self, folder: Path, index: int, addresses: list[str], second: Path | None = None
-    ) -> None:
-        self.state = folder / f"machine-{index}"
-        self._command = Command(folder)
-        options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 60]
-        ports = ["--port", addresses[index].rpartition(":")[2], "--metrics-port", 0]
-        places = ["--state-dir", self.state, "--shard-addresses", ",".join(addresses)]
-        self._line = [*options, *ports, *places, "--checkpoint-s", 1, "--log-level", "warning"]
-        if second is not None:
-            self._line += ["--checkpoint-copies", second]
-
-    @contextmanager
-    def running(self) -> Iterator[Popen[str]]:
-        """Starts the shard; yields its supervisor."""
-        with self._command.spawn("start", *self._line) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
-            yield process
-
-    def lose(self, supervisor: Popen[str]) -> None:
-        """Kills all processes, and deletes the folder."""
-        children = psutil.Process(supervisor.pid).children()
-        supervisor.kill()
-        for child in children:
-            child.kill()
-        for child in children:
-            eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
-        shutil.rmtree(self.state)
-
-
 def reach(workers: list[Worker], step: int) -> None:
     for worker in workers:
         while worker.hear(DEADLINE_S) < step:
@@ -85,12 +48,6 @@ def mended(addresses: list[str]) -> list[StatusReply]:
     """Returns the status of all shards once the last has been mended; nothing until then."""
     found = [one for one in ask.answers(addresses) if isinstance(one, StatusReply)]
     return found if len(found) == len(addresses) and found[-1].num_mended else []
-
-
-def addresses_of_two() -> list[str]:
-    with ExitStack() as taken:
-        ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(2)]
-    return [f"127.0.0.1:{port}" for port in ports]
 
 
 def start_workers(addresses: list[str], stack: ExitStack) -> list[Worker]:

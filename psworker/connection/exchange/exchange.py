@@ -9,14 +9,15 @@ again, and with shared memory the shard reads it in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from pscore.errors import JobMismatchError
+from pscore.errors import LOST, JobMismatchError
 from pscore.net import wire
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -39,7 +40,22 @@ from psworker.replica.ports import PullBuffer
 from psworker.transports import OutgoingPush, PullCall, Transport
 
 log = logging.getLogger("paceline")
+Held = Callable[[int], tuple[int, Sequence[FloatArray]]]  # Version, weights and state of a slice.
 WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with the reason.
+
+
+class KeptPayload:
+    """A payload that is made once, and kept for a shard that comes back empty."""
+
+    def __init__(self, make: Callable[[], Sequence[memoryview]]) -> None:
+        self._make = make
+        self._parts: Sequence[memoryview] | None = None
+
+    def __call__(self) -> Sequence[memoryview]:
+        """Returns the parts of the payload."""
+        if self._parts is None:
+            self._parts = self._make()
+        return self._parts
 
 
 class Exchange:
@@ -54,6 +70,8 @@ class Exchange:
         answers: Waits for the shards' answers.
         together: A context in which pushes and pulls leave together.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
+        held: Returns a slice as this worker has it, for a shard that has lost it; None: it has not
+            all of it.
     """
 
     def __init__(
@@ -83,6 +101,7 @@ class Exchange:
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
+        self.held: Held | None = None
         self.table, self.origin = (agreed or session.define(spec))[:2]
         self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
         self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
@@ -92,6 +111,7 @@ class Exchange:
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
+        self._last: dict[int, OutgoingPush] = {}  # The last push of each slice, where all is held.
         self.together = Together()
         self.answers = AnswerWait(
             session, spec.name, self.layout, self._raise_failed, self.together.let_go
@@ -109,6 +129,7 @@ class Exchange:
             session, self.table, self.layout, self.payloads.feedback, self._pushes
         )
         session.pushes.add(self)
+        session.refilling.held[self.table] = self
 
     @property
     def compresses_pulls(self) -> bool:
@@ -121,6 +142,7 @@ class Exchange:
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
     ) -> None:
         """Sends one slice; `grad` must not change until `acknowledged(index)` has returned."""
+        self._require_whole(index)
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
         self._residuals.begin(index, push.step)
@@ -129,15 +151,14 @@ class Exchange:
         )
         if self._timeline is not None:
             note_push(self._timeline, outgoing, grad.nbytes)
-        self._pushes[index] = outgoing.done
-        self.session.pace.follow(outgoing.done)
         self.missed.sent(index, push.step)
-        self._transport(index, grad.nbytes).push(outgoing)
+        self._push(index, outgoing, grad.nbytes)
 
     def pull(
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Requests one slice: its weights, or the estimate of them."""
+        self._require_whole(index)
         header = self._pull_header(index, pull_buffer, with_state=with_state)
         header.clock, header.min_version = clock, min_version
         state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
@@ -153,9 +174,8 @@ class Exchange:
         if self._timeline is not None:
             note_pull(self._timeline, call)
         self._pulls[index] = (call, pull_buffer)
-        self.session.pace.follow(call.done)
         self._pulled_steps[index] = max(clock, min_version) - 1
-        self._transport(index).pull(call)
+        self._request(index, call)
 
     def maps_weights(self, index: int) -> bool:
         """Returns whether a slice's weights are in shared memory and pulled uncompressed."""
@@ -176,21 +196,29 @@ class Exchange:
             PacelineError: A pull or push was refused, or a shard does not answer.
         """
         for index in waits:
-            call, pull_buffer = self._pulls[index]
-            step = self._pulled_steps.get(index, -1)
-            what = "the first weights" if step < 0 else f"the weights after step {step}"
-            reply = self.answers.wait(call.done, index, what)
-            while call.fetch is not None and not call.fetch():
-                call.done, call.fetch = Future(), None
-                self.session.pace.follow(call.done)
-                self._transport(index).pull(call)
-                reply = self.answers.wait(call.done, index, what)
+            reply, pull_buffer = self._landed(index)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
             self.missed.compare(index, reply.counted - 1)
             self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
             self.traffic.num_pulls += 1
         self.missed.report_lost(self.spec.rule)
+
+    def _landed(self, index: int) -> tuple[data_pb2.PullReply, PullBuffer]:
+        """Returns the answer to a pull, and its memory, where the numbers are."""
+        step = self._pulled_steps.get(index, -1)
+        what = "the first weights" if step < 0 else f"the weights after step {step}"
+        while True:
+            call, pull_buffer = self._pulls[index]
+            try:
+                reply = self.answers.wait(call.done, index, what)
+            except LOST as problem:
+                self.session.mend(problem)
+                continue
+            if call.fetch is None or call.fetch():
+                return reply, pull_buffer
+            call.done, call.fetch = Future(), None
+            self._request(index, call)
 
     def has_landed(self, index: int) -> bool:
         """Returns whether no pull of a slice is under way."""
@@ -205,8 +233,12 @@ class Exchange:
         for index in indices:
             if self.has_landed(index):
                 return index
-        answers = {index: self._pulls[index][0].done for index in indices}
-        return self.answers.wait_for_any(answers, "weights of an earlier step")
+        while True:
+            answers = {index: self._pulls[index][0].done for index in indices}
+            try:
+                return self.answers.wait_for_any(answers, "weights of an earlier step")
+            except LOST as problem:
+                self.session.mend(problem)
 
     def is_busy(self) -> bool:
         """Returns whether a push has not been acknowledged yet."""
@@ -214,10 +246,14 @@ class Exchange:
 
     def acknowledged(self, index: int) -> None:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
-        future = self._pushes.pop(index, None)
-        if future is not None:
-            what = f"room for step {self.missed.pushed.get(index, 0)}"
-            reply = self.answers.wait(future, index, what)
+        what = f"room for step {self.missed.pushed.get(index, 0)}"
+        while (future := self._pushes.get(index)) is not None:
+            try:
+                reply = self.answers.wait(future, index, what)
+            except LOST as problem:
+                self.session.mend(problem)
+                continue
+            del self._pushes[index]
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
                 self.missed.late(self.session.rank, index, self.spec.rule)
@@ -257,7 +293,9 @@ class Exchange:
         self.table, self.origin = agreed[:2]
         self.missed.doubt(self.session.rank)
         self._pushes.clear()
+        self._last.clear()
         self.session.pushes.add(self)
+        self.session.refilling.held[self.table] = self
         self._pulls.clear()
         self.session.pace.forget()
         self._estimates = self._make_estimates()
@@ -310,10 +348,84 @@ class Exchange:
             counts=counts,
         )
         parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
+        self._require_whole(index)
         self.acknowledged(index)
-        outgoing = OutgoingPush(header=header, payload=lambda: parts)
-        self._pushes[index] = outgoing.done
-        self._transport(index).push(outgoing)
+        self._push(index, OutgoingPush(header=header, payload=lambda: parts))
+
+    # ----- a shard that has come back empty
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this worker has all that the shards have, with the step under way."""
+        return self.held is not None
+
+    def fill(self, shard: int) -> None:
+        """Brings the slices of a shard as this worker has them, and waits until it has them.
+
+        Raises:
+            PacelineError: The shard refuses one, or does not answer.
+        """
+        assert self.held is not None
+        if self._shared is not None:
+            self._shared.attach(shard)
+        filled: list[OutgoingPush] = []
+        for index in self._on(shard):
+            version, arrays = self.held(index)
+            if version >= 0:
+                header = data_pb2.PushHeader(
+                    sender=self._sender(),
+                    slice=index,
+                    role=data_pb2.Role.Name(int(Role.REFILL)),
+                    base_version=version,
+                )
+                parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
+                filled.append(OutgoingPush(header=header, payload=partial(tuple, parts)))
+                self._transport(index).push(filled[-1])
+        for push in filled:
+            push.done.result()
+
+    def send_again(self, shard: int) -> None:
+        """Sends the pushes and pulls of the step under way to a shard again.
+
+        A push of an earlier step is in the numbers that this worker has.
+        """
+        assert self.held is not None
+        for index in self._on(shard):
+            last, (version, _) = self._last.get(index), self.held(index)
+            if last is not None and last.header.step >= version:
+                self._push(index, self._again(index, last))
+            elif index in self._pushes:
+                self._pushes[index] = counted = Future[data_pb2.PushReply]()
+                counted.set_result(data_pb2.PushReply())
+            if index in self._pulls and (pull := self._pulls[index])[1].version < 0:
+                call = replace(pull[0], done=Future(), fetch=None)
+                self._pulls[index] = call, pull[1]
+                self._request(index, call)
+
+    def _again(self, index: int, last: OutgoingPush) -> OutgoingPush:
+        """Returns a push once more; where the shard no longer shares memory, with its payload."""
+        header, payload = data_pb2.PushHeader(), last.payload
+        header.CopyFrom(last.header)
+        header.ClearField("pull")
+        if header.shared and self._shared is not None and not self._shared.is_mapped(index):
+            part = self._shared.part(index)
+            header.shared, header.may_wait = False, False
+
+            def payload() -> Sequence[memoryview]:
+                last.payload()  # It may have to wait for a device.
+                return (wire.as_bytes(part),)
+
+        return OutgoingPush(header=header, payload=payload, waits=last.waits)
+
+    def _on(self, shard: int) -> list[int]:
+        return [spec.index for spec in self.layout.of_shard(shard)]
+
+    def _require_whole(self, index: int) -> None:
+        """Fills the shard of a slice first, if it has come back empty."""
+        try:
+            self.session.links[self.layout.slices[index].shard].require_whole()
+        except LOST as problem:
+            self.session.mend(problem)
 
     # ----- error feedback
 
@@ -336,6 +448,19 @@ class Exchange:
         ]
 
     # ----- inside
+
+    def _push(self, index: int, outgoing: OutgoingPush, nbytes: int = 0) -> None:
+        """Sends a push, whose gradient has `nbytes`; keeps it where a lost shard can be filled."""
+        if self.held is not None:
+            outgoing.payload = KeptPayload(outgoing.payload)
+            self._last[index] = outgoing
+        self._pushes[index] = outgoing.done
+        self.session.pace.follow(outgoing.done)
+        self._transport(index, nbytes).push(outgoing)
+
+    def _request(self, index: int, call: PullCall) -> None:
+        self.session.pace.follow(call.done)
+        self._transport(index).pull(call)
 
     def _transport(self, index: int, nbytes: int = 0) -> Transport:
         """Returns the data plane of a slice; its next request has a gradient of `nbytes`."""

@@ -59,11 +59,23 @@ class SharedGrads:
             log.warning("no shared memory for %d bytes of gradients: %s", nbytes, problem)
             return None
 
-    def attach(self) -> None:
-        """Passes the memory to each shard that can map it."""
+    def part(self, index: int) -> FloatArray:
+        """Returns the memory of a slice's gradient, `(numel,) float32`."""
+        spec = self._layout.slices[index]
+        return self.array[spec.start : spec.stop]
+
+    def attach(self, only: int | None = None) -> None:
+        """Passes the memory to each shard that can map it.
+
+        Args:
+            only: Index of one shard, which is another process now; None: to all.
+        """
         if self._segment is None:
             return
         for shard, link in enumerate(self._session.links):
+            if only not in (None, shard):
+                continue
+            self._shards.discard(shard)
             transport = link.transport
             if isinstance(transport, SharedMemoryTransport):
                 try:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from pscore.errors import PacelineError, ThreadError
+from pscore.errors import LOST, PacelineError, ThreadError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.threads import OwnedThread
 from psworker.connection.accounts.left_out import LeftOut
@@ -39,6 +39,8 @@ class Heartbeats:
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
         stage_reports: One, of a worker of a pipeline: it describes its part.
+        joins_again: Joins a shard that has come back empty, if the workers fill it; returns whether
+            it has.
     """
 
     def __init__(self, member: JobMember, links: Sequence[Link], pace: Pace) -> None:
@@ -55,6 +57,7 @@ class Heartbeats:
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
         self.peer_reports: dict[int, Callable[[], pb.PeerReport]] = {}
         self.stage_reports: list[Callable[[], pb.StageReport]] = []
+        self.joins_again: Callable[[Link], bool] = lambda link: False
         self._member = member
         self._pace = pace
         self._links = links
@@ -130,7 +133,8 @@ class Heartbeats:
                 if link is self._links[0]:
                     self._pace.fastest_s = link.fastest_step_s
             except PacelineError as error:
-                if link.joined_as == joined_as and incarnation == member.incarnation:
+                is_present = link.joined_as == joined_as and incarnation == member.incarnation
+                if is_present and not (isinstance(error, LOST) and self.joins_again(link)):
                     self.failure = error
 
     def _send_residuals(self, requests: Sequence[pb.ResidualRequest]) -> None:

@@ -220,6 +220,23 @@ class Joining:
         except PacelineError as error:
             log.info("could not leave the job at %s: %s", link.address, error)
 
+    def join_emptied(self, link: Link) -> int:
+        """Joins a shard that has come back empty, as the member that the other shards know.
+
+        Returns:
+            The number of the shard's process.
+
+        Raises:
+            PacelineError: The shard refuses this worker, or does not answer.
+        """
+        request = self._request(returns=True, life=self.known.life)
+        request.refills = True
+        return int(link.call(link.control.Join, request).instance)
+
+    def connect(self, link: Link) -> None:
+        """Opens the data plane of a shard again."""
+        link.open(self._data_plane)
+
     # ----- inside
 
     def _join_first(self) -> dict[str, Any]:
@@ -264,7 +281,7 @@ class Joining:
         member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
         self.known.life, self.known.modes = identity["life"], identity["modes"]
         for link, instance in zip(self._links, identity["instances"], strict=True):
-            link.instance, link.joined_as = instance, (member.rank, member.incarnation)
+            link.joined(instance, member.rank, member.incarnation)
             link.open(self._data_plane)
 
     def _join_at_any_rank(self, *, returns: bool) -> None:
@@ -337,27 +354,30 @@ class Joining:
 
     def _join_one(self, link: Link, *, returns: bool) -> None:
         member, is_first = self._member, link is self._links[0]
-        reply = link.call(
-            link.control.Join,
-            pb.JoinRequest(
-                job=member.job,
-                rank=member.rank,
-                num_workers=member.num_workers,
-                min_workers=member.min_workers,
-                incarnation=member.incarnation,
-                former=member.former,
-                after=member.after,
-                restart=member.restart,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                protocol=wire.PROTOCOL,
-                returns=returns,
-                life=0 if is_first else self.known.life,
-            ),
-        )
+        life = 0 if is_first else self.known.life
+        reply = link.call(link.control.Join, self._request(returns=returns, life=life))
         member.rank, member.lease_s = reply.rank, reply.lease_s
-        link.instance, link.joined_as = reply.instance, (member.rank, member.incarnation)
+        link.joined(reply.instance, member.rank, member.incarnation)
         self.known.add(reply, is_first=is_first)
+
+    def _request(self, *, returns: bool, life: int) -> pb.JoinRequest:
+        """Returns the request to join one shard; `life` is the job's on the first one."""
+        member = self._member
+        return pb.JoinRequest(
+            job=member.job,
+            rank=member.rank,
+            num_workers=member.num_workers,
+            min_workers=member.min_workers,
+            incarnation=member.incarnation,
+            former=member.former,
+            after=member.after,
+            restart=member.restart,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            protocol=wire.PROTOCOL,
+            returns=returns,
+            life=life,
+        )
 
 
 def check_shards(links: Sequence[Link]) -> None:

@@ -7,11 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 from pscore.content import Content
-from pscore.errors import LOST, ConfigError, ShardMapError, StateLostError
+from pscore.errors import LOST, ConfigError, PacelineError, ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.observe.timeline import Timeline
@@ -22,6 +23,7 @@ from psworker.connection.accounts.pace import Pace
 from psworker.connection.membership.heartbeats import Heartbeats
 from psworker.connection.membership.joining import JobMember, Joining
 from psworker.connection.membership.mending_wait import MendingWait
+from psworker.connection.membership.refilling import Refilling
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
 
@@ -60,6 +62,7 @@ class Session:
         lease_s: Seconds without a message after which the shards declare this worker lost.
         residual_senders: By table; they send the residuals that a checkpoint needs.
         pushes: The pushes of each table that this membership has declared.
+        refilling: Fills shards that have come back empty.
         peer_host: Address at which this worker listens for others; empty: that from which it
             reaches the first shard.
         peer_ports: Ports of which it takes the first that is free; 0: any.
@@ -114,6 +117,8 @@ class Session:
         self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
         self._mending = MendingWait(job, patience_s)
         self.heartbeats = Heartbeats(self._member, self.links, self.pace)
+        self.refilling = Refilling(self._member, self.links, self._joining, self.group)
+        self.heartbeats.joins_again = self.refilling.join_early
         self.residual_senders = self.heartbeats.residual_senders
         self.pushes: WeakSet[PushesUnderWay] = WeakSet()
         with contextlib.ExitStack() as undo:
@@ -205,6 +210,7 @@ class Session:
                 self.rejoin()
             else:
                 self._has_tables, self._mending = True, self._mending.again()
+                self.refilling.specs[found.number] = replace(spec, content=found.content)
                 return found
 
     def _declare(self, request: pb.DefineRequest, *, again: bool) -> AgreedTable:
@@ -256,6 +262,17 @@ class Session:
                 self.heartbeats.failure = None
                 self.pushes.clear()  # Those under way may never be answered.
                 return
+
+    def mend(self, problem: PacelineError) -> None:
+        """Fills the shards that have come back empty, where the workers have all of them.
+
+        Raises:
+            PacelineError: `problem` has another cause, or the workers lack something; or a shard
+                does not answer.
+        """
+        if not self.refilling.run():
+            raise problem
+        self.heartbeats.failure = None
 
     def _await_mending(self, problem: StateLostError) -> None:
         """Waits a moment where the shards restore what one of them has lost.
@@ -320,8 +337,9 @@ class Session:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
         if self.is_leader:
-            first = self.links[0]
-            first.call(first.control.Barrier, self._arrival(name, number, value))
+            first, request = self.links[0], self._arrival(name, number, value)
+            self._note_arrival(request)
+            first.call(first.control.Barrier, request)
 
     def _arrival(self, name: str, number: int, value: float) -> pb.BarrierRequest:
         """Returns the request with which this worker arrives at a round of a barrier."""
@@ -334,13 +352,23 @@ class Session:
             value=value,
         )
 
+    def _note_arrival(self, request: pb.BarrierRequest) -> None:
+        """Keeps an arrival for a first shard that comes back empty: others may wait for it."""
+        kept = self.refilling.arrivals[request.name] = pb.BarrierRequest()
+        kept.CopyFrom(request)
+
     def _await_round(self, name: str, number: int, value: float) -> tuple[float, int]:
         """Waits at the first shard until every worker has arrived; returns as `agree_at` does."""
         first, request = self.links[0], self._arrival(name, number, value)
+        self._note_arrival(request)
         request.wait_ms = BARRIER_WAIT_MS
         started_s = time.monotonic()
         while True:
-            reply: pb.BarrierReply = first.call(first.control.Barrier, request)
+            try:
+                reply: pb.BarrierReply = first.call(first.control.Barrier, request)
+            except LOST as problem:
+                self.mend(problem)
+                continue
             if reply.done:
                 return reply.value, reply.newest
             waited_s = time.monotonic() - started_s
@@ -381,6 +409,8 @@ class Session:
         self.group.watch.check()
         if (failure := self.heartbeats.broken or self.heartbeats.failure) is not None:
             raise failure
+        for link in self.links:
+            link.require_whole()
 
     def live(self) -> list[int]:
         """Returns the ranks of the workers that take part now, in order.

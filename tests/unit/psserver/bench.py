@@ -67,6 +67,10 @@ class Bench:
         push = Push(worker=0, step=0, base_version=0, role=role)
         return words(self.clock.push(push, token))
 
+    def refill(self, worker: int, version: int) -> list[str]:
+        push = Push(worker=worker, step=0, base_version=version, role=Role.REFILL)
+        return words(self.clock.push(push, f"fill{worker}"))
+
     def push(
         self,
         worker: int,

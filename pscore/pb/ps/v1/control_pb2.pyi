@@ -43,7 +43,7 @@ class DescribeReply(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ..., moved_to: _Optional[str] = ..., former_instance: _Optional[int] = ..., stands_by: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after")
+    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after", "refills")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class JoinRequest(_message.Message):
     FORMER_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    REFILLS_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     num_workers: int
@@ -70,7 +71,8 @@ class JoinRequest(_message.Message):
     former: _containers.RepeatedScalarFieldContainer[int]
     life: int
     after: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+    refills: bool
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ..., refills: bool = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "modes", "mends")
@@ -168,18 +170,22 @@ class Table(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "adopts")
+    __slots__ = ("job", "worker", "incarnation", "table", "adopts", "clock", "step")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ADOPTS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     table: Table
     adopts: bool
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ...) -> None: ...
+    clock: int
+    step: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class DefineReply(_message.Message):
     __slots__ = ("table", "created", "clock", "step", "has_weights", "content")

@@ -15,6 +15,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_STATE: _ClassVar[Role]
     ROLE_MODEL: _ClassVar[Role]
     ROLE_LAST_MODEL: _ClassVar[Role]
+    ROLE_REFILL: _ClassVar[Role]
 
 class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ ROLE_DELTA: Role
 ROLE_STATE: Role
 ROLE_MODEL: Role
 ROLE_LAST_MODEL: Role
+ROLE_REFILL: Role
 VERDICT_ACCEPTED: Verdict
 VERDICT_DUPLICATE: Verdict
 VERDICT_TOO_LATE: Verdict

@@ -57,6 +57,20 @@ def test_a_worker_that_left_is_not_expected() -> None:
     assert membership.members[1].reason == "finished"
 
 
+def test_a_job_that_was_under_way_elsewhere_waits_for_a_lease_for_those_yet_to_come() -> None:
+    membership = joined(3, 0)
+    membership.await_others(5.0)
+    assert membership.expected() == [0, 1, 2]
+    assert membership.describe(1) == "worker 1 (has not joined yet)"
+    assert membership.join(replace(member(1, 7, heard_s=6.0), refills=True)) == 1
+    membership.heard(0, 1, 14.0)
+    membership.heard(1, 7, 14.0)
+    assert [lost.rank for lost in membership.expire(15.5)] == [2]
+    assert membership.expected() == [0, 1]
+    with pytest.raises(ReplacedError, match="rank 2 came too late to fill an empty shard"):
+        membership.join(replace(member(2, 8, heard_s=16.0), refills=True))
+
+
 def test_leaving_twice_changes_nothing() -> None:
     membership = joined(2, 0)
     assert membership.leave(0, 1, "finished")

@@ -52,6 +52,38 @@ def test_restored_state_may_be_the_first_weights() -> None:
     assert bench.load(Role.STATE) == ["load STATE v0", "ack init ACCEPTED v0"]
 
 
+# ----- filled again by workers, after it was lost
+
+
+def test_an_empty_slice_takes_the_newest_version_that_a_worker_has() -> None:
+    bench = Bench(SYNC, 2, loaded=False)
+    assert bench.pull(1, 6, 6) == []
+    assert bench.refill(1, 5) == ["load REFILL v5", "ack fill1 ACCEPTED v5"]
+    assert bench.refill(0, 6) == ["load REFILL v6", "ack fill0 ACCEPTED v6", "answer pull1 v6"]
+    assert bench.refill(1, 5) == ["ack fill1 DUPLICATE v6"]
+    assert bench.push(1, 5, base=5) == ["ack 1@5 DUPLICATE v6"]
+    assert bench.push(1, 6, base=6) == ["hold 1@6", "ack 1@6 ACCEPTED v6"]
+    assert bench.push(0, 6, base=6)[-1] == "update 6 x0.5 -> v7"
+
+
+def test_workers_that_had_not_ended_the_step_make_it_again() -> None:
+    bench = Bench(SYNC, 2, loaded=False)
+    for rank in (1, 0):
+        bench.refill(rank, 5)
+    assert bench.push(1, 5, base=5) == ["hold 1@5", "ack 1@5 ACCEPTED v5"]
+    assert bench.push(0, 5, base=5)[-1] == "update 5 x0.5 -> v6"
+
+
+def test_a_slice_in_use_is_not_filled() -> None:
+    bench = Bench(SYNC, 2)
+    bench.push(0, 0)
+    with pytest.raises(RemoteProtocolError, match="would fill a slice with version 7"):
+        bench.refill(1, 7)
+    asynchronous = Bench(ASGD(), 2, loaded=False)
+    with pytest.raises(RemoteProtocolError, match="it is in use at version -1"):
+        asynchronous.refill(1, 7)
+
+
 # ----- by step
 
 

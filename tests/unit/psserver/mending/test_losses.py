@@ -27,6 +27,15 @@ def test_a_job_is_lost_where_a_new_instance_lacks_its_weights() -> None:
     assert not losses.has_any
 
 
+def test_a_job_whose_weights_are_on_the_workers_is_left_to_them() -> None:
+    losses = Losses()
+    before, after, other = shard(2, a=7), shard(5, a=-1), shard(1, a=7)
+    for status in (before, after, other):
+        status.jobs[0].tables[0].optimizer = "mean"
+    assert losses.look([other, before]) == losses.look([other, after]) == {}
+    assert torn([other, after]) == {}
+
+
 def test_the_same_instance_loses_nothing() -> None:
     """Its job was forgotten, or starts over, and rank 0 has yet to upload the weights."""
     losses = Losses()

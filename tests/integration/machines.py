@@ -1,0 +1,57 @@
+"""Machines with a shard each, which a test can lose with all that they have."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+
+from tests.integration.command import Command, eventually, gone, taken_port
+
+
+class Machine:
+    """A machine with one of two shards."""
+
+    def __init__(
+        self,
+        folder: Path,
+        index: int,
+        addresses: list[str],
+        second: Path | None = None,
+        lease_s: float = 60,
+    ) -> None:
+        self.state = folder / f"machine-{index}"
+        self._command = Command(folder)
+        options = ["--shards", 2, "--shard-index", index, "--cluster", "night"]
+        options += ["--lease-s", lease_s]
+        ports = ["--port", addresses[index].rpartition(":")[2], "--metrics-port", 0]
+        places = ["--state-dir", self.state, "--shard-addresses", ",".join(addresses)]
+        self._line = [*options, *ports, *places, "--checkpoint-s", 1, "--log-level", "warning"]
+        if second is not None:
+            self._line += ["--checkpoint-copies", second]
+
+    @contextmanager
+    def running(self) -> Iterator[Popen[str]]:
+        """Starts the shard; yields its supervisor."""
+        with self._command.spawn("start", *self._line) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+            yield process
+
+    def lose(self, supervisor: Popen[str]) -> None:
+        """Kills all processes, and deletes the folder."""
+        children = psutil.Process(supervisor.pid).children()
+        supervisor.kill()
+        for child in children:
+            child.kill()
+        for child in children:
+            eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
+        shutil.rmtree(self.state)
+
+
+def addresses_of_two() -> list[str]:
+    with ExitStack() as taken:
+        ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(2)]
+    return [f"127.0.0.1:{port}" for port in ports]
