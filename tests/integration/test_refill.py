@@ -4,6 +4,8 @@ Real processes are killed, and the folder of a machine is deleted, in the moment
 weights are then those of a run without a fault, bit for bit.
 """
 
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
@@ -23,7 +25,7 @@ STEPS, AT = 14, 6
 NUMEL = 3 << 19  # Of each tensor: several slices on each shard.
 RANKS = (0, 1)
 Stop = tuple[str, int, int]  # A method, a step, and which call from then on.
-OWNERS = {"agree_at": Session}  # Of the methods; of others it is `Exchange`.
+OWNERS = {"agree": Session}  # Of the methods; of others it is `Exchange`.
 Weights = list[np.ndarray]
 
 
@@ -46,6 +48,22 @@ class Stops:
 
         setattr(owner, name, method)
 
+    def set_between_answers(self, number: int) -> None:
+        """Does so before one of the answers is waited for; all have been requested."""
+        original, station, places = Exchange.run, self._station, itertools.count()
+
+        def pausing(waits: Iterable[int]) -> Iterator[int]:
+            for index in waits:
+                if next(places) == number:
+                    station.tell("answers")
+                    station.hear()
+                yield index
+
+        def run(self: Exchange, waits: Iterable[int]) -> None:
+            original(self, pausing(waits))
+
+        Exchange.run = run  # type: ignore[method-assign]
+
 
 def gradient(weight: torch.Tensor, rank: int, step: int) -> torch.Tensor:
     """Returns a gradient that depends on the weights, so that no lost step can be hidden."""
@@ -53,7 +71,7 @@ def gradient(weight: torch.Tensor, rank: int, step: int) -> torch.Tensor:
     return 0.1 * weight + torch.randn(weight.shape, generator=noise)
 
 
-def train(station: Station, stops: list[Stop], clips: bool = False) -> Weights:
+def train(station: Station, stops: list[Stop], meets: bool = False) -> Weights:
     """Trains all steps; some calls wait for the test."""
     torch.set_num_threads(1)
     parts = [torch.nn.Parameter(torch.full((NUMEL,), 1.0 + number)) for number in range(2)]
@@ -64,13 +82,37 @@ def train(station: Station, stops: list[Stop], clips: bool = False) -> Weights:
         for part in parts:
             part.grad = gradient(part.detach(), station.rank, step)
         for name, at, number in stops:
-            if at == step:
+            if at == step and name == "answers":
+                Stops(station).set_between_answers(number)
+            elif at == step:
                 Stops(station).set(name, number)
-        if clips:
-            psworker.clip_grad_norm_(optimizer, 1e9)
+        if meets:
+            psworker.barrier()
         optimizer.step()
     optimizer.close()
     return [part.detach().numpy().copy() for part in parts]
+
+
+def train_with_buffers(station: Station) -> list[np.ndarray]:
+    """Trains a model with BatchNorm; returns the shared buffers as both see them, and weights."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 300_000), torch.nn.BatchNorm1d(300_000))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = psworker.DistributedOptimizer(
+        inner, model.named_parameters(), optimizer_on="worker", model=model
+    )
+    for step in range(STEPS):
+        if step == AT:
+            station.tell()
+            station.hear()
+        data = torch.Generator().manual_seed(2 * step + station.rank)
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.randn(4, 8, generator=data)).square().mean())
+        optimizer.step()
+    psworker.barrier()
+    with optimizer.global_weights():
+        return [tensor.detach().numpy().copy() for tensor in model.state_dict().values()]
 
 
 def train_alone(after: int = STEPS) -> Weights:
@@ -97,14 +139,23 @@ class Cluster:
             self._running.append(stack.enter_context(machine.running()))
 
     def start(
-        self, stops: dict[int, list[Stop]], data_plane: str = "auto", *, clips: bool = False
+        self, stops: dict[int, list[Stop]], data_plane: str = "auto", *, meets: bool = False
     ) -> list[Worker]:
-        names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "120"}
+        args = [(stops.get(rank, []), meets) for rank in RANKS]
+        return self.start_all(train, "night", args, data_plane)
+
+    def start_all(
+        self,
+        function: Callable[..., Any],
+        job: str,
+        args: Sequence[tuple[Any, ...]] = ((), ()),
+        data_plane: str = "auto",
+    ) -> list[Worker]:
+        names = {"WORLD_SIZE": "2", "PACELINE_JOB": job, "PACELINE_TIMEOUT_S": "120"}
         names |= {"PACELINE_SERVERS": ",".join(self.addresses), "PACELINE_DATA_PLANE": data_plane}
         workers = []
         for rank in RANKS:
-            env = {**names, "RANK": str(rank)}
-            workers.append(Worker(train, rank, (stops.get(rank, []), clips), env))
+            workers.append(Worker(function, rank, args[rank], {**names, "RANK": str(rank)}))
             self._stack.callback(workers[-1].close)
         return workers
 
@@ -123,10 +174,10 @@ def same(one: Weights, other: Weights) -> bool:
 MOMENTS: dict[str, dict[int, list[Stop]]] = {
     "before a push": {0: [("push", AT, 1)], 1: [("push", AT, 1)]},
     "while pushes leave": {0: [("push", AT, 3)], 1: [("push", AT, 2)]},
-    "between push and pull": {0: [("run", AT, 1)], 1: [("run", AT, 1)]},
-    "one has not read the answers": {1: [("run", AT, 1)]},
+    "between push and pull": {0: [("answers", AT, 1)], 1: [("answers", AT, 2)]},
+    "one has read one answer": {1: [("answers", AT, 1)]},
     "one has not pushed all": {1: [("push", AT, 3)]},
-    "one is a step ahead": {0: [("push", AT + 1, 2)], 1: [("run", AT, 1)]},
+    "one is a step ahead": {0: [("push", AT + 1, 2)], 1: [("answers", AT, 1)]},
 }
 
 
@@ -155,7 +206,7 @@ def test_the_shard_is_lost_again_while_it_is_filled(again: str, tmp_path: Path) 
     """Before the second worker has brought its slices, and when all have brought theirs."""
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
-        workers = cluster.start({0: [("run", AT, 1), (again, 0, 1)], 1: [("run", AT, 1)]})
+        workers = cluster.start({0: [("answers", AT, 1), (again, 0, 1)], 1: [("answers", AT, 1)]})
         for worker in workers:
             worker.hear()
         cluster.lose(1)
@@ -170,10 +221,10 @@ def test_the_shard_is_lost_again_while_it_is_filled(again: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_all_shards_are_lost_at_once_and_the_first_while_others_agree(tmp_path: Path) -> None:
+def test_the_first_shard_is_lost_at_a_barrier_and_then_all_at_once(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
-        workers = cluster.start({1: [("agree_at", AT, 1), ("push", AT + 3, 2)]}, clips=True)
+        workers = cluster.start({1: [("agree", AT, 1), ("push", AT + 3, 2)]}, meets=True)
         for shards in ((0,), (1, 0)):
             workers[1].hear()
             cluster.lose(*shards)
@@ -188,7 +239,7 @@ def test_a_worker_that_is_lost_as_well_takes_its_part_of_the_step_with_it(tmp_pa
     """No other step is touched: each element is that of a run without it from then or the next."""
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, lease_s=4)
-        workers = cluster.start({0: [("run", AT, 1)], 1: [("run", AT, 1)]})
+        workers = cluster.start({0: [("push", AT, 1)], 1: [("answers", AT, 0)]}, "tcp")
         for worker in workers:
             worker.hear()
         workers[1].kill()
@@ -198,3 +249,23 @@ def test_a_worker_that_is_lost_as_well_takes_its_part_of_the_step_with_it(tmp_pa
     for found, without, counted in zip(weights, train_alone(AT), train_alone(AT + 1), strict=True):
         assert ((found == without) | (found == counted)).all()
         assert (found == without).any()
+
+
+@pytest.mark.slow
+def test_buffers_that_workers_share_are_brought_too(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack)
+        undisturbed, disturbed = [
+            cluster.start_all(train_with_buffers, job) for job in ("calm", "night")
+        ]
+        for worker in (*undisturbed, *disturbed):
+            worker.hear()
+        for worker in undisturbed:
+            worker.tell()
+        expected = results_of(undisturbed)
+        cluster.lose(0)
+        for worker in disturbed:
+            worker.tell()
+        found = results_of(disturbed)
+    assert all(same(found[rank], expected[rank]) for rank in RANKS)
+    assert same(found[0], found[1])

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from pscore.errors import LOST, JobMismatchError
+from pscore.errors import LOST, JobMismatchError, PacelineError
 from pscore.net import wire
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -70,8 +70,6 @@ class Exchange:
         answers: Waits for the shards' answers.
         together: A context in which pushes and pulls leave together.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
-        held: Returns a slice as this worker has it, for a shard that has lost it; None: it has not
-            all of it.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Exchange:
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
-        self.held: Held | None = None
+        self._held: Held | None = None
         self.table, self.origin = (agreed or session.define(spec))[:2]
         self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
         self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
@@ -129,7 +127,6 @@ class Exchange:
             session, self.table, self.layout, self.payloads.feedback, self._pushes
         )
         session.pushes.add(self)
-        session.refilling.held[self.table] = self
 
     @property
     def compresses_pulls(self) -> bool:
@@ -213,7 +210,7 @@ class Exchange:
             try:
                 reply = self.answers.wait(call.done, index, what)
             except LOST as problem:
-                self.session.mend(problem)
+                self._mend(problem)
                 continue
             if call.fetch is None or call.fetch():
                 return reply, pull_buffer
@@ -238,7 +235,7 @@ class Exchange:
             try:
                 return self.answers.wait_for_any(answers, "weights of an earlier step")
             except LOST as problem:
-                self.session.mend(problem)
+                self._mend(problem)
 
     def is_busy(self) -> bool:
         """Returns whether a push has not been acknowledged yet."""
@@ -251,7 +248,7 @@ class Exchange:
             try:
                 reply = self.answers.wait(future, index, what)
             except LOST as problem:
-                self.session.mend(problem)
+                self._mend(problem)
                 continue
             del self._pushes[index]
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
@@ -295,7 +292,8 @@ class Exchange:
         self._pushes.clear()
         self._last.clear()
         self.session.pushes.add(self)
-        self.session.refilling.held[self.table] = self
+        if self._held is not None:
+            self.fills_from(self._held)
         self._pulls.clear()
         self.session.pace.forget()
         self._estimates = self._make_estimates()
@@ -354,28 +352,35 @@ class Exchange:
 
     # ----- a shard that has come back empty
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this worker has all that the shards have, with the step under way."""
-        return self.held is not None
+    def fills_from(self, held: Held) -> None:
+        """Fills a shard again that comes back empty; until the step ends, keeps what was pushed.
+
+        Args:
+            held: Returns a slice as this worker has it, if it has all that the shards have.
+        """
+        self._held = held
+        self.session.refilling.held[self.table] = self
 
     def fill(self, shard: int) -> None:
         """Brings the slices of a shard as this worker has them, and waits until it has them.
 
+        In an asynchronous mode versions say nothing: those of the first worker count.
+
         Raises:
             PacelineError: The shard refuses one, or does not answer.
         """
-        assert self.held is not None
+        assert self._held is not None
         if self._shared is not None:
             self._shared.attach(shard)
         filled: list[OutgoingPush] = []
         for index in self._on(shard):
-            version, arrays = self.held(index)
+            version, arrays = self._held(index)
             if version >= 0:
+                role = Role.REFILL if self.spec.rule.by_step else Role.WEIGHTS
                 header = data_pb2.PushHeader(
                     sender=self._sender(),
                     slice=index,
-                    role=data_pb2.Role.Name(int(Role.REFILL)),
+                    role=data_pb2.Role.Name(int(role)),
                     base_version=version,
                 )
                 parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
@@ -389,9 +394,9 @@ class Exchange:
 
         A push of an earlier step is in the numbers that this worker has.
         """
-        assert self.held is not None
+        assert self._held is not None
         for index in self._on(shard):
-            last, (version, _) = self._last.get(index), self.held(index)
+            last, (version, _) = self._last.get(index), self._held(index)
             if last is not None and last.header.step >= version:
                 self._push(index, self._again(index, last))
             elif index in self._pushes:
@@ -420,12 +425,20 @@ class Exchange:
     def _on(self, shard: int) -> list[int]:
         return [spec.index for spec in self.layout.of_shard(shard)]
 
+    def _mend(self, problem: PacelineError) -> None:
+        """Fills shards that have come back empty; raises `problem` where it has another cause."""
+        if self._held is None:
+            raise problem
+        self.session.mend(problem)
+
     def _require_whole(self, index: int) -> None:
         """Fills the shard of a slice first, if it has come back empty."""
+        if self._held is None:
+            return
         try:
             self.session.links[self.layout.slices[index].shard].require_whole()
         except LOST as problem:
-            self.session.mend(problem)
+            self._mend(problem)
 
     # ----- error feedback
 
@@ -451,7 +464,7 @@ class Exchange:
 
     def _push(self, index: int, outgoing: OutgoingPush, nbytes: int = 0) -> None:
         """Sends a push, whose gradient has `nbytes`; keeps it where a lost shard can be filled."""
-        if self.held is not None:
+        if self._held is not None:
             outgoing.payload = KeptPayload(outgoing.payload)
             self._last[index] = outgoing
         self._pushes[index] = outgoing.done

@@ -24,6 +24,7 @@ from pscore.errors import (
     ProtocolVersionError,
     RankTakenError,
     ShardMapError,
+    StateLostError,
 )
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -184,6 +185,7 @@ class Joining:
         self._group = group
         self._patience_s = patience_s
         self._data_plane = data_plane
+        self._lacking: Link | None = None  # The shard that refused the last join without the job.
 
     def join(self) -> None:
         """Joins for the first time.
@@ -309,10 +311,18 @@ class Joining:
                 return
 
     def _join_all(self, *, returns: bool) -> None:
-        """Joins every shard, or none of them."""
+        """Joins every shard, or none of them; one that lacks the job is asked before the others."""
+        if self._lacking is not None:
+            with contextlib.suppress(RankTakenError):  # Below it is waited for.
+                self._join_one(self._lacking, returns=returns)
+            self._lacking = None
         with contextlib.ExitStack() as undo:
             for link in self._links:
-                self._join_patiently(link, returns=returns)
+                try:
+                    self._join_patiently(link, returns=returns)
+                except StateLostError:
+                    self._lacking = link
+                    raise
                 why = "it could not join every shard"
                 undo.callback(self.leave, link, why, failed=True)
                 link.open(self._data_plane)

@@ -8,7 +8,8 @@ import time
 from pscore.errors import StateLostError
 
 log = logging.getLogger("paceline")
-ASK_S = 0.5  # From one question to the next.
+ASK_S = 0.5  # Until the first question whether it is there; each further wait is longer...
+ASK_S_MAX = 2.0  # ...up to this.
 
 
 class MendingWait:
@@ -19,9 +20,15 @@ class MendingWait:
         self._job = job
         self._patience_s = patience_s
         self._since_s: float | None = None
+        self._next_s = ASK_S
 
-    def again(self) -> MendingWait:
-        """Returns the wait for another loss."""
+    def over(self) -> MendingWait:
+        """Logs the end of the wait, if there was one; returns the wait for another loss."""
+        if self._since_s is not None:
+            waited_s = time.monotonic() - self._since_s
+            log.warning(
+                "job %r is restored, and this worker goes on after %.1f s", self._job, waited_s
+            )
         return MendingWait(self._job, self._patience_s)
 
     def wait(self, problem: StateLostError) -> None:
@@ -40,4 +47,5 @@ class MendingWait:
             )
         if now_s - self._since_s >= self._patience_s:
             raise problem
-        time.sleep(ASK_S)
+        time.sleep(self._next_s)
+        self._next_s = min(2 * self._next_s, ASK_S_MAX)

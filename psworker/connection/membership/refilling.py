@@ -32,14 +32,10 @@ WAIT_MS = 300  # For the other workers, before the other shards are looked at.
 
 
 class HeldTable(Protocol):
-    """One table, as this worker has it."""
+    """One table of which this worker has all that the shards have, with the step under way."""
 
     spec: TableSpec
     origin: Origin
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this worker has all that the shards have of it, with the step under way."""
 
     def fill(self, shard: int) -> None:
         """Brings the slices of a shard, and waits until it has them.
@@ -57,7 +53,7 @@ class Refilling:
 
     Attributes:
         specs: Each table that this worker has declared, by number.
-        held: Those that it trains, likewise.
+        held: Those of which it has all, likewise.
         arrivals: The last round at which it has arrived, of each barrier of the first shard.
     """
 
@@ -78,13 +74,9 @@ class Refilling:
         """Whether this worker has all that any shard may lose."""
         if self._member.min_workers or not self._group.is_alone or not self.held:
             return False
-        for number, spec in list(self.specs.items()):
-            table = self.held.get(number)
-            if table is not None and not table.is_held:
-                return False
-            if table is None and (spec.content.name != FLAT.name or _holds_weights(spec)):
-                return False
-        return True
+        others = [spec for number, spec in list(self.specs.items()) if number not in self.held]
+        # Such as a table that another has followed: nobody needs its numbers any more.
+        return not any(spec.content.name != FLAT.name or _holds_weights(spec) for spec in others)
 
     def run(self) -> bool:
         """Fills all shards that have come back empty; returns whether there were any.

@@ -206,10 +206,9 @@ class Session:
                 log.warning("worker %d rejoins, before its first step: %s", self.rank, problem)
                 self.rejoin()
             except StateLostError as problem:
-                self._await_mending(problem)
-                self.rejoin()
+                self._await_mending(problem)  # When it is restored, all have to join again.
             else:
-                self._has_tables, self._mending = True, self._mending.again()
+                self._has_tables, self._mending = True, self._mending.over()
                 self.refilling.specs[found.number] = replace(spec, content=found.content)
                 return found
 

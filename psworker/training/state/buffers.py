@@ -74,6 +74,7 @@ class Buffers:
         )
         for owner in range(session.num_processes) if policy == "mean" else (0,):
             self._tables[owner] = Exchange(session, replace(table, name=f"buffers.{owner}"))
+            self._tables[owner].fills_from(self._held)
         self._layout = layout = self._tables[0].layout
         own = self._own()
         if own is not None:
@@ -157,6 +158,11 @@ class Buffers:
             table.pull(spec.index, 0, 0, pull_buffers[-1], with_state=False)
         table.run(spec.index for spec in self._layout.slices)
         return flat.numpy(), max(pull_buffer.clock for pull_buffer in pull_buffers)
+
+    def _held(self, index: int) -> tuple[int, list[FloatArray]]:
+        """Returns this worker's buffers in a slice; their owner sends its last post again too."""
+        spec = self._layout.slices[index]
+        return 0, [self._gather()[spec.start : spec.stop]]
 
     def _gather(self) -> FloatArray:
         """Returns a copy of the buffers, `(layout.numel,)`, on the host."""

@@ -22,7 +22,9 @@ from pscore.errors import (
     ReplacedError,
     ServerUnavailableError,
     ShardMapError,
+    StateLostError,
     ThreadError,
+    UnknownJobError,
 )
 from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
@@ -30,7 +32,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
 from pscore.table_spec import TableSpec, content_to_proto
 from pscore.types import Origin, TensorSpec
-from psworker.connection.membership import joining
+from psworker.connection.membership import joining, mending_wait
 from psworker.connection.membership import session as module
 from psworker.connection.membership.session import Session
 from psworker.group.worker_group import WorkerGroup
@@ -87,6 +89,15 @@ class FakeLink:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def joined(self, instance: int, rank: int, incarnation: int) -> None:
+        self.instance, self.joined_as = instance, (rank, incarnation)
+
+    def require_whole(self) -> None:
+        """It never comes back empty."""
+
+    def look(self) -> bool:
+        return False
 
     def beat(self, request: Any, timeout_s: float) -> list[pb.ResidualRequest]:
         assert request.data_plane in ("", self.data_plane)
@@ -624,4 +635,55 @@ def test_a_worker_that_is_lost_before_its_first_table_rejoins_once(links: list[F
         ReplacedError
     ):  # Its table has to rejoin (psworker/training/changes/recovery.py).
         define(session, again=True)
+    session.leave()
+
+
+SPEC = TableSpec(
+    name="model",
+    tensors=(TensorSpec(name="w", shape=(4,), dtype="float32"),),
+    num_shards=2,
+    rule=SSD(),
+    compressor=NoCompression(),
+    optimizer="sgd",
+    num_groups=1,
+)
+
+
+def test_a_worker_that_waits_for_a_restored_job_asks_quietly_and_joins_once(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each join would be a line in the log of every shard."""
+    monkeypatch.setattr(mending_wait, "ASK_S", 0.0)
+    session = begin()
+    for link in links:
+        link.answers["Join"].mends, link.answers["Join"].progress["model"] = True, 7
+    session.rejoin()
+    joins = len(links[0].sent("Join"))
+    has, lacks = (pb.DefineReply(table=2, has_weights=has) for has in (True, False))
+    again = UnknownJobError("no worker has joined at rank 3")  # The job was restored.
+    links[0].answers["Define"] = [has, has, has, again, has]
+    links[1].answers["Define"] = [lacks, lacks, lacks, has]
+    caplog.set_level(logging.WARNING)
+    assert session.define(SPEC).number == 2
+    assert [len(link.sent("Join")) for link in links] == [joins + 1, joins + 1]
+    assert [record.getMessage()[:36] for record in caplog.records] == [
+        "this worker waits until job 'job' is",
+        "worker 3 rejoins, before its first s",
+        "job 'job' is restored, and this work",
+    ]
+    session.leave()
+
+
+def test_a_shard_that_refuses_a_job_is_asked_alone_until_it_has_it(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mending_wait, "ASK_S", 0.0)
+    session = begin()
+    links[0].answers["Join"].mends = True
+    session.rejoin()
+    joined, refused = links[1].answers["Join"], StateLostError("shard 1 cannot continue it")
+    links[1].answers["Join"] = [refused, refused, refused, joined, joined]
+    before = [len(link.sent("Join")) for link in links]
+    session.rejoin()
+    assert [len(link.sent("Join")) for link in links] == [before[0] + 2, before[1] + 5]
     session.leave()

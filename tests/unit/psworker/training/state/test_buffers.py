@@ -40,6 +40,9 @@ class FakeTable:
         self.restarts = 0
         self.num_flushes = 0
 
+    def fills_from(self, held: object) -> None:
+        """No shard is lost here."""
+
     def load(self, index: int, role: Role, arrays: list[np.ndarray], counts: list[int]) -> None:
         assert role is Role.WEIGHTS
         self.values.setdefault(index, arrays[0].copy())  # Later ones are not taken.
