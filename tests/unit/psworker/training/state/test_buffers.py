@@ -11,6 +11,7 @@ from pscore.errors import ConfigError
 from pscore.rules import parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role
+from psworker.connection.exchange.exchange import Held
 from psworker.replica.ports import PullBuffer
 from psworker.training.state import buffers as module
 from psworker.training.state.buffers import Buffers
@@ -40,7 +41,7 @@ class FakeTable:
         self.restarts = 0
         self.num_flushes = 0
 
-    def fills_from(self, held: object) -> None:
+    def fills_from(self, held: Held) -> None:
         """No shard is lost here."""
 
     def load(self, index: int, role: Role, arrays: list[np.ndarray], counts: list[int]) -> None:
