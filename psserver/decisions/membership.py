@@ -205,18 +205,6 @@ class Membership:
                 "or another in its place"
             )
 
-    def await_others(self, now_s: float) -> None:
-        """Gives each rank that has not joined a lease: the job was under way on other shards.
-
-        So a worker that was lost together with this shard is not waited for without end.
-        """
-        for rank in range(self.num_workers):
-            if rank not in self.members:
-                awaited = Member(rank=rank, incarnation=0, restart=0, host="", pid=0, heard_s=now_s)
-                awaited.lease_ends_s, awaited.is_suspect = now_s + self.lease_s, True
-                self.members[rank] = awaited
-        self._attendance = None
-
     def restore(
         self,
         members: list[Member],
@@ -441,3 +429,16 @@ class Membership:
         if not new:
             raise RankTakenError(f"all {self.num_workers} ranks of the job are taken")
         return new[0]
+
+
+def await_others(membership: Membership, now_s: float) -> None:
+    """Gives each rank that has not joined a lease: the job was under way on other shards.
+
+    So a worker that was lost together with this shard is not waited for without end.
+    """
+    others = [
+        Member(rank=rank, incarnation=0, restart=0, host="", pid=0, heard_s=now_s)
+        for rank in range(membership.num_workers)
+        if rank not in membership.members
+    ]
+    membership.restore(others, has_ended=membership.has_ended, spent=membership.spent)

@@ -27,7 +27,7 @@ from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import Job as Job  # Also from here, for those who drive a shard.
 from psserver.decisions.lifetime import Lifetimes, is_repeated
 from psserver.decisions.limits import Limits
-from psserver.decisions.membership import Member, Membership
+from psserver.decisions.membership import Member, Membership, await_others
 from psserver.decisions.orders import Acknowledge, Action, Add, Hold, Update
 from psserver.decisions.participants import ChangeId
 from psserver.decisions.progress import Token
@@ -111,7 +111,7 @@ class Shard:
         came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)
         if member.refills:
-            job.membership.await_others(member.heard_s)
+            await_others(job.membership, member.heard_s)
         for table in [] if repeated else job.tables.values():
             for clock in table.clocks.values():
                 # Before the first update a worker begins together with the others.

@@ -109,7 +109,7 @@ class TrainingTable:
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
-            self.exchange.fills_from(self._held)
+            self.exchange.refills.start(self._held)
         self.replica = Replica(
             self.flat.layout,
             spec.rule,

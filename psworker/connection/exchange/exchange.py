@@ -9,15 +9,14 @@ again, and with shared memory the shard reads it in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
-from pscore.errors import LOST, JobMismatchError, PacelineError
+from pscore.errors import LOST, JobMismatchError
 from pscore.net import wire
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -31,6 +30,7 @@ from psworker.connection.accounts.traffic import Traffic, pulled_nbytes
 from psworker.connection.exchange.answer_wait import AnswerWait
 from psworker.connection.exchange.headers import PreparedHeaders
 from psworker.connection.exchange.payloads import Payloads
+from psworker.connection.exchange.refills import Refills
 from psworker.connection.exchange.residuals import Residuals
 from psworker.connection.exchange.shared_grads import SharedGrads
 from psworker.connection.exchange.together import Together
@@ -40,22 +40,7 @@ from psworker.replica.ports import PullBuffer
 from psworker.transports import OutgoingPush, PullCall, Transport
 
 log = logging.getLogger("paceline")
-Held = Callable[[int], tuple[int, Sequence[FloatArray]]]  # Version, weights and state of a slice.
 WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with the reason.
-
-
-class KeptPayload:
-    """A payload that is made once, and kept for a shard that comes back empty."""
-
-    def __init__(self, make: Callable[[], Sequence[memoryview]]) -> None:
-        self._make = make
-        self._parts: Sequence[memoryview] | None = None
-
-    def __call__(self) -> Sequence[memoryview]:
-        """Returns the parts of the payload."""
-        if self._parts is None:
-            self._parts = self._make()
-        return self._parts
 
 
 class Exchange:
@@ -70,6 +55,7 @@ class Exchange:
         answers: Waits for the shards' answers.
         together: A context in which pushes and pulls leave together.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
+        refills: Brings the slices to a shard that has come back empty, if they are held here.
     """
 
     def __init__(
@@ -99,7 +85,6 @@ class Exchange:
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
         self.minibatch = -1
-        self._held: Held | None = None
         self.table, self.origin = (agreed or session.define(spec))[:2]
         self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
         self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
@@ -109,7 +94,9 @@ class Exchange:
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
-        self._last: dict[int, OutgoingPush] = {}  # The last push of each slice, where all is held.
+        self.refills = Refills(
+            self, self._sender, self._shared, self._pushes, self._pulls, self._send, self._request
+        )
         self.together = Together()
         self.answers = AnswerWait(
             session, spec.name, self.layout, self._raise_failed, self.together.let_go
@@ -139,7 +126,7 @@ class Exchange:
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
     ) -> None:
         """Sends one slice; `grad` must not change until `acknowledged(index)` has returned."""
-        self._require_whole(index)
+        self.refills.require_whole(index)
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
         self._residuals.begin(index, push.step)
@@ -149,13 +136,13 @@ class Exchange:
         if self._timeline is not None:
             note_push(self._timeline, outgoing, grad.nbytes)
         self.missed.sent(index, push.step)
-        self._push(index, outgoing, grad.nbytes)
+        self._send(index, outgoing, grad.nbytes)
 
     def pull(
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Requests one slice: its weights, or the estimate of them."""
-        self._require_whole(index)
+        self.refills.require_whole(index)
         header = self._pull_header(index, pull_buffer, with_state=with_state)
         header.clock, header.min_version = clock, min_version
         state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
@@ -170,9 +157,8 @@ class Exchange:
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)
-        self._pulls[index] = (call, pull_buffer)
         self._pulled_steps[index] = max(clock, min_version) - 1
-        self._request(index, call)
+        self._request(index, call, pull_buffer)
 
     def maps_weights(self, index: int) -> bool:
         """Returns whether a slice's weights are in shared memory and pulled uncompressed."""
@@ -210,12 +196,12 @@ class Exchange:
             try:
                 reply = self.answers.wait(call.done, index, what)
             except LOST as problem:
-                self._mend(problem)
+                self.refills.mend(problem)
                 continue
             if call.fetch is None or call.fetch():
                 return reply, pull_buffer
             call.done, call.fetch = Future(), None
-            self._request(index, call)
+            self._request(index, call, pull_buffer)
 
     def has_landed(self, index: int) -> bool:
         """Returns whether no pull of a slice is under way."""
@@ -235,7 +221,7 @@ class Exchange:
             try:
                 return self.answers.wait_for_any(answers, "weights of an earlier step")
             except LOST as problem:
-                self._mend(problem)
+                self.refills.mend(problem)
 
     def is_busy(self) -> bool:
         """Returns whether a push has not been acknowledged yet."""
@@ -248,7 +234,7 @@ class Exchange:
             try:
                 reply = self.answers.wait(future, index, what)
             except LOST as problem:
-                self._mend(problem)
+                self.refills.mend(problem)
                 continue
             del self._pushes[index]
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
@@ -290,10 +276,8 @@ class Exchange:
         self.table, self.origin = agreed[:2]
         self.missed.doubt(self.session.rank)
         self._pushes.clear()
-        self._last.clear()
+        self.refills.restart()
         self.session.pushes.add(self)
-        if self._held is not None:
-            self.fills_from(self._held)
         self._pulls.clear()
         self.session.pace.forget()
         self._estimates = self._make_estimates()
@@ -346,99 +330,9 @@ class Exchange:
             counts=counts,
         )
         parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
-        self._require_whole(index)
+        self.refills.require_whole(index)
         self.acknowledged(index)
-        self._push(index, OutgoingPush(header=header, payload=lambda: parts))
-
-    # ----- a shard that has come back empty
-
-    def fills_from(self, held: Held) -> None:
-        """Fills a shard again that comes back empty; until the step ends, keeps what was pushed.
-
-        Args:
-            held: Returns a slice as this worker has it, if it has all that the shards have.
-        """
-        self._held = held
-        self.session.refilling.held[self.table] = self
-
-    def fill(self, shard: int) -> None:
-        """Brings the slices of a shard as this worker has them, and waits until it has them.
-
-        In an asynchronous mode versions say nothing: those of the first worker count.
-
-        Raises:
-            PacelineError: The shard refuses one, or does not answer.
-        """
-        assert self._held is not None
-        if self._shared is not None:
-            self._shared.attach(shard)
-        filled: list[OutgoingPush] = []
-        for index in self._on(shard):
-            version, arrays = self._held(index)
-            if version >= 0:
-                role = Role.REFILL if self.spec.rule.by_step else Role.WEIGHTS
-                header = data_pb2.PushHeader(
-                    sender=self._sender(),
-                    slice=index,
-                    role=data_pb2.Role.Name(int(role)),
-                    base_version=version,
-                )
-                parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
-                filled.append(OutgoingPush(header=header, payload=partial(tuple, parts)))
-                self._transport(index).push(filled[-1])
-        for push in filled:
-            push.done.result()
-
-    def send_again(self, shard: int) -> None:
-        """Sends the pushes and pulls of the step under way to a shard again.
-
-        A push of an earlier step is in the numbers that this worker has.
-        """
-        assert self._held is not None
-        for index in self._on(shard):
-            last, (version, _) = self._last.get(index), self._held(index)
-            if last is not None and last.header.step >= version:
-                self._push(index, self._again(index, last))
-            elif index in self._pushes:
-                self._pushes[index] = counted = Future[data_pb2.PushReply]()
-                counted.set_result(data_pb2.PushReply())
-            if index in self._pulls and (pull := self._pulls[index])[1].version < 0:
-                call = replace(pull[0], done=Future(), fetch=None)
-                self._pulls[index] = call, pull[1]
-                self._request(index, call)
-
-    def _again(self, index: int, last: OutgoingPush) -> OutgoingPush:
-        """Returns a push once more; where the shard no longer shares memory, with its payload."""
-        header, payload = data_pb2.PushHeader(), last.payload
-        header.CopyFrom(last.header)
-        header.ClearField("pull")
-        if header.shared and self._shared is not None and not self._shared.is_mapped(index):
-            part = self._shared.part(index)
-            header.shared, header.may_wait = False, False
-
-            def payload() -> Sequence[memoryview]:
-                last.payload()  # It may have to wait for a device.
-                return (wire.as_bytes(part),)
-
-        return OutgoingPush(header=header, payload=payload, waits=last.waits)
-
-    def _on(self, shard: int) -> list[int]:
-        return [spec.index for spec in self.layout.of_shard(shard)]
-
-    def _mend(self, problem: PacelineError) -> None:
-        """Fills shards that have come back empty; raises `problem` where it has another cause."""
-        if self._held is None:
-            raise problem
-        self.session.mend(problem)
-
-    def _require_whole(self, index: int) -> None:
-        """Fills the shard of a slice first, if it has come back empty."""
-        if self._held is None:
-            return
-        try:
-            self.session.links[self.layout.slices[index].shard].require_whole()
-        except LOST as problem:
-            self._mend(problem)
+        self._send(index, OutgoingPush(header=header, payload=lambda: parts))
 
     # ----- error feedback
 
@@ -462,16 +356,16 @@ class Exchange:
 
     # ----- inside
 
-    def _push(self, index: int, outgoing: OutgoingPush, nbytes: int = 0) -> None:
-        """Sends a push, whose gradient has `nbytes`; keeps it where a lost shard can be filled."""
-        if self._held is not None:
-            outgoing.payload = KeptPayload(outgoing.payload)
-            self._last[index] = outgoing
+    def _send(self, index: int, outgoing: OutgoingPush, nbytes: int = 0) -> None:
+        """Sends a push, whose gradient has `nbytes`."""
+        self.refills.keep(index, outgoing)
         self._pushes[index] = outgoing.done
         self.session.pace.follow(outgoing.done)
         self._transport(index, nbytes).push(outgoing)
 
-    def _request(self, index: int, call: PullCall) -> None:
+    def _request(self, index: int, call: PullCall, pull_buffer: PullBuffer) -> None:
+        """Sends a pull, and takes it for the last one of its slice."""
+        self._pulls[index] = call, pull_buffer
         self.session.pace.follow(call.done)
         self._transport(index).pull(call)
 

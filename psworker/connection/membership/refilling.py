@@ -22,6 +22,7 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.table_spec import TableSpec
 from pscore.types import Origin
+from psworker.connection.membership.heartbeats import Heartbeats
 from psworker.connection.membership.joining import JobMember, Joining
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
@@ -34,8 +35,13 @@ WAIT_MS = 300  # For the other workers, before the other shards are looked at.
 class HeldTable(Protocol):
     """One table of which this worker has all that the shards have, with the step under way."""
 
-    spec: TableSpec
-    origin: Origin
+    @property
+    def spec(self) -> TableSpec:
+        """Its declaration."""
+
+    @property
+    def origin(self) -> Origin:
+        """The push and the step from which its steps are counted."""
 
     def fill(self, shard: int) -> None:
         """Brings the slices of a shard, and waits until it has them.
@@ -58,9 +64,14 @@ class Refilling:
     """
 
     def __init__(
-        self, member: JobMember, links: Sequence[Link], joining: Joining, group: WorkerGroup
+        self,
+        member: JobMember,
+        links: Sequence[Link],
+        joining: Joining,
+        group: WorkerGroup,
+        heartbeats: Heartbeats,
     ) -> None:
-        """Starts without tables."""
+        """Starts without tables; heartbeats join an empty shard at once."""
         self.specs: dict[int, TableSpec] = {}
         self.held: WeakValueDictionary[int, HeldTable] = WeakValueDictionary()
         self.arrivals: dict[str, pb.BarrierRequest] = {}
@@ -68,6 +79,8 @@ class Refilling:
         self._links = links
         self._joining = joining
         self._group = group
+        self._heartbeats = heartbeats
+        heartbeats.joins_again = self.join_early
 
     @property
     def is_possible(self) -> bool:
@@ -77,6 +90,17 @@ class Refilling:
         others = [spec for number, spec in list(self.specs.items()) if number not in self.held]
         # Such as a table that another has followed: nobody needs its numbers any more.
         return not any(spec.content.name != FLAT.name or _holds_weights(spec) for spec in others)
+
+    def mend(self, problem: PacelineError) -> None:
+        """Fills the shards that have come back empty, where the workers have all of them.
+
+        Raises:
+            PacelineError: `problem` has another cause, or the workers lack something; or a shard
+                does not answer.
+        """
+        if not self.run():
+            raise problem
+        self._heartbeats.failure = None
 
     def run(self) -> bool:
         """Fills all shards that have come back empty; returns whether there were any.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 from pscore.content import Content
-from pscore.errors import LOST, ConfigError, PacelineError, ShardMapError, StateLostError
+from pscore.errors import LOST, ConfigError, ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe import spans
 from pscore.observe.timeline import Timeline
@@ -117,8 +117,9 @@ class Session:
         self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
         self._mending = MendingWait(job, patience_s)
         self.heartbeats = Heartbeats(self._member, self.links, self.pace)
-        self.refilling = Refilling(self._member, self.links, self._joining, self.group)
-        self.heartbeats.joins_again = self.refilling.join_early
+        self.refilling = Refilling(
+            self._member, self.links, self._joining, self.group, self.heartbeats
+        )
         self.residual_senders = self.heartbeats.residual_senders
         self.pushes: WeakSet[PushesUnderWay] = WeakSet()
         with contextlib.ExitStack() as undo:
@@ -262,17 +263,6 @@ class Session:
                 self.pushes.clear()  # Those under way may never be answered.
                 return
 
-    def mend(self, problem: PacelineError) -> None:
-        """Fills the shards that have come back empty, where the workers have all of them.
-
-        Raises:
-            PacelineError: `problem` has another cause, or the workers lack something; or a shard
-                does not answer.
-        """
-        if not self.refilling.run():
-            raise problem
-        self.heartbeats.failure = None
-
     def _await_mending(self, problem: StateLostError) -> None:
         """Waits a moment where the shards restore what one of them has lost.
 
@@ -366,7 +356,7 @@ class Session:
             try:
                 reply: pb.BarrierReply = first.call(first.control.Barrier, request)
             except LOST as problem:
-                self.mend(problem)
+                self.refilling.mend(problem)
                 continue
             if reply.done:
                 return reply.value, reply.newest

@@ -74,7 +74,7 @@ class Buffers:
         )
         for owner in range(session.num_processes) if policy == "mean" else (0,):
             self._tables[owner] = Exchange(session, replace(table, name=f"buffers.{owner}"))
-            self._tables[owner].fills_from(self._held)
+            self._tables[owner].refills.start(self._held)
         self._layout = layout = self._tables[0].layout
         own = self._own()
         if own is not None:

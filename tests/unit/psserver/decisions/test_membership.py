@@ -13,6 +13,7 @@ from psserver.decisions.membership import (
     MemberEvent,
     Membership,
     Presence,
+    await_others,
 )
 from psserver.decisions.shard import Shard
 from psserver.decisions.uneven import report
@@ -59,7 +60,7 @@ def test_a_worker_that_left_is_not_expected() -> None:
 
 def test_a_job_that_was_under_way_elsewhere_waits_for_a_lease_for_those_yet_to_come() -> None:
     membership = joined(3, 0)
-    membership.await_others(5.0)
+    await_others(membership, 5.0)
     assert membership.expected() == [0, 1, 2]
     assert membership.describe(1) == "worker 1 (has not joined yet)"
     assert membership.join(replace(member(1, 7, heard_s=6.0), refills=True)) == 1
