@@ -17,6 +17,7 @@ import torch
 
 import psworker
 from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.exchange.refills import Refills
 from psworker.connection.membership.session import Session
 from tests.integration.cluster import Station, Worker, results_of
 from tests.integration.machines import Machine, addresses_of_two
@@ -25,7 +26,7 @@ STEPS, AT = 14, 6
 NUMEL = 3 << 19  # Of each tensor: several slices on each shard.
 RANKS = (0, 1)
 Stop = tuple[str, int, int]  # A method, a step, and which call from then on.
-OWNERS = {"agree": Session}  # Of the methods; of others it is `Exchange`.
+OWNERS = {"agree": Session, "fill": Refills, "send_again": Refills}  # Else `Exchange`.
 Weights = list[np.ndarray]
 
 
