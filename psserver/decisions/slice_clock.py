@@ -238,7 +238,7 @@ class SliceClock(SliceState):
         ]
 
     def _refill(self, push: Push, token: Token) -> list[Action]:
-        """Takes a slice as a worker has it, unless another had a version as new: the shard is new.
+        """Accepts a slice as a worker has it, unless another had one as new: the shard is new.
 
         Every worker was counted up to that version. No step is open: workers push again when all of
         them have brought what they have.

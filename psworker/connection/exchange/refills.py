@@ -1,4 +1,4 @@
-"""What one table brings to a shard that has come back empty (membership/refilling.py)."""
+"""A table's part in filling a shard that has come back empty (membership/refilling.py)."""
 
 from __future__ import annotations
 

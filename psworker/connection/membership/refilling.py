@@ -1,4 +1,4 @@
-"""Fills a shard that has come back empty with what the workers have, before they go on.
+"""Fills a shard that has come back empty with the numbers that the workers have, in a step.
 
 Where each worker has all that a shard has lost, nothing has to be restored from elsewhere. Each
 worker joins the empty shard as the member that the other shards know, declares the tables, and
