@@ -86,6 +86,9 @@ def test_the_commands_of_the_page_train_on_both_hosts(shells: dict[str, Shell]) 
         for local in range(2):
             assert f"rank {2 * number + local} of 4 local {local}" in said[host]
     assert f"stopped {FIRST}:7070, {SECOND}:7070" in said[FIRST]
+    # The job `night` was interrupted; the stop took a last checkpoint of it.
+    saved = shells[FIRST].folder / "state" / "checkpoints"
+    assert list(saved.glob("night-*/manifest.json"))
     done = shells[FIRST].run("psserver status")
     assert "nothing answers" in done[1]
 
