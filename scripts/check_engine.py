@@ -194,23 +194,7 @@ def build_target(target: str, name: str, *options: str, check: bool = True) -> s
 
 
 def cuda(log: Log) -> None:
-    """Builds the image for NVIDIA GPUs with the torch of PyPI, imports what it has, removes it.
-
-    A torch for another CUDA, or for none, is refused; stand-ins for their wheels are served here.
-    """
-    with served_wheels() as options:
-        for torch, wanted, built in (
-            (f"{TORCH}+cu126", "13", "for CUDA 12.6"),
-            (f"{TORCH}+cu130", "12", "for CUDA 13.0"),
-            (f"{TORCH}+cpu", "13", "without CUDA"),
-        ):
-            args = (f"TORCH=torch=={torch}", f"TORCH_OPTIONS={options}", f"CUDA={wanted}")
-            words = [word for arg in args for word in ("--build-arg", arg)]
-            said = build_target("cuda", f"{CUDA_IMAGE}-refused", *words, check=False)
-            expected = f"torch {torch} is built {built}, and CUDA is {wanted}: "
-            if expected not in said:
-                raise CheckError(f"{expected!r} was expected: {tail(said)}")
-            log.say(f"      refused: {expected}...")
+    """Builds the image for NVIDIA GPUs with the torch of PyPI, imports what it has, removes it."""
     start_s = time.monotonic()
     build_target("cuda", CUDA_IMAGE, "--build-arg", f"TORCH={PYPI_TORCH}")
     try:
@@ -228,6 +212,23 @@ def cuda(log: Log) -> None:
         run("docker", "rmi", CUDA_IMAGE, check=False)
 
 
+def refusals(log: Log) -> None:
+    """Builds the image for GPUs with a torch for another CUDA, and for none: it is refused."""
+    with served_wheels() as options:
+        for torch, wanted, built in (
+            (f"{TORCH}+cu126", "13", "for CUDA 12.6"),
+            (f"{TORCH}+cu130", "12", "for CUDA 13.0"),
+            (f"{TORCH}+none", "13", "without CUDA"),
+        ):
+            args = (f"TORCH=torch=={torch}", f"TORCH_OPTIONS={options}", f"CUDA={wanted}")
+            words = [word for arg in args for word in ("--build-arg", arg)]
+            said = build_target("cuda", f"{CUDA_IMAGE}-refused", *words, check=False)
+            expected = f"torch {torch} is built {built}, and CUDA is {wanted}: "
+            if expected not in said:
+                raise CheckError(f"{expected!r} was expected: {tail(said)}")
+            log.say(f"      refused: {expected}...")
+
+
 @contextmanager
 def served_wheels() -> Iterator[str]:
     """Serves stand-ins for wheels of torch; yields the options of pip that find them."""
@@ -235,7 +236,7 @@ def served_wheels() -> Iterator[str]:
         for version, cuda in (
             (f"{TORCH}+cu126", "12.6"),
             (f"{TORCH}+cu130", "13.0"),
-            (f"{TORCH}+cpu", ""),
+            (f"{TORCH}+none", ""),
         ):
             about = f"torch-{version}.dist-info"
             files = {
@@ -886,6 +887,7 @@ def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Log], None]] = {
     "image": build,
+    "refusals": refusals,
     "cuda": cuda,
     "compiler": compiler,
     "training": train,
