@@ -47,6 +47,9 @@ class TableSpec:
     pull_compressor: Compressor = RAW
     content: Content = FLAT  # The kind of numbers in the slices.
     origin: Origin = START  # Not declared: it changes with the mode.
+    is_held: bool = (
+        False  # Whether the workers have all of it, for a shard that loses it; likewise.
+    )
 
     def layout(self) -> Layout:
         """Returns the slices of the table on each shard.
@@ -153,6 +156,7 @@ class TableSpec:
             "num_groups": self.num_groups,
             "pull_compressor": [self.pull_compressor.name, self.pull_compressor.arguments()],
             "origin": [self.origin.clock, self.origin.step],
+            "is_held": self.is_held,
             "content": [self.content.name, self.content.arguments()],
         }
 
@@ -181,6 +185,7 @@ class TableSpec:
             pull_compressor=pulls,
             content=content,
             origin=Origin(count_of(clock, "the first clock"), count_of(step, "the first step")),
+            is_held=record.get("is_held") is True,
         )
 
 

@@ -121,6 +121,14 @@ class Rule(Plugin):
         """
         return False
 
+    @property
+    def rounds_wait(self) -> bool:
+        """Whether each worker waits at the end of a round for its answer, of all workers' moves.
+
+        Then workers can hold all that the shards have.
+        """
+        return False
+
     def fan_in(self, num_expected: int, num_workers: int) -> int:
         """Returns how many pushes make one update.
 

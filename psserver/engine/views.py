@@ -122,6 +122,7 @@ class TableView:
     minibatches: int = 0  # All before this one are counted, in each slice.
     num_exposed: int = 0  # Slices that the shard should journal, and has no space for.
     lead: int = 0  # Its version at step 0 of training, had it always had this mode.
+    on_workers: bool = False  # They have all of it, for a shard that loses it.
     # Counts of things beside weights, by name.
     held: Mapping[str, int] = field(default_factory=dict)
 
@@ -304,4 +305,5 @@ def _table(table: Table, waits: Waits, num_exposed: int, held: Mapping[str, int]
         num_exposed=num_exposed,
         held=held,
         lead=table.spec.origin.clock - table.spec.origin.step,
+        on_workers=table.spec.is_held,
     )

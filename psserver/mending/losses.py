@@ -84,8 +84,14 @@ def torn(answers: Sequence[pb.StatusReply]) -> dict[str, list[int]]:
 
 
 def _running(answer: pb.StatusReply) -> list[pb.JobStatus]:
-    """Returns the jobs of a shard that have not ended, and of which a checkpoint can exist."""
-    return [job for job in answer.jobs if job.state != State.ENDED.value and holds_weights(job)]
+    """Returns the jobs of a shard that have not ended, and that no live workers can bring back."""
+    return [job for job in answer.jobs if job.state != State.ENDED.value and not _is_held(job)]
+
+
+def _is_held(job: pb.JobStatus) -> bool:
+    """Returns whether workers take part that have all of a job; without weights only they do."""
+    is_live = job.state == State.LIVE.value
+    return not holds_weights(job) or (is_live and any(table.on_workers for table in job.tables))
 
 
 def _has_weights(job: pb.JobStatus) -> bool:

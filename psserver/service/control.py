@@ -277,7 +277,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._heard(request)
         require_name("table", request.table.name)
         origin = Origin(request.clock, request.step)
-        spec = replace(TableSpec.from_proto(request.table), origin=origin)
+        spec = replace(TableSpec.from_proto(request.table), origin=origin, is_held=request.held)
         await self._compile(spec)
         table = self._engine.define(self._heard(request), spec, adopts=request.adopts)
         return pb.DefineReply(

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from pscore.local.base import LocalSlice
+from pscore.local.base import LocalSlice, optimizer_state
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
@@ -23,6 +23,8 @@ class LocalWeights:
 
     Attributes:
         local_update: The local update of the mode; None: it has none.
+        keeps_state: Whether this worker keeps the state of the shards' optimizer beside the weights
+            of each pull, for a shard that loses it.
         around_update: Returns a context manager that each local update of a slice runs in; called
             with the slice's index and the step.
     """
@@ -44,6 +46,7 @@ class LocalWeights:
         """
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)
+        self.keeps_state = False
         self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
         self._copies = copies_of(weights.device) if is_on_device(weights) else None
         self._coming: dict[int, IncomingTensors] = {}  # Pulls on their way to the device, by slice.
@@ -62,8 +65,8 @@ class LocalWeights:
 
     @property
     def pulls_state(self) -> bool:
-        """Whether the local update may need the state of the shards' optimizer."""
-        return self.local_update is not None and self.num_state > 0
+        """Whether the state of the shards' optimizer is kept, or the local update may need it."""
+        return (self.keeps_state or self.local_update is not None) and self.num_state > 0
 
     def update(self, index: int, step: int, grad: torch.Tensor) -> None:
         """Moves the weights of a slice by the worker's own gradient; the mode has a local update.
@@ -81,6 +84,8 @@ class LocalWeights:
 
     def wants_state(self, rule: Rule, step: int) -> bool:
         """Returns whether the pull of a step of the mode needs the shard's optimizer state."""
+        if self.keeps_state:
+            return self.pulls_state
         if self.local_update is None or not self.pulls_state:
             return False
         blocks = rule.plan(step).block
@@ -121,6 +126,9 @@ class LocalWeights:
             self.local_update.rebase(part, weights, state, buffer.version)
         elif weights.data_ptr() != part.weights.data_ptr():
             part.weights.copy_(weights)
+        if self.keeps_state:
+            for kept, pulled in zip(optimizer_state(part), state, strict=False):
+                kept.copy_(pulled)
         part.version = buffer.version
         part.past.clear()
         return done

@@ -95,7 +95,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             "host", None for each its own, or "auto": "host" under torchrun with torch.distributed.
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
         optimizer_on: `shards`; `worker`: in `ssgd` the shards return the mean gradient, and each
-            worker's own optimizer steps; `auto`: the shards, if they know the optimizer.
+            worker's own optimizer steps; in rounds each worker keeps the outer state too, for a
+            shard that loses it; `auto`: the shards, if they know the optimizer.
         rows: The optimizer of row tables (docs/rows.md), or several: of `[table.weight, ...]`.
         rows_mode: Their mode, if it is another: `"asgd"` beside `"ssgd"`.
         publish_every: Updates from one version of the weights for readers to the next; seconds in
@@ -138,7 +139,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
         samples = require_weight(samples)
-        self._wish = ModeWish(mode, rows)
+        self._wish, self._is_on_worker = ModeWish(mode, rows), optimizer_on == "worker"
         rule = self._wish.first
         self._declaration = Declaration(
             named=list_named(named_parameters),
@@ -440,6 +441,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             model,
             samples=samples,
             publish_every=declaration.publish_every,
+            holds_rounds=self._is_on_worker,
         )
 
     def _drive(self, table: TrainingTable, early: EarlyGradients) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pscore.cuda.local import kernels_for
+from pscore.local.base import optimizer_state
 from pscore.observe.timeline import recorded
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
@@ -78,6 +79,7 @@ class TrainingTable:
         *,
         samples: float = 1.0,
         publish_every: int | None = None,
+        holds_rounds: bool = False,
     ) -> None:
         """Declares the parameters at the shards, and moves them into flat memory.
 
@@ -87,6 +89,8 @@ class TrainingTable:
             model: The module, which a sharded model needs.
             samples: Weight of this worker's gradient in the mean.
             publish_every: Updates from one version for readers to the next; None: there are none.
+            holds_rounds: Whether it keeps the weights and outer state of each round, for a shard
+                that loses them.
 
         Raises:
             ConfigError: The model is sharded over other processes than this worker's.
@@ -96,6 +100,7 @@ class TrainingTable:
         self.name = spec.name
         self.optimizer = optimizer
         refuse_in_group(spec.rule, optimizer, session.group)
+        spec = replace(spec, is_held=holds_rounds and _can_hold(spec, session))
         agreed = session.define(spec, adopts=True)
         spec = replace(spec, content=agreed.content)
         routes = find_routes(parameters, spec.layout(), session.group, model)
@@ -109,7 +114,6 @@ class TrainingTable:
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
-            self.exchange.refills.start(self._held)
         self.replica = Replica(
             self.flat.layout,
             spec.rule,
@@ -126,15 +130,13 @@ class TrainingTable:
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
-        timeline = session.timeline
-        if timeline is not None:
-            self.replica.local.around_update = lambda index, step: recorded(
-                timeline, "local update", step=step, slice=index
-            )
+        self._record_updates()
         self.progress = TrainingProgress(samples, self.replica, self.exchange)
         self.local_step = LocalStep()
         self.make_step: Callable[[Rule], LocalStep] = lambda _: LocalStep()
         self.publish_every = publish_every
+        self._holds_rounds = holds_rounds
+        self._hold()
 
     @property
     def session(self) -> Session:
@@ -151,10 +153,36 @@ class TrainingTable:
         """The mode."""
         return self.replica.rule
 
-    def _held(self, index: int) -> tuple[int, list[FloatArray]]:
-        """Returns the version and the value of a slice, as the last pull has brought them."""
+    def _record_updates(self) -> None:
+        """Records the time of each local update in the timeline, if there is one."""
+        timeline = self.session.timeline
+        if timeline is not None:
+            self.replica.local.around_update = lambda index, step: recorded(
+                timeline, "local update", step=step, slice=index
+            )
+
+    def _hold(self) -> None:
+        """Keeps what a shard may lose, if this worker can have all of it in the present mode."""
+        rounds = self._holds_rounds and _can_hold(self.exchange.spec, self.session)
+        self.replica.local.keeps_state = rounds
+        is_held = rounds or self.means is not None
+        self.exchange.refills.start(self._held if is_held else None)
+        if self._holds_rounds and not is_held and self.session.is_leader:
+            log.warning(
+                "optimizer_on='worker', but workers cannot fill a shard that is lost: they can in "
+                "rounds that wait for all workers (no overlap, backup or quorum), with float32 "
+                "weights, without local groups, in a job that is not elastic"
+            )
+
+    def _held(self, index: int) -> tuple[int, list[FloatArray], list[int]]:
+        """Returns a slice as the last pull has brought it: version, weights, state and counts."""
         part = self.replica.parts[index]
-        return part.version, [part.weights.numpy(force=True)]
+        if self.means is not None:
+            return part.version, [part.weights.numpy(force=True)], []
+        origin = self.replica.round.origin(index)
+        assert origin is not None
+        arrays = [origin, *optimizer_state(part)]
+        return part.version, [each.numpy(force=True) for each in arrays], part.counts.tolist()
 
     def grads(self) -> list[torch.Tensor]:
         """Returns the flat gradient of each slice, `(numel,) float32`."""
@@ -331,6 +359,7 @@ class TrainingTable:
         self.group.barrier()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
+        self._hold()
         self._renew_local_step()
         self.begin()
 
@@ -360,3 +389,13 @@ class TrainingTable:
             self.flat.gather_weights()
             self.replica.round.shift(self.flat.weights - before)
         self.flat.note_weights()
+
+
+def _can_hold(spec: TableSpec, session: Session) -> bool:
+    """Returns whether each worker can have all that the shards have of a table, after each round.
+
+    Weights of another dtype differ from those of the shards; several processes have parts of them.
+    """
+    is_exact = all(tensor.dtype == "float32" for tensor in spec.tensors)
+    is_fixed = session.group.is_alone and not session.min_workers
+    return spec.rule.rounds_wait and is_exact and is_fixed and spec.pull_compressor.is_raw

@@ -66,6 +66,15 @@ class Stops:
         Exchange.run = run  # type: ignore[method-assign]
 
 
+def set_stops(station: Station, stops: list[Stop], step: int) -> None:
+    """Makes the calls of a step wait for the test."""
+    for name, at, number in stops:
+        if at == step and name == "answers":
+            Stops(station).set_between_answers(number)
+        elif at == step:
+            Stops(station).set(name, number)
+
+
 def gradient(weight: torch.Tensor, rank: int, step: int) -> torch.Tensor:
     """Returns a gradient that depends on the weights, so that no lost step can be hidden."""
     noise = torch.Generator().manual_seed(100 * step + rank)
@@ -82,13 +91,25 @@ def train(station: Station, stops: list[Stop], meets: bool = False) -> Weights:
     for step in range(STEPS):
         for part in parts:
             part.grad = gradient(part.detach(), station.rank, step)
-        for name, at, number in stops:
-            if at == step and name == "answers":
-                Stops(station).set_between_answers(number)
-            elif at == step:
-                Stops(station).set(name, number)
+        set_stops(station, stops, step)
         if meets:
             psworker.barrier()
+        optimizer.step()
+    optimizer.close()
+    return [part.detach().numpy().copy() for part in parts]
+
+
+def train_rounds(station: Station, mode: str, stops: list[Stop]) -> Weights:
+    """Trains in a mode with rounds of two steps; returns the shards' weights at the end."""
+    torch.set_num_threads(1)
+    parts = [torch.nn.Parameter(torch.full((NUMEL,), 1.0 + number)) for number in range(2)]
+    inner = torch.optim.SGD(parts, lr=0.1, momentum=0.9)
+    named = [(str(number), part) for number, part in enumerate(parts)]
+    optimizer = psworker.DistributedOptimizer(inner, named, mode=mode, optimizer_on="worker")
+    for step in range(STEPS):
+        for part in parts:
+            part.grad = gradient(part.detach(), station.rank, step)
+        set_stops(station, stops, step)
         optimizer.step()
     optimizer.close()
     return [part.detach().numpy().copy() for part in parts]
@@ -268,5 +289,36 @@ def test_buffers_that_workers_share_are_brought_too(tmp_path: Path) -> None:
         for worker in disturbed:
             worker.tell()
         found = results_of(disturbed)
+    assert all(same(found[rank], expected[rank]) for rank in RANKS)
+    assert same(found[0], found[1])
+
+
+ENDS = 7  # A step that ends a round of two.
+IN_ROUNDS: dict[str, dict[int, list[Stop]]] = {
+    "before the moves": {0: [("push", ENDS, 1)], 1: [("push", ENDS, 1)]},
+    "while moves leave": {0: [("push", ENDS, 2)], 1: [("push", ENDS, 1)]},
+    "between moves and answers": {0: [("answers", ENDS, 1)], 1: [("answers", ENDS, 1)]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", IN_ROUNDS)
+@pytest.mark.parametrize(
+    "mode",
+    ["diloco(steps=2)", "slowmo(steps=2)", "local(steps=2)", "diloco(steps=2, fragments=2)"],
+)
+def test_in_rounds_the_outer_state_is_brought_too(mode: str, moment: str, tmp_path: Path) -> None:
+    """Scheduled checkpoints are taken, and none of them is restored."""
+    with ExitStack() as stack:
+        cluster, stops = Cluster(tmp_path, stack), IN_ROUNDS[moment]
+        expected = results_of(cluster.start_all(train_rounds, "calm", [(mode, [])] * 2))
+        args = [(mode, stops[rank]) for rank in RANKS]
+        workers = cluster.start_all(train_rounds, "night", args)
+        for worker in workers:
+            worker.hear()
+        cluster.lose(len(moment) % 2)
+        for worker in workers:
+            worker.tell()
+        found = results_of(workers)
     assert all(same(found[rank], expected[rank]) for rank in RANKS)
     assert same(found[0], found[1])

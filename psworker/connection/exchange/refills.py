@@ -21,7 +21,8 @@ from psworker.connection.membership.session import Session
 from psworker.replica.ports import PullBuffer
 from psworker.transports import OutgoingPush, PullCall
 
-Held = Callable[[int], tuple[int, Sequence[FloatArray]]]  # Version, weights and state of a slice.
+# Version of a slice, its weights and optimizer state, and optimizer steps of each segment.
+Held = Callable[[int], tuple[int, Sequence[FloatArray], Sequence[int]]]
 
 
 class KeptPayload:
@@ -89,14 +90,17 @@ class Refills:
         """The push and the step from which steps are counted."""
         return self._requests.origin
 
-    def start(self, held: Held) -> None:
+    def start(self, held: Held | None) -> None:
         """Fills shards again from now on, and keeps what is pushed until the step ends.
 
         Args:
-            held: Returns a slice as this worker has it, if it has all that the shards have.
+            held: Returns a slice as this worker has it; None: it has not all that the shards have.
         """
-        self._held = held
-        self._requests.session.refilling.held[self._requests.table] = self
+        was_held, self._held = self._held is not None, held
+        if held is not None:
+            self._requests.session.refilling.held[self._requests.table] = self
+        elif was_held:
+            self._requests.session.refilling.held.pop(self._requests.table, None)
 
     def restart(self) -> None:
         """Forgets all pushes: this worker has joined again."""
@@ -125,13 +129,14 @@ class Refills:
         role = Role.REFILL if self.spec.rule.by_step else Role.WEIGHTS
         filled: list[OutgoingPush] = []
         for index in self._on(shard):
-            version, arrays = self._held(index)
+            version, arrays, counts = self._held(index)
             if version >= 0:
                 header = data_pb2.PushHeader(
                     sender=self._sender(),
                     slice=index,
                     role=data_pb2.Role.Name(int(role)),
                     base_version=version,
+                    counts=counts,
                 )
                 parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
                 filled.append(OutgoingPush(header=header, payload=partial(tuple, parts)))
@@ -146,7 +151,7 @@ class Refills:
         """
         assert self._held is not None
         for index in self._on(shard):
-            last, (version, _) = self._last.get(index), self._held(index)
+            last, (version, *_) = self._last.get(index), self._held(index)
             if last is not None and last.header.step >= version:
                 self._push(index, self._again(index, last))
             elif index in self._pushes:

@@ -179,6 +179,7 @@ class Refilling:
             table=spec.to_proto(),
             clock=origin.clock,
             step=origin.step,
+            held=spec.is_held,
         )
         found = link.call(link.control.Define, request).table
         if found != number:

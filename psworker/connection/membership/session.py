@@ -195,7 +195,9 @@ class Session:
             ShardMapError: The shards number their tables differently.
             ReplacedError: This worker has to rejoin, and has a table already.
         """
-        request = pb.DefineRequest(job=self.job, table=spec.to_proto(), adopts=adopts)
+        request = pb.DefineRequest(
+            job=self.job, table=spec.to_proto(), adopts=adopts, held=spec.is_held
+        )
         while True:
             request.worker, request.incarnation = self.rank, self.incarnation
             try:

@@ -159,10 +159,10 @@ class Buffers:
         table.run(spec.index for spec in self._layout.slices)
         return flat.numpy(), max(pull_buffer.clock for pull_buffer in pull_buffers)
 
-    def _held(self, index: int) -> tuple[int, list[FloatArray]]:
+    def _held(self, index: int) -> tuple[int, list[FloatArray], list[int]]:
         """Returns this worker's buffers in a slice; their owner sends its last post again too."""
         spec = self._layout.slices[index]
-        return 0, [self._gather()[spec.start : spec.stop]]
+        return 0, [self._gather()[spec.start : spec.stop]], []
 
     def _gather(self) -> FloatArray:
         """Returns a copy of the buffers, `(layout.numel,)`, on the host."""

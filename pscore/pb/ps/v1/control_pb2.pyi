@@ -170,7 +170,7 @@ class Table(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "adopts", "clock", "step")
+    __slots__ = ("job", "worker", "incarnation", "table", "adopts", "clock", "step", "held")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,7 @@ class DefineRequest(_message.Message):
     ADOPTS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -185,7 +186,8 @@ class DefineRequest(_message.Message):
     adopts: bool
     clock: int
     step: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    held: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., held: bool = ...) -> None: ...
 
 class DefineReply(_message.Message):
     __slots__ = ("table", "created", "clock", "step", "has_weights", "content")
@@ -611,7 +613,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches", "num_exposed", "lead", "held")
+    __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches", "num_exposed", "lead", "held", "on_workers")
     class HeldEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -634,6 +636,7 @@ class TableStatus(_message.Message):
     NUM_EXPOSED_FIELD_NUMBER: _ClassVar[int]
     LEAD_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    ON_WORKERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     mode: str
     compressor: str
@@ -649,7 +652,8 @@ class TableStatus(_message.Message):
     num_exposed: int
     lead: int
     held: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., minibatches: _Optional[int] = ..., num_exposed: _Optional[int] = ..., lead: _Optional[int] = ..., held: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    on_workers: bool
+    def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., minibatches: _Optional[int] = ..., num_exposed: _Optional[int] = ..., lead: _Optional[int] = ..., held: _Optional[_Mapping[str, int]] = ..., on_workers: bool = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s", "raw_pushed_nbytes", "raw_pulled_nbytes", "open_steps", "num_lost", "has_checkpoint", "chosen", "checkpoint_age_s")
