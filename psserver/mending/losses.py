@@ -47,11 +47,13 @@ class Losses:
             self._note(index, answer)
         if len(there) < len(answers):
             return {}
-        kept = {job.job for _, answer in there for job in _running(answer)}
+        jobs = [job for _, answer in there for job in _running(answer)]
+        kept = {job.job for job in jobs}
+        on_workers = {job.job for job in jobs if is_held(job)}
         missing: dict[str, list[int]] = {}
         for index, shard in sorted(self._shards.items()):
             shard.lost &= kept
-            for job in sorted(shard.lost):
+            for job in sorted(shard.lost - on_workers):
                 missing.setdefault(job, []).append(index)
         return missing
 
@@ -84,14 +86,13 @@ def torn(answers: Sequence[pb.StatusReply]) -> dict[str, list[int]]:
 
 
 def _running(answer: pb.StatusReply) -> list[pb.JobStatus]:
-    """Returns the jobs of a shard that have not ended, and that no live workers can bring back."""
-    return [job for job in answer.jobs if job.state != State.ENDED.value and not _is_held(job)]
+    """Returns the jobs of a shard that have not ended, and of which a checkpoint can exist."""
+    return [job for job in answer.jobs if job.state != State.ENDED.value and holds_weights(job)]
 
 
-def _is_held(job: pb.JobStatus) -> bool:
-    """Returns whether workers take part that have all of a job; without weights only they do."""
-    is_live = job.state == State.LIVE.value
-    return not holds_weights(job) or (is_live and any(table.on_workers for table in job.tables))
+def is_held(job: pb.JobStatus) -> bool:
+    """Returns whether workers take part that have all of a job, and fill the shard."""
+    return job.state == State.LIVE.value and any(table.on_workers for table in job.tables)
 
 
 def _has_weights(job: pb.JobStatus) -> bool:

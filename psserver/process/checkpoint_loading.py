@@ -21,6 +21,7 @@ from pscore.net.credentials import Credentials
 from psserver.decisions.shard import require_name
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
+from psserver.mending.losses import is_held
 from psserver.remote import ask
 from psserver.remote import checkpoint as shards
 from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, Found, newest, verified
@@ -115,13 +116,16 @@ def bring(
     """Sends the jobs that shard 0 has loaded to the other shards, each its parts.
 
     A shard that still has a job is set back too, so that all are at one step; live workers join
-    again.
+    again. If these have all of it, they fill shard 0 instead.
 
     Raises:
         CommandError: A shard does not answer, or cannot hold its part.
     """
     statuses = ask.statuses(addresses, credentials)
+    on_workers = {job.job for status in statuses for job in status.jobs if is_held(job)}
     for job, checkpoint in loaded.items():
+        if job in on_workers:
+            continue
         others = range(1, len(addresses))
         having = [i for i in others if job in {found.job for found in statuses[i].jobs}]
         lacking = [i for i in others if i not in having]

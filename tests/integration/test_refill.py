@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import psworker
+from pscore.pb.ps.v1.control_pb2 import StatusReply
+from psserver.remote import ask
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.refills import Refills
 from psworker.connection.membership.session import Session
@@ -320,5 +322,7 @@ def test_in_rounds_the_outer_state_is_brought_too(mode: str, moment: str, tmp_pa
         for worker in workers:
             worker.tell()
         found = results_of(workers)
+        statuses = ask.answers(cluster.addresses)
+        assert [one.num_mended for one in statuses if isinstance(one, StatusReply)] == [0, 0]
     assert all(same(found[rank], expected[rank]) for rank in RANKS)
     assert same(found[0], found[1])

@@ -36,6 +36,17 @@ def test_a_job_whose_weights_are_on_the_workers_is_left_to_them() -> None:
     assert torn([other, after]) == {}
 
 
+def test_a_job_that_live_workers_hold_is_left_to_them_until_they_are_gone() -> None:
+    losses = Losses()
+    before, after, other = shard(2, a=7), shard(5, a=-1), shard(1, a=7)
+    for status in (before, after, other):
+        status.jobs[0].tables[0].on_workers = True
+    assert losses.look([other, before]) == losses.look([other, after]) == {}
+    for status in (after, other):
+        status.jobs[0].state = "interrupted"
+    assert losses.look([other, after]) == {"a": [1]}
+
+
 def test_the_same_instance_loses_nothing() -> None:
     """Its job was forgotten, or starts over, and rank 0 has yet to upload the weights."""
     losses = Losses()
