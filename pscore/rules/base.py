@@ -121,14 +121,6 @@ class Rule(Plugin):
         """
         return False
 
-    @property
-    def rounds_wait(self) -> bool:
-        """Whether each worker waits at the end of a round for its answer, of all workers' moves.
-
-        Then workers can hold all that the shards have.
-        """
-        return False
-
     def fan_in(self, num_expected: int, num_workers: int) -> int:
         """Returns how many pushes make one update.
 
@@ -270,3 +262,16 @@ def takes_all(rule: Rule) -> bool:
     everybody = 2
     is_mean = rule.fan_in(everybody, everybody) == everybody
     return rule.by_step and is_mean and not rule.outer_optimizer
+
+
+def rounds_wait(rule: Rule) -> bool:
+    """Returns whether each worker waits at the end of a round for its answer, of all moves.
+
+    Then workers can hold all that the shards have: these have no memory of the rule.
+    """
+    everybody = 2
+    is_of_moves = bool(rule.outer_optimizer) and rule.round_role is Role.DELTA
+    is_mean = rule.by_step and rule.fan_in(everybody, everybody) == everybody
+    is_over = rule.window_s is None and rule.local_update() is None
+    remembers = rule.compensates or rule.remembers_pulls or rule.remembers_updates
+    return is_of_moves and is_mean and is_over and not remembers

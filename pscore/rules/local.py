@@ -160,11 +160,6 @@ class LocalSGD(WithSpeed, WithQuorum):
         )
 
     @property
-    def rounds_wait(self) -> bool:
-        """Without overlap, and without workers that a round need not wait for."""
-        return not (self.landing or self.backup or self.quorum)
-
-    @property
     def momentum(self) -> float:
         """The momentum over the rounds."""
         return 0.0

@@ -19,7 +19,7 @@ from pscore.local.base import optimizer_state
 from pscore.observe.timeline import recorded
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
-from pscore.rules.base import Rule
+from pscore.rules.base import Rule, rounds_wait
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange.exchange import Exchange
@@ -398,4 +398,4 @@ def _can_hold(spec: TableSpec, session: Session) -> bool:
     """
     is_exact = all(tensor.dtype == "float32" for tensor in spec.tensors)
     is_fixed = session.group.is_alone and not session.min_workers
-    return spec.rule.rounds_wait and is_exact and is_fixed and spec.pull_compressor.is_raw
+    return rounds_wait(spec.rule) and is_exact and is_fixed and spec.pull_compressor.is_raw
