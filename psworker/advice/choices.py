@@ -30,6 +30,7 @@ SHARDS_MAX = 4096
 # The worst error of runs that were predicted first, docs/results/predictions.json, and the range of
 # those and of the runs in hosts.json and step_hosts.json.
 ERROR = 0.2
+LARGE = 100  # Ratios beyond it are shown without decimals.
 TRIP_MAX_S = 21e-3  # Longest round trip of these runs.
 MEASURED = {"workers": (1, 4), "Gbit/s": (0.1, 1.0), "parameters": (1.6e6, 25.6e6)}
 
@@ -190,6 +191,11 @@ def _ms(row: AdviceRow) -> str:
     return f"{1e3 * row.time.step_s:,.0f} ms"
 
 
+def _times(ratio: float) -> str:
+    """Returns a ratio as people write it: `2.5x`, `2,700x`."""
+    return f"{ratio:.3g}x" if ratio < LARGE else f"{float(f'{ratio:.2g}'):,.0f}x"
+
+
 def beyond_measured(situation: Situation) -> list[str]:
     """Returns how far the situation lies from every run that was measured, as text."""
     found = []
@@ -201,9 +207,9 @@ def beyond_measured(situation: Situation) -> list[str]:
     for name, value in values.items():
         least, most = MEASURED[name]
         if value > 1.01 * most:
-            found.append(f"{value / most:.3g}x more {name} than any run")
+            found.append(f"{_times(value / most)} more {name} than any run")
         elif value < 0.99 * least:
-            found.append(f"{least / value:.3g}x fewer {name} than any run")
+            found.append(f"{_times(least / value)} fewer {name} than any run")
     if situation.round_trip_s > TRIP_MAX_S:
         found.append(f"a round trip of {1e3 * situation.round_trip_s:g} ms")
     if is_too_large(situation.numel):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pscore.errors import ConfigError
 from pscore.net.credentials import EVERY, read_credentials
-from psworker.advice.running import ObservedJob, await_job
+from psworker.advice.running import STEPS_MIN, ObservedJob, await_job
 from psworker.job.own_shards import start_shards
 
 SECONDS = 60.0
@@ -26,9 +26,13 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
         seconds: Seconds after which it is ended.
 
     Raises:
-        ConfigError: The script has ended, or has made too few steps.
+        ConfigError: There is no such script, it has failed, or it has made too few steps.
         ServerUnavailableError: The shard did not start.
     """
+    if not (command[0].startswith("-") or os.path.exists(command[0])):
+        raise ConfigError(
+            f"there is no script {command[0]!r}: name it alone, `psworker advise ... -- train.py`"
+        )
     own = start_shards()
     environment = os.environ | {
         "PACELINE_SERVERS": ",".join(own.addresses),
@@ -61,6 +65,15 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
     finally:
         own.end()
     if found is None or not is_ready:
-        when = f"in {seconds:g} s" if code is None else f"when it ended with exit code {code}"
-        raise ConfigError(f"{command[0]} had made too few steps with DistributedOptimizer {when}")
+        raise ConfigError(f"{command[0]} {_lack(found, code, seconds)}")
     return found
+
+
+def _lack(found: ObservedJob | None, code: int | None, seconds: float) -> str:
+    """Returns why a script has nothing to measure, by its exit code; None: it was ended."""
+    if code:
+        return f"failed with exit code {code}: run it alone first"
+    when = f"in {seconds:g} s" if code is None else "before it ended"
+    if found is None:
+        return f"made no psworker.DistributedOptimizer and no step with it {when} (docs/start.md)"
+    return f"made fewer than {1 + STEPS_MIN} steps with DistributedOptimizer {when}"

@@ -164,11 +164,13 @@ def lines_of(report: AdviceReport) -> list[str]:
     where = "sites" if situation.has_sites else "hosts"
     places = ", ".join(map(str, sorted(set(shards.hosts))[:SHOWN_MAX]))
     more = ", ..." if len(set(shards.hosts)) > SHOWN_MAX else ""
-    lines.append(
-        f"shards: {len(shards.hosts)}, on {where} {places}{more}; {shown_nbytes(shards.nbytes)} of "
-        f"memory each (weights twice, state and sum twice for the journal), their threads "
-        f"{shards.cpu_share:.0%} of an ssgd step"
-    )
+    used = "shards" if report.verdict.row.num_shards else "shards, if you use some"
+    if any(row.num_shards for row in report.rows):
+        lines.append(
+            f"{used}: {len(shards.hosts)}, on {where} {places}{more}; "
+            f"{shown_nbytes(shards.nbytes)} of memory each (weights twice, state and sum twice for "
+            f"the journal), their threads {shards.cpu_share:.0%} of an ssgd step"
+        )
     verdict = [f"=> {report.verdict.text}"]
     if report.verdict.also:
         verdict.append(f"   {report.verdict.also}")

@@ -45,7 +45,7 @@ class AdviceRequest:
                 "--compute-ms is missing: milliseconds of forward and backward of a step, as "
                 "`psworker advise -- train.py` measures them"
             )
-        return read_situation(
+        situation = read_situation(
             model=self.model,
             groups=self._groups(),
             gbit=self.gbit,
@@ -58,6 +58,10 @@ class AdviceRequest:
             on_gpu=self._on_gpu,
             paces=system_paces(),
         )
+        workers = situation.sources["workers"]
+        if self.sites is None and self.hosts is None and situation.num_workers > 1:
+            workers = replace(workers, source="given; assumed: a host for each (--hosts)")
+        return replace(situation, sources=situation.sources | {"workers": workers})
 
     def of_job(self, job: str, addresses: Sequence[str]) -> Situation:
         """Returns the situation of a job that runs.
@@ -88,7 +92,10 @@ class AdviceRequest:
             ConfigError: A flag is missing or has no effect, or the script made too few steps.
         """
         if self.model is not None or self.compute_ms is not None:
-            raise ConfigError("--model and --compute-ms have no effect with a script: it has them")
+            raise ConfigError(
+                f"--model and --compute-ms have no effect with a script, here {command[0]!r}: it "
+                "has them"
+            )
         if self.gbit is None:
             raise ConfigError("--gbit is missing: bandwidth of each host's link, in 10^9 bit/s")
         groups = self._groups()

@@ -215,17 +215,17 @@ def read_situation(
     num_state, has_sites = len(OPTIMIZERS[optimizer].state_names), between_gbit is not None
     trip_ms = TRIP_MS if latency_ms is None else latency_ms
     rates = _rates_of(trip_ms, on_gpu=on_gpu, paces=paces)
-    places = "sites" if has_sites else "hosts"
+    places = _counted(len(groups), "site" if has_sites else "host")
     sources = {
         "parameters": Sourced(f"{numel:,}", source),
-        "workers": Sourced(f"{sum(groups)} on {len(groups)} {places}", GIVEN),
+        "workers": Sourced(f"{sum(groups)} on {places}", GIVEN),
         "link": Sourced(f"{gbit:g} Gbit/s each way, of each host", GIVEN),
         "round trip": Sourced(
             f"{trip_ms:g} ms", f"{ASSUMED}: a switch" if latency_ms is None else GIVEN
         ),
         "computing": Sourced(f"{compute_ms:g} ms a step", GIVEN),
         "optimizer": Sourced(
-            f"{optimizer}, {num_state} arrays of state",
+            f"{optimizer}, {_counted(num_state, 'array')} of state",
             ASSUMED if optimizer == OPTIMIZER else GIVEN,
         ),
         **_of_machine(rates, overlap=overlap, on_gpu=on_gpu),
@@ -246,6 +246,10 @@ def read_situation(
         rates=rates,
         sources=sources,
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _require_numbers(

@@ -8,7 +8,7 @@ from pscore.errors import ConfigError
 from pscore.timing.deployment import GBIT
 from pscore.timing.waiting import PaceSums
 from psworker.advice.measuring import measure_script
-from psworker.advice.report import advise
+from psworker.advice.report import advise, lines_of
 from psworker.advice.request import AdviceRequest
 from psworker.advice.running import ObservedJob, situation_of_job
 
@@ -126,8 +126,41 @@ def test_a_script_is_measured_with_one_worker(tmp_path: Path) -> None:
     assert found.optimizer == "sgd"
     assert found.paces[0].num_steps >= 3
     script.write_text(SCRIPT.replace("8000", "1") + "import time; time.sleep(2.0)\n")
-    with pytest.raises(ConfigError, match=r"too few steps .* when it ended with exit code 0"):
+    with pytest.raises(ConfigError, match=r"made fewer than 4 steps .* before it ended"):
         measure_script([str(script)], seconds=3000.0)
     script.write_text("raise SystemExit(3)")
-    with pytest.raises(ConfigError, match=r"too few steps .* when it ended with exit code 3"):
+    with pytest.raises(ConfigError, match="failed with exit code 3: run it alone first"):
         measure_script([str(script)], seconds=3000.0)  # It is over at once.
+    script.write_text("import time; time.sleep(1.0)")
+    with pytest.raises(
+        ConfigError, match=r"made no psworker.DistributedOptimizer .* before it end"
+    ):
+        measure_script([str(script)], seconds=3000.0)
+
+
+def test_a_script_that_is_not_there_is_named_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="there is no script 'python': name it alone"):
+        measure_script(["python", "train.py"])
+    with pytest.raises(ConfigError, match="with a script, here 'params'"):
+        request(model="1.3b", compute_ms=3.0, gbit=1.0).of_script(["params"])
+
+
+def test_hosts_that_nobody_gave_are_assumed() -> None:
+    given = {"model": "gpt2", "gbit": 1.0, "compute_ms": 100.0}
+    said = request(gpus=8, **given).read().sources["workers"]
+    assert (said.value, said.source) == (
+        "8 on 8 hosts",
+        "given; assumed: a host for each (--hosts)",
+    )
+    said = request(gpus=8, hosts=1, **given).read().sources["workers"]
+    assert (said.value, said.source) == ("8 on 1 host", "given")
+
+
+def test_shards_that_are_not_used_are_not_shown_as_if_they_were() -> None:
+    given = {"gbit": 100.0, "compute_ms": 2000.0, "hosts": 8, "workers": 64}
+    large = "\n".join(lines_of(advise(request(model="70B", **given).read())))
+    assert "shards:" not in large
+    assert "2,700x more parameters than any run" in large
+    fast = "\n".join(lines_of(advise(request(model="gpt2", **given).read())))
+    assert "use DDP" in fast
+    assert "shards, if you use some: " in fast
