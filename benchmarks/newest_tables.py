@@ -197,14 +197,15 @@ def rows_by_id() -> str:
         ],
         [f"rows {', '.join(wrong)}", ", ".join(f"{kills[key]:.0f}" for key in wrong)],
     ]
-    labels = {"rows": "row tables", "gloo_sparse": "Gloo's sum of as many rows",
+    labels = {"rows": "four workers at 1 Gbit/s: row tables",
+              "gloo_sparse": "Gloo's sum of as many rows",
               "gloo_dense": "Gloo's sum of all rows"}  # fmt: skip
     if wire := found.get("wire_ms"):
-        rows += [
-            [f"four workers at 1 Gbit/s: {label}", _time(wire[key])]
-            for key, label in labels.items()
-        ]
-        rows.append(["bytes on these links over the formula", f"{wire['bytes_of_formula']:.2f}"])
+        rows += [[label, _time(wire[key])] for key, label in labels.items()]
+        rows.append(["bytes over the formula", f"{wire['bytes_of_formula']:.2f}"])
+        for number in (number for number in (2, 8) if f"rows_{number}" in wire):
+            pair = (wire[f"{way}_{number}"] for way in ("rows", "gloo_sparse"))
+            rows.append([f"{number} workers: both", ", ".join(map(_time, pair))])
     rows += _many_rows(found)
     later = {name: run for name, run in found.get("later", {}).items() if not run["is_quick"]}
     if later:
@@ -224,10 +225,15 @@ def _many_rows(found: dict[str, Any]) -> list[list[str]]:
         label = f"checkpoint of {copies['rows'] / 1e6:g}M rows; of the 1% that have changed"
         both = f"{copies['whole_s']:.0f} s; {copies['changes_s']:.1f} s"
         rows.append([label, f"{both}, {100 * copies['share_of_base']:.1f}% of the bytes"])
+        rows.append(["pause by the latter", f"{copies['changes_pause_ms']:.0f} ms"])
         rows.append(["restored on other shards, the same bits", f"{copies['restore_s']:.0f} s"])
     if bounded := found.get("bounded"):
         label = f"{bounded['ids'] / 1e6:g}M ids, `lru` of a tenth: share of the declared memory"
         rows.append([label, f"{100 * bounded['bytes_of_declared']:.0f}%"])
+    if early := found.get("early"):
+        rows.append(["prefetched step over its dense part", f"{early['ahead_of_compute']:.2f}"])
+        saved = (f"{100 * early[name]:.0f}%" for name in ("bytes_saved", "saved_at_best"))
+        rows.append(["bytes that a cache of 1% saves; the best one", ", ".join(saved)])
     return rows
 
 

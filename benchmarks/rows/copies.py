@@ -1,14 +1,16 @@
 """Checkpoints of many rows: bytes of the changes since the last, pause of training, other shards.
 
-A job on two shards is copied whole; a hundredth of its rows change; then only the changes are
-copied, while the worker goes on with steps on these. `..._pause_ms` is the longest step meanwhile
-less the median one without. One more copy of changes is restored on one, three and four shards:
-`restore_s` is the longest time until a worker may join, and `is_equal` whether all rows have the
-same bits there.
+A job on two shards is copied whole; then, some times, a hundredth of its rows change and only the
+changes are copied, while the worker goes on with steps on these. `changes_pause_ms` is the longest
+step during a copy less the median one without, the median over the copies, and `quiet_pause_ms` is
+that of as many steps without a copy. One more copy of changes is restored on one, three and four
+shards: `restore_s` is the longest time until a worker may join, and `is_equal` whether all rows
+have the same bits there.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -21,7 +23,9 @@ from psserver.remote import checkpoint, checkpoint_files
 
 NUM_SHARDS, OTHERS = 2, (1, 3, 4)
 CHANGED = 100  # One of so many rows.
-STEPS, TOUCHED = 40, 1000  # Steps while a copy is made, and rows of each, of those that change.
+STEPS, TOUCHED = 300, 1000  # Steps while a copy is made, and rows of each, of those that change.
+COPIES = 5
+AFTER_S = 0.05  # The copy is asked for when the steps have begun.
 
 
 def _nbytes(path: Path, names: str = "*.safetensors") -> int:
@@ -32,7 +36,9 @@ def _copied(
     job: many.Job, num_changed: int, folder: Path, base: checkpoint.Checkpoint | None
 ) -> tuple[checkpoint.Checkpoint, Path, float, list[float]]:
     """Writes a checkpoint; returns it as the next one's base, and the times of copy and steps."""
-    job.tell("steps", num_changed, TOUCHED, STEPS)
+    job.ask("draw", num_changed, TOUCHED, STEPS)
+    job.tell("steps")
+    time.sleep(AFTER_S)
     start_s = time.monotonic()
     taken = checkpoint.capture(
         job.shards.addresses, ANYONE, many.JOB, weights_only=False, base=base
@@ -58,21 +64,29 @@ def measure(quick: bool) -> dict[str, Any]:
         ):
             job.ask("fill", num_rows)
             changed = num_rows // CHANGED
-            base, whole, whole_s, during = _copied(job, changed, folder / "copies", None)
-            job.ask("steps", changed, changed, 1)
-            quiet_s = statistics.median(job.ask("steps", changed, TOUCHED, STEPS))
-            base, path, changes_s, during_changes = _copied(job, changed, folder / "copies", base)
+            base, whole, whole_s, _ = _copied(job, changed, folder / "copies", None)
+            base_nbytes = _nbytes(whole)
+            quiet, during, took_s, nbytes = [], [], [], []
+            for _ in range(COPIES):
+                job.ask("fill", changed)
+                job.ask("draw", changed, TOUCHED, STEPS)
+                quiet.append(job.ask("steps"))
+                base, path, each_s, steps_s = _copied(job, changed, folder / "copies", base)
+                took_s.append(each_s)
+                during.append(steps_s)
+                nbytes.append(_nbytes(path, "changes*"))  # Those of all copies so far.
             wanted = job.ask("look", num_rows)
             taken = checkpoint.capture(
                 shards.addresses, ANYONE, many.JOB, weights_only=False, base=base
             )
             last = checkpoint_files.write(folder / "copies", taken, keep=3)
+        step_s = statistics.median(itertools.chain(*quiet))
         found: dict[str, Any] = {
             "whole_s": whole_s,
-            "changes_s": changes_s,
-            "whole_pause_ms": 1e3 * (max(during) - quiet_s),
-            "changes_pause_ms": 1e3 * (max(during_changes) - quiet_s),
-            "share_of_base": _nbytes(path, "changes*") / _nbytes(whole),
+            "changes_s": statistics.median(took_s),
+            "changes_pause_ms": 1e3 * (statistics.median(map(max, during)) - step_s),
+            "quiet_pause_ms": 1e3 * (statistics.median(map(max, quiet)) - step_s),
+            "share_of_base": nbytes[0] / base_nbytes,
         }
         taken = checkpoint_files.read(last, many.JOB, lambda _: None)[1]
         times_s, are_equal = [], []

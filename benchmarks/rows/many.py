@@ -84,11 +84,15 @@ class Worker:
             self.push(part)
             self.push(part)
 
-    def steps(self, num_rows: int, touched: int, rounds: int) -> list[float]:
-        """Makes steps on drawn rows; returns the seconds of each."""
+    def draw(self, num_rows: int, touched: int, rounds: int) -> None:
+        """Draws the rows of the next steps."""
         drawn = np.random.default_rng(rounds)
-        ids = [drawn.choice(num_rows, touched, replace=False) for _ in range(rounds)]
-        return [self.push(np.sort(each).astype(np.uint64)) for each in ids]
+        ids = (drawn.choice(num_rows, touched, replace=False) for _ in range(rounds))
+        self._drawn = [np.sort(each).astype(np.uint64) for each in ids]
+
+    def steps(self) -> list[float]:
+        """Makes steps on the drawn rows; returns the seconds of each."""
+        return [self.push(each) for each in self._drawn]
 
     def look(self, num_rows: int, first: int = 0) -> str:
         """Looks rows up, from the id `first` on; returns a hash of all of them."""
