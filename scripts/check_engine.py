@@ -189,8 +189,8 @@ def note_sizes(sizes: dict[str, int]) -> None:
 
 def build_target(target: str, name: str, *options: str, check: bool = True) -> str:
     """Builds a target of the Dockerfile; returns the output."""
-    words = ("--network", "host", "-f", "deploy/Dockerfile", "--target", target, *options)
-    return run("docker", "build", *words, "-t", name, ".", check=check)
+    words = ("--force-rm", "--network", "host", "-f", "deploy/Dockerfile", "--target", target)
+    return run("docker", "build", *words, *options, "-t", name, ".", check=check)
 
 
 def cuda(log: Log) -> None:
