@@ -529,7 +529,12 @@ class Line:
         """Ends nothing."""
 
     def watch(
-        self, ask: WatchFor, wait_s: float, known: str, reader: publish_pb2.Reader
+        self,
+        ask: WatchFor,
+        wait_s: float,
+        known: str,
+        reader: publish_pb2.Reader,
+        end_s: float | None,
     ) -> publish_pb2.WatchReply:
         view = self.rooms.publications.watch(JOB, "model")
         assert view.spec is not None
@@ -538,7 +543,9 @@ class Line:
             reply.table.CopyFrom(view.spec.to_proto())
         return reply
 
-    def fetch(self, ask: Fetch, reader: int) -> tuple[data_pb2.FetchReply, ByteArray]:
+    def fetch(
+        self, ask: Fetch, reader: int, end_s: float | None
+    ) -> tuple[data_pb2.FetchReply, ByteArray]:
         header = data_pb2.FetchHeader(
             job=JOB, table="model", lineage=ask.lineage, target=ask.target
         )

@@ -23,7 +23,7 @@ from tests.integration.cluster import Shards, Station, Worker, new_job, results_
 
 TOTAL, COPIES = 40, 32
 SAVED = 30  # Minibatches behind the checkpoint.
-LEASE_S = 6.0  # A healthy worker keeps it under load: one that loses it leaves the pipeline.
+LEASE_S = 10.0  # A healthy worker keeps it under load: one that loses it leaves the pipeline.
 
 
 class Offset(nn.Module):

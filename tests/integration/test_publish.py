@@ -30,7 +30,7 @@ from psserver.remote import checkpoint
 from psworker.connection.exchange.publishing import begin_publication
 from psworker.training import table
 from tests.inside import forget_worker, table_of
-from tests.integration.cluster import Shards, Station, Worker, new_job
+from tests.integration.cluster import Shards, Station, Worker, new_job, wait_until
 from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, sgd
 
@@ -217,6 +217,18 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
         worker.result()
 
 
+def stop(process: psutil.Process) -> None:
+    """Stops a process; returns when none of its threads runs."""
+    process.suspend()
+    states = Path(f"/proc/{process.pid}/task")
+    wait_until(
+        lambda: all(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for task in states.iterdir()
+        )
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("moment", ["while it waits", "before it fetches"])
@@ -227,7 +239,7 @@ def test_a_reader_of_a_stopped_shard_is_told_in_time(moment: str) -> None:
         fetch = ReaderLine.fetch
 
         def stopped(*given: Any) -> Any:
-            shard.suspend()
+            stop(shard)
             return fetch(*given)
 
         # These limits are longer than this test may take: only the reader's own one can end it.
@@ -237,7 +249,7 @@ def test_a_reader_of_a_stopped_shard_is_told_in_time(moment: str) -> None:
         ):
             former = subscriber.wait(timeout_s=WAIT_S).version
             if moment == "while it waits":
-                shard.suspend()
+                stop(shard)
             else:
                 worker.tell(1)
                 worker.hear()
