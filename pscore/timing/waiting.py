@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pscore.rules import parse_mode
-
 STEPS_MIN = 20  # Steps of a worker before its means say anything.
 WAITED_MIN = 0.2  # Share of a step: waits below it are not worth a line.
 GAIN_MIN = 0.1  # Share of a step that another mode has to save.
@@ -77,10 +75,9 @@ def advice_line(mode: str, paces: Sequence[PaceSums]) -> str:
             f"computes for {_ms(slowest.step_s)} a step, others for {_ms(computing[0])}: look at "
             "that worker, or try ssgd(backup=1)"
         )
-    what = "each other" if parse_mode(mode).gossip else "pulls"
-    line = f"workers waited {mean:.0%} of the time for {what}"
+    waited = f"workers waited {mean:.0%} of the time"
     if mode.partition("(")[0] != SYNCHRONOUS:
-        return line
+        return waited
     requests_s = most.requests_s / most.num_steps
     delayed_s = max(slowest.step_s, requests_s)
     rounds_s = slowest.step_s + requests_s / ROUND_STEPS
@@ -89,7 +86,7 @@ def advice_line(mode: str, paces: Sequence[PaceSums]) -> str:
         for name, seconds in (("od", delayed_s), (f"local(steps={ROUND_STEPS})", rounds_s))
         if seconds < (1 - GAIN_MIN) * step_s
     ]
-    return "; ".join([line, *ways])
+    return "; ".join([f"{waited} for pulls", *ways])
 
 
 def _ms(seconds: float) -> str:

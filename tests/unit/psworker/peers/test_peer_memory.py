@@ -22,6 +22,7 @@ from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray
+from psworker.connection.accounts.pace import Pace
 from psworker.gossip.base import Tag
 from psworker.peers import mailbox, shared
 from psworker.peers.link import PeerLink
@@ -356,6 +357,7 @@ def test_a_worker_answers_the_offers_of_workers_that_its_directory_lists(
         timeline=None,
         check=lambda: None,
         require_own=lambda: None,
+        pace=Pace(),
         heartbeats=SimpleNamespace(peer_reports={}),
     )
     offers: list[int] = []
