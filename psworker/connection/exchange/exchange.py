@@ -229,8 +229,8 @@ class Exchange:
 
     def acknowledged(self, index: int) -> None:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
-        what = f"room for step {self.missed.pushed.get(index, 0)}"
         while (future := self._pushes.get(index)) is not None:
+            what = f"room for step {self.missed.pushed.get(index, 0)}"
             try:
                 reply = self.answers.wait(future, index, what)
             except LOST as problem:
