@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -30,12 +31,12 @@ from pscore.net import faults, sockets, tls, wire
 from pscore.net.budget import Budget, ReceiveBuffers
 from pscore.net.endpoint import failure_of, parse_envelope
 from pscore.net.send_queue import SendQueue
+from pscore.net.shared_rate import SharedRate
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 
 HELLO_TIMEOUT_S = 10.0  # From accepting a connection to the end of its first message.
 HELLO_NBYTES_MAX = 4 << 10
-SO_MAX_PACING_RATE = 47  # Bytes per second, uint32; the socket module does not name it.
 SILENCE_S = 30.0  # Without a byte in the middle of a frame; then the connection is closed.
 
 
@@ -144,6 +145,7 @@ class Connection:
         )
         self._reader = sockets.ReadAhead(stream, self._queue.let_go)
         self._handler: FrameHandler | None = None
+        self._is_closed = threading.Event()
         self.buffers = ReceiveBuffers(service.budget)
         self.is_known = False
         self._faults = faults.from_environment().at_each(faults.REPLY_POINTS)
@@ -193,13 +195,36 @@ class Connection:
             self.is_known = True
             self._on_known()
 
-    def limit_rate(self, nbytes_per_s: int) -> None:
-        """Limits the rate of sending to another host; 0: as fast as the link takes it."""
-        if nbytes_per_s and self._stream.family != socket.AF_UNIX:
-            self._stream.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, nbytes_per_s)
+    def send_by_turns(
+        self, envelope: pb.Envelope, arrays: Sequence[ByteArray], rate: SharedRate
+    ) -> None:
+        """Sends a reply from the reading thread, to another host by turns of a shared rate.
+
+        It waits while the peer does not read. No other thread may send on this connection.
+
+        Raises:
+            TransportError: The connection broke, or was closed.
+        """
+        if self._faults:
+            self.send(envelope, arrays)
+            return
+        self._queue.let_go()
+        payload = [wire.as_bytes(array) for array in arrays]
+        left = sockets.frame_parts(envelope.SerializeToString(), payload)
+        if self._stream.family == socket.AF_UNIX:
+            sockets.send_all(self._stream, left)
+            return
+        while left:
+            turn = sockets.first_nbytes(left, rate.turn_nbytes)
+            nbytes = sum(part.nbytes for part in turn)
+            if self._is_closed.wait(rate.reserve(nbytes)):
+                raise TransportError("connection closed")
+            sockets.send_all(self._stream, turn)
+            left = sockets.advance(left, nbytes)
 
     def close(self) -> None:
         """Closes the connection and releases the payloads that it was sending."""
+        self._is_closed.set()
         self.buffers.close()
         self._queue.close()
         self._stream.close()

@@ -291,6 +291,17 @@ def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
     return left
 
 
+def first_nbytes(parts: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Returns the first `nbytes` of `parts`, or all if they have fewer."""
+    first = []
+    for part in parts:
+        first.append(part[:nbytes])
+        nbytes -= first[-1].nbytes
+        if not nbytes:
+            break
+    return first
+
+
 class Incoming:
     """One frame with its header read and its payload still to come."""
 

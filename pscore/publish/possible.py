@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pscore.errors import ConfigError
-from pscore.optimizers.base import Optimizer
-from pscore.rules.base import Rule
+
+if TYPE_CHECKING:
+    from pscore.optimizers.base import Optimizer
+    from pscore.rules.base import Rule
 
 PUBLISH_EVERY_MAX = 1 << 20
 

@@ -214,7 +214,8 @@ def relay(
     ] = "127.0.0.1:7170",
     table: Annotated[str, typer.Option(help="Name of the table.")] = "model",
     mbit: Annotated[
-        int, typer.Option(help="Most Mbit/s to each reader on another host; 0: no limit.", min=0)
+        int,
+        typer.Option(help="Most Mbit/s to all readers on other hosts together [no limit].", min=0),
     ] = 0,
     data_port: Annotated[
         int,

@@ -66,11 +66,12 @@ from psserver.process.shard_plan import (
     Refused,
     Report,
     ShardPlan,
+    parse_every,
     report_to_json,
     with_own_port,
 )
 from psserver.process.spare import SPARE, await_plan
-from psserver.publish.publications import Publications, parse_every
+from psserver.publish.publications import Publications
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
 from psserver.service.callers import GRPC_SHARE, Callers, defer_silent
 from psserver.service.checkpoint_service import Checkpointer

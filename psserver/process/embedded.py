@@ -14,7 +14,7 @@ from pscore.json_text import to_json
 from pscore.text import join_address
 from psserver.access.files import Trust
 from psserver.exits import CommandError, Exit
-from psserver.process.shard_plan import Ready, ShardPlan
+from psserver.process.shard_plan import PUBLISH_MBIT_MAX, Ready, ShardPlan, parse_every
 from psserver.process.supervisor import ShardProcess, ended, stop, wait_ready
 
 SHARDS_MAX = 64
@@ -74,7 +74,7 @@ def start_embedded(
             again here.
 
     Raises:
-        ConfigError: The number of shards or the log level is not one that there can be.
+        ConfigError: The number of shards, the log level or a variable is not one that there can be.
         CommandError: They could not be started.
     """
     if log_level not in LEVELS:
@@ -82,6 +82,7 @@ def start_embedded(
     if not 1 <= num_shards <= SHARDS_MAX:
         raise ConfigError(f"number of shards is {num_shards}, must be in 1..{SHARDS_MAX}")
     cluster = secrets.token_hex(4)
+    publish, mbit = _published()
     plans = [
         ShardPlan(
             index=index,
@@ -98,8 +99,8 @@ def start_embedded(
             trust=Trust() if trust is None else trust,
             journal_dir=None if journal_dir is None else str(journal_dir),
             timeline=os.environ.get("PACELINE_TIMELINE"),
-            publish=os.environ.get("PACELINE_PUBLISH", ""),
-            publish_mbit=int(os.environ.get("PACELINE_PUBLISH_MBIT") or 0),
+            publish=publish,
+            publish_mbit=mbit,
         )
         for index in range(num_shards)
     ]
@@ -113,6 +114,19 @@ def start_embedded(
         if not is_ready:
             stop(shards, 0.0)
     return EmbeddedServers(shards)
+
+
+def _published() -> tuple[str, int]:
+    """Returns what the environment says of published weights: the jobs, and the limit in Mbit/s."""
+    jobs = os.environ.get("PACELINE_PUBLISH", "")
+    parse_every(jobs)
+    text = os.environ.get("PACELINE_PUBLISH_MBIT") or "0"
+    if not text.isdecimal() or int(text) > PUBLISH_MBIT_MAX:
+        raise ConfigError(
+            f"PACELINE_PUBLISH_MBIT is {text!r}, must be a whole number of Mbit/s in "
+            f"0..{PUBLISH_MBIT_MAX}; 0: no limit"
+        )
+    return jobs, int(text)
 
 
 def serve_parent(

@@ -58,7 +58,7 @@ class RelayPlan:
     host: str  # Address to listen on.
     port: int  # Port of shard 0, the others follow; 0: free ones.
     trust: Trust
-    rate: int  # Most bytes per second to each reader on another host; 0: no limit.
+    rate: int  # Most bytes per second to all readers on other hosts; 0: no limit.
     data_port: int = 0  # Of shard 0's data sockets, the others follow; 0: free ones.
     metrics_port: int | None = None  # None: no metrics page; 0: a free port.
 

@@ -22,7 +22,7 @@ from pscore.net.addresses import parse_addresses
 from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
-from psserver.process.shard_plan import KEEP_CHECKPOINTS_S
+from psserver.process.shard_plan import KEEP_CHECKPOINTS_S, PUBLISH_MBIT_MAX, parse_every
 
 SHARDS_MAX = 64
 METRICS_OFFSET = 1000
@@ -105,9 +105,9 @@ class ServerSettings(BaseSettings):
     """Jobs whose weights are published to readers: `night:every=4` publishes every fourth update of
     job `night` (every 4 s in an asynchronous mode), `*:every=1` each update of each job. Several
     are separated by commas."""
-    publish_mbit: int = Field(default=0, ge=0, le=1 << 20)
-    """Limit of the rate at which each shard sends to each reader on another host, in Mbit/s. 0: no
-    limit."""
+    publish_mbit: int = Field(default=0, ge=0, le=PUBLISH_MBIT_MAX)
+    """Limit of the rate at which each shard sends to its readers on other hosts together, in
+    Mbit/s: they have equal parts, and one alone has all of it. 0: no limit."""
     timeline: Path | None = None
     """File for the trace that each shard writes at its end: `trace.json` becomes
     `trace.shard0.json` and so on, for `psworker timeline`. By default no trace is recorded."""
@@ -321,6 +321,7 @@ def _check(settings: Settings) -> None:
         if is_loopback(server.host) or not missing:
             raise ConfigError(f"--insecure has no effect: {reason}; leave it out")
     server.trust.check()
+    parse_every(server.publish)
     _check_part(server)
     _check_checkpoints(settings)
     for name, first in (
@@ -466,7 +467,7 @@ def _wanted(kind: type[BaseSettings], field: str, error: Mapping[str, Any]) -> s
         if hasattr(item, key)
     }
     if len(bounds) == 2:  # noqa: PLR2004
-        return f"in {bounds['ge']:g}..{bounds['le']:g}"
+        return f"in {bounds['ge']:.12g}..{bounds['le']:.12g}"
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"]).replace("'", "")
     message = str(error["msg"])

@@ -11,12 +11,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from pscore.errors import ConfigError
+from pscore.json_text import count_of
+from pscore.publish.possible import PUBLISH_EVERY_MAX
 from psserver.access.files import Trust
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.exits import Exit
 
 FOLDER = "checkpoints"  # In the state directory.
 ENDING = "ending"  # Line of a shard that a client has asked to end.
+PUBLISH_MBIT_MAX = 1 << 20
 KEEP_CHECKPOINTS_S = 7 * 86400.0
 
 
@@ -61,7 +65,7 @@ class ShardPlan:
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
     timeline: str | None = None
     publish: str = ""  # Jobs whose weights are published: `night:every=4`, separated by commas.
-    publish_mbit: int = 0  # Most Mbit/s to each reader; 0: as many as the link takes.
+    publish_mbit: int = 0  # Most Mbit/s to all readers; 0: as many as the link takes.
     beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
     # Whether the process, asked to end, waits for the last checkpoint of the start of shard 0.
     awaits_last: bool = False
@@ -151,3 +155,23 @@ def report_from_json(line: str) -> Report:
         return Ready(port=values["port"], metrics_port=values["metrics_port"])
     except (TypeError, KeyError) as problem:
         raise ValueError(f"not a report: {line!r}") from problem
+
+
+def parse_every(texts: str) -> dict[str, int]:
+    """Returns the K of each job, or of `*`, all jobs, in `--publish JOB:every=K,...`.
+
+    Raises:
+        ConfigError: It is not of that form.
+    """
+    found: dict[str, int] = {}
+    for text in filter(None, texts.split(",")):
+        job, _, option = text.rpartition(":")
+        name, _, number = option.partition("=")
+        if not job or name != "every" or not number.isdecimal():
+            raise ConfigError(
+                f"server.publish (PACELINE_PUBLISH) is {text!r}, must be JOB:every=K, such as "
+                "night:every=4"
+            )
+        what = f"every of {job!r} in server.publish (PACELINE_PUBLISH)"
+        found[job] = count_of(int(number), what, least=1, most=PUBLISH_EVERY_MAX)
+    return found

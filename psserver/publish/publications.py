@@ -18,6 +18,7 @@ import structlog
 
 from pscore.errors import ConfigError
 from pscore.json_text import count_of
+from pscore.net.shared_rate import SharedRate
 from pscore.publish import codec
 from pscore.publish.codec import Form
 from pscore.publish.possible import PUBLISH_EVERY_MAX
@@ -57,10 +58,10 @@ class Publications(PublishedTables[Publication]):
             folder: Where lineages are kept; None: nowhere.
             executor: Compiles the loops of publications, at once if `every` names a job, else
                 before the first; None: the first does.
-            rate: Most bytes per second to a reader on another host; 0: no limit.
+            rate: Most bytes per second to all readers on other hosts; 0: no limit.
             now_s: The time in seconds since 1970.
         """
-        super().__init__(engine.lock, engine.now, engine.shard.index, rate)
+        super().__init__(engine.lock, engine.now, engine.shard.index, SharedRate(rate))
         self._executor = executor
         self._engine = engine
         self._every = dict(every)
@@ -243,22 +244,6 @@ class Publications(PublishedTables[Publication]):
             self._is_kept = False
         else:
             self._kept, self._is_kept = kept, True
-
-
-def parse_every(texts: str) -> dict[str, int]:
-    """Returns the K of each job, or of `ALL`, in `--publish JOB:every=K,...`.
-
-    Raises:
-        ConfigError: It is not of that form.
-    """
-    found: dict[str, int] = {}
-    for text in filter(None, texts.split(",")):
-        job, _, option = text.rpartition(":")
-        name, _, number = option.partition("=")
-        if not job or name != "every" or not number.isdecimal():
-            raise ConfigError(f"publish is {text!r}, must be JOB:every=K, such as night:every=4")
-        found[job] = count_of(int(number), "every", least=1, most=PUBLISH_EVERY_MAX)
-    return found
 
 
 def warm_up() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from pscore.net.shared_rate import SharedRate
 from pscore.pb.ps.v1 import data_pb2
 from pscore.publish.codec import BitArray, Delta, Form, form_of
 from pscore.subscription.assembly import EMPTY
@@ -67,7 +68,7 @@ class RelayShard(PublishedTables[RelayedTable]):
     """
 
     def __init__(
-        self, coming: threading.Condition, now: Callable[[], float], index: int, rate: int
+        self, coming: threading.Condition, now: Callable[[], float], index: int, rate: SharedRate
     ) -> None:
         """Starts without a table.
 
@@ -75,7 +76,7 @@ class RelayShard(PublishedTables[RelayedTable]):
             coming: Guards the shard, and is notified of each slice that has come.
             now: Returns the time in seconds, of any beginning.
             index: Number of the shard.
-            rate: Most bytes per second to a reader on another host; 0: no limit.
+            rate: The rate that readers on other hosts share.
         """
         super().__init__(coming, now, index, rate)
         self.table: RelayedTable | None = None
@@ -131,12 +132,13 @@ class RelayedVersions:
 
         Args:
             now: Returns the time in seconds, of any beginning.
-            rate: Most bytes per second to a reader on another host; 0: no limit.
+            rate: Most bytes per second to all readers on other hosts; 0: no limit.
         """
         self._job, self._table = job, table
         # Guards all shards: each shows a version at once.
         self._lock = threading.Condition(threading.RLock())
-        self.shards = [RelayShard(self._lock, now, index, rate) for index in range(num_shards)]
+        shared = SharedRate(rate)
+        self.shards = [RelayShard(self._lock, now, index, shared) for index in range(num_shards)]
         self._lineages: Sequence[int] = ()  # Those of the last version that was taken.
         self._spec: TableSpec | None = None
         self._shard_of: dict[int, RelayShard] = {}  # By slice.

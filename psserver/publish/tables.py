@@ -15,6 +15,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from pscore.errors import LimitError
+from pscore.net.budget import Budget
+from pscore.net.shared_rate import SharedRate
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import ByteArray
@@ -23,6 +25,7 @@ from psserver.publish.ring import FoundVersion, PublishedVersion
 READERS_MAX = 1024
 SILENT_S_MAX = 30.0  # Then a reader without a connection for weights is forgotten.
 REPLY_NBYTES = 4 << 20  # An answer is ended by the slice with which it is as long.
+ANSWERS_NBYTES_MAX = 2 << 30  # Of versions that slow readers keep from being freed.
 REPLY_DELTAS = 1 << 15  # Likewise: the header of a frame is limited too.
 WHOLE = "whole"  # Form of a version that is sent whole, for counts of bytes.
 
@@ -113,7 +116,8 @@ class PublishedTables(Generic[P]):
 
     Attributes:
         now: Returns the time in seconds, of any beginning.
-        rate: Most bytes per second to a reader on another host; 0: no limit.
+        rate: The rate that readers on other hosts share.
+        answers: Bytes of answers that may be under way, apart from those of workers.
         on_version: Called from any thread when a table has a new version.
     """
 
@@ -122,7 +126,7 @@ class PublishedTables(Generic[P]):
         lock: AbstractContextManager[object],
         now: Callable[[], float],
         index: int,
-        rate: int = 0,
+        rate: SharedRate | None = None,
     ) -> None:
         """Starts without a table.
 
@@ -130,9 +134,10 @@ class PublishedTables(Generic[P]):
             lock: Guards all of it, and may be taken again by its owner.
             now: Returns the time in seconds, of any beginning.
             index: Number of the shard.
-            rate: Most bytes per second to a reader on another host; 0: no limit.
+            rate: The rate that readers on other hosts share; None: no limit.
         """
-        self.now, self.rate = now, rate
+        self.now, self.rate = now, SharedRate(0) if rate is None else rate
+        self.answers = Budget(ANSWERS_NBYTES_MAX, "")
         self.on_version: Callable[[], None] = lambda: None
         self._tables_lock, self._index = lock, index
         self._published: dict[tuple[str, str], Published[P]] = {}  # By job and table.

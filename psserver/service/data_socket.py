@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from pscore.errors import ConfigError, DecodeError, ThreadError
+from pscore.errors import ConfigError, DecodeError, LimitError, ThreadError, TransportError
 from pscore.memory.segment import Segment
 from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget
 from pscore.net.connection import Connection
 from pscore.net.listener import THIS_HOST, Listener
+from pscore.net.shared_rate import SharedRate
 from pscore.net.sockets import Incoming
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
@@ -65,10 +66,12 @@ class Fetches(Protocol):
     """Answers readers of published weights.
 
     Attributes:
-        rate: Most bytes per second on each of their connections; 0: as many as it carries.
+        rate: The rate that those on other hosts share.
+        answers: Bytes of answers that may be under way, apart from those of workers.
     """
 
-    rate: int
+    rate: SharedRate
+    answers: Budget
 
     def fetch(self, header: pb.FetchHeader) -> tuple[pb.FetchReply, list[ByteArray]]:
         """Returns an answer, and arrays that are not changed any more."""
@@ -215,16 +218,27 @@ class DataHandler:
     def _fetch(self, envelope: pb.Envelope) -> None:
         """Answers a reader of published weights, which has connections of its own."""
         self._grant.require_read(envelope.fetch.job)
-        if self._fetches is None:
+        fetches = self._fetches
+        if fetches is None:
             raise ConfigError("weights are not published here")
-        reply, arrays = self._fetches.fetch(envelope.fetch)
+        if self._sender is not None:
+            raise ConfigError("this connection is a worker's: a reader opens one of its own")
+        reply, arrays = fetches.fetch(envelope.fetch)
         if not self._reader:
             self._reader = envelope.fetch.reader
-            self._fetches.connect(self._reader, 1)
+            fetches.connect(self._reader, 1)
         if reply.lineage:
             self._connection.note_known()
-        self._connection.limit_rate(self._fetches.rate)
-        self._connection.send(pb.Envelope(id=envelope.id, fetched=reply), arrays, nothing)
+        nbytes = sum(array.nbytes for array in arrays)
+        try:
+            fetches.answers.take(nbytes, "an answer to a reader")
+        except LimitError as problem:
+            raise TransportError(str(problem)) from problem  # It connects again, and asks again.
+        try:
+            answer = pb.Envelope(id=envelope.id, fetched=reply)
+            self._connection.send_by_turns(answer, arrays, fetches.rate)
+        finally:
+            fetches.answers.give(nbytes)
 
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
@@ -244,10 +258,6 @@ class DataHandler:
         """Records a worker that the engine knows."""
         self._sender = sender
         self._connection.note_known()
-
-
-def nothing() -> None:
-    """Frees nothing: an array of a published version is kept by those who use it."""
 
 
 class SocketReply:

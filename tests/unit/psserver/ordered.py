@@ -31,6 +31,7 @@ RANKS: dict[str, tuple[int, str]] = {  # By module that makes the lock.
     "psserver.publish.ring": (LAST, "ring"),
     "psserver.publish.publication": (LAST, "publication"),
     "pscore.net.tls": (LAST, "TLS"),
+    "pscore.net.shared_rate": (LAST, "shared rate"),
     "pscore.observe.timeline": (LAST, "timeline"),
 }
 

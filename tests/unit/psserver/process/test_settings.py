@@ -7,6 +7,7 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.text import is_loopback
 from psserver.access.certs import make
+from psserver.process.embedded import start_embedded
 from psserver.process.settings import metrics_ports, resolve
 from psserver.process.shard_plan import with_own_port
 
@@ -248,3 +249,23 @@ def test_every_setting_is_shown_with_its_origin() -> None:
     assert ("server.port", "8000", "flag --port") in rows
     assert ("metrics.port", "auto", "default") in rows
     assert len({name for name, _, _ in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("PACELINE_PUBLISH", "night", "PACELINE_PUBLISH.* is 'night', must be JOB:every=K"),
+        ("PACELINE_PUBLISH", "night:every=0", "'night' in .*PACELINE_PUBLISH.* must be an integer"),
+        ("PACELINE_PUBLISH_MBIT", "x", "PACELINE_PUBLISH_MBIT.* in 0..1048576"),
+        ("PACELINE_PUBLISH_MBIT", "-1", "PACELINE_PUBLISH_MBIT.* in 0..1048576"),
+        ("PACELINE_PUBLISH_MBIT", "1048577", "PACELINE_PUBLISH_MBIT.* in 0..1048576"),
+    ],
+)
+def test_a_wrong_variable_of_published_weights_is_named_also_by_embedded_shards(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=message):
+        resolve({})
+    with pytest.raises(ConfigError, match=message):
+        start_embedded(1)

@@ -1,14 +1,26 @@
 """All that a shard publishes: how often, and how that outlives the shard's process."""
 
 import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from pscore.net import sockets
+from pscore.net.budget import Budget
+from pscore.net.connection import Connection
+from pscore.net.shared_rate import SharedRate
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import ByteArray
 from psserver.durability.sealed import read_json
 from psserver.publish import publications
 from psserver.publish.publications import FILE, Publications
+from psserver.service.data_socket import DataService
 from tests.unit.psserver.front import JOB, Front, play
 
 
@@ -66,5 +78,65 @@ def test_a_lineage_that_had_no_room_on_the_disk_is_written_when_there_is_room(
         ((_, _, found),) = table.listed()
         kept = read_json(tmp_path / FILE)
         assert kept == {f"{JOB}/model": [found.publication.lineage, 4, 4]}
+
+    play(scene)
+
+
+class Answers:
+    """Answers each reader with the same bytes; there is room for two answers."""
+
+    found = np.arange(4 << 20, dtype=np.uint64).view(np.uint8)  # More than sockets hold.
+
+    def __init__(self) -> None:
+        self.rate = SharedRate(1 << 30)
+        self.answers = Budget(2 * self.found.nbytes, "")
+
+    def fetch(self, header: data_pb2.FetchHeader) -> tuple[data_pb2.FetchReply, list[ByteArray]]:
+        return data_pb2.FetchReply(lineage=1), [self.found[:100], self.found[100:]]
+
+    def connect(self, number: int, change: int) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def pair(plane: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yields two ends of a connection."""
+    if plane == "unix":
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            theirs = socket.create_connection(server.getsockname())
+            ours, _ = server.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("plane", ["tcp", "unix"])
+def test_slow_readers_take_nothing_of_the_room_for_workers(plane: str) -> None:
+    """Answers to 1,000 readers that join would disconnect workers else."""
+
+    async def scene(front: Front) -> None:
+        fetches = Answers()
+        service = DataService(front.engine, fetches=fetches)
+        with contextlib.ExitStack() as stack:
+            answers, refused = [], 0
+            for _ in range(3):
+                ours, theirs = stack.enter_context(pair(plane))
+                thread = threading.Thread(target=Connection(ours, service).serve)
+                stack.callback(thread.join)
+                stack.callback(theirs.close)
+                thread.start()
+                fetch = data_pb2.Envelope(id=1, fetch=data_pb2.FetchHeader(reader=1))
+                sockets.send_all(theirs, sockets.frame_parts(fetch.SerializeToString(), ()))
+                incoming = sockets.read_header(theirs)
+                answers += [] if incoming is None else [incoming]
+                refused += incoming is None  # Disconnected: it asks again.
+            assert (len(answers), refused, fetches.answers.left) == (2, 1, 0)
+            assert front.engine.budget.left == front.engine.budget.nbytes
+            for incoming in answers:
+                got = np.empty(fetches.found.nbytes, np.uint8)
+                incoming.read_into(memoryview(got))
+                np.testing.assert_array_equal(got, fetches.found)
+        assert fetches.answers.left == fetches.answers.nbytes
 
     play(scene)

@@ -5,7 +5,7 @@ import pytest
 
 from pscore.errors import ConfigError
 from pscore.publish import codec
-from psserver.publish.publications import parse_every
+from psserver.process.shard_plan import parse_every
 from psserver.publish.ring import VersionRing
 
 NUMEL = 40_000
