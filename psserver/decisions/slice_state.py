@@ -100,8 +100,9 @@ class SliceState:
 
     @property
     def num_waiting(self) -> int:
-        """Pulls that are not answered yet."""
-        return len(self._pulls)
+        """Workers that wait: for the answer to a pull, or with a parked push."""
+        pulls, pushes = self._pulls.values(), self.parking
+        return len({pull.worker for pull in pulls} | {push.worker for push in pushes})
 
     @property
     def is_awaited(self) -> bool:

@@ -85,13 +85,14 @@ class BarrierWaits:
             for wake in waiting:
                 wake()
 
-    def missing_ranks(self) -> set[int]:
-        """Returns the ranks that barriers wait for; under the lock."""
-        members, found = self._job.membership, set[int]()
+    def waits(self) -> list[tuple[tuple[int, ...], int]]:
+        """Returns the missing ranks and the number of workers there, by barrier; under the lock."""
+        members, found = self._job.membership, []
         for name in self._waiting:
             barrier = self._job.barriers.by_name.get(name)
             if barrier is not None and not barrier.is_open:
-                found.update(set(members.expected()) - barrier.arrived)
+                missing = set(members.expected()) - barrier.arrived
+                found.append((tuple(missing), len(barrier.arrived)))
         return found
 
     def missing(self) -> dict[tuple[str, int], str]:

@@ -99,7 +99,7 @@ class WorkerView:
     reported: dict[str, float]  # A copy: values of its training, by name.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
     pace: ReportedPace = NO_PACE
-    waited_for_s: float = 0.0  # Seconds in which others waited for it.
+    waited_for_s: float = 0.0  # Seconds in which the others waited for it: a mean over them.
     data_plane: str = ""  # Between it and this shard; empty: it has not said yet.
     stage: StageReport | None = None  # Its part in a pipeline.
 

@@ -26,7 +26,8 @@ class Waits:
         self._job = job
         self._barriers = barriers
         self._stalls = Stalls()
-        self.waited_for_s: dict[int, float] = {}  # Seconds in which others waited, by rank.
+        # Seconds in which the other workers waited for one, by rank: a mean over them.
+        self.waited_for_s: dict[int, float] = {}
         self._looked_s: float | None = None
 
     def of_table(self, table: Table) -> str:
@@ -64,14 +65,25 @@ class Waits:
             )
 
     def _charge(self, now_s: float) -> None:
-        """Adds the time since the last call to each worker that others wait for at this moment."""
+        """Charges the time since the last call to each worker that others wait for at this moment.
+
+        It counts by the share of the others that wait: of many workers whose steps vary, one always
+        waits already, and none of those that it waits for is slow.
+        """
         former_s, self._looked_s = self._looked_s, now_s
         if former_s is None or self._job.membership.is_idle:
             return
         found = [_behind(table) for table in self._job.tables.values()]
-        ranks = {rank for behind in found if behind is not None for rank in behind.ranks}
-        for rank in ranks.union(self._barriers.missing_ranks()):
-            self.waited_for_s[rank] = self.waited_for_s.get(rank, 0.0) + now_s - former_s
+        waits = [(behind.ranks, behind.num_waiting) for behind in found if behind is not None]
+        shares: dict[int, float] = {}
+        num_others = max(len(self._job.membership.live()) - 1, 1)
+        for ranks, num_waiting in waits + self._barriers.waits():
+            for rank in ranks:
+                share = min(num_waiting / num_others, 1.0)
+                shares[rank] = max(shares.get(rank, 0.0), share)
+        for rank, share in shares.items():
+            charged_s = self.waited_for_s.get(rank, 0.0)
+            self.waited_for_s[rank] = charged_s + share * (now_s - former_s)
 
     def _standing(self) -> dict[Key, str]:
         """Returns the waits of now, each by a key that changes with every step forward."""
@@ -101,6 +113,7 @@ class Behind(NamedTuple):
     step: int
     slice_index: int
     ranks: tuple[int, ...]  # The workers that have not pushed the step.
+    num_waiting: int  # Workers that wait at it.
 
 
 def _behind(table: Table) -> Behind | None:
@@ -111,6 +124,6 @@ def _behind(table: Table) -> Behind | None:
             continue
         step, ranks = clock.missing()
         if ranks or clock.version < 0 or clock.is_short:
-            here = Behind(step, index, tuple(ranks))
+            here = Behind(step, index, tuple(ranks), clock.num_waiting)
             found = here if found is None else min(found, here)
     return found

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,7 +27,8 @@ import yaml
 
 from pscore.pb.ps.v1 import publish_pb2, publish_pb2_grpc
 from scripts.printed import commands
-from tests.deploy.test_prometheus import RULES, ask, end, free_ports, running
+from tests.deploy.test_prometheus import ROOT, RULES, ask, end, free_ports, running
+from tests.integration import warm
 
 BIN = Path(sys.executable).parent
 QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -40,14 +42,15 @@ pytestmark = [
 ]
 # A file `slow-RANK` in its folder holds the seconds that each of its steps takes longer.
 SCRIPT = """
-import os, time
+import os, random, time
 from pathlib import Path
 import torch
 import psworker
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Linear(2048, 1024)
+inputs = int(os.environ["INPUTS"])
+model = torch.nn.Linear(inputs, inputs // 2)
 optimizer = psworker.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=1e-3),
     model.named_parameters(),
@@ -55,10 +58,11 @@ optimizer = psworker.DistributedOptimizer(
     publish_every=1,
 )
 slow = Path(__file__).parent / f"slow-{psworker.rank()}"
+steps_s = random.Random(psworker.rank())
 while not (Path(__file__).parent / "enough").exists():
     optimizer.zero_grad()
-    model(torch.randn(1, 2048)).square().mean().backward()
-    time.sleep(0.05)
+    model(torch.randn(1, inputs)).square().mean().backward()
+    time.sleep(steps_s.uniform(0.05, float(os.environ["STEP_S"])))
     deadline_s = time.monotonic() + (float(slow.read_text()) if slow.exists() else 0.0)
     while time.monotonic() < deadline_s and slow.exists():
         time.sleep(0.05)
@@ -66,15 +70,15 @@ while not (Path(__file__).parent / "enough").exists():
 """
 
 
-def quick() -> str:
-    """Returns the rules with seconds instead of minutes."""
+def quick(window_s: int = 10, old_s: int = 8) -> str:
+    """Returns the rules with seconds instead of minutes; a checkpoint of `old_s` counts as old."""
     text = RULES.read_text()
-    text = re.sub(r"\[\d+m\]", "[10s]", text)
+    text = re.sub(r"\[\d+m\]", f"[{window_s}s]", text)
     text = text.replace("[1h]", "[2m]")  # Longer than a busy machine leaves out evaluations.
     text = re.sub(r"for: \d+m", "for: 5s", text)
     assert text.count("> 3600") == 1
     assert text.count("> 120") == 1
-    return text.replace("> 3600", "> 8").replace("> 120", "> 2")
+    return text.replace("> 3600", f"> {old_s}").replace("> 120", "> 2")
 
 
 class Site:
@@ -112,6 +116,30 @@ class Site:
         found = ask(self.port, "query", query=expression)["result"]
         return [float(series["value"][1]) for series in found]
 
+    def labels(self, expression: str) -> list[dict[str, str]]:
+        return [series["metric"] for series in ask(self.port, "query", query=expression)["result"]]
+
+    def workers(self, name: str) -> set[int]:
+        """Returns the ranks that the alerts of a rule name."""
+        return {int(labels["worker"]) for labels in self.alerts(name)}
+
+    def summary(self, name: str) -> str:
+        """Returns the text of the first alert of a rule that fires; empty: none does."""
+        found = ask(self.port, "alerts")["alerts"]
+        texts = [
+            each["annotations"]["summary"]
+            for each in found
+            if each["state"] == "firing" and each["labels"]["alertname"] == f"Paceline{name}"
+        ]
+        return texts[0] if texts else ""
+
+    def use(self, rules: str) -> None:
+        """Replaces the rules of the Prometheus that runs."""
+        (self.folder / "rules.yaml").write_text(rules)
+        url = f"http://127.0.0.1:{self.port}/-/reload"
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60):
+            pass
+
     def fires(self, name: str) -> dict[str, str]:
         until(lambda: self.alerts(name), f"{name} does not fire")
         return self.alerts(name)[0]
@@ -133,7 +161,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path, port)
     made.write()
     words = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    words += [f"--web.listen-address=127.0.0.1:{port}"]
+    words += [f"--web.listen-address=127.0.0.1:{port}", "--web.enable-lifecycle"]
     with running("prometheus", *words, **QUIET):
         until(lambda: is_up(port), "Prometheus does not answer")
         yield made
@@ -181,6 +209,11 @@ class Shard:
         )  # fmt: skip
         return done.stdout
 
+    def job(self) -> dict[str, Any]:
+        """Returns the status of the one job."""
+        (found,) = json.loads(self.call("status", "--json"))["jobs"]
+        return dict(found)
+
     def stop(self) -> None:
         self.stack.close()
 
@@ -212,7 +245,13 @@ def workers(
 
 
 def worker(shard: Shard, mode: str, count: int, rank: int) -> subprocess.Popen[bytes]:
-    environment = {
+    words = [sys.executable, str(shard.folder / "train.py")]
+    environment = variables(shard, mode, count, rank) | {"INPUTS": "2048", "STEP_S": "0.05"}
+    return subprocess.Popen(words, env=environment, **QUIET)
+
+
+def variables(shard: Shard, mode: str, count: int, rank: int) -> dict[str, str]:
+    return {
         **os.environ,
         "PACELINE_SERVERS": shard.servers,
         "PACELINE_NUM_WORKERS": str(count),
@@ -220,9 +259,32 @@ def worker(shard: Shard, mode: str, count: int, rank: int) -> subprocess.Popen[b
         "PACELINE_JOB": "job",
         "MODE": mode,
     }
-    words = [sys.executable, str(shard.folder / "train.py")]
-    devnull = subprocess.DEVNULL
-    return subprocess.Popen(words, env=environment, stdout=devnull, stderr=devnull)
+
+
+@contextmanager
+def crowd(shard: Shard, count: int) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
+    """Starts small workers, as forks of one interpreter, whose steps take 0.05 to 1.8 s.
+
+    Yields:
+        A function that starts the worker of a rank again, and returns it.
+    """
+    (shard.folder / "train.py").write_text(SCRIPT)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        environment = variables(shard, "ssgd", count, rank)
+        environment |= {"INPUTS": "8", "STEP_S": "1.8", "PACELINE_DATA_PLANE": "tcp"}
+        started.append(
+            warm.Popen([shard.folder / "train.py"], env=environment, cwd=ROOT, **QUIET)
+        )
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def slow(shard: Shard, rank: int, seconds: float) -> Path:
@@ -309,6 +371,43 @@ def test_a_lost_worker_until_it_is_back_and_no_alert_for_a_stop(site: Site, tmp_
         until(lambda: site.value(gone) == [0.0], "live workers")
         since = f"[{int(time.monotonic() - begin_s) + 1}s]"
         assert not site.value(stopped.replace("[5s]", since))
+
+
+def test_of_64_workers_the_slow_and_the_lost_are_named_and_no_others(
+    site: Site, tmp_path: Path
+) -> None:
+    """Steps of all workers vary by themselves, which is no reason for an alert."""
+    site.use(quick(window_s=60, old_s=3600))
+    slow_ones, lost_ones = {5, 40}, {7, 21, 63}
+    firing = 'max_over_time(ALERTS{exported_job="job", alertstate="firing"}[1h])'
+    named = f"count by (alertname, worker) ({firing})"
+    with shard(tmp_path, "--lease-s", "30") as one, crowd(one, 64) as start:
+        site.aim(one.metrics)
+        started = [start(rank) for rank in range(64)]
+        until(lambda: site.value("paceline_workers_live") == [64.0], "not 64 workers")
+        # All rates are over a whole window, and alerts have had the time to fire.
+        until(lambda: site.value("paceline_workers_live offset 80s") == [64.0], "not 64 workers")
+        assert site.labels(named) == []
+        for rank in slow_ones:
+            slow(one, rank, 6.0)
+        until(lambda: site.workers("Straggler") == slow_ones, "other workers are named as slow")
+        for rank in lost_ones:
+            started[rank].kill()
+            started[rank].wait()
+        until(lambda: "3 lost worker" in site.summary("WorkerLost"), "not 3 workers are lost")
+        workers = one.job()["workers"]
+        assert {each["rank"] for each in workers if each["state"] == "lost"} == lost_ones
+        for rank in slow_ones:
+            (tmp_path / f"slow-{rank}").unlink()
+        for rank in lost_ones:
+            start(rank)
+        site.clears("WorkerLost")
+        site.clears("Straggler")
+        until(lambda: site.value("paceline_workers_live") == [64.0], "not 64 workers")
+        found = site.labels(named)
+    # A lost worker makes the others wait until its lease ends.
+    assert {label["alertname"] for label in found} == {"PacelineStraggler", "PacelineWorkerLost"}
+    assert {int(label["worker"]) for label in found if "worker" in label} <= slow_ones | lost_ones
 
 
 def test_old_gradients(site: Site, tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ T = TypeVar("T")
 SAY_AFTER_S = 7.0  # Longer than a pull waits at a shard, whose report comes first.
 CHECK_S = 1.0  # Interval at which a wait is checked for being pointless.
 MEANWHILE_S = 0.1  # The same, where an action is to be repeated.
-SILENT_S = 3.0  # Without a heartbeat's answer for so long, a shard counts as not answering.
+# A shard counts as not answering after so long without a heartbeat's answer, of which there is one
+# in a fifth of a lease.
+SILENT_S = 3.0
+SILENT_SHARE = 0.4
 
 
 class AnswerWait:
@@ -125,6 +128,6 @@ class AnswerWait:
         shard = self._layout.slices[index].shard
         link = self._session.links[shard]
         where = f"{what} of slice {index} of {self._name!r} from shard {shard} at {link.address}"
-        if link.silent_s >= SILENT_S:
+        if link.silent_s >= max(SILENT_S, SILENT_SHARE * self._session.lease_s):
             return f"{where}, which has not answered for {link.silent_s:.0f} s", True
         return f"{where}, which waits for {link.waiting_for or 'others'}", False

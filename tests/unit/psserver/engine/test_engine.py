@@ -168,6 +168,26 @@ async def test_the_time_of_a_wait_is_charged_to_the_worker_that_others_wait_for(
 
 
 @played
+async def test_a_wait_of_few_workers_is_charged_by_their_share(front: Front) -> None:
+    """Whichever of many workers is ready first waits for all others, and they are not slow."""
+    await front.ready(num_workers=5)
+    front.engine.tick()
+    pulls = []
+    for rank in range(3):
+        await front.push(push_header(rank, 0), grad(1.0))
+        pulls.append(asyncio.ensure_future(front.pull(pull_header(rank, 1, 1, wait_ms=10_000))))
+        await settle()
+        front.now_s += 1.0
+        front.engine.tick()
+    (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+    # A quarter of the others waits for a second, then a half, then three quarters.
+    assert [worker.waited_for_s for worker in job.workers] == [0.0, 0.25, 0.75, 1.5, 1.5]
+    for rank in (3, 4):
+        await front.push(push_header(rank, 0), grad(1.0))
+    await asyncio.gather(*pulls)
+
+
+@played
 async def test_a_barrier_charges_its_wait_too(front: Front) -> None:
     await front.ready()
     front.running.barriers.arrive("b", 0, 0, 0.0, lambda: None)
@@ -176,6 +196,17 @@ async def test_a_barrier_charges_its_wait_too(front: Front) -> None:
     front.engine.tick()
     (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
     assert [worker.waited_for_s for worker in job.workers] == [0.0, 3.0]
+
+
+@played
+async def test_a_barrier_charges_the_wait_of_few_workers_by_their_share(front: Front) -> None:
+    await front.ready(num_workers=5)
+    front.running.barriers.arrive("b", 0, 0, 0.0, lambda: None)
+    front.engine.tick()
+    front.now_s = 4.0
+    front.engine.tick()
+    (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+    assert [worker.waited_for_s for worker in job.workers] == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 @played

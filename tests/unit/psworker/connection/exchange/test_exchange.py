@@ -70,6 +70,7 @@ class Session:
 
     def __init__(self) -> None:
         self.job, self.rank, self.incarnation, self.num_workers = "job", 1, 77, 2
+        self.lease_s = 10.0
         self.planes = [Plane(), Plane()]
         self.links = [
             SimpleNamespace(
@@ -287,6 +288,28 @@ def test_the_next_slice_is_one_that_has_landed_and_else_the_first_to_land() -> N
     )
     with pytest.raises(ServerUnavailableError, match="no shard answers"):
         exchange.next_landed([0])
+
+
+@pytest.mark.parametrize(("lease_s", "is_said"), [(10.0, True), (30.0, False)])
+def test_a_shard_is_silent_after_two_heartbeats_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, lease_s: float, is_said: bool
+) -> None:
+    """A heartbeat is due in each fifth of a lease, so 6 s are nothing in one of 30 s."""
+    exchange, session = make()
+    session.lease_s, session.links[0].silent_s = lease_s, 6.0
+    exchange.pull(0, 0, 0, pull_buffer(0, with_state=False), with_state=False)
+    answer = session.planes[0].pulls[0].done
+    said = []
+
+    def wait(timeout: float | None = None) -> data_pb2.PullReply:
+        said.append(session.waits)
+        if len(said) == 1:
+            raise TimeoutError
+        return data_pb2.PullReply(ready=True)
+
+    monkeypatch.setattr(answer, "result", wait)
+    exchange.run([0])
+    assert ("has not answered for 6 s" in said[1]) == is_said
 
 
 def test_a_refusal_is_raised_at_the_wait_for_its_request() -> None:
