@@ -29,6 +29,7 @@ from pscore.table_spec import BESIDE, GROWN, TableSpec
 from psserver.archives import archive_of
 from psserver.archives.base import Tensors
 from psserver.decisions.job_state import State
+from psserver.decisions.membership import Presence
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.checkpoint_files import Checkpoint, TableState, Written
@@ -134,12 +135,14 @@ def capture(
         ]
         states: dict[str, TableState] = {}
         former = {table.spec.name: table for table in (base.tables if base else ())}
+        has_workers = any(worker.state == Presence.LIVE.value for worker in found.workers)
         for leads in _together(found.tables):
             newest = max(
                 (entry.version_max - entry.lead for entry in entries if entry.name in leads),
                 default=-1,
             )
-            states |= _capture_tables(shards, found.job, leads, newest, weights_only, former)
+            about = found.job, leads, newest, weights_only, former
+            states |= _capture_tables(shards, *about, has_workers=has_workers)
         checkpoint.tables += [states[table.name] for table in found.tables]
         return checkpoint
     finally:
@@ -192,14 +195,20 @@ def _capture_tables(
     newest: int,
     weights_only: bool,
     former: Mapping[str, TableState],
+    *,
+    has_workers: bool,
 ) -> dict[str, TableState]:
     """Copies tables at the newest step, or at one soon to come if that is gone already.
+
+    The last worker may have ended when some slices had its push and others had not: no step of all
+    slices is to come, and each is copied as it is. Of that step the others lack the update then.
 
     Args:
         leads: By name of a table: its version, less its step.
         newest: The newest step of any of them.
         weights_only: Whether residuals are left out.
         former: Tables of an earlier checkpoint, by name.
+        has_workers: Whether there are workers, which push further steps.
     """
     step: int | None = newest  # None: each slice as it is.
     margin, gone = 1, newest - 1  # Steps up to `gone` are no longer available.
@@ -240,6 +249,8 @@ def _capture_tables(
             gone = max(gone, step)
             step = found + margin
             margin *= 2
+        elif not has_workers and found == step:
+            step = None
         else:  # Nobody pushes: the version that all have is the newest.
             step = found
     raise CommandError(

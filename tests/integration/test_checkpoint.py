@@ -17,6 +17,7 @@ from pscore.net.credentials import ANYONE
 from psserver.exits import CommandError
 from psserver.remote import checkpoint
 from psserver.remote.checkpoint_files import read
+from psworker.connection.exchange.exchange import Exchange
 from psworker.training import declaration
 from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job
@@ -327,6 +328,44 @@ def test_fragments_at_different_rounds_are_saved_after_the_same_number_of_them(
     for first, ends in restored:
         assert first == ended
         assert ends == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def train_torn(me: Station) -> None:
+    """Trains, and ends when the first of two shards alone has its push of step `HALF`."""
+    model, optimizer = begin("sgd", 0)
+    steps(me, model, optimizer, range(HALF))
+    push = Exchange.push
+
+    def last(exchange: Exchange, index: int, *args: Any, **options: Any) -> None:
+        push(exchange, index, *args, **options)
+        exchange.acknowledged(index)
+        os._exit(1)
+
+    Exchange.push = last  # type: ignore[method-assign]
+    steps(me, model, optimizer, range(HALF, WHOLE))
+
+
+def test_a_job_whose_last_worker_ended_in_the_middle_of_a_step_has_a_checkpoint(
+    command: Command, tmp_path: Path
+) -> None:
+    """No version of all slices is there any more, nor will be while there is no worker."""
+    folder, job = tmp_path / "checkpoints", new_job()
+    with Shards(2, lease_s=1.0) as shards:
+        with shards.workers(train_torn, num_workers=1, job=job) as (worker,):
+            with pytest.raises(WorkerError, match="ended with 1"):
+                worker.result()
+            shards.wait_until_lost(job, 0)
+        path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
+    (table,) = json.loads((path / "manifest.json").read_text())["tables"]
+    assert {entry["version"] for entry in table["slices"].values()} == {HALF, HALF + 1}
+    merged = load_file(path / "model.safetensors")
+    with Shards(3) as others:
+        run(command, others, "restore", folder, "--job", job)
+        span = range(HALF + 1, WHOLE)
+        with others.workers(resume, "sgd", span, num_workers=1, job=job) as (worker,):
+            first, final = worker.result()
+    assert all(np.array_equal(merged[name].numpy(), first[name]) for name in first)
+    assert not same(first, final)
 
 
 @pytest.mark.slow
