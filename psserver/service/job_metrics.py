@@ -157,8 +157,8 @@ def _of_workers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
     )
     waited = CounterMetricFamily(
         "paceline_waited_for_seconds",
-        "Seconds in which the other workers waited for this one, at a step or a barrier, a mean over "
-        "them; sampled once a second.",
+        "Seconds in which the other workers waited for this one, at a step or a barrier, a mean "
+        "over them; sampled once a second.",
         labels=labels,
     )
     reported = GaugeMetricFamily(

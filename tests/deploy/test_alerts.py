@@ -274,9 +274,7 @@ def crowd(shard: Shard, count: int) -> Iterator[Callable[[int], subprocess.Popen
     def start(rank: int) -> subprocess.Popen[bytes]:
         environment = variables(shard, "ssgd", count, rank)
         environment |= {"INPUTS": "8", "STEP_S": "1.8", "PACELINE_DATA_PLANE": "tcp"}
-        started.append(
-            warm.Popen([shard.folder / "train.py"], env=environment, cwd=ROOT, **QUIET)
-        )
+        started.append(warm.Popen([shard.folder / "train.py"], env=environment, cwd=ROOT, **QUIET))
         return started[-1]
 
     try:
