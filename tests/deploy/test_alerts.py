@@ -247,7 +247,8 @@ def workers(
 def worker(shard: Shard, mode: str, count: int, rank: int) -> subprocess.Popen[bytes]:
     words = [sys.executable, str(shard.folder / "train.py")]
     environment = variables(shard, mode, count, rank) | {"INPUTS": "2048", "STEP_S": "0.05"}
-    return subprocess.Popen(words, env=environment, **QUIET)
+    devnull = subprocess.DEVNULL
+    return subprocess.Popen(words, env=environment, stdout=devnull, stderr=devnull)
 
 
 def variables(shard: Shard, mode: str, count: int, rank: int) -> dict[str, str]:
