@@ -200,15 +200,15 @@ def _capture_tables(
 ) -> dict[str, TableState]:
     """Copies tables at the newest step, or at one soon to come if that is gone already.
 
-    The last worker may have ended when some slices had its push and others had not: no step of all
-    slices is to come, and each is copied as it is. Of that step the others lack the update then.
+    After the last worker's end in the middle of a step no step of all slices is to come, and each
+    is copied as it is: those without its push lack that step.
 
     Args:
         leads: By name of a table: its version, less its step.
         newest: The newest step of any of them.
         weights_only: Whether residuals are left out.
         former: Tables of an earlier checkpoint, by name.
-        has_workers: Whether there are workers, which push further steps.
+        has_workers: Whether steps are to come.
     """
     step: int | None = newest  # None: each slice as it is.
     margin, gone = 1, newest - 1  # Steps up to `gone` are no longer available.
@@ -249,10 +249,8 @@ def _capture_tables(
             gone = max(gone, step)
             step = found + margin
             margin *= 2
-        elif not has_workers and found == step:
-            step = None
         else:  # Nobody pushes: the version that all have is the newest.
-            step = found
+            step = found if has_workers or found != step else None
     raise CommandError(
         Exit.NO_ANSWER,
         f"{_named(leads)} of job {job!r} could not be copied at one version in {ATTEMPTS} "
