@@ -111,6 +111,8 @@ def parse_plugin(kind: str, text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise ConfigError(f"{kind} is {text!r}: {item!r} must look like argument=value")
+        if key in arguments:
+            raise ConfigError(f"{kind} is {text!r}: {key} is given twice")
         arguments[key] = _literal(value)
     return match[1], arguments
 

@@ -25,7 +25,10 @@ def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> t
     Raises:
         ConfigError: One of them is not an address; says what is wrong with it.
     """
-    listed = text.split(",") if isinstance(text, str) else list(text or ())
+    listed = text.split(",") if isinstance(text, str) else text or ()
+    given: object = listed  # A script may pass anything.
+    if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
+        raise ConfigError(f"servers is {text!r}, must be text as host:port,host:port, or a list")
     addresses = tuple(address.strip() for address in listed if address.strip())
     for address in addresses:
         if not address.startswith("unix:"):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from pscore.errors import UnsupportedOptimizerError
+from pscore.errors import ConfigError, UnsupportedOptimizerError
 from pscore.memory.kernels import addresses, read_only
 from pscore.optimizers.driver import KernelStep
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
@@ -167,6 +167,7 @@ class Optimizer(ABC):
         Raises:
             UnsupportedOptimizerError: An argument is set that the shards do not implement, or a
                 flag of `fixed_flags` has another value; one that is not there has it.
+            ConfigError: A hyper-parameter is missing, or no number.
         """
         names = " or ".join(cls.torch_classes)
         if group.get("differentiable"):
@@ -182,7 +183,7 @@ class Optimizer(ABC):
                 )
         betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
         values = {**group, **betas}
-        return tuple(float(values[name]) for name in cls.hyper_names)
+        return tuple(_number_of(values, name) for name in cls.hyper_names)
 
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether a step with these hyper-parameters leaves the state as it is."""
@@ -220,3 +221,16 @@ class Optimizer(ABC):
             The mean gradient of the step, `(numel,) float32`; zero between the segments.
         """
         raise NotImplementedError(f"{self.name} cannot be solved for its gradient")
+
+
+def _number_of(values: Mapping[str, Any], name: str) -> float:
+    """Returns a hyper-parameter of a parameter group as a number.
+
+    Raises:
+        ConfigError: It is missing, or no number.
+    """
+    try:
+        return float(values[name])
+    except (KeyError, TypeError, ValueError):
+        found = repr(values[name]) if name in values else "missing"
+        raise ConfigError(f"{name} of a parameter group is {found}, must be a number") from None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pscore.errors import ConfigError
 from pscore.plugins import Plugin, make_plugin, parse_plugin, require_one_of, require_range
 from pscore.registry import Registry
+from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.timing.choice import CANDIDATES, RISKS, Candidate, backup_candidate
 from pscore.timing.evidence import DDP
@@ -58,6 +60,20 @@ def parse_wish(mode: str | Rule) -> AutoMode | None:
         return None
     name, arguments = parse_plugin("mode", mode)
     return make_plugin(WISHES, name, arguments) if name in WISHES.own else None
+
+
+def parse_fixed_mode(mode: str | Rule) -> Rule:
+    """Returns the mode that a text names, where a job cannot choose it.
+
+    Raises:
+        ConfigError: There is none, an argument is wrong, or it is a wish.
+    """
+    if parse_wish(mode) is not None:
+        raise ConfigError(
+            f"mode is {mode!r}, by which a job that runs chooses its mode from the beginning: it "
+            "goes to DistributedOptimizer(); here, name a mode"
+        )
+    return parse_mode(mode)
 
 
 def auto_candidates(num_workers: int) -> tuple[Candidate, ...]:

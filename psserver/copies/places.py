@@ -42,7 +42,9 @@ class FolderPlace:
         self._folder = folder
 
     def names(self) -> list[str]:
-        """Returns the names of the checkpoints in the folder."""
+        """Returns the names of the checkpoints in the folder; raises OSError if it is a file."""
+        if self._folder.exists() and not self._folder.is_dir():
+            raise NotADirectoryError(f"{self._folder} is not a directory")
         return [path.parent.name for path in self._folder.glob(f"[!.]*/{MANIFEST}")]
 
     def manifest(self, name: str) -> bytes:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pscore.errors import ConfigError
+
 ALIVE_S = 30.0  # Silence of a shard after which the file for signs of life is left alone.
 
 
@@ -29,6 +31,9 @@ class ServiceManager:
         Args:
             alive_file: File for signs of life; None: none.
             environment: Variables, those of systemd among them.
+
+        Raises:
+            ConfigError: The file cannot be written: a check would end shards that work.
         """
         address = environment.get("NOTIFY_SOCKET", "")
         is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
@@ -36,6 +41,11 @@ class ServiceManager:
         if address and is_ours:
             watchdog_s = int(environment.get("WATCHDOG_USEC", "0")) / 1e6
         if alive_file is not None:
+            try:
+                alive_file.touch()
+                alive_file.open("a").close()  # A folder has a time too.
+            except OSError as problem:
+                raise ConfigError(f"cannot write --alive-file {alive_file}: {problem}") from problem
             watchdog_s = watchdog_s or ALIVE_S
         return ServiceManager(address, watchdog_s, alive_file)
 

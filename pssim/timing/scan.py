@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError
-from pscore.rules import parse_mode
+from pscore.timing.auto import parse_fixed_mode
 from pscore.timing.closed import closed_form, ring_form
 from pscore.timing.deployment import Deployment, cut_slices
 from pscore.timing.failures import BACK_SOURCE, failure_cost
@@ -71,7 +71,7 @@ def _points(request: ScanRequest) -> Iterator[dict[str, Any]]:
             ring_s = ring_form(situation.deployment(shards.hosts)).step_s
             for mode in request.modes:
                 deployment = situation.deployment(shards.hosts, grouped=request.per_host > 1)
-                found = closed_form(deployment, parse_mode(mode))
+                found = closed_form(deployment, parse_fixed_mode(mode))
                 yield {
                     "workers": workers,
                     "gbit": gbit,
@@ -107,7 +107,7 @@ def _losses(
     """Returns the share of time that is lost by processes that die; nothing if none does."""
     if request.failure_hours is None:
         return {}
-    cost = failure_cost(deployment, parse_mode(mode), step_s)
+    cost = failure_cost(deployment, parse_fixed_mode(mode), step_s)
     share = cost.lost_share(deployment.num_workers, deployment.num_shards, request.failure_hours)
     return {
         "lost_share": round(share, 5),
@@ -119,7 +119,7 @@ def _losses(
 
 def break_even_gbit(request: ScanRequest, workers: int, mode: str) -> float | None:
     """Returns the bandwidth from which on all-reduce is as fast; None: at all of them, or none."""
-    rule = parse_mode(mode)
+    rule = parse_fixed_mode(mode)
 
     def wins(gbit: float) -> bool:
         situation = situation_of(request, workers, gbit)
@@ -149,7 +149,7 @@ def _simulated_ms(
         deployment,
         slices=cut_slices(situation.numel, deployment.num_shards, min(per_shard, SLICES_MAX)),
     )
-    run = run_in_time(coarse, parse_mode(mode), num_steps=2)
+    run = run_in_time(coarse, parse_fixed_mode(mode), num_steps=2)
     return round(1e3 * run.step_s, 2)
 
 

@@ -96,7 +96,8 @@ def run(
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(help="Number of shards to start if no servers are given [1].")
+        int | None,
+        typer.Option(help="Number of shards to start if no servers are given [1].", min=1, max=64),
     ] = None,
     job: Annotated[
         str | None,
@@ -179,7 +180,10 @@ def demo(
     images: Annotated[
         int | None, typer.Option(help="Number of images to train on [all].", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the order of images.")] = 1,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed of the weights and the order of images.", min=0, max=(1 << 63) - 1),
+    ] = 1,
 ) -> None:
     """Train a small model on real shards and workers, in several modes."""
     with commandline.importing(PROGRAM):

@@ -15,8 +15,8 @@ from pscore.net.wire import FLOAT_NBYTES
 from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
 from pscore.partition import make_layout
-from pscore.rules import parse_mode
 from pscore.rules.base import Rule, require_slices
+from pscore.timing.auto import parse_fixed_mode
 from pscore.timing.plans import by_step, mean_of
 from pscore.types import TensorSpec
 from psworker.commands.models import make_model
@@ -47,7 +47,7 @@ def parse_job(mode: str, compression: str, pull_compression: str, optimizer: str
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
     return PlannedJob(
-        rule=parse_mode(mode),
+        rule=parse_fixed_mode(mode),
         compressor=parse_compressor(compression),
         pull_compressor=parse_pull_compressor(pull_compression),
         optimizer=OPTIMIZERS[optimizer](),

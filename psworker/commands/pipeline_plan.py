@@ -68,6 +68,8 @@ def plan_pipeline(
         raise ConfigError("--pipeline needs --bandwidth, the link of a worker, as 1gbit")
     if num_workers > WORKERS_MAX:
         raise ConfigError(f"--workers is {num_workers}, must be at most {WORKERS_MAX} here")
+    if wanted.sync not in (None, *SYNCS):
+        raise ConfigError(f"--sync is {wanted.sync!r}, must be one of {', '.join(SYNCS)}")
     levels = levels_of(num_workers, wanted.machines or 1, wanted.bandwidth)
     memory = MemoryLimit(parse_memory(wanted.memory), len(job.optimizer.state_names))
     job.rule.require_workers(num_workers)
@@ -133,8 +135,9 @@ def profile_of(
             return read_profile(Path(model).read_text(encoding="utf-8"), model)
         except OSError as problem:
             raise ConfigError(f"profile {model} cannot be read: {problem}") from problem
-    example = _example(model, inputs)
     module = make_model(model, for_stages=True)
+    example = _example(model, inputs)
+    _require_device(device)
     try:
         blocks = chain_of(module.to(device), example.to(device))
         return measure(model, blocks, example.to(device), optimizer=optimizer)
@@ -145,6 +148,15 @@ def profile_of(
             f"{model} does not run on an input of {shape} on {device} ({reason}); name another "
             "with --input"
         ) from problem
+
+
+def _require_device(device: str) -> None:
+    """Raises a `ConfigError` if torch knows no such device, or has none here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise ConfigError(f"--device is {device!r}: {reason}") from problem
 
 
 def _example(model: str, inputs: str | None) -> torch.Tensor:

@@ -100,7 +100,7 @@ class LaunchPlan:
 
         Raises:
             ConfigError: The shards of a job on several machines are not named, or the period is
-                negative.
+                negative or no number.
         """
         if self.place.has_others and not self.servers:
             raise ConfigError(
@@ -108,8 +108,8 @@ class LaunchPlan:
                 "shards with `psserver start --host ADDRESS`, and set "
                 "PACELINE_SERVERS=host:port,... on every machine (docs/machines.md)"
             )
-        if self.grace_s < 0:
-            raise ConfigError(f"--grace-s is {self.grace_s:g}, must not be negative")
+        if not self.grace_s >= 0:  # Nor NaN.
+            raise ConfigError(f"--grace-s is {self.grace_s:g}, must be a number from 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,14 @@ RANKS = (
 )
 TIMEOUT_S = 30.0
 TIMEOUT_S_MAX = 86400.0
+WHOLE = ((int,), "a whole number")
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # Of given values that are no text.
+    "rank": WHOLE,
+    "num_workers": WHOLE,
+    "min_workers": WHOLE,
+    "max_workers": WHOLE,
+    "timeout_s": ((int, float), "a number of seconds"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +138,7 @@ class Environment:
             ConfigError: A variable or a given value is wrong; names it.
         """
         given = {name: value for name, value in given.items() if value is not None}
+        _require_types(given)
         variables = variables if "max_workers" in given else _with_slurm(variables)
         place = _place(variables, given)
         rank, num_workers = place["rank"], place["num_workers"]
@@ -163,6 +172,21 @@ class Environment:
         }
         given.pop("max_workers", None)
         return cls(**read | given | place)
+
+
+def _require_types(given: Mapping[str, Any]) -> None:
+    """Checks the values that arguments of `psworker.init` give.
+
+    Raises:
+        ConfigError: One is of another type, or a rank or the fewest workers are too small.
+    """
+    for name, value in given.items():
+        kind, what = KINDS.get(name, ((str,), "text"))
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r}, must be {what}")
+    for name, least in (("rank", 0), ("min_workers", 1)):
+        if given.get(name, least) < least:
+            raise ConfigError(f"{name} is {given[name]}, must be {least} or more")
 
 
 def _place(variables: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, int]:

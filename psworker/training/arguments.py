@@ -1,13 +1,15 @@
-"""Checks of the first two arguments of `DistributedOptimizer`, with a sentence for each mistake."""
+"""Checks of arguments of `DistributedOptimizer` and its verbs, with a sentence for each mistake."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
 from pscore.errors import ConfigError
+from pscore.rules.base import Rule
+from pscore.timing.auto import parse_fixed_mode
 
 FORM = "DistributedOptimizer(optimizer, model.named_parameters())"
 
@@ -61,3 +63,55 @@ def list_named(named: object) -> list[tuple[str, torch.nn.Parameter]]:
                 f"parameter: {FORM}"
             )
     return pairs
+
+
+def require_clip(optimizer: object, max_norm: object, wrapper: type) -> None:
+    """Refuses arguments of `psworker.clip_grad_norm_` that torch's takes, and wrong norms.
+
+    Args:
+        optimizer: The first argument.
+        max_norm: The second one.
+        wrapper: The class of wrapped optimizers.
+
+    Raises:
+        ConfigError: The first is no wrapper, or the second no number from 0; Inf clips nothing.
+    """
+    if not isinstance(optimizer, wrapper):
+        raise ConfigError(
+            f"the first argument is a {type(optimizer).__name__}, must be the "
+            "DistributedOptimizer, not parameters: psworker.clip_grad_norm_(optimizer, max_norm)"
+        )
+    if not isinstance(max_norm, SupportsFloat) or not float(max_norm) >= 0:
+        raise ConfigError(f"max_norm is {max_norm!r}, must be a number from 0")
+
+
+def require_model(model: object, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Refuses a `model=` that is not the one whose parameters are trained.
+
+    Raises:
+        ConfigError: It is no module, or has parameters, but none of those.
+    """
+    if model is None:
+        return
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}, must be the torch.nn.Module")
+    own = {id(parameter) for parameter in model.parameters()}
+    if own and own.isdisjoint(map(id, parameters)):
+        raise ConfigError("model= has none of the parameters that are trained: pass their model")
+
+
+def parse_rows_mode(rows: object, mode: str | Rule | None) -> Rule | None:
+    """Returns the mode of row tables; None: it is that of the other parameters.
+
+    Args:
+        rows: The argument `rows=`.
+        mode: The argument `rows_mode=`.
+
+    Raises:
+        ConfigError: It is no mode, or there are no row tables.
+    """
+    if mode is None:
+        return None
+    if rows is None:
+        raise ConfigError("rows_mode= is the mode of row tables: it needs rows=, their optimizer")
+    return parse_fixed_mode(mode)

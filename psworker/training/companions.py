@@ -51,6 +51,8 @@ def join_companions(
         JobMismatchError: The job has other tables; names the difference.
     """
     is_one = isinstance(optimizers, torch.optim.Optimizer)
+    if not is_one and not isinstance(optimizers, Sequence | None):
+        raise ConfigError(f"rows is {optimizers!r}, must be an optimizer, or a list of them")
     given: list[Any] = [optimizers] if is_one else list(cast(Sequence[Any], optimizers or ()))
     if given and not JOINS:
         raise ConfigError(

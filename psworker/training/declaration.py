@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from pscore.compressors.base import Compressor
 from pscore.content import Content
 from pscore.contents import FLAT, LONG
+from pscore.errors import ConfigError
 from pscore.json_text import count_of
 from pscore.optimizers.base import Optimizer
 from pscore.publish.possible import PUBLISH_EVERY_MAX, require_weights
@@ -42,6 +44,21 @@ class Declaration:
     min_nbytes: int
     exclude: Sequence[str]
     publish_every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what is left out of compression.
+
+        Raises:
+            ConfigError: A limit is no number of bytes, or a name or pattern fits no parameter.
+        """
+        count_of(self.min_nbytes, "compress_min_nbytes", most=1 << 48)
+        exclude: object = self.exclude
+        if isinstance(exclude, str) or not isinstance(exclude, Iterable):
+            raise ConfigError(f"compress_exclude is {self.exclude!r}, must be a list of names")
+        names = [name for name, _ in self.named]
+        for pattern in self.exclude:
+            if not fnmatch.filter(names, str(pattern)):
+                raise ConfigError(f"compress_exclude has {pattern!r}, which names no parameter")
 
     def require_publishable(self, rule: Rule, plugin: Optimizer) -> None:
         """Refuses to publish weights that the shards do not have.

@@ -77,7 +77,7 @@ class WorkerFigures:
 
     @samples.setter
     def samples(self, samples: float) -> None:
-        if samples != self.samples:
+        if require_weight(samples) != self.samples:
             self._gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
             self._table.progress.samples = require_weight(samples)
 

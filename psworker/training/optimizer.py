@@ -21,15 +21,21 @@ from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
-from pscore.rules import parse_mode
 from pscore.rules.base import Rule, require_sizes, takes_all
+from pscore.timing.auto import parse_fixed_mode
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
 from psworker.model.tracing import not_traced
-from psworker.training.arguments import list_named, require_optimizer
+from psworker.training.arguments import (
+    list_named,
+    parse_rows_mode,
+    require_clip,
+    require_model,
+    require_optimizer,
+)
 from psworker.training.changes import growth, handover
 from psworker.training.changes.auto_mode import ModeWish
 from psworker.training.changes.mode_change import change_mode
@@ -139,6 +145,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
         samples = require_weight(samples)
+        rule_of_rows = parse_rows_mode(rows, rows_mode)
         self._wish, self._is_on_worker = ModeWish(mode, rows), optimizer_on == "worker"
         rule = self._wish.first
         self._declaration = Declaration(
@@ -152,6 +159,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         is_raw = self._declaration.pull_compressor.is_raw
         plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=is_raw)
         names, parameters, _ = trained(optimizer, self._declaration.named)
+        require_model(model, parameters)
         early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -172,9 +180,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._hints = Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
-        mode_of_rows = rule if rows_mode is None else parse_mode(rows_mode)
         named, run = self._declaration.named, self._run_between_steps
-        self._companions = join_companions(rows, named, mode_of_rows, self._context, first, run)
+        self._companions = join_companions(
+            rows, named, rule_of_rows or rule, self._context, first, run
+        )
         self._drive(table, early)
         self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)
@@ -217,10 +226,12 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
         Raises:
             GradientError: A gradient holds NaN or Inf, or was changed after it had left.
-            ConfigError: A parameter has moved, or training has ended.
+            ConfigError: A parameter has moved, training has ended, or this is inside
+                `global_weights`.
             PacelineError: A shard refused something, or does not answer.
         """
         self._require_open("step")
+        self._require_own_weights("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -247,6 +258,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             PacelineError: A shard refused something, or does not answer.
         """
         self._require_open("skip_step")
+        self._require_own_weights("skip_step")
         self._grow_if_thawed()
         self._steps.run(None, skips=True)
         self._choose_mode()
@@ -302,7 +314,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         with recovery.guard():
             if self._end or self._gradients.have_left:
                 raise ConfigError("call set_mode() after step(), and before training has ended")
-        rule = parse_mode(mode)
+        rule = parse_fixed_mode(mode)
         require_peers(former, rule)
         self._declaration.require_publishable(rule, former.optimizer)
         self._warn_of_buffers(rule)
@@ -405,7 +417,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         with self._recovery.guard():
             loaded = read_state(self._table, self.param_groups, state_dict)
             plain = {"state": {}, "param_groups": state_dict["param_groups"]}
-            super().load_state_dict(plain)
+            try:
+                super().load_state_dict(plain)
+            except ValueError as problem:
+                raise ConfigError(f"the state does not fit: {problem}") from problem
             if self._runs_inner:
                 self._inner.load_state_dict({**plain, "state": state_dict["state"]})
             self._inner.param_groups = self.param_groups
@@ -508,6 +523,13 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             raise ConfigError(f"training has ended: {name}() called after {self._end}")
         self._table.session.require_own()
 
+    def _require_own_weights(self, name: str) -> None:
+        if self._is_global:
+            raise ConfigError(
+                f"{name}() inside global_weights(): the model would go back to its former weights "
+                "at the end; end the context first"
+            )
+
     def _start(self) -> None:
         """Starts training: the first weights are uploaded, and pulled."""
         self._table.start(self.param_groups)
@@ -550,11 +572,12 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         The norm of the mean gradient before, the same on all workers; Inf if it is not finite.
 
     Raises:
-        ConfigError: The mode's updates do not take every worker's gradient of one step, or training
-            has ended.
+        ConfigError: An argument is wrong, training has ended, or the mode's updates do not take
+            every worker's gradient of one step.
         GradientError: Gradients have left during backward.
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
+    require_clip(optimizer, max_norm, DistributedOptimizer)
     optimizer._require_open("clip_grad_norm_")
     optimizer._grow_if_thawed()
     table, gradients = optimizer._table, optimizer._gradients

@@ -6,21 +6,24 @@ joins, rejoins or was too late is at the same step as the others, in every mode.
 
 from __future__ import annotations
 
+from typing import Any, SupportsFloat
+
 from pscore.errors import ConfigError
 from pscore.types import SAMPLES_MAX
 from psworker.connection.exchange.exchange import Exchange
 from psworker.replica.replica import Replica
 
 
-def require_weight(samples: float) -> float:
+def require_weight(samples: Any) -> float:
     """Returns a weight in the mean that the shards accept.
 
     Raises:
         ConfigError: It is negative, too large, or not a number.
     """
-    if not 0.0 <= samples <= SAMPLES_MAX:
+    weight = float(samples) if isinstance(samples, SupportsFloat) else -1.0
+    if not 0.0 <= weight <= SAMPLES_MAX:
         raise ConfigError(f"samples is {samples!r}, must be in 0..{SAMPLES_MAX:g}")
-    return samples
+    return weight
 
 
 class TrainingProgress:

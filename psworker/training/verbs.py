@@ -260,8 +260,11 @@ def barrier(name: str = "barrier") -> None:
     Their pushes before it are on the shards then, so a pull behind it sees them.
 
     Raises:
+        ConfigError: The name is no text.
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"psworker.barrier() takes a name; it was given {name!r}")
     session = context.place()
     for pushes in list(session.pushes):
         pushes.flush()

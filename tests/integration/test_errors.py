@@ -499,3 +499,39 @@ def test_a_shard_that_hangs_is_named() -> None:
             assert f"{hanging.addresses[1]} has not answered" in worker.written()
             second.resume()
             worker.result()
+
+
+# ----- calls that a wrapper refuses
+
+
+def wrong_calls(me: Station) -> None:
+    """Makes calls with wrong arguments; training continues as if there had been none."""
+    model = make_model()
+    optimizer = wrap(model)
+    backward(model, *batch(me.rank, 0))
+    for norm in (-1.0, float("nan"), "1"):
+        with pytest.raises(psworker.ConfigError, match=r"max_norm is .*, must be a number from 0"):
+            psworker.clip_grad_norm_(optimizer, norm)  # type: ignore[arg-type]
+    for state in (None, {}, model.state_dict(), {"optimizer": optimizer.state_dict()}):
+        with pytest.raises(psworker.ConfigError, match="takes what its state_dict"):
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+    with pytest.raises(psworker.ConfigError, match=r"the state does not fit: .*parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    with pytest.raises(psworker.ConfigError, match="samples is 'all', must be in"):
+        optimizer.samples = "all"  # type: ignore[assignment]
+    with pytest.raises(psworker.ConfigError, match=r"goes to DistributedOptimizer\(\); here, name"):
+        optimizer.set_mode("auto")
+    for call in (optimizer.step, optimizer.skip_step):
+        inside = pytest.raises(psworker.ConfigError, match=r"inside global_weights\(\)")
+        with inside, optimizer.global_weights():
+            call()
+    optimizer.param_groups[0]["lr"] = "0,1"
+    with pytest.raises(psworker.ConfigError, match="lr of a parameter group is '0,1'"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_a_wrong_call_is_one_sentence_and_changes_nothing(shards: Shards) -> None:
+    shards.run(wrong_calls, num_workers=1)

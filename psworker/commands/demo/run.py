@@ -25,7 +25,7 @@ from rich.progress import (
 
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
-from pscore.rules import parse_mode
+from pscore.timing.auto import parse_fixed_mode
 from psworker.commands.demo import data, report
 from psworker.commands.demo.report import Curve, Result
 from psworker.commands.demo.train import BATCH
@@ -163,7 +163,7 @@ def keyed(text: str) -> dict[str, str]:
     modes = [mode.strip() for mode in re.findall(r"(?:[^,(]|\([^)]*\)?)+", text) if mode.strip()]
     if not modes:
         raise ConfigError("no mode given; psworker modes lists them")
-    names = [parse_mode(mode).name for mode in modes]
+    names = [parse_fixed_mode(mode).name for mode in modes]
     several = Counter(names)
     keys = [name if several[name] == 1 else mode for name, mode in zip(names, modes, strict=True)]
     if len(set(keys)) < len(keys):

@@ -19,6 +19,7 @@ from pscore.observe.timeline import open_timeline
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
+from pscore.timing.auto import parse_fixed_mode
 from pscore.types import TensorSpec
 from psworker.connection.membership.session import Session
 from psworker.job import context
@@ -340,7 +341,7 @@ def _rule_of(mode: str | Rule, schedule: str, stash: str, on_lost: str) -> Rule:
     Raises:
         ConfigError: It is no mode for replicas, or none for these arguments.
     """
-    rule = parse_mode(mode)
+    rule = parse_fixed_mode(mode)
     if rule.outer_optimizer or rule.gossip:
         raise ConfigError(
             f"mode between replicas is {mode!r}, in which workers make steps by themselves; take "

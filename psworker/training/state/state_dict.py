@@ -111,6 +111,12 @@ def read_state(
         ConfigError: The state is of another model or optimizer.
     """
     refuse_sharded(table.flat, "load_state_dict()", INSTEAD)
+    given: object = state_dict
+    if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+        raise ConfigError(
+            "load_state_dict() of the optimizer takes what its state_dict() returned, with 'state' "
+            "and 'param_groups': neither a model's nor a file that holds both"
+        )
     names, layout = table.optimizer.state_names, table.layout
     order = _torch_order(table, param_groups)
     own = state_dict.get("paceline", {})

@@ -10,6 +10,8 @@ from pscore.errors import ConfigError, RemoteProtocolError, ServerUnavailableErr
 from psworker.commands import cli
 from psworker.exits import MEANINGS, Exit
 
+PIPELINE = ("plan", "lenet", "--pipeline", "--bandwidth", "1gbit")
+
 
 def psworker(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """Runs a command in this process and returns its exit code."""
@@ -40,6 +42,12 @@ def _no_place(monkeypatch: pytest.MonkeyPatch) -> None:
         (("doctor", "--model", "lenet"), "psworker: --model lenet has no effect without --job"),
         (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are adpsgd"),
         (("demo", "--modes", "ssd(k=5)"), "psworker: mode 'ssd' has no argument 'k'; it has "),
+        (("run", "--grace-s", "nan", "env"), "psworker: --grace-s is nan, must be a number from 0"),
+        (("plan", "lenet", "--mode", "auto"), "psworker: mode is 'auto', by which a job that runs"),
+        (("demo", "--modes", "auto"), "psworker: mode is 'auto', by which a job that runs chooses"),
+        ((*PIPELINE, "--sync", "mesh"), "psworker: --sync is 'mesh', must be one of shards, ring"),
+        ((*PIPELINE, "--device", "tpu"), "psworker: --device is 'tpu': Expected one of cpu, cuda"),
+        (("plan", "x", *PIPELINE[2:]), "psworker: model is 'x', must be one of alexnet, gpt2"),
         (("demo", "--data", "nowhere"), "psworker: Fashion-MNIST is needed, and none at nowhere"),
     ],
 )
@@ -130,3 +138,14 @@ def test_every_exit_code_is_documented(
 )
 def test_errors_have_exit_codes(problem: ConfigError, code: Exit) -> None:
     assert cli.exit_code(problem) == code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("run", "--shards", "0", "env"), ("run", "--shards", "65", "env"), ("demo", "--seed", "-1")],
+)
+def test_a_number_out_of_its_range_is_refused_by_the_option_s_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert psworker(monkeypatch, *arguments) == Exit.USAGE
+    assert f"Invalid value for '{arguments[1]}'" in capsys.readouterr().err

@@ -9,6 +9,9 @@ import psworker
 
 FORM = r"DistributedOptimizer\(optimizer, model\.named_parameters\(\)\)"
 wrap: Callable[..., object] = psworker.DistributedOptimizer  # It takes wrong types here.
+clip: Callable[..., object] = psworker.clip_grad_norm_
+meet: Callable[..., object] = psworker.barrier
+init: Callable[..., object] = psworker.init
 MODEL = torch.nn.Linear(2, 1)
 
 
@@ -44,6 +47,65 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "swapped": (
         lambda: wrap(MODEL.named_parameters(), sgd()),
         f"the arguments are swapped: the optimizer comes first, {FORM}",
+    ),
+    "servers": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), servers=[7070]),
+        r"servers is \[7070\], must be text as host:port",
+    ),
+    "job": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), job=5),
+        "job is 5, must be text",
+    ),
+    "timeout": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), timeout_s="long"),
+        "timeout_s is 'long', must be a number of seconds",
+    ),
+    "samples": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), samples="all"),
+        "samples is 'all', must be in 0",
+    ),
+    "no model": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), model=MODEL.parameters()),
+        r"model is a generator, must be the torch\.nn\.Module",
+    ),
+    "other model": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), model=torch.nn.Linear(1, 1)),
+        "model= has none of the parameters that are trained",
+    ),
+    "smallest": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), compress_min_nbytes="64k"),
+        "compress_min_nbytes is '64k', must be an integer in 0",
+    ),
+    "excluded text": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), compress_exclude="weight"),
+        "compress_exclude is 'weight', must be a list of names",
+    ),
+    "excluded nothing": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), compress_exclude=["head.*"]),
+        r"compress_exclude has 'head\.\*', which names no parameter",
+    ),
+    "twice": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), mode="ssd(steps=5, steps=6)"),
+        "steps is given twice",
+    ),
+    "mode of rows": (
+        lambda: wrap(sgd(), MODEL.named_parameters(), rows_mode="asgd"),
+        "rows_mode= is the mode of row tables: it needs rows=",
+    ),
+    "clip parameters": (
+        lambda: clip(MODEL.parameters(), 1.0),
+        r"a generator, must be the DistributedOptimizer, not parameters: psworker\.clip_grad_norm_",
+    ),
+    "clip wrapped": (
+        lambda: clip(sgd(), 1.0),
+        "the first argument is a SGD, must be the DistributedOptimizer",
+    ),
+    "barrier": (lambda: meet(5), r"barrier\(\) takes a name; it was given 5"),
+    "rank": (lambda: psworker.init(rank=-1), "rank is -1, must be 0 or more"),
+    "rank text": (lambda: init(rank="0"), "rank is '0', must be a whole number"),
+    "fewest": (
+        lambda: psworker.init(min_workers=0, max_workers=2),
+        "min_workers is 0, must be 1 or more",
     ),
     "first": (
         lambda: wrap(MODEL, MODEL.named_parameters()),
