@@ -115,6 +115,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         ServerUnavailableError: No shard answers.
     """
 
+    _end = ""  # Why training has ended.
     _is_global = False  # Whether the model holds the global weights: inside `global_weights`.
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
@@ -145,7 +146,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Joins the job, and brings rank 0's weights into the model."""
         require_optimizer(optimizer, named_parameters, DistributedOptimizer)
         samples = require_weight(samples)
-        rule_of_rows = parse_rows_mode(rows, rows_mode)
+        beside = parse_rows_mode(rows, rows_mode)
         self._wish, self._is_on_worker = ModeWish(mode, rows), optimizer_on == "worker"
         rule = self._wish.first
         self._declaration = Declaration(
@@ -175,15 +176,12 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
         with growth.explain_growth(name):
             table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
-        self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
         self._hints = Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
         named, run = self._declaration.named, self._run_between_steps
-        self._companions = join_companions(
-            rows, named, rule_of_rows or rule, self._context, first, run
-        )
+        self._companions = join_companions(rows, named, beside or rule, self._context, first, run)
         self._drive(table, early)
         self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)
