@@ -48,7 +48,7 @@ RANKS = (
 TIMEOUT_S = 30.0
 TIMEOUT_S_MAX = 86400.0
 WHOLE = ((int,), "a whole number")
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # Of given values that are no text.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # Types of arguments that are no text.
     "rank": WHOLE,
     "num_workers": WHOLE,
     "min_workers": WHOLE,
