@@ -156,6 +156,7 @@ def standby() -> str:
         ["the same, 99 of 100", f"{lost['p99_s']:.2f} s"],
         ["a step without trouble", f"{found['still']['step_s']:.2f} s"],
         [f"pause of a move, the longest of {drain['moves']}", f"{drain['pause_s']:.3f} s"],
+        *_turns(found),
         ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
         ["the formula on a full link", f"{cost['formula']:.2f}"],
     ]
@@ -166,6 +167,14 @@ def standby() -> str:
     numel = found["still"]["numel"] / 1e6
     head = [f"{numel:.1f} million parameters, two workers and shards, namespaces", ""]
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
+
+
+def _turns(found: dict[str, Any]) -> list[list[str]]:
+    """Returns the row of shards that moved in turn, if that was measured."""
+    if (turns := found.get("turns")) is None:
+        return []
+    cost = f"{turns['cost_s']:.1f} s, {100 * turns['share']:.1f} %"
+    return [[f"{turns['moves']} shards moved in turn cost, of ten minutes", cost]]
 
 
 def rows_by_id() -> str:

@@ -12,6 +12,8 @@ another one, and so on, each time by `psserver drain`; the process that it leave
                       `step_s`: the median of a step; `worst_step_s`: the longest step of a run;
                       `moves`; `identical`: whether the weights at the end are those, to the bit, of
                       a run without a move
+    turns             four shards move in turn in one training: `cost_s`: the time that this takes
+                      longer than as many steps without a move do; `share`: of ten minutes
     machine_lost      the second shard has a standby that takes over after `FAILOVER_S`; the link of
                       its host is cut, so that nobody hears of its end, and its processes are
                       killed, again and again until the last step. `times`: the longest time
@@ -73,6 +75,8 @@ COST_STEPS = 60
 FORMULA = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
 LOOK_S = 0.02
 QUIET_STEPS = 5  # Between two troubles.
+NUM_TURNS = 4  # Shards that move in turn.
+PERIOD_S = 600.0  # In which they do.
 OFF_ROUNDS = 12  # In one turn.
 WARM_STEPS = 10  # The first steps of a job compile loops; they are left out of the times.
 STEP = struct.Struct("<q")
@@ -171,24 +175,27 @@ class Scene:
     """Shards and workers that train once, each on its host.
 
     Attributes:
+        places: The processes that have the shards at the start.
         second: The process that has the second shard.
         others: Empty processes for it, and processes that start, oldest first.
     """
 
-    def __init__(self, lab: netlab.Lab, folder: Path) -> None:
+    def __init__(self, lab: netlab.Lab, folder: Path, num_shards: int) -> None:
         """Starts nothing yet; files are below `folder`."""
-        self._lab, self._folder = lab, folder
+        self._lab, self._folder, self._num_shards = lab, folder, num_shards
         self._all: list[Place] = []
+        self._hosts = itertools.count(SECOND)  # Those without a process.
         self.others: list[Place] = []
         self._starting: list[Place] = []  # Of them, those that may not serve yet.
         (folder / "register").mkdir()
 
-    def start(self, index: int, host: int) -> Place:
-        """Starts the process of one of two shards."""
+    def start(self, index: int, host: int | None = None) -> Place:
+        """Starts a process of a shard; without a host on the next one that has none."""
+        host = next(self._hosts) if host is None else host
         folder = self._folder / str(host)
         folder.mkdir(exist_ok=True)
-        words = ["start", "--shards", "2", "--cluster", "bench", "--shard-index", str(index)]
-        words += ["--host", self._lab.address(host), "--insecure", "--port", "7070"]
+        words = ["start", "--shards", str(self._num_shards), "--shard-index", str(index)]
+        words += ["--cluster", "bench", "--host", self._lab.address(host), "--insecure", "--port", "7070"]
         words += ["--metrics-port", "0"]
         command = [*self._lab.inside(host), sys.executable, "-m", "psserver", *words]
         env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "PACELINE_SPARE": "false"}
@@ -211,10 +218,12 @@ class Scene:
         """
         self._last = job.steps
         first = self.start(0, FIRST)
-        self.second, *self.others = [self.start(1, SECOND + one) for one in range(num_second)]
-        for place in (first, self.second, *self.others):
+        self.second, *self.others = [self.start(1) for _ in range(num_second)]
+        more = [self.start(index) for index in range(2, self._num_shards)]
+        for place in (first, self.second, *self.others, *more):
             place.await_ready()
-        addresses = [first.address, self.second.address]
+        self.places = [first, self.second, *more]
+        addresses = [place.address for place in self.places]
         roles = [
             kit.Role(
                 MODULE, "train",
@@ -297,10 +306,12 @@ class Scene:
 Trouble = Callable[[Scene, Job], Sequence[Any]]
 
 
-def run(lab: netlab.Lab, job: Job, num_second: int, trouble: Trouble) -> dict[str, Any]:
+def run(
+    lab: netlab.Lab, job: Job, num_second: int, trouble: Trouble, num_shards: int = 2
+) -> dict[str, Any]:
     """Trains once (`Scene.train`)."""
     with tempfile.TemporaryDirectory() as folder:
-        scene = Scene(lab, Path(folder))
+        scene = Scene(lab, Path(folder), num_shards)
         with contextlib.closing(scene):
             return scene.train(job, num_second, trouble)
 
@@ -326,6 +337,20 @@ def drain(scene: Scene, job: Job) -> list[float]:
         scene.second = to
         scene.reach(scene.steps() + QUIET_STEPS)
     return pauses
+
+
+def turn(scene: Scene, job: Job) -> list[float]:
+    """Moves each shard to a host of its own; returns the pauses, and when all began and ended."""
+    new = [scene.start(index) for index in range(NUM_TURNS)]
+    for place in new:
+        place.await_ready()
+    scene.reach(scene.steps() + job.steps // 4)
+    begin_s, pauses = time.monotonic(), []
+    for place, to in zip(scene.places, new, strict=True):
+        pauses.append(move(place.address, to.address, 0, ANYONE, lambda _: None).pause_s)
+        place.end()
+        scene.reach(scene.steps() + QUIET_STEPS)
+    return [*pauses, begin_s, time.monotonic()]
 
 
 def lose(scene: Scene, job: Job) -> list[tuple[float, float]]:
@@ -397,6 +422,38 @@ def drains(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def turns(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Moves four shards in turn; the tickets of a run lie otherwise for another number of them."""
+    calm, moved = (run(lab, job, 1, trouble, NUM_TURNS) for trouble in (nothing, turn))
+    *pauses, begin_s, end_s = moved["trouble"]
+    cost_s = max(extra_s(ends[WARM_STEPS:], begin_s, end_s) for ends in moved["ends_s"])
+    return {
+        "turns": {
+            "cost_s": round(cost_s, 3),
+            "share": round(cost_s / PERIOD_S, 4),
+            "pause_s": round(max(pauses), 3),
+            "worst_step_s": round(max(moved["times_s"]), 3),
+            "moves": len(pauses),
+            **counted(moved["proof"]),
+            "identical": len(calm["digests"]) == 1 and moved["digests"] == calm["digests"],
+        }
+    }
+
+
+def extra_s(ends_s: Sequence[float], begin_s: float, end_s: float) -> float:
+    """Returns the time that steps of a period took longer than as many before and after it.
+
+    Args:
+        ends_s: When a worker has finished its steps.
+    """
+    gaps = [(later - earlier, later) for earlier, later in itertools.pairwise(ends_s)]
+    inside = [gap for gap, at in gaps if begin_s < at <= end_s]
+    outside = [gap for gap, at in gaps if not begin_s < at <= end_s]
+    if not (inside and outside) or ends_s[-1] <= end_s:
+        raise SystemExit("training was over before the moves: give more --steps")
+    return sum(inside) - len(inside) * sum(outside) / len(outside)
+
+
 def losses(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     """Loses machines, and adds to those lost before."""
     lost = run(lab, job, NUM_SECOND, lose)
@@ -449,7 +506,7 @@ def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
     return {"off_cost": round(share, 4), "off": {**commits, "rounds": turns * OFF_ROUNDS}}
 
 
-PARTS = {"drain": drains, "lost": losses, "cost": costs}
+PARTS = {"drain": drains, "turns": turns, "lost": losses, "cost": costs}
 
 
 def measure(
@@ -512,7 +569,7 @@ def main() -> None:
     else:
         if (reason := netlab.available()) is not None:
             raise SystemExit(f"no network namespaces here: {reason}")
-        with netlab.Lab(SECOND + NUM_SECOND, FAST) as lab:
+        with netlab.Lab(SECOND + 2 * NUM_TURNS - 1, FAST) as lab:
             enter(lab.name(FIRST))  # So that the shards can be asked.
             parts = [options.only] if options.only else list(PARTS)
             measure(lab, job, parts, found, options.losses, options.out)

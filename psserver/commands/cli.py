@@ -382,12 +382,15 @@ def address_of(found: FoundServers, shard: int) -> str:
 @about_servers
 def drain(
     found: FoundServers,
-    to: EmptyProcess,
+    to: Annotated[
+        str,
+        typer.Argument(help="Address of an empty process of the same shard [the shard's standby]."),
+    ] = "",
     *,
     shard: Shard = 0,
     mbit: Annotated[int, typer.Option(help="Most Mbit/s before the pause [no limit].", min=0)] = 0,
 ) -> None:
-    """Move a shard to another process while its job trains."""
+    """Move a shard to another process, or to its standby, while its job trains."""
     from psserver.remote.drain import move
 
     here = address_of(found, shard)

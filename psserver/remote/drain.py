@@ -18,6 +18,7 @@ from psserver.remote.ask import explained
 ASK_S = 0.1
 ANSWER_S_MAX = 10.0
 OVER = ("serving", "moved")
+UNDECIDED = "asking"  # After a kill: the shard's process asks whether its standby has the shard.
 
 
 def move(
@@ -33,7 +34,7 @@ def move(
 
     Args:
         address: The process that has the shard.
-        to: An empty process of the same shard.
+        to: An empty process of the same shard; empty: the shard's standby.
         mbit: The most Mbit/s before the pause; 0: no limit.
         credentials: With the token for everything.
         tell: Called with each phase.
@@ -46,7 +47,8 @@ def move(
     channel = credentials.channel(address)
     stub = standby_pb2_grpc.StandbyStub(channel)
     try:
-        request = pb.MoveRequest(to=to, mbit=mbit, stays=standby is not None)
+        request = pb.MoveRequest(to=to or _standby(stub, address), mbit=mbit)
+        request.stays = standby is not None
         if standby is not None:
             tell(_cost(stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX).table_nbytes))
             request.MergeFrom(standby)
@@ -70,6 +72,25 @@ def move(
             Exit.UNHEALTHY, f"the shard stays at {address}: {reply.problem or 'it was restarted'}"
         )
     return reply
+
+
+def _standby(stub: standby_pb2_grpc.StandbyStub, address: str) -> str:
+    """Returns the address of a shard's standby, also while that is filled, or has taken over.
+
+    Raises:
+        CommandError: It has none.
+    """
+    reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
+    while reply.phase == UNDECIDED:
+        time.sleep(ASK_S)
+        reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
+    if reply.phase == "serving":
+        raise CommandError(
+            Exit.UNHEALTHY,
+            f"the shard at {address} has no standby{reply.problem and f' ({reply.problem})'}: name "
+            "the process that is to have it, or run `psserver standby` first",
+        )
+    return reply.to
 
 
 def _refusal(failure: grpc.RpcError, address: str, credentials: Credentials) -> CommandError:

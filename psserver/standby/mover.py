@@ -39,6 +39,7 @@ RETRY_S = 3.0  # Before a standby that was away is asked again.
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
 UNDER_WAY = (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN, Giver.GIVEN)
+LEAVING = (Giver.FROZEN, Giver.GIVEN, Giver.MOVED)
 SIGNS = 4  # Signs of life within the silence after which a standby takes over.
 
 
@@ -165,10 +166,10 @@ class Mover:
         Raises:
             PacelineError: It is being moved otherwise, has been, or cannot be moved.
         """
-        is_done = self.giving.phase is Giver.MOVED and not order.stays
-        if order == self.order and (is_done or self.giving.phase in UNDER_WAY):
+        is_going = self.giving.phase in LEAVING and order.to == self.to and not order.stays
+        if is_going or (order == self.order and self.giving.phase in UNDER_WAY):
             return
-        if self._stays and self.giving.phase is Giver.FOLLOWED:
+        if self._stays and self.giving.phase in (Giver.COPYING, Giver.FOLLOWED):
             self._change_standby(order)
             return
         offer, credentials = self._host.offer(), self._credentials()
@@ -183,7 +184,7 @@ class Mover:
         self._task = asyncio.create_task(run)
 
     def _change_standby(self, order: MoveOrder) -> None:
-        """Moves the shard to its standby.
+        """Moves the shard to its standby, once that has everything.
 
         Raises:
             ConfigError: The order names another process, or the standby in another way.
@@ -296,6 +297,7 @@ class Mover:
             self._is_closed = False
             await self._host.thaw()
         self.giving.give_up()
+        self._stays = self.order.stays  # Also if the shard was to move to its standby.
         if self._stays:
             self._task = asyncio.create_task(self._follow_again())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.standby import Job, outages
+from benchmarks.standby import Job, extra_s, outages
 from benchmarks.survival.momentum_proof import ledger_numel
 
 
@@ -21,3 +21,10 @@ def test_only_a_run_of_the_same_job_is_compared_with() -> None:
     assert not job.is_that_of({"numel": 100, "steps": 11, "ledger": ledger})
     assert not job.is_that_of({"numel": 100, "steps": 10})  # Without tickets.
     assert not job.is_that_of({})
+
+
+def test_moves_cost_what_their_steps_took_longer_than_others() -> None:
+    ends = [0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 9.0]
+    assert extra_s(ends, 2.0, 7.5) == 3.0
+    with pytest.raises(SystemExit, match="over before the moves"):
+        extra_s(ends, 2.0, 9.0)

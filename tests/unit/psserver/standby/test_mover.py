@@ -133,6 +133,7 @@ def test_a_standby_that_fails_in_the_last_step_of_a_move_leaves_the_shard_open(
         assert host.is_open
         assert host.done[-3:] == ["renew", "unfollow", "announce"]
         assert not (tmp_path / "standby.json").exists()
+        assert moves.has_standby  # It is to be one again.
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
@@ -169,6 +170,25 @@ def test_a_shard_has_one_standby_which_may_be_named_again(
             with pytest.raises(ConfigError, match="has a standby at b:1"):
                 moves.start(other)
         assert (moves.phase, moves.to, target.calls.count("offer")) == ("followed", "b:1", 1)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_moves_to_its_standby_also_while_that_is_filled(
+    target: type[Target], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        for phase in ("copying", "followed"):
+            folder = tmp_path / phase
+            folder.mkdir()
+            moves = Mover(folder, cast(Any, Host()), lambda: ANYONE)
+            moves.start(STANDBY)
+            await until(lambda moves=moves, phase=phase: moves.phase == phase)  # type: ignore[misc]
+            moves.start(MoveOrder(to="b:1"))
+            await until(lambda moves=moves: moves.giving.phase is Giver.MOVED)  # type: ignore[misc]
+            moves.start(MoveOrder(to="b:1"))  # As the command does that is given again.
+            assert (folder / "given.json").exists()
+            assert not (folder / "standby.json").exists()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
