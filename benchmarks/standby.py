@@ -195,8 +195,8 @@ class Scene:
         folder = self._folder / str(host)
         folder.mkdir(exist_ok=True)
         words = ["start", "--shards", str(self._num_shards), "--shard-index", str(index)]
-        words += ["--cluster", "bench", "--host", self._lab.address(host), "--insecure", "--port", "7070"]
-        words += ["--metrics-port", "0"]
+        words += ["--cluster", "bench", "--host", self._lab.address(host), "--insecure"]
+        words += ["--port", "7070", "--metrics-port", "0"]
         command = [*self._lab.inside(host), sys.executable, "-m", "psserver", *words]
         env = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "PACELINE_SPARE": "false"}
         address = f"{self._lab.address(host)}:7070"
