@@ -30,7 +30,7 @@ __all__ = ["register", "undisturbed"]  # The fixtures.
 
 @pytest.fixture
 def scene(tmp_path: Path, register: Path) -> Iterator[Scene]:
-    """Processes whose second shard has a standby, and whose workers wait after `PAUSE`."""
+    """Processes, the second shard with a standby; the workers wait after `PAUSE`."""
     with ExitStack() as stack:
         scene = Scene(tmp_path, stack, pause=PAUSE)
         scene.reach(10)
