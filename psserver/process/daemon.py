@@ -240,7 +240,8 @@ class Daemon:
         self._server = self._make_server()
         self._port = port = self._bind()
         self._addresses = with_own_port(self.plan.addresses, self.plan.index, port)
-        self._moves.address = join_address(socket.gethostname(), port)
+        own = self.plan.pair.own if self.plan.pair is not None else ""
+        self._moves.address = own or join_address(socket.gethostname(), port)
         metrics_port = None
         if self.plan.metrics_port is not None:
             try:

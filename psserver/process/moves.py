@@ -17,6 +17,7 @@ from pscore.observe.boot import boot_id
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.engine.resume import recover
 from psserver.process.followed import FollowedShard, FollowedSlice
+from psserver.process.pairing import Pairing, note_given
 from psserver.service.signpost import Signpost
 from psserver.service.standby_metrics import StandbyView
 from psserver.service.standby_service import StandbyServicer
@@ -66,9 +67,12 @@ class ShardMoves:
         self._credentials = partial(read_credentials, token_file=plan.trust.token_file)
         folder = None if journals is None else journals.folder
         self._incoming = None if folder is None else ArrivingJournals(folder)
+        self._pairing: asyncio.Task[None] | None = None
+        if plan.pair is not None and folder is not None:
+            note_given(folder, plan.pair, plan.pair.own)
         self.mover = Mover(folder, self, self._credentials)
         self._followed = None if journals is None else FollowedShard(engine, journals)
-        self.signpost = Signpost(self._await_kept)
+        self.signpost = Signpost(self._await_kept, lambda: self.view.stands_by)
         self.is_frozen = False
         self.address = ""
         self.stop_data: Callable[[], bool] = lambda: True
@@ -94,13 +98,19 @@ class ShardMoves:
     def resume(self) -> None:
         """Resumes the moves that a former process has begun."""
         self.mover.resume()
-        assert self._servicer is not None
-        self._servicer.resume()
+        servicer, pair = self._servicer, self._plan.pair
+        assert servicer is not None
+        servicer.resume()
+        if pair is not None and self._journals is not None:
+            own = self.address
+            pairing = Pairing(pair, own, self._engine, self._journals, self._credentials)
+            kept = pairing.keep(lambda: self.mover.giving, lambda: servicer.taking)
+            self._pairing = asyncio.create_task(kept)
 
     def check(self) -> None:
         """Raises what ended a task of a move, which only a bug can cause."""
         mine = None if self._servicer is None else self._servicer.task
-        for task in (self.mover.task, mine):
+        for task in (self.mover.task, mine, self._pairing):
             if task is not None and task.done() and not task.cancelled():
                 task.result()
 

@@ -22,7 +22,12 @@ from pscore.net.addresses import parse_addresses
 from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
-from psserver.process.shard_plan import KEEP_CHECKPOINTS_S, PUBLISH_MBIT_MAX, parse_every
+from psserver.process.shard_plan import (
+    KEEP_CHECKPOINTS_S,
+    PUBLISH_MBIT_MAX,
+    PairPlan,
+    parse_every,
+)
 
 SHARDS_MAX = 64
 METRICS_OFFSET = 1000
@@ -82,6 +87,20 @@ class ServerSettings(BaseSettings):
     """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
     checkpoints where each shard is started by itself, with `shard_index`. Its own port may be
     0."""
+    standby_of: str | None = None
+    """Address of the process of this shard whose standby this one is, and which may be its standby
+    later. By default none."""
+    standby_at: str | None = None
+    """Address of the process that is to be the standby of this one, with `standby_of` there. If the
+    shard moves there, this one is the standby."""
+    own_address: str | None = None
+    """This process, as its standby or the other way round reaches it. By default name of the host
+    and port."""
+    standby_register: str | None = None
+    """Folder or URL (`s3://`, `gs://`) that both reach, with which a standby takes over by itself.
+    By default a person decides."""
+    failover_s: float = Field(default=3.0, ge=0.2, le=3600.0)
+    """Seconds of silence after which it does."""
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
     refused. By default the memory of the host."""
@@ -142,6 +161,20 @@ class ServerSettings(BaseSettings):
             key=absolute(self.tls_key),
             client_ca=absolute(self.tls_client_ca),
             token_file=absolute(self.token_file),
+        )
+
+    @property
+    def pair(self) -> PairPlan | None:
+        """The two places of this shard; None: it has one."""
+        other = self.standby_of or self.standby_at
+        if other is None:
+            return None
+        return PairPlan(
+            other=other,
+            own=self.own_address or "",
+            is_first=self.standby_of is None,
+            register=self.standby_register or "",
+            failover_s=self.failover_s,
         )
 
     @property
@@ -323,6 +356,7 @@ def _check(settings: Settings) -> None:
     server.trust.check()
     parse_every(server.publish)
     _check_part(server)
+    _check_pair(server)
     _check_checkpoints(settings)
     for name, first in (
         ("server.port", server.port),
@@ -360,6 +394,29 @@ def _refuse_former(
                 "have replaced snapshots; give server.checkpoint_s (--checkpoint-s, "
                 "PACELINE_CHECKPOINT_S), the seconds between two checkpoints"
             )
+
+
+def _check_pair(server: ServerSettings) -> None:
+    """Raises a `ConfigError` if the shard cannot have two places."""
+    if (pair := server.pair) is None:
+        if server.standby_register is not None:
+            raise ConfigError("server.standby_register needs --standby-of or --standby-at")
+        return
+    if server.standby_of is not None and server.standby_at is not None:
+        raise ConfigError(
+            "server.standby_of and server.standby_at name two other places: the process that has "
+            "the shard at first gets --standby-at, the other one --standby-of"
+        )
+    if server.shard_index is None:
+        raise ConfigError("a standby is of one shard: give --shard-index")
+    if server.state_dir is None or server.durability == "memory":
+        raise ConfigError(
+            "a shard with a standby needs journals that outlive its process, which tell it whether "
+            "the standby has taken over: give --state-dir, without --durability memory"
+        )
+    for address in filter(None, (pair.other, pair.own)):
+        if len(parse_addresses(address)) != 1:
+            raise ConfigError(f"a standby has one address, and {address!r} names several")
 
 
 def _check_checkpoints(settings: Settings) -> None:

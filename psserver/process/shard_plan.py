@@ -33,6 +33,17 @@ def with_own_port(addresses: Sequence[str], index: int, port: int) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairPlan:
+    """Two places of one shard: one process has it, the other one is its standby."""
+
+    other: str  # Address of the other place.
+    own: str  # Address of this place, as the other one reaches it; empty: name of the host, port.
+    is_first: bool  # Whether a new shard begins here.
+    register: str  # Place of claims; empty: a person decides which of the two has the shard.
+    failover_s: float  # Seconds of silence after which the standby takes over.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
     """Everything that one shard process has to know."""
 
@@ -69,6 +80,7 @@ class ShardPlan:
     beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
     # Whether the process, asked to end, waits for the last checkpoint of the start of shard 0.
     awaits_last: bool = False
+    pair: PairPlan | None = None  # The shard's two places; None: it has one.
 
     @property
     def limits(self) -> Limits:
@@ -90,7 +102,8 @@ class ShardPlan:
     def from_json(text: str) -> ShardPlan:
         """Returns the plan that `to_json` wrote."""
         values = json.loads(text)
-        return ShardPlan(**{**values, "trust": Trust(**values["trust"])})
+        pair = None if values["pair"] is None else PairPlan(**values["pair"])
+        return ShardPlan(**{**values, "trust": Trust(**values["trust"]), "pair": pair})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

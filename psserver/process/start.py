@@ -138,6 +138,7 @@ class ShardLaunch:
                 checkpoint_dir=folder,
                 loading_s=0.0 if folder is None else _nbytes(Path(folder)) / READ_RATE,
                 addresses=server.other_addresses,
+                pair=server.pair,
                 mends=folder is not None and bool(server.other_addresses),
                 trust=server.trust,
                 memory_mb=server.memory_mb,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -21,6 +22,7 @@ HERE = ("/ps.v1.Standby/", HEALTH, CONTROL + "Drain")  # Always answered by this
 # Calls that change the journals of a job.
 CHANGED = ("Join", "Define", "Change", "Choose", "Barrier", "Meet", "Leave", "Forget")
 CHANGES = {*(CONTROL + name for name in CHANGED), "/ps.v1.Checkpoints/Finish"}
+DESCRIBE = CONTROL + "Describe"
 HOLD_S = 8.0  # A call waits so long at most; then it is to be repeated.
 KEPT_KEYS = ("user-agent", "grpc-")  # Keys of metadata that each connection sets itself.
 
@@ -32,13 +34,16 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         address: Where calls are passed on to; empty: nowhere.
     """
 
-    def __init__(self, await_kept: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, await_kept: Callable[[], Awaitable[None]], stands_by: Callable[[], bool]
+    ) -> None:
         """Starts with calls that are answered here.
 
         Args:
             await_kept: Waits until a process that follows has all that was changed.
+            stands_by: Returns whether this process is a standby: workers may await it.
         """
-        self._await_kept = await_kept
+        self._await_kept, self._stands_by = await_kept, stands_by
         self.address = ""
         self._channel: grpc.Channel | None = None
         self._is_open = asyncio.Event()
@@ -82,6 +87,10 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
 
         async def late(raw: bytes, context: Any) -> bytes:
+            if self._stands_by() and method == DESCRIBE and _is_awaited(raw):
+                own = await continuation(handler_call_details)
+                reply = await own.unary_unary(own.request_deserializer(raw), context)
+                return self._named(method, own.response_serializer(reply))
             return await self._late(method, raw, context)
 
         return grpc.unary_unary_rpc_method_handler(cast("Any", late))
@@ -135,7 +144,7 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _named(self, method: str, raw: bytes) -> bytes:
         """Returns an answer; one that describes the shard names the address where it is now."""
-        if method == CONTROL + "Describe":
+        if method == DESCRIBE:
             about = pb.DescribeReply.FromString(raw)
             about.moved_to = about.moved_to or self.address
             return about.SerializeToString()
@@ -144,3 +153,11 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             status.shard.moved_to = status.shard.moved_to or self.address
             return status.SerializeToString()
         return raw
+
+
+def _is_awaited(raw: bytes) -> bool:
+    """Returns whether a question for a description is that of a worker that awaits the shard."""
+    try:
+        return bool(pb.DescribeRequest.FromString(raw).awaited)
+    except DecodeError:
+        return False

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +25,6 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-
-from psserver.durability.sealed import read_json, write_json
 
 Document = Mapping[str, Any]
 
@@ -40,6 +39,7 @@ for base in /etc /var/lib /root; do
         -o lowerdir=$base,upperdir={scratch}/upper$base,workdir={scratch}/work$base
 done
 cp {hosts} /etc/hosts
+mount --bind {boot} /proc/sys/kernel/random/boot_id
 mount --bind {app} /app
 {mounts}
 {read_only}
@@ -67,6 +67,12 @@ class Pod:
     claims: Path  # Of the pod's name; kept when the pod is deleted.
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def boot(self) -> Path:
+        """The file with the boot of its node: no two pods are on one."""
+        return self.folder / "boot"
 
     @property
     def container(self) -> Document:
@@ -143,6 +149,7 @@ class Cluster:
         script = ENTER.format(
             scratch=scratch,
             hosts=hosts,
+            boot=pod.boot,
             mounts="\n".join(self._mounts(pod)),
             read_only=READ_ONLY if container["securityContext"]["readOnlyRootFilesystem"] else "",
             app=self.app,
@@ -154,7 +161,12 @@ class Cluster:
         environment = {"PATH": self.path, "HOME": "/", "PYTHONUNBUFFERED": "1"}
         for each in container.get("envFrom", []):
             environment |= self._find("ConfigMap", each["configMapRef"]["name"])["data"]
-        environment |= {each["name"]: self._value(pod, each) for each in container["env"]}
+        for each in container["env"]:
+            value = self._value(pod, each)
+            environment[each["name"]] = re.sub(
+                r"\$\((\w+)\)", lambda found: environment[found[1]], value
+            )
+        pod.environment = environment
         # The command is process 1 of its namespace, which no signal ends that it does not handle,
         # unless the pod's containers share one with the pod's own process.
         is_shared = pod.spec.get("shareProcessNamespace", False)
@@ -221,6 +233,7 @@ class Cluster:
         """Ends a pod as a drained node does, SIGKILL after the grace period; returns its status."""
         pod = self.pods[name]
         assert pod.process is not None
+        self._prepare_stop(pod)
         self._kill(pod, signal.SIGTERM)
         try:
             return pod.process.wait(pod.spec["terminationGracePeriodSeconds"])
@@ -231,8 +244,7 @@ class Cluster:
     def move(self, name: str) -> None:
         """Moves a drained pod to another node: with another boot, and another address."""
         pod = self.pods[name]
-        for stamp in pod.claims.rglob("stamp.json"):
-            write_json(stamp, {**read_json(stamp), "boot": "another"})
+        pod.boot.write_text(str(uuid.uuid4()))
         inner = self._namespace_of(name)
         _ip("-n", inner, "addr", "del", f"{pod.address}/24", "dev", "eth0")
         pod.address = f"10.78.0.{len(self.pods) + self._num_moves + 10}"
@@ -243,7 +255,8 @@ class Cluster:
     def _write_hosts(self) -> None:
         """Writes the address of each pod into those that run, as the cluster's DNS would."""
         self._hosts = "127.0.0.1 localhost\n" + "".join(
-            f"{pod.address} {name}.{self._domain} {name}\n" for name, pod in self.pods.items()
+            f"{pod.address} {name}.{self._domain} {name}.{self._domain}.default.svc {name}\n"
+            for name, pod in self.pods.items()
         )
         for pod in self.pods.values():
             if pod.process is not None and pod.process.poll() is None:
@@ -252,6 +265,20 @@ class Cluster:
                 subprocess.run(
                     words, input=self._hosts, text=True, stdout=subprocess.DEVNULL, check=True
                 )
+
+    def _prepare_stop(self, pod: Pod) -> None:
+        """Runs a container's preStop command in it; the kubelet goes on also if that fails."""
+        if "lifecycle" not in pod.container:
+            return
+        command = pod.container["lifecycle"]["preStop"]["exec"]["command"]
+        inside = ["nsenter", f"--target={self._first(pod)}", "--mount", "--pid", "--net", "--"]
+        user = [f"--reuid={pod.security['runAsUser']}", f"--regid={pod.security['runAsGroup']}"]
+        words = [*inside, "setpriv", *user, f"--groups={pod.security['fsGroup']}", *command]
+        with (pod.folder / "pre-stop").open("wb") as log:
+            limit_s = pod.spec["terminationGracePeriodSeconds"]
+            subprocess.run(
+                words, env=pod.environment, stdout=log, stderr=log, timeout=limit_s, check=False
+            )
 
     def _first(self, pod: Pod) -> int:
         """Returns the container's first process, which unshare has forked."""
@@ -294,6 +321,7 @@ class Cluster:
             self.pods[name] = Pod(
                 name, template["spec"], labels, annotations, address, folder, claims
             )
+            self.pods[name].boot.write_text(str(uuid.uuid4()))
             self._connect(name, address)
 
     def _mounts(self, pod: Pod) -> list[str]:
@@ -308,6 +336,8 @@ class Cluster:
             source = pod.claims / name  # Of a volumeClaimTemplate: kept.
             if name in volumes:
                 source = pod.folder / f"{name}{pod.starts}"
+            if "persistentVolumeClaim" in volumes.get(name, {}):
+                source = self.folder / volumes[name]["persistentVolumeClaim"]["claimName"]
             source.mkdir(exist_ok=True)
             os.chown(source, 0, pod.security["fsGroup"])
             source.chmod(0o2775)

@@ -100,6 +100,31 @@ def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
+def test_a_drained_node_moves_its_shard_to_the_standby_and_the_pod_becomes_that(
+    tmp_path: Path,
+) -> None:
+    values = "standby.enabled=true,standby.registerClaim=register,shards=1"
+    with started(tmp_path, rendered("indexed-job.yaml", "--set", values)) as cluster:
+        first, second = "paceline-0", "paceline-standby-0"
+        workers = [name for name in cluster.pods if name.startswith("mnist-")]
+
+        def said(name: str, text: str) -> bool:
+            return text in cluster.pods[name].log.read_text()
+
+        cluster.wait("no standby", partial(said, first, "the shard has a standby"))
+        for name in workers:
+            cluster.start(name)
+        cluster.wait("no epoch", partial(said, "mnist-0", "accuracy"))
+        assert cluster.drain(first) == 0
+        assert "shard moved to" in (cluster.pods[first].folder / "pre-stop").read_text()
+        cluster.move(first)
+        cluster.start(first)
+        cluster.wait("no standby again", partial(said, second, "the shard has a standby"))
+        for name in workers:
+            end(cluster, name)
+
+
+@pytest.mark.timeout(1800)
 def test_the_pods_of_an_elastic_job_come_and_go(tmp_path: Path) -> None:
     """Two pods train, a third one joins, and the first one is deleted."""
     documents = rendered("elastic-job.yaml")

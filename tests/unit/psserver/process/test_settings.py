@@ -173,6 +173,26 @@ def test_wrong_shards_of_a_cluster_are_refused(part: dict[str, object], message:
         resolve({f"server.{name}": value for name, value in part.items()})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"standby_of": "a:1", "standby_at": "b:1"}, "name two other places"),
+        ({"standby_of": "a:1", "state_dir": None}, "needs journals that outlive its process"),
+        ({"standby_at": "a:1", "durability": "memory"}, "needs journals that outlive its process"),
+        ({"standby_at": "a:1", "shard_index": None}, "of one shard: give --shard-index"),
+        ({"standby_at": "a:1,b:1"}, "'a:1,b:1' names several"),
+        ({"standby_of": "a:1", "own_address": "b:1,c:1"}, "'b:1,c:1' names several"),
+        ({"standby_register": "/shared"}, "needs --standby-of or --standby-at"),
+    ],
+)
+def test_wrong_places_of_a_shard_are_refused(
+    tmp_path: Path, given: dict[str, object], message: str
+) -> None:
+    part = {"shards": 2, "shard_index": 1, "cluster": "c", "state_dir": tmp_path, **given}
+    with pytest.raises(ConfigError, match=message):
+        resolve({f"server.{name}": value for name, value in part.items()})
+
+
 @pytest.mark.parametrize("source", ["flag", "environment", "file"])
 def test_the_former_snapshots_are_refused_with_the_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str

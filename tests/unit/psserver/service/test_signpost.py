@@ -47,7 +47,7 @@ def test_an_answer_stays_here_if_calls_are_held_before_it_is_kept(method: str) -
         async def await_kept() -> None:
             await kept.wait()
 
-        return await ask(method, Signpost(await_kept), kept, is_held=is_held)
+        return await ask(method, Signpost(await_kept, lambda: False), kept, is_held=is_held)
 
     assert asyncio.run(scene(is_held=False)) == b"done"
     with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -1,0 +1,112 @@
+"""Two places of a shard (`--standby-at`, `--standby-of`): one has it, the other is its standby."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+from psserver.exits import CommandError
+from tests.integration.cluster import Worker
+from tests.integration.command import Command, eventually, taken_port
+from tests.integration.test_drain import STEPS, Place, Results, status_of, train, undisturbed
+from tests.integration.test_standby import lose, register
+
+__all__ = ["register", "undisturbed"]  # The fixtures.
+AT = 30  # Workers wait after this step.
+
+
+class Pair:
+    """Two shards; the second has two places that know each other. Two workers wait after `AT`."""
+
+    def __init__(self, folder: Path, register: Path, stack: ExitStack) -> None:
+        with ExitStack() as taken:
+            ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(3)]
+        self._folder, self._register, self.stack = folder, register, stack
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        self.first = Place(folder, 0, ports[0], "a")
+        self.places: dict[int, Place] = {}
+        stack.enter_context(self.first.running())
+        self.running = [self.start(1, "b"), self.start(2, "c")]
+        self.command = Command(folder)
+
+    def start(self, place: int, name: str) -> Popen[str]:
+        """Starts the process of a place of the second shard, in an empty folder of that name."""
+        own, other = self.addresses[place], self.addresses[3 - place]
+        words = ["--standby-at" if place == 1 else "--standby-of", other, "--own-address", own]
+        words += ["--standby-register", str(self._register), "--failover-s", "1"]
+        port = int(own.rpartition(":")[2])
+        self.places[place] = Place(self._folder, 1, port, name, *words)
+        return self.stack.enter_context(self.places[place].running())
+
+    def train(self, job: str = "night", pause: int = AT) -> list[Worker]:
+        """Starts two workers, which know the first place of each shard."""
+        names = {"WORLD_SIZE": "2", "PACELINE_JOB": job, "PACELINE_TIMEOUT_S": "60"}
+        names["PACELINE_SERVERS"] = ",".join(self.addresses[:2])
+        workers = [
+            Worker(train, rank, (STEPS, pause), {**names, "RANK": str(rank)}) for rank in range(2)
+        ]
+        for worker in workers:
+            self.stack.callback(worker.close)
+        return workers
+
+    def stands_by(self, place: int) -> bool:
+        """Returns whether the shard is at the other place, with this one as its standby."""
+        try:
+            there = status_of(self.addresses[3 - place])
+        except CommandError:
+            return False
+        return there.moving.startswith(f"followed, to {self.addresses[place]}")
+
+
+@pytest.fixture
+def pair(tmp_path: Path, register: Path) -> Iterator[Pair]:
+    """A second shard whose second place is its standby before there is a job."""
+    with ExitStack() as stack:
+        pair = Pair(tmp_path, register, stack)
+        eventually(lambda: pair.stands_by(2))
+        yield pair
+
+
+def reach(workers: list[Worker], step: int) -> None:
+    for worker in workers:
+        while worker.hear() < step:
+            pass
+
+
+def results(workers: list[Worker]) -> Results:
+    for worker in workers:
+        worker.tell()
+    return [worker.result() for worker in workers]
+
+
+@pytest.mark.slow
+def test_the_shard_moves_to_its_second_place_and_back(pair: Pair, undisturbed: Results) -> None:
+    workers = pair.train()
+    reach(workers, 10)
+    pair.command.run("drain", "--servers", pair.addresses[1])
+    pair.running[0].terminate()  # As a pod whose node is drained.
+    pair.running[0].wait()
+    reach(workers, AT)
+    pair.stack.enter_context(pair.places[1].running())
+    eventually(lambda: pair.stands_by(1))
+    pair.command.run("drain", "--servers", pair.addresses[2])
+    eventually(lambda: pair.stands_by(2))  # Without a new process.
+    assert results(workers) == undisturbed
+
+
+@pytest.mark.slow
+def test_the_first_place_is_lost_and_an_empty_one_leads_to_the_second(
+    pair: Pair, undisturbed: Results
+) -> None:
+    workers = pair.train()
+    reach(workers, AT)
+    lose(pair.running[0])
+    eventually(lambda: "was silent" in status_of(pair.addresses[2]).moving)
+    pair.start(1, "again")
+    eventually(lambda: pair.stands_by(1))
+    others = pair.train("other", pause=0)  # They know the first place alone.
+    assert [worker.result() for worker in others] == undisturbed
+    lose(pair.running[1])
+    assert results(workers) == undisturbed
