@@ -88,19 +88,15 @@ class ServerSettings(BaseSettings):
     checkpoints where each shard is started by itself, with `shard_index`. Its own port may be
     0."""
     standby_of: str | None = None
-    """Address of the process of this shard whose standby this one is, and which may be its standby
-    later. By default none."""
+    """Address of the process whose standby this one is at first."""
     standby_at: str | None = None
-    """Address of the process that is to be the standby of this one, with `standby_of` there. If the
-    shard moves there, this one is the standby."""
+    """Address of the process with `standby_of` this one; after a move each is the other's."""
     own_address: str | None = None
-    """This process, as its standby or the other way round reaches it. By default name of the host
-    and port."""
+    """Address of this process for the other one. By default name of the host and port."""
     standby_register: str | None = None
-    """Folder or URL (`s3://`, `gs://`) that both reach, with which a standby takes over by itself.
-    By default a person decides."""
+    """Register of both ([standby.md](standby.md#without-a-person)). By default a person decides."""
     failover_s: float = Field(default=3.0, ge=0.2, le=3600.0)
-    """Seconds of silence after which it does."""
+    """Seconds of silence after which the standby takes over."""
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
     refused. By default the memory of the host."""
