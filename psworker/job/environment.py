@@ -48,7 +48,8 @@ RANKS = (
 TIMEOUT_S = 30.0
 TIMEOUT_S_MAX = 86400.0
 WHOLE = ((int,), "a whole number")
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # Types of arguments that are no text.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # Types of arguments, if not text.
+    "servers": ((str, list, tuple), "text as host:port,host:port, or a list"),
     "rank": WHOLE,
     "num_workers": WHOLE,
     "min_workers": WHOLE,

@@ -222,7 +222,7 @@ def test_a_measured_profile_is_saved_and_read_again(
         (("torch.nn:ReLU", *VGG16[1:], "1gbit"), "name it by --input"),
         (("lenet", *VGG16[1:], "1gbit", "--input", "3by3"), "--input is '3by3', must be as"),
         (("lenet", *VGG16[1:], "1gbit", "--input", "2x3"), "does not run on an input of 2x3"),
-        (("lenet", *VGG16[1:], "1gbit", "--device", "gpu"), "does not run on an input of"),
+        (("lenet", *VGG16[1:], "1gbit", "--device", "gpu"), "--device is 'gpu': Expected one of"),
         (("torch.nn:ReLU", *VGG16[1:], "1gbit", "--input", "3"), "has no parameters that are"),
     ],
 )
