@@ -46,6 +46,7 @@ log = structlog.get_logger()
 LOCK = ".schedule"
 KEEP = 3
 LAST = "last"
+STOPPING = ".stopping"  # In the folder while last checkpoints are taken.
 MEND_S = 1.0  # From one look for lost jobs to the next.
 LAST_PATIENCE_S = 1.0  # Seconds that the last checkpoints wait for each other, of `--grace-s`.
 
@@ -72,17 +73,31 @@ class CheckpointSchedule:
     def run(self) -> None:
         """Writes checkpoints until a last one is requested, and copies until it is copied."""
         is_last, due_s = False, time.monotonic()
-        with contextlib.suppress(OSError):  # `take` tries it again, and says why it cannot be.
-            self._claim()
         self._copy()
         while not is_last:
             now_s = time.monotonic()
             due_s = max(due_s + self._plan.every_s, now_s)  # From one begin to the next.
             is_last = self._last.wait(due_s - now_s)
             self.take(is_last=is_last)
+        with contextlib.suppress(OSError):
+            (self._folder / STOPPING).unlink(missing_ok=True)
         self._note_last(is_over=True)
         if self._copier is not None:
             self._copier.finish()
+
+    def begin(self) -> None:
+        """Takes the folder; says whether the process before was killed at its last checkpoints."""
+        with contextlib.suppress(OSError):  # `take` tries it again, and says why it cannot be.
+            self._claim()
+            if not (self._folder / STOPPING).exists():
+                return
+            (self._folder / STOPPING).unlink()
+            log.warning(
+                "the last stop was cut short: its checkpoint is missing; journals lack no "
+                "acknowledged push. Let a stop take 30 s (docker stop --time 30, "
+                "stop_grace_period: 30s)",
+                path=str(self._folder),
+            )
 
     def _copy(self, expired: Sequence[Path] = ()) -> None:
         """Starts to copy new checkpoints to the second place, if there is one."""
@@ -121,6 +136,9 @@ class CheckpointSchedule:
         """Waits for words of the supervisor; ends the process when that is gone."""
         for line in sys.stdin:
             if line.strip() == LAST:
+                if self._lock_fd is not None:
+                    with contextlib.suppress(OSError):
+                        (self._folder / STOPPING).touch(mode=0o600)
                 self._note_last(is_over=False)
                 self._last.set()
         os._exit(Exit.OK)
@@ -264,6 +282,7 @@ def main(text: str) -> None:
     stream = setup.rotating(plan.log_file, plan.log_max_mb)
     setup.configure(plan.log_format, plan.log_level, stream, shard="all")
     schedule = CheckpointSchedule(plan)
+    schedule.begin()
     OwnedThread(schedule.listen, "listen", _end).start()
     if len(plan.addresses) > 1:
         OwnedThread(schedule.mend, "mend", _end).start()

@@ -1,5 +1,6 @@
 """The process that takes scheduled checkpoints, without shards; and the supervisor's end of it."""
 
+import fcntl
 import io
 import itertools
 import os
@@ -231,6 +232,30 @@ def test_a_last_checkpoint_is_written_behind_the_one_under_way(
     assert not thread.is_alive()
     assert names(tmp_path) == ["a-00000001", "a-00000002"]
     assert not under_way
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_stop_that_was_cut_short_is_announced_at_the_next_start(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    """An engine that kills a container says nothing in its log."""
+    cluster.versions = {"a": 1}
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # The end of the input ends the process.
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # Each is a process of its own.
+
+    def stop(is_cut: bool) -> list[Any]:
+        taker = CheckpointSchedule(plan_of(tmp_path))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("last\n"))
+        with capture_logs() as lines:
+            taker.begin()
+        taker.listen()
+        if not is_cut:
+            taker.run()
+        return [line for line in lines if "was cut short" in line["event"]]
+
+    stop(is_cut)
+    assert len(stop(is_cut=False)) == is_cut
+    assert not stop(is_cut=False)
 
 
 def started(keeper: Keeper) -> subprocess.Popen[str]:
