@@ -87,6 +87,7 @@ class Training:
     folder: Path
     job: str = ""
     held: str = "once"  # At a quarter: `once`, until Slurm starts the job again, or `always`.
+    sbatch: Path = ROOT / "deploy" / "slurm" / "train.sbatch"
     output: Path = field(init=False)
     saved: Path = field(init=False)
 
@@ -99,7 +100,7 @@ class Training:
         exported = ",".join(f"{name}={value}" for name, value in variables.items())
         words = ["sbatch", "--parsable", "--nodes=2", f"--ntasks={WORKERS}", *options]
         words += [f"--output={self.output}", f"--export=ALL,{exported}"]
-        words += [str(ROOT / "deploy/slurm/train.sbatch"), str(script), str(self.saved), self.held]
+        words += [str(self.sbatch), str(script), str(self.saved), self.held]
         self.job = self.slurm.call(*words, cwd=self.folder).strip()
 
     def wait(self, what: str, word: str, count: int = WORKERS) -> None:
@@ -177,6 +178,33 @@ def test_a_job_that_is_preempted_with_notice_continues(training: Training) -> No
     training.wait("end", "")
     assert "preempted at" in text(training.output)
     training.check()
+
+
+def test_a_step_on_a_part_of_the_nodes_whose_cancellation_fails(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm 22.05 answers 225 for such a step, although the signal arrives."""
+    programs = training.folder / "bin"
+    programs.mkdir()
+    wrapper, said = programs / "scancel", training.folder / "said"
+    wrapper.write_text(
+        f'#!/bin/sh\n{shutil.which("scancel")} "$@"\nstatus=$?\n'
+        f'case "$*" in *TERM*.*) echo "$* $status" >> {said}; exit 225;; esac\nexit $status\n'
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    text_of = training.sbatch.read_text()
+    assert text_of.count("WORKERS=${SLURM_NTASKS") == 1
+    training.sbatch = training.folder / "train.sbatch"
+    training.sbatch.write_text(re.sub(r"^WORKERS=.*$", "WORKERS=1", text_of, flags=re.MULTILINE))
+    training.submit(PACELINE_DURABILITY="memory")
+    training.wait("a quarter", "a quarter is done", 1)
+    training.call("the same by hand")
+    training.wait("end", "")
+    assert len(text(said).splitlines()) == 1
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", text(training.output))]
+    assert len(begun) == 2
+    assert begun[1] >= STEPS // 4
 
 
 def test_a_job_of_one_worker_continues_from_its_checkpoint(training: Training) -> None:
