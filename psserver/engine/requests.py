@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
 import numpy as np
+import structlog
 
 from pscore.compressors.none import NoCompression
 from pscore.contents import FLAT
@@ -24,7 +25,7 @@ from pscore.net import wire
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import SAMPLES_MAX, ByteArray, Pull, Push, Role, Verdict
-from psserver.decisions.orders import Acknowledge, Action, Answer, Update
+from psserver.decisions.orders import Acknowledge, Action, Answer, Skip, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
@@ -36,6 +37,7 @@ from psserver.engine.slice_queue import SliceQueue
 from psserver.engine.trace import note_push, note_round
 from psserver.slices.base import Asked, Payload, Store
 
+log = structlog.get_logger()
 RAW = NoCompression()
 NO_BYTES: ByteArray = np.empty(0, np.uint8)
 STEPS_MAX = 1 << 48  # Most steps of a job.
@@ -324,7 +326,10 @@ class Requests:
         )
         request.deadline_s = self.now() + wait_s
         self.waiting[request] = None
-        return self.shard.decide_pull(request.job.job, request.address, pull, request)
+        actions = self.shard.decide_pull(request.job.job, request.address, pull, request)
+        if pull.begins:
+            _note_missing(request, [action for _, action in actions if isinstance(action, Skip)])
+        return actions
 
     def _address(
         self, sender: data_pb2.Sender, index: int
@@ -333,6 +338,24 @@ class Requests:
         table = job.table(sender.table)
         clock = table.clock(index)
         return self.jobs[job.name], table, clock, Address(job.name, table.index, index)
+
+
+def _note_missing(request: Request, skipped: Sequence[Skip]) -> None:
+    """Logs that a slice lacks steps that the others have, where a worker continues behind those.
+
+    Workers that have ended in the middle of a step leave as many as the mode lets them be ahead.
+    More are missing where a shard was started on an old copy of its state.
+    """
+    for action in skipped:
+        if 0 < action.former < action.version - request.clock.rule.steps_open():
+            log.error(
+                "this shard lacks steps that the others have: its state is an old one; all go back "
+                "to one step by `psserver restore`, from a checkpoint",
+                job=request.job.job.name,
+                slice=request.address.slice,
+                at=action.former,
+                continues_at=action.version,
+            )
 
 
 def _shared_grad(job: RunningJob, table: Table, address: Address, worker: int) -> ByteArray:

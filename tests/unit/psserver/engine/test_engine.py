@@ -446,3 +446,18 @@ async def test_a_job_of_another_model_is_refused(front: Front) -> None:
     await front.ready()
     with pytest.raises(Refused, match="JobMismatchError: job 'run': mode is asgd here and"):
         await front.define(1, rule=pb.Plugin(name="asgd"))
+
+
+@pytest.mark.parametrize(("begins_at", "is_said"), [(3, False), (4, True), (50, True)])
+@played
+async def test_a_shard_with_an_old_state_says_so_when_a_worker_continues_beyond_it(
+    front: Front, begins_at: int, is_said: bool
+) -> None:
+    """One step may be missing: the last worker ended when others had its push already."""
+    await front.ready(num_workers=1)
+    for step in range(2):
+        await front.push(push_header(0, step), grad(1.0))
+    with capture_logs() as lines:
+        await front.pull(pull_header(0, begins_at, begins_at, begins=True))
+    said = [line for line in lines if "its state is an old one" in line["event"]]
+    assert [(line["at"], line["continues_at"]) for line in said] == [(2, begins_at)] * is_said
