@@ -86,7 +86,7 @@ class CheckpointSchedule:
             self._copier.finish()
 
     def begin(self) -> None:
-        """Takes the folder; says whether the process before was killed at its last checkpoints."""
+        """Keeps the folder, and whether the process before was killed at its last checkpoints."""
         with contextlib.suppress(OSError):  # `take` tries it again, and says why it cannot be.
             self._claim()
             if not (self._folder / STOPPING).exists():
