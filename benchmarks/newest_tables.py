@@ -234,6 +234,8 @@ def _many_rows(found: dict[str, Any]) -> list[list[str]]:
         label = f"checkpoint of {copies['rows'] / 1e6:g}M rows; of the 1% that have changed"
         both = f"{copies['whole_s']:.0f} s; {copies['changes_s']:.1f} s"
         rows.append([label, f"{both}, {100 * copies['share_of_base']:.1f}% of the bytes"])
+        if "whole_pause_ms" in copies:
+            rows.append(["pause by the former", f"{copies['whole_pause_ms']:.0f} ms"])
         rows.append(["pause by the latter", f"{copies['changes_pause_ms']:.0f} ms"])
         rows.append(["restored on other shards, the same bits", f"{copies['restore_s']:.0f} s"])
     if bounded := found.get("bounded"):

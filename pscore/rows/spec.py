@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from pscore.compressors.base import Compressor
@@ -166,6 +166,31 @@ class Rows(Content):
         """Returns the most rows of a row table on all shards."""
         declared = self.tables[table].lru or self.tables[table].max_rows
         return declared or tensor.shape[0] or ROWS_MAX_DEFAULT
+
+    def with_max_rows(self, tensors: Sequence[TensorSpec], wanted: Mapping[str, int]) -> Self:
+        """Returns the content with other bounds of rows.
+
+        Args:
+            tensors: The row tables.
+            wanted: The new `max_rows`, by the name of a row table.
+
+        Raises:
+            ConfigError: A row table has no such bound.
+        """
+        names = [tensor.name for tensor in tensors]
+        tables = list(self.tables)
+        for name, max_rows in wanted.items():
+            number = names.index(name)
+            if tables[number].lru:
+                raise ConfigError(
+                    f"row table {name!r} keeps its newest {tables[number].lru} rows (lru), and is "
+                    "never full: max_rows is for tables without lru"
+                )
+            if max_rows < 1:
+                raise ConfigError(f"max_rows of {name!r} is {max_rows}, must be 1 or more")
+            tables[number] = replace(tables[number], max_rows=max_rows)
+            require_table(tensors[number], tables[number])
+        return replace(self, tables=tuple(tables))
 
     def waiting_max(self, table: int, tensor: TensorSpec, part: SliceSpec) -> int:
         """Returns the most ids of a row table in a slice that wait for their rows."""

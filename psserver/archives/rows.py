@@ -265,7 +265,10 @@ class RowArchive(Archive):
                     counts = about.get(name)
                     count = 0 if counts is None else count_of(counts[number][part.index], what)
                     if count > most:
-                        raise RemoteProtocolError(f"{what} are {count}, more than it has room for")
+                        raise RemoteProtocolError(
+                            f"{what} are {count}, and it has room for {most}; give the table more "
+                            f"with `psserver restore --max-rows {tensor.name}=N`"
+                        )
                     for kind, dtype in of_name.items():
                         numel = count * width.get(kind, 1)
                         found[part.index][f"{kind}.{number}"] = dtype, numel

@@ -538,6 +538,13 @@ def restore(
         int | None,
         typer.Option(help="Number of workers that will join [as in the checkpoint].", min=1),
     ] = None,
+    max_rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TABLE=N",
+            help="New max_rows of a row table, for one that is full; the script declares the same.",
+        ),
+    ] = None,
 ) -> None:
     """Create a job from a checkpoint, on any number of shards; workers then join it."""
     from pscore.pb.ps.v1.control_pb2 import StatusReply
@@ -549,6 +556,7 @@ def restore(
     chosen, taken = read(path, job, _warn)
     name = taken.job if job is None else job
     taken.num_workers = taken.num_workers if workers is None else workers
+    shards.give_room(taken, max_rows or ())
     answers = ask.answers(found.addresses, found.credentials)
     # Its workers wait for this command.
     is_torn = name in torn([one for one in answers if isinstance(one, StatusReply)])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,14 @@ class CopyOut:
 
     take: Callable[[dict[str, np.ndarray]], None]
     mark: Mark | None = None  # The mark of an earlier copy: the changes since then will do.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyMore:
+    """Copy the next portion of a copy that has begun."""
+
+    take: Callable[[dict[str, np.ndarray]], None]
+    portions: Iterator[dict[str, np.ndarray] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +86,17 @@ class BeginShipping:
     """Send all that the journal of the slice needs."""
 
 
-Work = Action | CopyOut | ShowStore | SwitchRule | CountBefore | Seal | JournalAgain | BeginShipping
+Work = (
+    Action
+    | CopyOut
+    | CopyMore
+    | ShowStore
+    | SwitchRule
+    | CountBefore
+    | Seal
+    | JournalAgain
+    | BeginShipping
+)
 Send = Callable[[], None]  # Sends an answer that is ready.
 
 
@@ -169,7 +187,7 @@ class SliceQueue:
         self._completion = completion
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
-        self._is_busy = False
+        self._is_busy = self._is_copying = False
         self._follower: Follower | None = None
         self._shipped = NEVER  # Number of the journal's record that the follower has.
         self._executor = executor if store.numel > placement.inline_numel_max else None
@@ -212,13 +230,32 @@ class SliceQueue:
         try:
             while batch := self._take():
                 if self._follower is None:
-                    execute(batch, self.store, self._completion)
+                    self._put_off(execute(batch, self.store, self._completion))
                 elif not self._execute_followed(batch):
+                    break
+                if self._is_copying and self._goes_on():
                     break
             finished = True
         finally:
             if not finished:
                 self._completion.broke(sys.exception())
+
+    def _put_off(self, copies: list[Work]) -> None:
+        """Queues the next portions of copies, behind the actions that have come meanwhile."""
+        self._is_copying = bool(copies)
+        if copies:
+            with self._lock:
+                self._queue.extend(copies)
+
+    def _goes_on(self) -> bool:
+        """Leaves the rest of the queue to the executor: this thread may have to receive."""
+        if self._executor is None:
+            return False
+        try:
+            self._executor.submit(self.run)
+        except RuntimeError:  # It is shut down: the process ends.
+            return False
+        return True
 
     def _execute_followed(self, batch: list[Work]) -> bool:
         """Executes actions while another process follows; returns False if the queue has to wait.
@@ -232,7 +269,7 @@ class SliceQueue:
         with self._lock:
             self._queue.extendleft(reversed(batch[stop:]))
         outbox = Outbox(self._completion)
-        execute(batch[:stop], self.store, outbox)
+        self._put_off(execute(batch[:stop], self.store, outbox))
         return self._has_it(outbox)
 
     def _has_it(self, outbox: Outbox) -> bool:
@@ -270,13 +307,17 @@ class SliceQueue:
             return batch
 
 
-def execute(actions: Sequence[Work], store: Store, completion: Completion) -> None:
+def execute(actions: Sequence[Work], store: Store, completion: Completion) -> list[Work]:
     """Executes actions of one slice in order; an update and the additions before it run as one.
 
     So a gradient is read once, for addition and step. Acknowledgements between them are sent after
     the update: their receivers need them only to reuse the gradient's memory.
+
+    Returns:
+        The next portions of copies that are not whole.
     """
     run: list[Add | Acknowledge] = []
+    more: list[Work] = []
     for action in actions:
         if isinstance(action, Add) or (run and isinstance(action, Acknowledge)):
             run.append(action)
@@ -285,9 +326,13 @@ def execute(actions: Sequence[Work], store: Store, completion: Completion) -> No
             _update_with(run, action, store, completion)
         else:
             _one_by_one(run, store, completion)
-            HANDLERS[type(action)](action, store, completion)
+            if isinstance(action, CopyOut | CopyMore):
+                more += _copy(action, store)
+            else:
+                HANDLERS[type(action)](action, store, completion)
         run = []
     _one_by_one(run, store, completion)
+    return more
 
 
 def _update_with(
@@ -347,8 +392,15 @@ def _answer(action: Answer, store: Store, completion: Completion) -> None:
     completion.answer(action, store)
 
 
-def _copy_out(action: CopyOut, store: Store, completion: Completion) -> None:
-    action.take(store.export() if action.mark is None else store.export(action.mark))
+def _copy(action: CopyOut | CopyMore, store: Store) -> list[Work]:
+    """Copies a portion; returns the next one, or none if the copy is whole."""
+    if isinstance(action, CopyOut):
+        action = CopyMore(take=action.take, portions=store.export_by_portions(action.mark))
+    arrays = next(action.portions)
+    if arrays is None:
+        return [action]
+    action.take(arrays)
+    return []
 
 
 def _show_store(action: ShowStore, store: Store, completion: Completion) -> None:
@@ -377,7 +429,6 @@ def _begin_shipping(action: BeginShipping, store: Store, completion: Completion)
 
 
 HANDLERS: dict[type[Work], Callable[..., None]] = {
-    CopyOut: _copy_out,
     ShowStore: _show_store,
     SwitchRule: _switch_rule,
     CountBefore: _count_before,

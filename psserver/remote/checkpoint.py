@@ -20,11 +20,13 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
+from pscore.errors import ConfigError
 from pscore.net.credentials import Credentials
 from pscore.net.rpc import ChannelOptions, error_of
 from pscore.optimizers import OPTIMIZERS
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
+from pscore.rows.spec import Rows
 from pscore.table_spec import BESIDE, GROWN, TableSpec
 from psserver.archives import archive_of
 from psserver.archives.base import Tensors
@@ -370,6 +372,38 @@ def _read(
 
 
 # ----- back into shards
+
+
+def give_room(checkpoint: Checkpoint, wanted: Iterable[str]) -> None:
+    """Changes the bounds of row tables in a checkpoint that is about to be restored.
+
+    Args:
+        checkpoint: The checkpoint.
+        wanted: For each row table `NAME=N`: the new `max_rows`.
+
+    Raises:
+        ConfigError: One is not of that form, or no row table has that name or such a bound.
+    """
+    room: dict[str, int] = {}
+    for text in wanted:
+        name, _, number = text.rpartition("=")
+        if not name or not number.isdecimal():
+            raise ConfigError(f"--max-rows {text}: must be TABLE=N, such as users=20000000")
+        room[name] = int(number)
+    known = [
+        tensor.name
+        for table in checkpoint.tables
+        if isinstance(table.spec.content, Rows)
+        for tensor in table.spec.tensors
+    ]
+    if unknown := room.keys() - set(known):
+        there = f"there are {', '.join(known)}" if known else "it has none"
+        raise ConfigError(f"the checkpoint has no row table {min(unknown)!r}; {there}")
+    for table in checkpoint.tables:
+        content, tensors = table.spec.content, table.spec.tensors
+        if isinstance(content, Rows):
+            own = {one.name: room[one.name] for one in tensors if one.name in room}
+            table.spec = replace(table.spec, content=content.with_max_rows(tensors, own))
 
 
 def restore(

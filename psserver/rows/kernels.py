@@ -25,6 +25,7 @@ AHEAD = 16  # Turns of a loop: so many rows or positions come from memory at the
 LINE, FETCHED_NBYTES = 64, 256
 GROUP = 8  # Places that share one note of their newest change.
 NO_VERSION = np.uint32((1 << 32) - 1)
+CopiedRows = tuple[IdArray, FloatArray, IntArray]  # Ids, rows with their state, versions.
 
 
 @inlined
@@ -159,25 +160,6 @@ def note_change(newest: WordArray, places: IntArray, version: np.uint32) -> None
 
 
 @kernel
-def changed_since(
-    words: WordArray, stride: int, groups: IntArray, since: int, high: int, out: IntArray
-) -> int:
-    """Writes the places below `high` of rows of a later version, in groups; returns how many."""
-    count = 0
-    for i in range(len(groups)):
-        if i + 2 < len(groups):
-            ahead = words.ctypes.data + 4 * groups[i + 2] * GROUP * stride
-            for k in range(GROUP):
-                prefetch(ahead + 4 * k * stride)
-        for place in range(groups[i] * GROUP, min(high, (groups[i] + 1) * GROUP)):
-            version = words[place * stride + VERSION_WORD]
-            if version > since and version < NO_VERSION:
-                out[count] = place
-                count += 1
-    return count
-
-
-@kernel
 def take_oldest(
     words: WordArray,
     longs: IdArray,
@@ -289,6 +271,89 @@ def bring_back(words: WordArray, stride: int, places: IntArray, saved: WordArray
     for i in range(len(places)):
         base = places[i] * stride
         _copy(saved[i * stride : (i + 1) * stride], words[base : base + stride])
+
+
+@inlined
+def _copy_row(
+    floats: Any, words: Any, longs: Any, place: Any, stride: Any, arrays: Any, count: Any
+) -> None:
+    """Copies a row with its id and version behind `count` others."""
+    ids, values, versions = arrays
+    base, width = place * stride, len(values) // max(1, len(ids))
+    ids[count] = longs[base // 2]
+    versions[count] = words[base + VERSION_WORD]
+    begin = base + HEADER_WORDS
+    _copy(floats[begin : begin + width], values[count * width : (count + 1) * width])
+
+
+@kernel
+def copy_range(
+    floats: FloatArray,
+    words: WordArray,
+    longs: IdArray,
+    stride: int,
+    newest: WordArray,
+    start: int,
+    stop: int,
+    since: int,
+    is_copied: npt.NDArray[np.uint8],
+    arrays: CopiedRows,
+    count: int,
+) -> int:
+    """Copies the rows from place `start` to before `stop` that are not copied yet.
+
+    Args:
+        floats: The slab, as numbers; `words` and `longs` are the same.
+        words: As words of 32 bits.
+        longs: As words of 64 bits.
+        stride: Words of a place.
+        newest: By group of places: the newest change.
+        start: The first place.
+        stop: That behind the last one.
+        since: Only rows of a later version are copied.
+        is_copied: `(num_places,) uint8`.
+        arrays: Receive them.
+        count: Rows that they have.
+
+    Returns:
+        Rows that they have then.
+    """
+    for place in range(start, stop):
+        if since >= 0 and newest[place // GROUP] <= since:
+            continue
+        base = place * stride
+        is_used = words[base + FLAGS_WORD] & USED
+        if is_used and not is_copied[place] and words[base + VERSION_WORD] > since:
+            _copy_row(floats, words, longs, place, stride, arrays, count)
+            count += 1
+    return count
+
+
+@kernel
+def copy_places(
+    floats: FloatArray,
+    words: WordArray,
+    longs: IdArray,
+    stride: int,
+    places: IntArray,
+    start: int,
+    since: int,
+    is_copied: npt.NDArray[np.uint8],
+    arrays: CopiedRows,
+    count: int,
+) -> int:
+    """Copies the rows of places from `start` on that are not copied yet, and notes that they are.
+
+    The arguments are those of `copy_range`; returns the rows that the arrays have then.
+    """
+    for i in range(len(places)):
+        place = places[i]
+        if start <= place < len(is_copied) and not is_copied[place]:
+            is_copied[place] = 1
+            if words[place * stride + VERSION_WORD] > since:
+                _copy_row(floats, words, longs, place, stride, arrays, count)
+                count += 1
+    return count
 
 
 @kernel

@@ -14,7 +14,7 @@ from pscore.rows.hashing import IdArray
 from pscore.rows.init import make_init
 from pscore.rows.optimizers import FRESH, KNOWN, NEW, USED, RowOptimizer, RowStep
 from pscore.rows.spec import FLOAT_NBYTES, RowTable, stride_of
-from pscore.types import FloatArray, HyperArray, IntArray
+from pscore.types import ByteArray, FloatArray, HyperArray, IntArray
 from psserver.rows import kernels
 from psserver.rows.mapped import Mapped
 
@@ -136,6 +136,11 @@ class Slab:
         high = int(self.memory.words[HIGH])
         found = self._keys.nbytes + self._places.nbytes + self._newest.nbytes
         return 4 * self.stride * high + found
+
+    @property
+    def high(self) -> int:
+        """No place from this one on was ever used."""
+        return int(self.memory.words[HIGH])
 
     def rebuild(self) -> None:
         """Makes the index of the headers in the slab."""
@@ -324,17 +329,62 @@ class Slab:
         found = kernels.scan(self.longs, self.words, self.stride, high, ids, places)
         return ids[:found], places[:found]
 
-    def rows_since(self, version: int) -> tuple[IdArray, IntArray]:
-        """Returns what `rows` does, of those rows that a step has changed after a version.
+    def groups_since(self, version: int) -> IntArray:
+        """Returns the groups of places of which a row may have changed after a version.
 
         Args:
             version: Not before that with which this process began.
         """
-        high = int(self.memory.words[HIGH])
-        groups = np.flatnonzero(self._newest > version)
-        places = np.empty(len(groups) * kernels.GROUP, np.int64)
-        count = kernels.changed_since(self.words, self.stride, groups, version, high, places)
-        return self.ids_at(places[:count]), places[:count]
+        return np.flatnonzero(self._newest > version)
+
+    def copy_range(
+        self,
+        start: int,
+        stop: int,
+        since: int,
+        is_copied: ByteArray,
+        arrays: kernels.CopiedRows,
+        count: int,
+    ) -> int:
+        """Copies the rows of places in a range, as `kernels.copy_range`."""
+        found = kernels.copy_range(
+            self.floats,
+            self.words,
+            self.longs,
+            self.stride,
+            self._newest,
+            start,
+            stop,
+            since,
+            is_copied,
+            arrays,
+            count,
+        )
+        return int(found)
+
+    def copy_places(
+        self,
+        places: IntArray,
+        start: int,
+        since: int,
+        is_copied: ByteArray,
+        arrays: kernels.CopiedRows,
+        count: int,
+    ) -> int:
+        """Copies the rows of places, as `kernels.copy_places`."""
+        found = kernels.copy_places(
+            self.floats,
+            self.words,
+            self.longs,
+            self.stride,
+            places,
+            start,
+            since,
+            is_copied,
+            arrays,
+            count,
+        )
+        return int(found)
 
     def check_invariants(self) -> None:
         """Asserts that index and slab are one to one, for tests and the simulator."""

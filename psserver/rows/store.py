@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -36,10 +36,12 @@ from pscore.rules.base import Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.rows.cells import RowJournal
+from psserver.rows.copying import SlabCopy
 from psserver.rows.gone import GoneIds
 from psserver.rows.policy import RowDecision, RowPolicy
 from psserver.rows.slab import FoundPlaces, Keep, Places, Slab, keep_nothing, sum_up
 from psserver.rows.undo import Undo
+from psserver.slices import base
 from psserver.slices.base import (
     NO_CLOCKS,
     NO_OBSERVER,
@@ -116,6 +118,7 @@ class RowStore:
         self._pulled: dict[tuple[int, int], FoundPlaces] = {}
         self._token, self._version = secrets.randbits(TOKEN_BITS), -1
         self._gone = GoneIds()
+        self._copies: list[list[SlabCopy]] = []  # That are being made: of each slab.
         self._num_refused = 0  # Pushes for which a table had no room.
         self.places_lock = threading.Lock()
         self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
@@ -309,30 +312,41 @@ class RowStore:
     # ----- checkpoints
 
     def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
-        """Returns copies of all that outlives the process, by name; no open steps.
+        """Returns what `export_by_portions` comes to."""
+        return base.last_of(self.export_by_portions(mark))
 
-        The rows are in the order of their places: sorting them would stop training for longer.
-        With a mark they are the rows that have changed since then, and the ids that have gone; all
-        rows if it is of another process, or too long ago.
+    def export_by_portions(
+        self, mark: Mark | None = None
+    ) -> Iterator[dict[str, np.ndarray] | None]:
+        """Copies all that outlives the process, by name; no open steps.
+
+        The rows are in no order. With a mark they are the rows that have changed since then, and
+        the ids that have gone; all rows if it is of another process, or too long ago.
+
+        Yields:
+            None behind each portion but the last, and then the arrays, as they were at the first.
         """
-        token, version = mark if mark is not None and len(mark) == MARK_LENGTH else (-1, -1)
-        if token != self._token or not self._gone.has_all_since(version):
-            return self._export(None)
-        gone = self._gone.since(version, len(self._all_slabs))
-        names = [names[-1].replace("versions", "gone") for names, _ in self._named()]
-        return self._export(version) | dict(zip(names, gone, strict=True))
-
-    def _export(self, since: int | None) -> dict[str, np.ndarray]:
+        token, since = mark if mark is not None and len(mark) == MARK_LENGTH else (-1, -1)
         arrays: dict[str, np.ndarray] = {
             "counts": self.counts.copy(),
             "mark": np.array([self._token, self._version]),
         }
-        for names, slab in self._named():
-            ids, places = slab.rows() if since is None else slab.rows_since(since)
-            values = np.empty(len(ids) * slab.width, np.float32)
-            slab.read(ids, places, slab.width, values)
-            arrays |= zip(names, (ids, values, slab.versions(places)), strict=True)
-        return arrays
+        if token == self._token and self._gone.has_all_since(since):
+            gone = self._gone.since(since, len(self._all_slabs))
+            names = [names[-1].replace("versions", "gone") for names, _ in self._named()]
+            arrays |= zip(names, gone, strict=True)
+        else:
+            since = -1
+        copies = [SlabCopy(slab, since) for slab in self._all_slabs]
+        self._copies.append(copies)
+        for copy in copies:
+            while not copy.is_whole:
+                copy.advance()
+                yield None
+        self._copies.remove(copies)
+        for (names, _), copy in zip(self._named(), copies, strict=True):
+            arrays |= zip(names, copy.arrays(), strict=True)
+        yield arrays
 
     def restore(
         self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NO_CLOCKS
@@ -527,9 +541,14 @@ class RowStore:
     def _save(self, plans: Sequence[tuple[Slab, Places]], later: Sequence[int] = ()) -> list[Keep]:
         """Keeps the rows that a step changes or removes, those of some slabs later (`Undo.save`).
 
+        Copies that are being made get them too.
+
         Returns:
             The functions that keep them then, by table.
         """
+        for copies in self._copies:
+            for copy, (_, plan) in zip(copies, plans, strict=True):
+                copy.keep(plan)
         if self._journal is not None and self._undo is not None and self._journal.is_on:
             try:
                 self._undo.save(plans, self._journal.number, later)

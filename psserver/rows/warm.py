@@ -12,6 +12,7 @@ from pscore.rows.partition import BUCKETS
 from pscore.rows.payload import Owned, require_owned
 from pscore.rows.spec import COUNTER, RowTable, stride_of
 from psserver.rows import kernels
+from psserver.rows.copying import SlabCopy
 from psserver.rows.mapped import Mapped
 from psserver.rows.policy import RowPolicy, make_waiting
 from psserver.rows.slab import Slab, sum_up
@@ -38,7 +39,9 @@ def warm_up(optimizer: RowOptimizer) -> None:
     slab.begin(plan)
     slab.step(plan, rows.values, 1.0, 1, 1, np.full(len(optimizer.hyper_names), 0.5))
     slab.load(plan, values, 1, slab.versions(plan.places))
-    slab.rows_since(0)
+    copy = SlabCopy(slab, 0)
+    copy.keep(plan)
+    copy.advance()
     undo.save([(slab, slab.plan(ids))], 0)
     undo.roll_back([slab], 0)
     # Nothing here has expired: the loop is called with no id.

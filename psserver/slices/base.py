@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -51,6 +51,13 @@ class Reading(NamedTuple):
 
 def nothing() -> None:
     """Frees nothing: an answer that nothing writes to may be sent later."""
+
+
+def last_of(portions: Iterator[dict[str, np.ndarray] | None]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a copy; nothing happens to the slice between its portions."""
+    *_, arrays = portions
+    assert arrays is not None
+    return arrays
 
 
 WeightedGrad = tuple[Add, Payload]  # One gradient of a sum; the order holds its weight.
@@ -144,11 +151,18 @@ class Store(Protocol):
 
     # ----- checkpoints
 
-    def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
-        """Returns copies of all that outlives the process, by name; no open sums.
+    def export_by_portions(
+        self, mark: Mark | None = None
+    ) -> Iterator[dict[str, np.ndarray] | None]:
+        """Copies all that outlives the process, by name; no open sums.
+
+        Orders may be executed between two portions; the copy is of the first one's moment.
 
         Args:
             mark: The array `mark` of an earlier copy: the changes since then will do.
+
+        Yields:
+            None behind each portion but the last, and then the arrays.
         """
 
     def restore(

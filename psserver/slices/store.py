@@ -9,7 +9,7 @@ to another too, and each order ends with the record that names the new ones (jou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -145,6 +145,12 @@ class SliceStore:
         arrays |= {f"state.{i}": array.copy() for i, array in enumerate(self.state)}
         arrays |= {f"memory.{name}": array.copy() for name, array in self._memory.arrays.items()}
         return arrays
+
+    def export_by_portions(
+        self, mark: Mark | None = None
+    ) -> Iterator[dict[str, np.ndarray] | None]:
+        """Yields what `export` returns: a slice of a vector is one portion."""
+        yield self.export(mark)
 
     def restore(
         self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NO_CLOCKS

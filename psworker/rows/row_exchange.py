@@ -249,22 +249,34 @@ class RowExchange:
             self.missed.late(self.session.rank, index, self.spec.rule)
 
     def _raise_failed(self) -> None:
-        """Raises the error of a push that was refused: answers may depend on it.
+        """Raises the error of pushes that were refused: answers may depend on them.
 
         A push for which there is no room leaves once more without rows, so that its step can close
-        and this worker may continue.
+        and this worker may continue. One error names all of them: the others are waited for.
         """
-        for index, push in self._pushes.items():
-            if push.done.done() and (problem := push.done.exception()) is not None:
-                if not isinstance(problem, TableFullError):
-                    raise problem
-                self._start(index, push.header, [])
-                self.missed.left_out(index)
-                raise TableFullError(
-                    f"{problem}. The rows of step {push.header.step} of worker "
-                    f"{self.session.rank} do not count in slice {index}; a script that catches "
-                    "this may continue"
-                )
+        problems = [push.done.exception() for push in self._pushes.values() if push.done.done()]
+        for problem in filter(None, problems):
+            if not isinstance(problem, TableFullError):
+                raise problem
+        if not any(problems):
+            return
+        refused: dict[int, TableFullError] = {}
+        for index, push in list(self._pushes.items()):
+            try:
+                self._early_answers.wait(push.done, index, "room for rows")
+            except TableFullError as problem:
+                refused[index] = problem
+        for index in refused:
+            push = self._pushes[index]
+            self._start(index, push.header, [])
+            self.missed.left_out(index)
+        step = max(self._pushes[index].header.step for index in refused)
+        places = ", ".join(map(str, refused))
+        raise TableFullError(
+            f"{'; '.join(map(str, refused.values()))}. The rows of step {step} of worker "
+            f"{self.session.rank} do not count in slice {places}; a script that catches this may "
+            "continue"
+        )
 
     def _transport(self, index: int) -> Transport:
         self.session.require_own()

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from pscore.errors import DecodeError, RemoteProtocolError
-from pscore.rows.spec import LRU_MIN, RowTable
+from pscore.errors import ConfigError, DecodeError, RemoteProtocolError, TableFullError
+from pscore.rows.spec import LRU_MIN, Rows, RowTable
 from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
 from psserver.archives import archive_of
 from psserver.archives.base import Room, Tensors
 from psserver.exits import CommandError
+from psserver.remote import checkpoint
 from psserver.remote import checkpoint_files as files
 from psserver.rows import gone
 from tests.row_driver import RowShards, crowded, row_spec
@@ -122,6 +123,45 @@ def test_rows_come_back_on_another_number_of_shards(
         assert held[0] == held[1]
     for rows, wanted in zip(after.pull(IDS), before.pull(IDS), strict=True):
         np.testing.assert_array_equal(rows, wanted)
+
+
+FULL = (
+    ("users", 0, 4, RowTable(seed=1, init="uniform(1)", max_rows=40)),
+    ("items", 1 << 20, 3, RowTable(seed=2, init="normal(1)", lru=LRU_MIN)),
+)
+
+
+def test_a_full_table_comes_back_with_more_room() -> None:
+    before = trained(1, 0, FULL)
+    users, items = IDS[0][:40], IDS[1][:0]
+    before.push(0, 0, [users, items], [np.ones((40, 4)), np.ones((0, 3))], HYPER)
+    more = [IDS[0][:60], items], [np.ones((60, 4)), np.ones((0, 3))]
+    with pytest.raises(TableFullError):
+        before.push(0, 1, *more, HYPER)
+    state = files.TableState(
+        spec=before.spec, version=1, slices={}, counts=[1, 1], arrays=captured(before)
+    )
+    taken = files.Checkpoint(job="j", num_workers=1, tables=[state])
+    for wrong, message in (
+        ("users", "must be TABLE=N"),
+        ("users=x", "must be TABLE=N"),
+        ("films=9", "no row table 'films'; there are users, items"),
+        ("users=0", "max_rows of 'users' is 0, must be 1 or more"),
+        ("items=99999", "'items' keeps its newest .* max_rows is for tables without lru"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            checkpoint.give_room(taken, [wrong])
+    checkpoint.give_room(taken, ["users=100"])
+    content = taken.tables[0].spec.content
+    assert isinstance(content, Rows)
+    assert [table.max_rows for table in content.tables] == [100, 0]
+    tables = [(*FULL[0][:3], content.tables[0]), FULL[1]]
+    after = restored(1, captured(before), [1, 1], 1, tables)
+    np.testing.assert_array_equal(after.pull([users, items])[0], before.pull([users, items])[0])
+    after.push(0, 1, *more, HYPER)
+    assert sum(store.count_held()["rows"] for store in after.stores()) == 60
+    with pytest.raises(RemoteProtocolError, match=r"60, .* room for 40; .* --max-rows users=N"):
+        restored(1, captured(after), [1, 1], 2, FULL)
 
 
 def require_equal(found: Mapping[str, Tensors], wanted: Mapping[str, Tensors]) -> None:
@@ -289,5 +329,5 @@ def test_rows_of_another_slice_or_beyond_the_bound_are_refused() -> None:
         second.restore(first.export(), 2)
     small = row_spec(("users", 0, 4, RowTable(max_rows=10)))
     archive = archive_of("rows")
-    with pytest.raises(RemoteProtocolError, match="are 11, more than it has room for"):
+    with pytest.raises(RemoteProtocolError, match="are 11, and it has room for 10"):
         archive.staged(small, small.layout().slices, {"rows": [[11]]})

@@ -1,7 +1,9 @@
 """Slice queues: order, additions and updates in one, and the report of a failed action."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -275,11 +277,42 @@ def test_many_threads_submit_to_one_queue_and_each_order_is_kept() -> None:
 
 def test_a_copy_is_of_what_is_there_between_two_actions() -> None:
     words: Any = Words()
-    words.export = lambda: {"said": np.array(len(words.said))}
+    words.export_by_portions = lambda mark: iter([{"said": np.array(len(words.said))}])
     taken: list[int] = []
     copy = CopyOut(take=lambda arrays: taken.append(int(arrays["said"])))
     execute([ack("a"), copy, ack("b")], words, words)
     assert taken == [1]
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_actions_that_come_meanwhile_are_before_the_next_portion_of_a_copy(
+    is_followed: bool,
+) -> None:
+    """And the thread that began the copy is free again: it may be the one that receives."""
+    words: Any = Words(1 << 20)
+    words.journal = SimpleNamespace(number=1, is_on=True)
+    words.make_acknowledgement = lambda action: partial(words.acknowledge, action)
+    tasks: list[Callable[[], None]] = []
+    queue = SliceQueue(words, words, SimpleNamespace(submit=tasks.append))  # type: ignore[arg-type]
+    if is_followed:
+        queue.follow(SimpleNamespace(ship=lambda kept: False))  # type: ignore[arg-type]
+        words.said.clear()
+
+    def portions(mark: object) -> Iterator[dict[str, np.ndarray] | None]:
+        for number in range(3):
+            words.said.append(f"portion {number}")
+            yield None
+        yield {}
+
+    words.export_by_portions = portions
+    assert queue.append([CopyOut(take=lambda arrays: words.said.append("whole"))])
+    queue.run()
+    assert words.said == ["portion 0"]
+    queue.submit([ack("a")])
+    while tasks:
+        tasks.pop(0)()
+    assert words.said == ["portion 0", "portion 1", "ack a", "portion 2", "whole"]
+    assert not queue.is_busy
 
 
 # ----- another process follows
