@@ -295,7 +295,7 @@ def test_actions_that_come_meanwhile_are_before_the_next_portion_of_a_copy(
     tasks: list[Callable[[], None]] = []
     queue = SliceQueue(words, words, SimpleNamespace(submit=tasks.append))  # type: ignore[arg-type]
     if is_followed:
-        queue.follow(SimpleNamespace(ship=lambda kept: False))  # type: ignore[arg-type]
+        queue.follow(SimpleNamespace(ship=lambda kept: False))
         words.said.clear()
 
     def portions(mark: object) -> Iterator[dict[str, np.ndarray] | None]:
