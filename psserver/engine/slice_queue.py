@@ -395,7 +395,7 @@ def _answer(action: Answer, store: Store, completion: Completion) -> None:
 def _copy(action: CopyOut | CopyMore, store: Store) -> list[Work]:
     """Copies a portion; returns the next one, or none if the copy is whole."""
     if isinstance(action, CopyOut):
-        action = CopyMore(take=action.take, portions=store.export_by_portions(action.mark))
+        action = CopyMore(take=action.take, portions=store.export(action.mark))
     arrays = next(action.portions)
     if arrays is None:
         return [action]

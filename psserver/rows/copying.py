@@ -13,7 +13,7 @@ import numpy as np
 from psserver.rows import kernels
 from psserver.rows.slab import Places, Slab
 
-PORTION_NBYTES = 2 << 20  # Of a slab: a step waits for no more than one portion.
+PORTION_NBYTES = 2 << 20  # Bytes of a slab; a step waits for no more than one portion.
 
 
 class SlabCopy:

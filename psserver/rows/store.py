@@ -41,7 +41,6 @@ from psserver.rows.gone import GoneIds
 from psserver.rows.policy import RowDecision, RowPolicy
 from psserver.rows.slab import FoundPlaces, Keep, Places, Slab, keep_nothing, sum_up
 from psserver.rows.undo import Undo
-from psserver.slices import base
 from psserver.slices.base import (
     NO_CLOCKS,
     NO_OBSERVER,
@@ -118,7 +117,7 @@ class RowStore:
         self._pulled: dict[tuple[int, int], FoundPlaces] = {}
         self._token, self._version = secrets.randbits(TOKEN_BITS), -1
         self._gone = GoneIds()
-        self._copies: list[list[SlabCopy]] = []  # That are being made: of each slab.
+        self._copies: list[list[SlabCopy]] = []  # Copies that are being made, by slab.
         self._num_refused = 0  # Pushes for which a table had no room.
         self.places_lock = threading.Lock()
         self._buffers: deque[ByteArray] = deque(maxlen=BUFFERS_KEPT)
@@ -311,13 +310,7 @@ class RowStore:
 
     # ----- checkpoints
 
-    def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
-        """Returns what `export_by_portions` comes to."""
-        return base.last_of(self.export_by_portions(mark))
-
-    def export_by_portions(
-        self, mark: Mark | None = None
-    ) -> Iterator[dict[str, np.ndarray] | None]:
+    def export(self, mark: Mark | None = None) -> Iterator[dict[str, np.ndarray] | None]:
         """Copies all that outlives the process, by name; no open steps.
 
         The rows are in no order. With a mark they are the rows that have changed since then, and
@@ -339,11 +332,13 @@ class RowStore:
             since = -1
         copies = [SlabCopy(slab, since) for slab in self._all_slabs]
         self._copies.append(copies)
-        for copy in copies:
-            while not copy.is_whole:
-                copy.advance()
-                yield None
-        self._copies.remove(copies)
+        try:
+            for copy in copies:
+                while not copy.is_whole:
+                    copy.advance()
+                    yield None
+        finally:
+            self._copies.remove(copies)
         for (names, _), copy in zip(self._named(), copies, strict=True):
             arrays |= zip(names, copy.arrays(), strict=True)
         yield arrays

@@ -53,13 +53,6 @@ def nothing() -> None:
     """Frees nothing: an answer that nothing writes to may be sent later."""
 
 
-def last_of(portions: Iterator[dict[str, np.ndarray] | None]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a copy; nothing happens to the slice between its portions."""
-    *_, arrays = portions
-    assert arrays is not None
-    return arrays
-
-
 WeightedGrad = tuple[Add, Payload]  # One gradient of a sum; the order holds its weight.
 
 
@@ -151,9 +144,7 @@ class Store(Protocol):
 
     # ----- checkpoints
 
-    def export_by_portions(
-        self, mark: Mark | None = None
-    ) -> Iterator[dict[str, np.ndarray] | None]:
+    def export(self, mark: Mark | None = None) -> Iterator[dict[str, np.ndarray] | None]:
         """Copies all that outlives the process, by name; no open sums.
 
         Orders may be executed between two portions; the copy is of the first one's moment.

@@ -136,21 +136,15 @@ class SliceStore:
 
     # ----- checkpoints
 
-    def export(self, mark: Mark | None = None) -> dict[str, np.ndarray]:
-        """Returns copies of all that outlives the process, by name; no open sums."""
+    def export(self, mark: Mark | None = None) -> Iterator[dict[str, np.ndarray] | None]:
+        """Yields copies of all that outlives the process, by name, in one portion; no open sums."""
         arrays: dict[str, np.ndarray] = {
             "weights": self.weights.copy(),
             "counts": self.counts.copy(),
         }
         arrays |= {f"state.{i}": array.copy() for i, array in enumerate(self.state)}
         arrays |= {f"memory.{name}": array.copy() for name, array in self._memory.arrays.items()}
-        return arrays
-
-    def export_by_portions(
-        self, mark: Mark | None = None
-    ) -> Iterator[dict[str, np.ndarray] | None]:
-        """Yields what `export` returns: a slice of a vector is one portion."""
-        yield self.export(mark)
+        yield arrays
 
     def restore(
         self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NO_CLOCKS

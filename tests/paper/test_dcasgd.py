@@ -9,6 +9,7 @@ from pscore.rules.base import Memory
 from psserver.decisions.orders import Answer
 from tests.harness import SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
+from tests.unit.psserver.ordered import last_of
 
 GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 
@@ -72,13 +73,13 @@ def test_a_look_is_not_a_pull_to_train_on(with_state: bool) -> None:
     store = cluster.shard.stores[0]
     pulled = Answer(token=0, worker=0, version=0, with_state=with_state)
     store.read(pulled)
-    taken = store.export()["memory.weights_backup.0"].copy()
+    taken = last_of(store.export())["memory.weights_backup.0"].copy()
     store.weights[:] += 1.0
     seen, *_ = store.read(pulled._replace(is_look=True))
     assert seen is store.weights
-    np.testing.assert_array_equal(store.export()["memory.weights_backup.0"], taken)
+    np.testing.assert_array_equal(last_of(store.export())["memory.weights_backup.0"], taken)
     store.read(pulled)
-    np.testing.assert_array_equal(store.export()["memory.weights_backup.0"], taken + 1.0)
+    np.testing.assert_array_equal(last_of(store.export())["memory.weights_backup.0"], taken + 1.0)
 
 
 class Model(History):

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 LAST = 6
 RANKS: dict[str, tuple[int, str]] = {  # By module that makes the lock.
     "psserver.engine.engine": (1, "engine"),
@@ -128,3 +130,10 @@ def _line() -> str:
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def last_of(portions: Iterator[dict[str, np.ndarray] | None]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a copy; nothing happens to the slice between its portions."""
+    *_, arrays = portions
+    assert arrays is not None
+    return arrays

@@ -22,6 +22,7 @@ from psserver.remote import checkpoint
 from psserver.remote import checkpoint_files as files
 from psserver.rows import gone
 from tests.row_driver import RowShards, crowded, row_spec
+from tests.unit.psserver.ordered import last_of
 
 HYPER = np.array([[0.1, 0.9, 0.999, 1e-8, 0.0]])
 TABLES = (
@@ -51,7 +52,7 @@ def trained(num_shards: int, steps: int, tables: Any = TABLES) -> RowShards:
 
 
 def marks_of(shards: RowShards) -> list[tuple[int, ...]]:
-    return [tuple(store.export()["mark"].tolist()) for store in shards.stores()]
+    return [tuple(last_of(store.export())["mark"].tolist()) for store in shards.stores()]
 
 
 def captured(
@@ -63,7 +64,7 @@ def captured(
     """Returns the numbers of all slices, as the reader of a checkpoint puts them together."""
     room = room or archive_of("rows").room(shards.spec, shards.layout, base or {})
     for index, (part, store) in enumerate(zip(shards.layout.slices, shards.stores(), strict=True)):
-        arrays = store.export(marks[index]) if marks else store.export()
+        arrays = last_of(store.export(marks[index])) if marks else last_of(store.export())
         for name, array in arrays.items():
             if name not in ("counts", "mark"):
                 data = array.view(np.uint8)
@@ -182,7 +183,7 @@ def test_an_earlier_copy_and_the_changes_since_are_the_whole(tables: Any, gap: i
         if step % gap == gap - 1:
             found = captured(shards, base, marks)
             require_equal(found, captured(shards))
-            changes = shards.stores()[0].export(marks[0])
+            changes = last_of(shards.stores()[0].export(marks[0]))
             assert "gone.0" in changes
             assert len(changes["ids.0"]) <= 90 * gap
             base, marks = found, marks_of(shards)
@@ -279,20 +280,20 @@ def test_changes_that_are_not_known_are_a_whole_copy(
     push(shards, 0)
     (mark,) = marks_of(shards)
     push(shards, 1)
-    assert "gone.0" in shards.stores()[0].export(mark)
+    assert "gone.0" in last_of(shards.stores()[0].export(mark))
     shards.kill(0)
     base = captured(shards)
-    assert "gone.0" not in shards.stores()[0].export(mark)
+    assert "gone.0" not in last_of(shards.stores()[0].export(mark))
     (mark,) = marks_of(shards)
     shards.load([[1 << 50], []], [np.ones((1, 12)), np.ones((0, 9))])
-    assert "gone.0" not in shards.stores()[0].export(mark)
+    assert "gone.0" not in last_of(shards.stores()[0].export(mark))
     require_equal(captured(shards, base, [mark]), captured(shards))
     monkeypatch.setattr(gone, "IDS_MAX", 30)
     push(shards, 2)
     (mark,) = marks_of(shards)
     for step in range(3, 9):
         push(shards, step)
-    assert "gone.0" not in shards.stores()[0].export(mark)
+    assert "gone.0" not in last_of(shards.stores()[0].export(mark))
 
 
 def test_tables_without_an_updated_row_are_saved_and_come_back() -> None:
@@ -326,7 +327,7 @@ def test_rows_of_another_slice_or_beyond_the_bound_are_refused() -> None:
     shards = trained(2, 2)
     first, second = shards.stores()
     with pytest.raises(DecodeError, match="of another slice"):
-        second.restore(first.export(), 2)
+        second.restore(last_of(first.export()), 2)
     small = row_spec(("users", 0, 4, RowTable(max_rows=10)))
     archive = archive_of("rows")
     with pytest.raises(RemoteProtocolError, match="are 11, and it has room for 10"):

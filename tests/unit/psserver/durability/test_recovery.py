@@ -29,6 +29,7 @@ from psserver.engine.resume import recover
 from psserver.slices.journal import SliceJournal
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import stores_of
+from tests.unit.psserver.ordered import last_of
 from tests.unit.psserver.process.test_loading import WRONG, places_in, replaced
 
 STEPS = 30
@@ -281,7 +282,9 @@ def test_an_update_after_the_hash_is_believed(tmp_path: Path) -> None:
     for _ in range(3):  # Hashed once.
         process.engine.tick()
     store = process.store()
-    store.restore({**store.export(), "weights": np.ones(4096, dtype=np.float32)}, STEPS + 1)
+    store.restore(
+        {**last_of(store.export()), "weights": np.ones(4096, dtype=np.float32)}, STEPS + 1
+    )
     process.kill()
     after = Process(tmp_path / "v")
     assert after.names == ["a"]

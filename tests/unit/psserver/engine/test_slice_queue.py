@@ -277,7 +277,7 @@ def test_many_threads_submit_to_one_queue_and_each_order_is_kept() -> None:
 
 def test_a_copy_is_of_what_is_there_between_two_actions() -> None:
     words: Any = Words()
-    words.export_by_portions = lambda mark: iter([{"said": np.array(len(words.said))}])
+    words.export = lambda mark: iter([{"said": np.array(len(words.said))}])
     taken: list[int] = []
     copy = CopyOut(take=lambda arrays: taken.append(int(arrays["said"])))
     execute([ack("a"), copy, ack("b")], words, words)
@@ -304,7 +304,7 @@ def test_actions_that_come_meanwhile_are_before_the_next_portion_of_a_copy(
             yield None
         yield {}
 
-    words.export_by_portions = portions
+    words.export = portions
     assert queue.append([CopyOut(take=lambda arrays: words.said.append("whole"))])
     queue.run()
     assert words.said == ["portion 0"]

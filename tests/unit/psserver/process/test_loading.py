@@ -27,6 +27,7 @@ from psserver.process.checkpoint_loading import MARKER, load
 from psserver.remote import checkpoint_files as files
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import stores_of
+from tests.unit.psserver.ordered import last_of
 from tests.unit.psserver.remote.test_checkpoint_files import flip, make, spoil_manifest
 
 JOB = "run/1"
@@ -43,7 +44,7 @@ def begin(journals: Path | None = None, limits: Limits | None = None) -> Engine:
 
 def weight_of(engine: Engine) -> float:
     (store,) = stores_of(engine.jobs[JOB])
-    arrays = store.export()
+    arrays = last_of(store.export())
     assert np.array_equal(arrays["weights"][:6], -arrays["state.0"][:6])
     return float(arrays["weights"][0])
 

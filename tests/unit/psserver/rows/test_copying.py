@@ -10,6 +10,7 @@ import pytest
 from pscore.rows.spec import RowTable
 from psserver.rows import copying
 from tests.row_driver import RowShards, row_spec
+from tests.unit.psserver.ordered import last_of
 
 LR = np.array([[1.0, 0.0, 1e-10, 0.0, 0.0]])  # adagrad
 TABLES = (
@@ -53,11 +54,11 @@ def test_a_copy_has_the_bits_of_its_first_moment_whatever_happens_meanwhile(
     store, drawn = shards.stores()[0], np.random.default_rng(seed)
     for step in range(6):
         trained(shards, step, drawn)
-    mark = tuple(store.export()["mark"].tolist())
+    mark = tuple(last_of(store.export())["mark"].tolist())
     for step in range(6, 9):
         trained(shards, step, drawn)
-    wanted = [by_id(store.export()), by_id(store.export(mark))]
-    copies = [store.export_by_portions(), store.export_by_portions(mark)]
+    wanted = [by_id(last_of(store.export())), by_id(last_of(store.export(mark)))]
+    copies = [store.export(), store.export(mark)]
     found: list[dict[str, object]] = [{}, {}]
     assert [next(copy) for copy in copies] == [None, None]
     step, num_portions = 9, 0
@@ -71,12 +72,12 @@ def test_a_copy_has_the_bits_of_its_first_moment_whatever_happens_meanwhile(
         num_portions += 1
     assert num_portions > 10
     assert found == wanted
-    assert by_id(store.export()) != wanted[0]
+    assert by_id(last_of(store.export())) != wanted[0]
 
 
 def test_a_copy_of_no_rows_is_whole_at_once() -> None:
     shards = RowShards(row_spec(*TABLES, optimizer="adagrad"), 1)
     shards.begin()
-    (arrays,) = shards.stores()[0].export_by_portions()
+    (arrays,) = shards.stores()[0].export()
     assert arrays is not None
     assert len(arrays["ids.0"]) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numba.core.registry import CPUDispatcher
+from tests.unit.psserver.ordered import last_of
 
 with contextlib.redirect_stdout(sys.stderr):
     from pscore.rows.optimizers import ROW_OPTIMIZERS
@@ -36,7 +37,7 @@ with contextlib.redirect_stdout(sys.stderr):
     shards.pull(ALL, with_state=True)
     shards.pull(ALL, since=1)
     shards.kill(0)
-    shards.stores()[0].restore(shards.stores()[0].export(), 9)
+    shards.stores()[0].restore(last_of(shards.stores()[0].export()), 9)
     after = compiled()
 print(sorted(name for name in after if after[name] != before.get(name, 0)))
 """

@@ -17,6 +17,7 @@ from psserver.slices.pull_estimate import Estimate
 from psserver.slices.store import SliceStore
 from psworker.compression.pull_estimate import PulledEstimate
 from tests.unit.pscore.compressors.cases import NAMES
+from tests.unit.psserver.ordered import last_of
 
 NUMEL = 5000  # No multiple of a block or of a code's packing.
 FOR_PULLS = [name for name in NAMES if parse_compressor(name).bounds_residual]
@@ -335,7 +336,7 @@ def test_a_rule_remembers_what_the_worker_was_given() -> None:
     pulled(made, compressor, held, 0)
     made.weights[:] = values(5)
     pulled(made, compressor, held, 1)
-    backup = made.export()["memory.weights_backup.0"]
+    backup = last_of(made.export())["memory.weights_backup.0"]
     assert held.values is not None
     assert np.array_equal(backup, held.values)
     assert not np.array_equal(backup, made.weights)
