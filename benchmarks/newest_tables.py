@@ -156,7 +156,7 @@ def standby() -> str:
         ["the same, 99 of 100", f"{lost['p99_s']:.2f} s"],
         ["a step without trouble", f"{found['still']['step_s']:.2f} s"],
         [f"pause of a move, the longest of {drain['moves']}", f"{drain['pause_s']:.3f} s"],
-        *_turns(found),
+        *_later_parts(found),
         ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
         ["the formula on a full link", f"{cost['formula']:.2f}"],
     ]
@@ -169,12 +169,19 @@ def standby() -> str:
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
 
 
-def _turns(found: dict[str, Any]) -> list[list[str]]:
-    """Returns the row of shards that moved in turn, if that was measured."""
-    if (turns := found.get("turns")) is None:
-        return []
-    cost = f"{turns['cost_s']:.1f} s, {100 * turns['share']:.1f} %"
-    return [[f"{turns['moves']} shards moved in turn cost, of ten minutes", cost]]
+def _later_parts(found: dict[str, Any]) -> list[list[str]]:
+    """Returns the rows of those parts that were measured, of those that may be missing."""
+    rows = []
+    if turns := found.get("turns"):
+        cost = f"{turns['cost_s']:.1f} s, {100 * turns['share']:.1f} %"
+        rows.append([f"{turns['moves']} shards moved in turn cost, of ten minutes", cost])
+    if refill := found.get("refill"):
+        what = f"{len(refill['times'])} machines lost that workers filled again, longest time"
+        rows.append([what, f"{refill['worst_s']:.1f} s"])
+    if caught := found.get("catch_up"):
+        what = f"{caught['nbytes'] / 1e6:.0f} MB to a new standby at {caught['mbit']} Mbit/s"
+        rows.append([what, f"{caught['seconds']:.1f} s, pace {caught['training']:.2f}"])
+    return rows
 
 
 def rows_by_id() -> str:

@@ -22,9 +22,15 @@ another one, and so on, each time by `psserver drain`; the process that it leave
                       above; of all acknowledged `pushes` (each of a slice) the numbers that are
                       `lost`, `double`, `torn`, and steps that are `partial`, by tickets in the
                       weights (survival/momentum_proof.py)
+    refill            the second shard has no standby, and the workers run the optimizer
+                      (`optimizer_on="worker"`): its machine is lost, an empty process starts at its
+                      address, and the workers fill it. `times` and `identical` as above
+    catch_up          on links of `SLOW` the second shard gets a standby with `CATCH_UP_MBIT`:
+                      `seconds`, `nbytes`, and `training`, the pace meanwhile over that before
     cost              `measured`: a step while the second shard has a standby, relative to one
                       without, on links of `SLOW`; `formula`: the same where a full link of that
-                      shard's host decides (docs/standby.md)
+                      shard's host decides (docs/standby.md); `sent`: the bytes that this host sends
+                      in a step, likewise, as its link's shaper counts them
     off_cost          what the product's code for standbys adds to a round where there is none:
                       two checkouts by turns (`--off BEFORE AFTER`); else null
 """
@@ -70,6 +76,7 @@ NUM_SECOND = 3  # Hosts for the second shard: its own, its standby's, and one th
 FAST, SLOW = "10gbit", "1gbit"
 FAILOVER_S = 0.5  # Silence after which a standby takes over.
 COMPUTE_S = 0.05  # A worker sleeps so long in each step, as if it computed.
+CATCH_UP_MBIT = 200  # A fifth of a link of `SLOW`.
 LR, MOMENTUM = 0.1, 0.9
 COST_STEPS = 60
 FORMULA = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
@@ -83,7 +90,9 @@ STEP = struct.Struct("<q")
 COUNTS = ("pushes", "lost", "double", "torn", "partial")  # Of pushes, by slice (proof.py).
 
 
-def train(rank: int, numel: int, steps: int, compute_s: float, folder: str) -> dict[str, Any]:
+def train(
+    rank: int, numel: int, steps: int, compute_s: float, optimizer_on: str, folder: str
+) -> dict[str, Any]:
     """Trains on drawn gradients and tickets; returns the times of its steps, and a hash."""
     import torch
 
@@ -94,9 +103,10 @@ def train(rank: int, numel: int, steps: int, compute_s: float, folder: str) -> d
     parts = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
     named = {str(number): part for number, part in enumerate(parts)}
     inner = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
-    optimizer = psworker.DistributedOptimizer(inner, named.items())
-    exchange = optimizer._table.exchange
-    LedgerNotebook(book_of(Path(folder), rank), rank, NUM_WORKERS, steps).attach(exchange)
+    optimizer = psworker.DistributedOptimizer(inner, named.items(), optimizer_on=optimizer_on)
+    exchange, has_ledgers = optimizer._table.exchange, optimizer_on == "shards"
+    if has_ledgers:
+        LedgerNotebook(book_of(Path(folder), rank), rank, NUM_WORKERS, steps).attach(exchange)
     for part in parts:
         part.grad = torch.randn(numel // 8, generator=drawn)
     grads = [part.grad.clone() for part in parts if part.grad is not None]
@@ -114,7 +124,7 @@ def train(rank: int, numel: int, steps: int, compute_s: float, folder: str) -> d
             os.pwrite(file.fileno(), STEP.pack(step + 1), 0)
     with optimizer.global_weights():
         whole = torch.cat([part.detach() for part in parts])
-        if not rank:
+        if not rank and has_ledgers:
             keep_ledgers(Path(folder), exchange.layout, named, ledger_numel(NUM_WORKERS, steps))
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     optimizer.close()
@@ -163,6 +173,7 @@ class Job:
     steps: int
     moves: int
     compute_s: float = COMPUTE_S  # In each step.
+    optimizer_on: str = "shards"
 
     def is_that_of(self, run: Mapping[str, Any]) -> bool:
         """Returns whether a run without trouble has trained the same."""
@@ -232,6 +243,7 @@ class Scene:
                     "numel": job.numel,
                     "steps": job.steps,
                     "compute_s": job.compute_s,
+                    "optimizer_on": job.optimizer_on,
                     "folder": str(self._folder),
                 },
                 kit.worker_environment(addresses, rank, NUM_WORKERS, "tcp", "standby"),
@@ -247,9 +259,11 @@ class Scene:
             troubles = trouble(self, job)
             results = [worker.result() for worker in workers]
         books = [book_of(self._folder, rank) for rank in range(NUM_WORKERS)]
+        has_ledgers = job.optimizer_on == "shards"
+        proof = check_ledgers(self._folder, books, job.steps, LR, MOMENTUM) if has_ledgers else None
         return {
             "trouble": troubles,
-            "proof": check_ledgers(self._folder, books, job.steps, LR, MOMENTUM),
+            "proof": proof,
             "ends_s": [result["ends_s"] for result in results],
             "times_s": [time_s for result in results for time_s in result["times_s"][WARM_STEPS:]],
             "digests": {result["digest"] for result in results},
@@ -266,19 +280,31 @@ class Scene:
         while self.steps() < min(steps, self._last):
             time.sleep(LOOK_S)
 
-    def stand(self) -> None:
-        """Gives the second shard a standby on the next host."""
+    def sent_a_step(self) -> float:
+        """Returns the bytes that the second shard's host sends in each of the next steps."""
+        self.reach(self.steps() + QUIET_STEPS)
+        name = self._lab.name(self.second.host)
+        before, first = netlab.shaped_nbytes("net", name), self.steps()
+        self.reach(self._last - QUIET_STEPS)
+        return (netlab.shaped_nbytes("net", name) - before) / max(1, self.steps() - first)
+
+    def stand(self, mbit: int = 0) -> int:
+        """Gives the second shard a standby on the next host; returns the bytes sent."""
         wanted = MoveRequest(same_host=True, register=str(self._folder / "register"))
         wanted.failover_s = FAILOVER_S
         to = self.others[0]
         if to in self._starting:
             self._starting.remove(to)
             to.await_ready()
-        move(self.second.address, to.address, 0, ANYONE, lambda _: None, standby=wanted)
+        here = self.second.address
+        reply = move(here, to.address, mbit, ANYONE, lambda _: None, standby=wanted)
+        return int(reply.sent_nbytes)
 
     def lose(self) -> float:
-        """Loses the host of the second shard; returns when. Its standby is its place then."""
-        lost, self.second = self.second, self.others.pop(0)
+        """Loses the host of the second shard; returns when. Its standby, if any, is its place."""
+        lost = self.second
+        if self.others:
+            self.second = self.others.pop(0)
         now_s = time.monotonic()
         self._lab.cut(lost.host)  # So that its kernel tells nobody.
         supervised = psutil.Process(lost.supervisor.pid)
@@ -294,6 +320,11 @@ class Scene:
         self._lab.cut(host, restore=True)
         self.others.append(self.start(1, host))
         self._starting.append(self.others[-1])
+
+    def replace(self, host: int) -> None:
+        """Starts an empty process of the second shard on its host, which was lost."""
+        self.come_back(host)
+        self.second = self.others.pop()
 
     def close(self) -> None:
         """Ends all processes, and restores all links."""
@@ -321,10 +352,15 @@ def nothing(scene: Scene, job: Job) -> list[float]:
     return []
 
 
+def count(scene: Scene, job: Job) -> list[float]:
+    """Leaves the shard alone; returns the bytes that its host sends in a step."""
+    return [scene.sent_a_step()]
+
+
 def stand(scene: Scene, job: Job) -> list[float]:
-    """Gives the shard a standby; returns when it has it."""
+    """Gives the shard a standby; returns when it has it, and the bytes as above."""
     scene.stand()
-    return [time.monotonic()]
+    return [time.monotonic(), scene.sent_a_step()]
 
 
 def drain(scene: Scene, job: Job) -> list[float]:
@@ -371,6 +407,27 @@ def lose(scene: Scene, job: Job) -> list[tuple[float, float]]:
         times.append((lost_s, time.monotonic()))
         scene.come_back(lost)
     return times
+
+
+def lose_alone(scene: Scene, job: Job) -> list[tuple[float, float]]:
+    """Loses the host of a shard without a standby, again and again; returns as `lose` does."""
+    times: list[tuple[float, float]] = []
+    while len(times) < job.moves and scene.steps() < job.steps - 3 * QUIET_STEPS:
+        scene.reach(scene.steps() + QUIET_STEPS)
+        host, before = scene.second.host, scene.steps()
+        lost_s = scene.lose()
+        scene.replace(host)
+        scene.reach(before + 1 + QUIET_STEPS)
+        times.append((lost_s, time.monotonic()))
+    return times
+
+
+def fill(scene: Scene, job: Job) -> list[float]:
+    """Gives the shard a standby in the middle; returns when that began and ended, and its bytes."""
+    scene.reach(job.steps // 3)
+    begin_s = time.monotonic()
+    nbytes = scene.stand(CATCH_UP_MBIT)
+    return [begin_s, time.monotonic(), nbytes]
 
 
 def outages(
@@ -469,6 +526,42 @@ def losses(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def refills(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Loses machines of a shard that the workers fill."""
+    mine = replace(job, optimizer_on="worker")
+    calm, lost = (run(lab, mine, 1, trouble) for trouble in (nothing, lose_alone))
+    times = outages(lost["trouble"], lost["ends_s"])
+    is_identical = len(calm["digests"]) == 1 and lost["digests"] == calm["digests"]
+    return {"refill": {"times": times, "worst_s": max(times), "identical": is_identical}}
+
+
+def catch_ups(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Fills a standby over slow links while workers train."""
+    lab_hosts = range(SECOND + 2)
+    for host in lab_hosts:
+        lab.slow(host, SLOW)
+    filled = run(lab, job, 2, fill)
+    for host in lab_hosts:
+        lab.slow(host)
+    begin_s, end_s, nbytes = filled["trouble"]
+    paces = []
+    for ends in filled["ends_s"]:
+        before = [one for one in ends[WARM_STEPS:] if one < begin_s]
+        during = [one for one in ends if begin_s <= one <= end_s]
+        if len(before) < 2 or len(during) < 2:
+            raise SystemExit("too few steps before or during the copy: give another --numel")
+        usual_s = (before[-1] - before[0]) / (len(before) - 1)
+        paces.append(usual_s * (len(during) - 1) / (during[-1] - during[0]))
+    return {
+        "catch_up": {
+            "seconds": round(end_s - begin_s, 3),
+            "nbytes": int(nbytes),
+            "mbit": CATCH_UP_MBIT,
+            "training": round(min(paces), 3),
+        }
+    }
+
+
 def counted(proof: Proof) -> dict[str, int]:
     """Returns the counts of a proof, and says what it has found."""
     for text in proof.told:
@@ -481,10 +574,10 @@ def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     for host in range(SECOND + NUM_SECOND):
         lab.slow(host, SLOW)
     few = replace(job, steps=min(job.steps, COST_STEPS), compute_s=0.0)
-    alone, stood = run(lab, few, 1, nothing), run(lab, few, 2, stand)
+    alone, stood = run(lab, few, 1, count), run(lab, few, 2, stand)
     for host in range(SECOND + NUM_SECOND):
         lab.slow(host)
-    (begin_s,) = stood["trouble"]
+    begin_s, sent = stood["trouble"]
     followed = [
         later - earlier
         for ends in stood["ends_s"]
@@ -492,7 +585,9 @@ def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
         if earlier > begin_s
     ]
     share = kit.median(followed) / kit.median(alone["times_s"])
-    return {"cost": {"measured": round(share, 3), "formula": FORMULA}}
+    (sent_alone,) = alone["trouble"]
+    figures = {"measured": round(share, 3), "formula": FORMULA, "sent": round(sent / sent_alone, 3)}
+    return {"cost": figures}
 
 
 def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
@@ -506,7 +601,15 @@ def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
     return {"off_cost": round(share, 4), "off": {**commits, "rounds": turns * OFF_ROUNDS}}
 
 
-PARTS = {"drain": drains, "turns": turns, "lost": losses, "cost": costs}
+PARTS = {
+    "drain": drains,
+    "turns": turns,
+    "lost": losses,
+    "refill": refills,
+    "catch_up": catch_ups,
+    "cost": costs,
+}
+QUICK = ("drain", "lost", "cost")  # Of them, those within five minutes.
 
 
 def measure(
@@ -571,7 +674,8 @@ def main() -> None:
             raise SystemExit(f"no network namespaces here: {reason}")
         with netlab.Lab(SECOND + 2 * NUM_TURNS - 1, FAST) as lab:
             enter(lab.name(FIRST))  # So that the shards can be asked.
-            parts = [options.only] if options.only else list(PARTS)
+            every = list(QUICK) if options.quick else list(PARTS)
+            parts = [options.only] if options.only else every
             measure(lab, job, parts, found, options.losses, options.out)
     lines = [f"{name}: {value}" for name, value in found.items()]
     kit.publish(found, "\n".join(lines), options.out, as_json=options.json)
