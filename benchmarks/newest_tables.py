@@ -145,7 +145,8 @@ def standby() -> str:
     times = sorted(lost["times"])
     rows = [
         [
-            f"machines lost, {'' if lost['identical'] else 'not '}all bits as in a run without",
+            f"machines lost, {lost['numel'] / 1e6:.1f} million parameters, "
+            f"{'' if lost['identical'] else 'not '}all bits as in a run without",
             f"{len(times)}",
         ],
         [
@@ -154,8 +155,11 @@ def standby() -> str:
         ],
         ["longest time without a step, median", f"{median(times):.2f} s"],
         ["the same, 99 of 100", f"{lost['p99_s']:.2f} s"],
-        ["a step without trouble", f"{found['still']['step_s']:.2f} s"],
-        [f"pause of a move, the longest of {drain['moves']}", f"{drain['pause_s']:.3f} s"],
+        ["a step without trouble", f"{lost['step_s']:.2f} s"],
+        [
+            f"pause of a move, the longest of {drain['moves']}; {drain['numel'] / 1e6:.1f} million",
+            f"{drain['pause_s']:.3f} s",
+        ],
         *_later_parts(found),
         ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
         ["the formula on a full link", f"{cost['formula']:.2f}"],
@@ -164,8 +168,7 @@ def standby() -> str:
         rows.append(
             ["what the code costs where there is no standby", f"{100 * found['off_cost']:.1f} %"]
         )
-    numel = found["still"]["numel"] / 1e6
-    head = [f"{numel:.1f} million parameters, two workers and shards, namespaces", ""]
+    head = ["two workers and shards in namespaces", ""]
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
 
 

@@ -453,28 +453,35 @@ def outages(
     return found
 
 
-def still(lab: netlab.Lab, job: Job) -> dict[str, Any]:
-    """Trains without trouble; the other parts compare with it."""
+def still(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Returns a run of the job without trouble: one that a result has, or a new one."""
+    runs: list[dict[str, Any]] = former.setdefault("still", [])
+    for calm in runs:
+        if job.is_that_of(calm):
+            return calm
     found = run(lab, job, 1, nothing)
     if len(found["digests"]) != 1:
         raise SystemExit("the workers of a run without trouble have different weights")
     step_s = round(kit.median(found["times_s"]), 4)
     ledger = ledger_numel(NUM_WORKERS, job.steps)
-    own = {"step_s": step_s, "digest": found["digests"].pop(), "ledger": ledger}
-    return {"still": {**own, **asdict(job)}}
+    runs.append({"step_s": step_s, "digest": found["digests"].pop(), "ledger": ledger})
+    runs[-1] |= asdict(job)
+    return runs[-1]
 
 
 def drains(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     """Moves the shard."""
+    calm = still(lab, job, former)
     moved = run(lab, job, NUM_SECOND, drain)
     return {
         "drain": {
+            "numel": job.numel,
             "pause_s": round(max(moved["trouble"]), 3),
-            "step_s": former["still"]["step_s"],
+            "step_s": calm["step_s"],
             "worst_step_s": round(max(moved["times_s"]), 3),
             "moves": len(moved["trouble"]),
             **counted(moved["proof"]),
-            "identical": moved["digests"] == {former["still"]["digest"]},
+            "identical": moved["digests"] == {calm["digest"]},
         }
     }
 
@@ -512,16 +519,20 @@ def extra_s(ends_s: Sequence[float], begin_s: float, end_s: float) -> float:
 
 
 def losses(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
-    """Loses machines, and adds to those lost before."""
+    """Loses machines, and adds to those that the same job has lost before."""
+    calm = still(lab, job, former)
     lost = run(lab, job, NUM_SECOND, lose)
-    before = former.get("machine_lost", {"times": [], "identical": True})
+    before = former.get("machine_lost", {})
+    if not job.is_that_of(before):
+        before = {"times": [], "identical": True}
     times = [*before["times"], *outages(lost["trouble"], lost["ends_s"])]
     return {
         "machine_lost": {
+            **{key: calm[key] for key in ("numel", "steps", "ledger", "step_s")},
             "times": times,
             "p99_s": sorted(times)[int(0.99 * len(times))],
             **{key: before.get(key, 0) + found for key, found in counted(lost["proof"]).items()},
-            "identical": before["identical"] and lost["digests"] == {former["still"]["digest"]},
+            "identical": before["identical"] and lost["digests"] == {calm["digest"]},
         }
     }
 
@@ -625,9 +636,6 @@ def measure(
     Args:
         num_losses: Trains and loses machines again until there were so many.
     """
-    if not job.is_that_of(found.get("still", {})):
-        found |= still(lab, job)
-        found.pop("machine_lost", None)  # Those of another job are not added to.
     for name in parts:
         found |= PARTS[name](lab, job, found)
         while name == "lost" and len(found["machine_lost"]["times"]) < num_losses:
