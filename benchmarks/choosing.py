@@ -14,7 +14,8 @@ from psworker.advice.report import AdviceReport, advise
 from psworker.advice.request import AdviceRequest
 from psworker.commands import cli
 
-PREDICTIONS = Path(__file__).parents[1] / "docs" / "results" / "predictions.json"
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+PREDICTIONS, REGRET = RESULTS / "predictions.json", RESULTS / "regret.json"
 # A situation for people, and the flags of the command.
 SITUATIONS = (
     (
@@ -115,3 +116,14 @@ def predictions() -> str:
                   "llrrrr"),
         ]
     )  # fmt: skip
+
+
+def regret() -> str:
+    """Returns the time that `mode="auto"` loses on traces, and whether its logs replay."""
+    run = json.loads(REGRET.read_text(encoding="utf-8"))
+    replays = "replays" if run["replays"] else "**does not replay**"
+    return (
+        f"`{run['command']}`, {run['date']}: {len(run['traces'])} jobs took at most "
+        f"{run['worst_regret']:.1%} more time than in the best mode, "
+        f"{max(0.0, run['worst_behind_ssgd']):.1%} more than in `ssgd`; each log {replays}."
+    )

@@ -450,6 +450,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "images": images,
     "situations": choosing.situations,
     "predictions": choosing.predictions,
+    "regret": choosing.regret,
     "pipeline kills": pipeline_kills.results,
     "pipeline learning": pipeline_learning.results,
     **tables.TABLES,

@@ -1,10 +1,12 @@
 """Time that `mode="auto"` loses to the best mode in hindsight, on six traces of links and workers.
 
-    python -m benchmarks.regret --json
+    python -m benchmarks.regret --json [--results docs/results/regret.json]
 
 The state machine of the shard decides (psserver/decisions/auto_mode.py). The seconds of a step are
 those of the simulator, which runs every message (pssim/timing), and of the closed form for
-all-reduce; so the machine's own forms are not compared with themselves. Four workers, the model of
+all-reduce; so the machine's own forms are not compared with themselves. Each trace is then run once
+more with the changes that the log of its decisions names, without measuring: `replays` says whether
+it takes the same modes at the same steps, and the same time. Four workers, the model of
 ResNet-50, 0.3 s of computing, `STEPS` steps; a shard on a host of its own, or with each worker.
 """
 
@@ -13,16 +15,19 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from benchmarks import kit
 from pscore.rules import parse_mode
-from pscore.timing.auto import FIRST, AutoMode, auto_candidates
+from pscore.timing.auto import FIRST, AutoMode, auto_candidates, read_switches
 from pscore.timing.closed import ring_form
 from pscore.timing.deployment import GBIT, Deployment, cut_slices
 from pscore.timing.evidence import EVIDENCE, LOW_POINTS
+from pscore.timing.plans import warmup_of
 from psserver.decisions.auto_mode import ModeChoice, ModeReport
 from psserver.decisions.worker_reports import ReportedPace
 from pssim.timing.run import run_in_time
@@ -86,15 +91,22 @@ def step_s(mode: str, where: str, gbit: float, factor: float) -> float:
     return run_in_time(deployment, rule).step_s
 
 
-def run(trace: Trace, where: str, mode: str | None, risk: str = "none") -> tuple[float, str, int]:
-    """Returns the seconds of a trace in a mode, the last mode, and the number of switches.
+def run(
+    trace: Trace,
+    where: str,
+    mode: str | None,
+    risk: str = "none",
+    replayed: Mapping[int, str] | None = None,
+) -> tuple[float, list[str]]:
+    """Returns the seconds of a trace in a mode, and the log of the decisions.
 
     Args:
         mode: The mode; None: the job chooses.
+        replayed: The changes of mode by step; None: the job measures.
     """
     rng, choice, now = np.random.default_rng(0), ModeChoice(), mode or FIRST.mode
     possible = frozenset(str(parse_mode(one.mode)) for one in auto_candidates(WORKERS))
-    total_s, switches, passes_slow = 0.0, 0, False
+    total_s, lines, passes_slow = 0.0, list[str](), False
     waited_s, steps = np.zeros(WORKERS), np.zeros(WORKERS)
     base = deployment_of(where, 1.0, 1.0)
     for step in range(STEPS):
@@ -102,23 +114,26 @@ def run(trace: Trace, where: str, mode: str | None, risk: str = "none") -> tuple
         if mode is None and WISH.is_due(step, passes_slow=passes_slow):
             if passes_slow:  # All wait for the slow one's present step.
                 total_s += COMPUTE_S * max(0.0, factor - 1.0)
-            for rank in range(WORKERS):
+            for rank in range(WORKERS) if replayed is None else ():
                 pace = ReportedPace(
                     num_steps=int(steps[rank]), steps_s=total_s, waits_s=waited_s[rank]
                 )
                 choice.report(step, rank, _report(rank, where, pace, possible))
-            choice.decide(step, range(WORKERS), base.slices, base.num_state, risk)
-            switches += (choice.mode or FIRST.mode) != now
-            now = choice.mode or now
+            if replayed is None:
+                choice.decide(step, range(WORKERS), base.slices, base.num_state, risk)
+            chosen = choice.mode if replayed is None else replayed.get(step, now)
+            if (chosen or FIRST.mode) != now:
+                lines.append(choice.text)
+            now = chosen or now
             passes_slow = "backup" in now
-        as_mode = now if step >= getattr(parse_mode(now), "warmup", 0) else FIRST.mode
+        as_mode = now if step >= warmup_of(parse_mode(now)) else FIRST.mode
         took_s = step_s(as_mode, where, gbit, factor) * rng.lognormal(0.0, 0.02)
         total_s += took_s
         own_s = np.array([COMPUTE_S] * (WORKERS - 1) + [factor * COMPUTE_S])
         made = np.minimum(1.0, took_s / own_s)  # A slow worker leaves out steps of the others.
         steps += made
         waited_s += np.maximum(0.0, took_s - made * own_s)
-    return total_s, now, switches
+    return total_s, lines
 
 
 def _report(rank: int, where: str, pace: ReportedPace, possible: frozenset[str]) -> ModeReport:
@@ -132,7 +147,7 @@ def _report(rank: int, where: str, pace: ReportedPace, possible: frozenset[str])
     )
 
 
-def regret(name: str, where: str, risk: str) -> dict[str, float | str | int]:
+def regret(name: str, where: str, risk: str) -> dict[str, Any]:
     """Returns the shares of time by which a trace takes longer than in the best mode and `ssgd`.
 
     Args:
@@ -146,16 +161,20 @@ def regret(name: str, where: str, risk: str) -> dict[str, float | str | int]:
     ]
     fixed_s = {mode: run(trace, where, mode)[0] for mode in allowed}
     best = min(fixed_s, key=lambda mode: fixed_s[mode])
-    auto_s, mode, switches = run(trace, where, None, risk)
+    auto_s, lines = run(trace, where, None, risk)
+    switches = read_switches(lines)
+    again_s, again = run(trace, where, None, risk, switches)
     return {
         "trace": name,
         "shards": where,
         "risk": risk,
         "regret": round(auto_s / fixed_s[best] - 1, 4),
         "behind_ssgd": round(auto_s / fixed_s[FIRST.mode] - 1, 4),
-        "mode": mode,
+        "mode": [FIRST.mode, *switches.values()][-1],
         "best": best,
-        "switches": switches,
+        "switches": len(lines),
+        "log": lines,
+        "replays": again_s == auto_s and len(again) == len(lines) == len(switches),
     }
 
 
@@ -163,6 +182,7 @@ def main() -> None:
     """Prints a line for each trace and risk."""
     parser = argparse.ArgumentParser(description="Regret of mode='auto' on six traces and more.")
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="keep the figures here")
     parser.add_argument("--drawn", type=int, default=0, help="traces of chance, with seeds from 0")
     options = parser.parse_args()
     names = [*TRACES, *map(str, range(options.drawn))]
@@ -171,12 +191,19 @@ def main() -> None:
         print(
             f"{one['shards']:<6} {one['risk']:<5} {one['trace']:<11} {one['regret']:>7.1%} behind "
             f"{one['best']}, {one['behind_ssgd']:>7.1%} behind ssgd; ended in {one['mode']}, "
-            f"{one['switches']} switches"
+            f"{one['switches']} switches{'' if one['replays'] else ', NOT REPLAYED'}"
         )
+    data = {
+        **kit.describe_run("benchmarks.regret"),
+        "worst_regret": max(one["regret"] for one in found),
+        "worst_behind_ssgd": max(one["behind_ssgd"] for one in found),
+        "replays": all(one["replays"] for one in found),
+        "traces": found,
+    }
+    if options.results is not None:
+        options.results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.json:
-        worst = max(float(one["regret"]) for one in found)
-        behind = max(float(one["behind_ssgd"]) for one in found)
-        print(json.dumps({"worst_regret": worst, "worst_behind_ssgd": behind, "traces": found}))
+        print(json.dumps(data))
 
 
 if __name__ == "__main__":

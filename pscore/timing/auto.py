@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +17,7 @@ from pscore.timing.evidence import DDP
 
 FIRST = CANDIDATES[0]  # The mode in which the job measures at first.
 RARE = 4
+TAKES = r"auto (?:takes|returns to) (?P<mode>\w.*?) at step (?P<step>\d+): "
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,13 @@ class AutoMode(Plugin):
         steps: Steps between two reports of the workers; the second one decides first, so that slow
             first steps do not count.
         risk: As of `psworker advise`: `none` allows only modes with the updates of `ssgd`.
+        replay: A log of such a job, whose changes are made again at the same steps, without
+            measuring; empty: there is none.
     """
 
     steps: int = 25
     risk: str = "none"
+    replay: str = ""
 
     name: ClassVar[str] = "auto"
 
@@ -60,6 +66,12 @@ def parse_wish(mode: str | Rule) -> AutoMode | None:
         return None
     name, arguments = parse_plugin("mode", mode)
     return make_plugin(WISHES, name, arguments) if name in WISHES.own else None
+
+
+def read_switches(lines: Iterable[str]) -> dict[int, str]:
+    """Returns the modes that a job has taken by itself, by step, as its log says."""
+    found = (re.search(TAKES, line) for line in lines)
+    return {int(one["step"]): one["mode"] for one in found if one is not None}
 
 
 def parse_fixed_mode(mode: str | Rule) -> Rule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pscore.compressors.base import Compressor
@@ -25,15 +25,18 @@ class SizedSlice(Protocol):
 
 def period(rule: Rule) -> range:
     """Returns the steps behind the warm-up after which the plan repeats."""
-    arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
-    start = int(arguments.get("warmup", 0))
-    return range(start, start + int(arguments.get("steps", 1)))
+    start = warmup_of(rule)
+    return range(start, start + int(rule.arguments().get("steps", 1)))
+
+
+def warmup_of(rule: Rule) -> int:
+    """Returns the steps at the beginning in which every worker pulls; 0: there are none."""
+    return int(rule.arguments().get("warmup", 0))
 
 
 def without_warmup(rule: Rule) -> Rule:
     """Returns the rule as it is behind its warm-up, if it has one."""
-    has_warmup = any(item.name == "warmup" for item in fields(rule))
-    return replace(rule, warmup=0) if has_warmup else rule  # type: ignore[call-arg]
+    return replace(rule, warmup=0) if warmup_of(rule) else rule  # type: ignore[call-arg]
 
 
 def push_nbytes(numel: int, compressor: Compressor, plan: Plan, *, compress: bool) -> int:

@@ -27,6 +27,7 @@ from pscore.timing.auto import FIRST, auto_candidates
 from pscore.timing.choice import NEARLY, RISKS, AdviceRow, choose, row_of
 from pscore.timing.closed import COMPUTING, StepTime, closed_form
 from pscore.timing.deployment import Deployment, TimedSlice
+from pscore.timing.plans import warmup_of
 from psserver.decisions.worker_reports import ReportedPace
 
 SLOWEST, FASTEST = 1e3, 1e12  # Bytes per second of a link.
@@ -126,7 +127,7 @@ class ModeChoice:
         windows = self._windows(step, ranks)
         now, since = self.mode or FIRST.mode, min(self._by_step, default=step)
         rule = parse_mode(now)
-        warmup = getattr(rule, "warmup", 0)
+        warmup = warmup_of(rule)
         if not windows or step == self._step or since < warmup < step:
             return
         if since < warmup:

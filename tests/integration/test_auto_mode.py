@@ -1,10 +1,12 @@
 """`mode="auto"`: a job measures, and all its workers take the mode that advice names, once."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +18,7 @@ import psworker
 from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.timing.auto import read_switches
 from tests.integration.cluster import Shards, Station, new_job, results_of
 
 NUMEL, LR, MOMENTUM = 60_000, 0.05, 0.9
@@ -192,7 +195,8 @@ def test_a_risk_allows_a_delay_and_a_worker_that_comes_later_takes_it(
 
 def refused(me: Station) -> list[str]:
     said = []
-    for mode in ("auto(steps=1)", "auto(risk=high)", "auto(speed=1)", "automatic"):
+    wrong = ("auto(steps=1)", "auto(risk=high)", "auto(speed=1)", "automatic")
+    for mode in (*wrong, "auto(replay=nowhere)", "auto(replay=/dev/null)"):
         with pytest.raises(ConfigError) as problem:
             make(mode)
         said.append(str(problem.value))
@@ -207,6 +211,8 @@ def test_wrong_wishes_are_refused(shards: Shards) -> None:
     assert "auto.risk is 'high', must be one of any, low, none" in said[1]
     assert "mode 'auto' has no argument 'speed'" in said[2]
     assert "automatic" in said[3]
+    assert "auto.replay: cannot read nowhere" in said[4]
+    assert "/dev/null has no line such as 'auto takes od at step 50: ...'" in said[5]
 
 
 @pytest.mark.slow
@@ -257,3 +263,47 @@ def sets_a_mode(me: Station) -> str:
 @pytest.mark.slow
 def test_a_mode_that_the_script_sets_stands(shards: Shards) -> None:
     assert shards.run(sets_a_mode, num_workers=2) == ["asgd"] * 2
+
+
+def test_a_log_of_the_changes_makes_them_again_at_the_same_steps(
+    shards: Shards, tmp_path: Path
+) -> None:
+    """Here links are fast, and nothing is measured."""
+    log = tmp_path / "train.log"
+    log.write_text(
+        "[0] auto keeps ssgd at step 3: 9 ms a step, and no mode would clearly take less\n"
+        "[0] auto takes od at step 6: 99 ms a step in ssgd, about 60 ms in it; 0 points\n"
+        "[1] epoch 2\n"
+        "[0] auto returns to ssgd(backup=0) at step 8: 99 ms a step in od, no less than before\n"
+    )
+    with shards.workers(train, f"auto(replay={log})", {}, job=new_job()) as workers:
+        assert heard(workers) == ["ssgd(backup=0)"] * 2
+        found = end(workers)
+    for weights, modes in found:
+        assert modes == ["ssgd"] * 6 + ["od"] * 2 + ["ssgd"] * 2
+        assert (weights == found[0][0]).all()
+
+
+def recorded(me: Station, mode: str, path: Path) -> Any:
+    """Trains as a script that keeps what it prints by default: warnings."""
+    if me.rank == 0:
+        logging.getLogger().addHandler(logging.FileHandler(path))
+    return train(me, mode, {}, 8 * WINDOW)
+
+
+@pytest.mark.slow
+def test_a_recorded_job_makes_its_changes_again_where_nothing_would_cause_them(
+    slow: tuple[Shards, dict[str, str]], tmp_path: Path
+) -> None:
+    shards, env = slow
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    ran = []
+    for mode, log, variables in ((AUTO, first, env), (f"auto(replay={first})", second, {})):
+        to = recorded, mode, log
+        with shards.workers(*to, job=new_job(), env=variables) as workers:
+            heard(workers)
+            ran.append([modes for _, modes in end(workers)])
+    assert ran[0] == ran[1]
+    assert ran[0][0] == ["ssgd"] * 6 + ["allreduce"] * 18
+    assert read_switches(first.read_text().splitlines()) == {6: "allreduce"}
+    assert read_switches(second.read_text().splitlines()) == {6: "allreduce"}

@@ -9,7 +9,6 @@ It prints one JSON object a line: the loss of each step, and the result at the e
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ from torch.nn import functional
 import psworker
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
+from pscore.timing.plans import without_warmup
 from psworker.commands.demo import data
 
 BATCH = 32
@@ -98,10 +98,8 @@ def warm_up(train: data.Part, args: argparse.Namespace) -> None:
     Torch and the shards compile and allocate in their first steps. The demo compares modes over
     seconds, and the first mode would pay for all.
     """
-    rule = parse_mode(args.mode)
-    arguments = {"warmup": 0} if hasattr(rule, "warmup") else {}
     model = LeNet()
-    optimizer = make_optimizer(model, dataclasses.replace(rule, **arguments), args)
+    optimizer = make_optimizer(model, without_warmup(parse_mode(args.mode)), args)
     for _ in range(WARM_STEPS):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(train.images[:BATCH]), train.labels[:BATCH])

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -18,7 +20,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.publish.possible import require_weights
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
-from pscore.timing.auto import FIRST, auto_candidates, parse_wish
+from pscore.timing.auto import FIRST, auto_candidates, parse_wish, read_switches
 from psworker.connection.membership.session import Session
 from psworker.training.changes import handover, mode_change
 from psworker.training.local_steps.peer_step import require_peers
@@ -47,11 +49,14 @@ class ModeWish:
             rows: The argument `rows=`.
 
         Raises:
-            ConfigError: It is wrong, or does not go with the tables of rows.
+            ConfigError: It is wrong, its log cannot be read or names no change, or it does not go
+                with the tables of rows.
         """
         self._wish = parse_wish(mode)
         self.first = parse_mode(mode if self._wish is None else FIRST.mode)
         self.is_open = self._wish is not None
+        self._switches = _read(self._wish.replay) if self._wish and self._wish.replay else None
+        self._replayed = -1  # Step of the switch that was made last.
         self._said = ""  # The sentence that was logged last.
         if self.is_open and rows is not None:
             raise ConfigError(f"mode is {mode!r}, and rows are trained beside it: name a mode")
@@ -81,6 +86,8 @@ class ModeWish:
         """
         wish, step, session = self._wish, table.replica.step, table.session
         workers, rule = session.num_workers, table.rule
+        if self._switches is not None:
+            return self._replay(self._switches, session, step, rule)
         passes_slow = rule.by_step and rule.fan_in(workers, workers) < workers
         if wish is None or not (self.is_open and wish.is_due(step, passes_slow=passes_slow)):
             return None
@@ -109,11 +116,46 @@ class ModeWish:
         number, text = _call(session, request)
         number = int(session.agree_at(CHOSEN, step, float(number))[0])
         session.pace.pause(time.monotonic() - begun_s)
-        if text and text != self._said and session.process_rank == 0:
-            log.info("%s", text)
-        self._said = text
         rule = modes[number - 1] if number else table.rule
-        return None if rule == table.rule else rule
+        changes = rule != table.rule
+        if text and text != self._said and session.process_rank == 0:
+            # A change is seen in every script's output, from which `replay` reads it.
+            log.log(logging.WARNING if changes else logging.INFO, "%s", text)
+        self._said = text
+        return rule if changes else None
+
+    def _replay(
+        self, switches: Mapping[int, str], session: Session, step: int, rule: Rule
+    ) -> Rule | None:
+        """Returns the mode that the former job had taken by a step; None: it is the present one."""
+        newest = max((each for each in switches if each <= step), default=-1)
+        if newest == self._replayed:
+            return None
+        self._replayed, mode = newest, switches[newest]
+        found = parse_mode(mode)
+        if found == rule:
+            return None
+        if session.process_rank == 0:
+            log.warning("auto takes %s at step %d: the job of the log did", mode, newest)
+        return found
+
+
+def _read(path: str) -> dict[int, str]:
+    """Returns the changes of mode in a log, by step.
+
+    Raises:
+        ConfigError: The file cannot be read, or names none.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise ConfigError(f"auto.replay: cannot read {path}: {problem}") from problem
+    switches = read_switches(text.splitlines())
+    if not switches:
+        raise ConfigError(
+            f"auto.replay: {path} has no line such as 'auto takes od at step 50: ...'"
+        )
+    return switches
 
 
 def _call(session: Session, request: pb.ChooseRequest) -> tuple[int, str]:

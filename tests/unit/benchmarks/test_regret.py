@@ -13,6 +13,7 @@ def test_auto_loses_at_most_a_tenth_and_nothing_to_ssgd(trace: str, where: str, 
     assert float(found["regret"]) <= 0.1
     assert float(found["behind_ssgd"]) <= 0.05
     assert int(found["switches"]) <= (1 if trace == "steady" else 4)
+    assert found["replays"], "the log's changes, made again, are those modes at those steps"
 
 
 @pytest.mark.slow
