@@ -20,7 +20,14 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import choosing, newest_tables, pipeline_kills, pipeline_learning, round_tables
+from benchmarks import (
+    choosing,
+    growth_tables,
+    newest_tables,
+    pipeline_kills,
+    pipeline_learning,
+    round_tables,
+)
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.hosts import DDP
 from benchmarks.learning import tables
@@ -458,6 +465,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **survival_tables.BLOCKS,
     **round_tables.BLOCKS,
     **newest_tables.BLOCKS,
+    **growth_tables.BLOCKS,
 }
 PAGES = (
     "README.md",

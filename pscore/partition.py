@@ -26,10 +26,11 @@ ALIGNMENT = 16  # Elements; 64 bytes of float32.
 SLICE_NUMEL_MAX = 1 << 20  # 4 MiB of float32: hides latency, and gRPC is slow beyond 16 MiB.
 SLICE_NUMEL_FINE = 1 << 17  # 512 KiB of float32: overlap alone makes no slice shorter.
 SLICE_NUMEL_MIN = 1 << 12  # Below 16 KiB a message costs more than its bytes.
-SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_cuts`.
+SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_length`.
 LONG_NUMEL_MAX, LONG_PER_SHARD = 1 << 22, 2  # Of long slices; a frame holds one with its state.
 TENSORS_MAX = 1 << 17
 NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
+SLICES_MAX = NUMEL_MAX // SLICE_NUMEL_MAX
 DIMENSIONS_MAX = 64  # As in torch.
 NAMES_RESERVED = frozenset({"__metadata__"})  # By safetensors, in which checkpoints are written.
 HEADER_NBYTES_MAX = 100_000_000  # Of a safetensors file: names, shapes and places of all tensors.
@@ -53,8 +54,14 @@ class Layout:
         return tuple(spec for spec in self.slices if spec.shard == shard)
 
 
-def make_layout(tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool = False) -> Layout:
+def make_layout(
+    tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool = False, per_slice: int = 0
+) -> Layout:
     """Returns the layout of `tensors` over `num_shards`, in slices of the usual length or longer.
+
+    Args:
+        is_long: Whether slices have up to 16 MiB.
+        per_slice: Elements of a slice; 0: as the size of the model says.
 
     The flat vector begins with the last tensor, and each shard has a part of about equal size:
 
@@ -65,9 +72,12 @@ def make_layout(tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool
     [(0, 0, 10016), (1, 10016, 20032)]
 
     Raises:
-        ConfigError: There are no tensors, two of one name, or one that no shard accepts.
+        ConfigError: There are no tensors, two of one name, or one that no shard accepts; or too
+            many slices.
     """
     _check(tensors, num_shards)
+    if per_slice and sum(spec.numel for spec in tensors) > SLICES_MAX * per_slice:
+        raise ConfigError(f"slices of {per_slice} elements would be more than {SLICES_MAX}")
     offsets, numel, cuts = [0] * len(tensors), 0, [0]
     for compress in (True, False):
         start = numel
@@ -76,7 +86,8 @@ def make_layout(tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool
                 offsets[index] = numel
                 numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
         if numel > start:
-            cuts += [start + cut for cut in _cuts(numel - start, num_shards, is_long)[1:]]
+            length = per_slice or _length(numel - start, num_shards, is_long)
+            cuts += [*range(start, numel, length), numel][1:]
     slices = _slices(tensors, offsets, cuts, num_shards)
     return Layout(
         tensors=tuple(tensors),
@@ -188,8 +199,8 @@ def _header_nbytes(spec: TensorSpec) -> int:
     return len(json.dumps(spec.name)) + HEADER_NBYTES_TENSOR + dimensions_nbytes
 
 
-def _cuts(numel: int, num_shards: int, is_long: bool) -> list[int]:
-    """Returns the slices' boundaries: slices of equal length.
+def _length(numel: int, num_shards: int, is_long: bool) -> int:
+    """Returns the elements of each slice.
 
     A shard's part of the model is at least `SLICES_PER_SHARD` slices, so that pushes, updates and
     pulls overlap, and so that all shards' links are busy from the first gradients on; through
@@ -203,8 +214,7 @@ def _cuts(numel: int, num_shards: int, is_long: bool) -> list[int]:
         most, number = LONG_NUMEL_MAX, LONG_PER_SHARD
     longest = min(most, max(SLICE_NUMEL_FINE, -(-per_shard // number)))
     per_slice = max(SLICE_NUMEL_MIN, -(-per_shard // -(-per_shard // longest)))
-    per_slice = -(-per_slice // ALIGNMENT) * ALIGNMENT
-    return [*range(0, numel, per_slice), numel]
+    return -(-per_slice // ALIGNMENT) * ALIGNMENT
 
 
 def _slices(

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import xxhash
 
@@ -36,6 +37,7 @@ SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing ha
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection is still open.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a Unix socket, as far as granted.
+NBYTES = attrgetter("nbytes")
 SAME_HOST_NBYTES = 512 << 10  # Kernel buffers of TCP within one host: they fit into the cache.
 
 
@@ -240,6 +242,13 @@ class ReadAhead:
         """Limits how long one call waits, in seconds."""
         self._connection.settimeout(timeout_s)
 
+    def take(self, nbytes: int) -> bytes:
+        """Returns that many bytes if so many are here already; else none."""
+        if self._left.nbytes < nbytes:
+            return b""
+        taken, self._left = self._left[:nbytes], self._left[nbytes:]
+        return bytes(taken)
+
     def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         """Reads some bytes; returns 0 when the peer has closed."""
         if not self._left:
@@ -256,9 +265,12 @@ class ReadAhead:
 
 def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview]:
     """Returns a frame as parts for `sendmsg`; the payload is not copied."""
-    start = CHECKED.pack(MAGIC, len(header), sum(part.nbytes for part in payload))
-    digest = xxhash.xxh3_64(start)
-    digest.update(header)
+    if not payload:
+        start = CHECKED.pack(MAGIC, len(header), 0)
+        checksum = xxhash.xxh3_64_intdigest(start + header)
+        return [memoryview(start + checksum.to_bytes(8, "little") + header)]
+    start = CHECKED.pack(MAGIC, len(header), sum(map(NBYTES, payload)))
+    digest = xxhash.xxh3_64(start + header)
     for part in payload:
         digest.update(part)
     head = b"".join((start, digest.intdigest().to_bytes(8, "little"), header))
@@ -313,8 +325,7 @@ class Incoming:
         self.payload_nbytes = nbytes
         self._connection = connection
         self._declared = int.from_bytes(start[CHECKED.size :], "little")
-        self._digest = xxhash.xxh3_64(start[: CHECKED.size])
-        self._digest.update(header)
+        self._digest = xxhash.xxh3_64(start[: CHECKED.size] + header)
         self.is_read = False  # Whether all of the payload has been read.
 
     def read_into(self, *targets: memoryview) -> None:
@@ -325,11 +336,10 @@ class Incoming:
             DamagedError: The checksum differs.
             TransportError: The connection broke.
         """
-        if sum(target.nbytes for target in targets) != self.payload_nbytes:
-            wanted = sum(target.nbytes for target in targets)
+        if (wanted := sum(map(NBYTES, targets))) != self.payload_nbytes:
             self.skip()  # Raises if the frame is damaged, which then is the cause.
             raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
-        for target in targets:
+        for target in targets if wanted else ():
             receive_into(self._connection, target)
             self._digest.update(target)
         self._check()
@@ -382,8 +392,8 @@ def read_header(
     """
     if isinstance(connection, ReadAhead) and deadline_s is None:
         connection.wait()
-    start = bytearray(PREFIX.size)
-    if not receive_into(connection, memoryview(start), may_end=True, deadline_s=deadline_s):
+    start = _read(connection, PREFIX.size, may_end=True, deadline_s=deadline_s)
+    if not start:
         return None
     magic, header_nbytes, payload_nbytes, _ = PREFIX.unpack(start)
     if magic != MAGIC:
@@ -395,11 +405,25 @@ def read_header(
         )
     if reserve is not None:
         reserve(header_nbytes)
-    header = bytearray(header_nbytes)
-    receive_into(connection, memoryview(header), deadline_s=deadline_s)
+    header = _read(connection, header_nbytes, deadline_s=deadline_s)
     if isinstance(connection, ReadAhead):
         connection.is_short = payload_nbytes == 0
-    return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
+    return Incoming(connection, header, payload_nbytes, start)
+
+
+def _read(
+    connection: Stream | ReadAhead,
+    nbytes: int,
+    *,
+    may_end: bool = False,
+    deadline_s: float | None = None,
+) -> bytes:
+    """Returns that many bytes; none if the peer closed before the first one and `may_end`."""
+    if isinstance(connection, ReadAhead) and (taken := connection.take(nbytes)):
+        return taken
+    data = bytearray(nbytes)
+    is_whole = receive_into(connection, memoryview(data), may_end=may_end, deadline_s=deadline_s)
+    return bytes(data) if is_whole else b""
 
 
 def receive_into(

@@ -109,6 +109,10 @@ class RunningTable:
     observers: list[UpdateObserver] = field(default_factory=list)
     _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
     _quiet: dict[int, tuple[int, bool]] = field(default_factory=dict)  # By slice: version, sealed.
+    _is_journaled: bool = field(init=False)  # Whether any slice has a journal.
+
+    def __post_init__(self) -> None:
+        self._is_journaled = any(q.store.journal is not None for q in self.queues.values())
 
     def attach(self, rank: int, fd: int, nbytes: int) -> None:
         """Maps the gradients of a worker, `(numel,) float32` in a segment of `nbytes`.
@@ -134,7 +138,7 @@ class RunningTable:
 
     def seal_quiet(self) -> None:
         """Queues the hash of each slice without an update since the last call, once a version."""
-        for index, clock in self.table.clocks.items():
+        for index, clock in self.table.clocks.items() if self._is_journaled else ():
             version, is_sealed = self._quiet.get(index, (-1, True))
             is_quiet = version == clock.version
             if is_quiet and not is_sealed:

@@ -268,8 +268,9 @@ class SliceStore:
 
     def add_and_update(self, grads: Sequence[WeightedGrad], update: Update) -> None:
         """Makes the last additions of an update and its optimizer step: their sum is not kept."""
-        with self._sums.total(update.open_step, grads) as (arrays, shares):
-            self._step(arrays, shares, update)
+        self._sums.total(
+            update.open_step, grads, lambda arrays, shares: self._step(arrays, shares, update)
+        )
 
     def skip(self, action: Skip) -> None:
         """Gives the weights another version; with a journal a copy of them, as an update does."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from pscore.memory import kernels
 from pscore.rules.base import Rule
 from pscore.types import FloatArray
 from psserver.decisions.orders import Add
-from psserver.slices.base import NOTHING, Observer, Payload, WeightedGrad
+from psserver.slices.base import Observer, Payload, WeightedGrad
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Cell, Pool, Scratch, give
@@ -98,19 +97,20 @@ class Sums:
         """Removes and returns an open step's sum; the caller gives the cell back."""
         return self._cells.pop(open_step)
 
-    @contextmanager
     def total(
-        self, open_step: int, grads: Sequence[WeightedGrad]
-    ) -> Iterator[tuple[list[FloatArray], list[float]]]:
-        """Removes an open step's sum and yields it with its last gradients: it is not kept.
+        self,
+        open_step: int,
+        grads: Sequence[WeightedGrad],
+        use: Callable[[list[FloatArray], list[float]], None],
+    ) -> None:
+        """Removes an open step's sum and has it used with its last gradients: it is not kept.
 
-        Raw gradients are yielded where they lie: the optimizer's step adds them in its own pass.
+        Raw gradients are used where they lie: the optimizer's step adds them in its own pass.
 
         Args:
             grads: The gradients that are not added yet, at least one.
-
-        Yields:
-            Arrays `(numel,) float32`, valid in the context, and the factor of each in the sum.
+            use: Called with arrays `(numel,) float32`, valid during the call, and the factor of
+                each in the sum.
         """
         for action, _ in grads:
             self._count(action)
@@ -118,15 +118,17 @@ class Sums:
         assert (former is None) == grads[0][0].is_first
         is_raw = self._is_raw(grads)
         arrays, shares = _sources(former, grads) if is_raw else ([], [])
-        if is_raw and (self._adds or shares == [1.0]):
-            with self._observer.adding(grads) if len(arrays) > 1 else NOTHING:
-                yield arrays, shares
-        else:
+        if not (is_raw and (self._adds or shares == [1.0])):
             with SCRATCH.borrow(self._numel) as sum_:
                 with self._observer.adding(grads):
                     self._write(former, grads, sum_)
-                yield [sum_], [1.0]
-        give(self._pool, former, *(payload.cell for _, payload in grads))
+                use([sum_], [1.0])
+        elif len(arrays) == 1:
+            use(arrays, shares)
+        else:
+            with self._observer.adding(grads):
+                use(arrays, shares)
+        give(self._pool, former, *[payload.cell for _, payload in grads])
 
     # ----- inside
 
