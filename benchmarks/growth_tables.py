@@ -21,13 +21,13 @@ def grown(path: Path = RESULT) -> str:
         return f"Not measured yet: `python -m {growth.MODULE} --results {path.name}`."
     run = json.loads(path.read_text(encoding="utf-8"))
     cases = {growth.key(case): case for case in run["cases"]}
-    few, many = (sorted({name[0] for name in cases})[place] for place in (0, -1))
+    tensors = sorted({name[0] for name in cases})
     slices = sorted({name[2] for name in cases})
     rows = []
     for workers in sorted({name[1] for name in cases}):
         row = [str(workers)]
         for number in slices:
-            found = [cases.get((tensors, workers, number)) for tensors in (few, many)]
+            found = [cases.get((each, workers, number)) for each in tensors]
             row.append("; ".join(_times(one) for one in found if one is not None))
         rows.append(row)
     newest = max(run["cases"], key=lambda case: case["date"])
@@ -36,11 +36,11 @@ def grown(path: Path = RESULT) -> str:
     return "\n".join(
         [
             f"{about}, {machine(newest['machine'])}. CPU of the shard + CPU of a worker for one "
-            f"slice's push and pull, in ms, with {few:,}; {many:,} tensors:",
+            f"slice's push and pull, in ms, with {'; '.join(f'{each:,}' for each in tensors)} tensors:",
             "",
             table(head, rows, "r" * len(head)),
             "",
-            *_plan(cases, few, slices[-2:]),
+            *_plan(cases, tensors[0], slices[-2:]),
         ]
     )
 

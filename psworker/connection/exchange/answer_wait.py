@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -79,10 +79,12 @@ class AnswerWait:
         Raises:
             PacelineError: A shard does not answer.
         """
+        came = threading.Event()
+        for answer in answers.values():
+            answer.add_done_callback(lambda _: came.set())
 
         def first() -> int:
-            done, _ = futures.wait(answers.values(), self._check_s, futures.FIRST_COMPLETED)
-            if not done:
+            if not came.wait(self._check_s):
                 raise TimeoutError
             return next(index for index, answer in answers.items() if answer.done())
 
