@@ -32,11 +32,12 @@ def grown(path: Path = RESULT) -> str:
         rows.append(row)
     newest = max(run["cases"], key=lambda case: case["date"])
     head = ["workers", *(f"{number:,} slices" for number in slices)]
+    numbers = "; ".join(f"{each:,}" for each in tensors)
     about = f"`{run['command']}`, {newest['date']}, commit {newest['commit']}"
     return "\n".join(
         [
             f"{about}, {machine(newest['machine'])}. CPU of the shard + CPU of a worker for one "
-            f"slice's push and pull, in ms, with {'; '.join(f'{each:,}' for each in tensors)} tensors:",
+            f"slice's push and pull, in ms, with {numbers} tensors:",
             "",
             table(head, rows, "r" * len(head)),
             "",
