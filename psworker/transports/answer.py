@@ -75,6 +75,11 @@ class Answer(Future[T]):
         if self._is_done:  # Asked behind the append: `_end` may have found no callback.
             self._call()
 
+    def remove_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Forgets a function that was to be called; none if it has been called already."""
+        with suppress(ValueError):
+            self._behind.remove(fn)
+
     def set_result(self, result: T) -> None:
         """Sets the outcome, once."""
         self._require_open()
@@ -112,7 +117,6 @@ class Answer(Future[T]):
 
         self.add_done_callback(wake)
         if not came.wait(timeout):
-            with suppress(ValueError):  # It has just been called.
-                self._behind.remove(wake)
+            self.remove_done_callback(wake)
             if not self._is_done:
                 raise TimeoutError

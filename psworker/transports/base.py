@@ -44,7 +44,7 @@ class OutgoingPush:
     header: data_pb2.PushHeader
     payload: Callable[[], Sequence[memoryview]]
     waits: bool = False
-    done: Future[data_pb2.PushReply] = field(default_factory=Answer)
+    done: Answer[data_pb2.PushReply] = field(default_factory=Answer)
     pull: PullCall | None = None
 
     def carry(self, pull: PullCall) -> None:
@@ -69,7 +69,7 @@ class PullCall:
     held: PulledEstimate | None = None  # The estimate that a compressed answer updates.
     copy_on_wait: bool = False  # Weights in shared memory are copied only when they are waited for.
     fetch: Callable[[], bool] | None = None  # The late copy; False: they changed, pull again.
-    done: Future[data_pb2.PullReply] = field(default_factory=Answer)
+    done: Answer[data_pb2.PullReply] = field(default_factory=Answer)
     started_s: float = field(default_factory=time.monotonic)
     say_s: float = SAY_AFTER_S
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pscore.partition import Layout
 from psworker.connection.membership.session import Session
+from psworker.transports.answer import Answer
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class AnswerWait:
             return future.result()
         return self._await(lambda: future.result(timeout=self._check_s), index, what)
 
-    def wait_for_any(self, answers: Mapping[int, Future[Any]], what: str) -> int:
+    def wait_for_any(self, answers: Mapping[int, Answer[Any]], what: str) -> int:
         """Returns the first slice whose answer has come, and records the wait in the timeline.
 
         Args:
@@ -80,15 +81,23 @@ class AnswerWait:
             PacelineError: A shard does not answer.
         """
         came = threading.Event()
+
+        def wake(_: Future[Any]) -> None:
+            came.set()
+
         for answer in answers.values():
-            answer.add_done_callback(lambda _: came.set())
+            answer.add_done_callback(wake)
 
         def first() -> int:
             if not came.wait(self._check_s):
                 raise TimeoutError
             return next(index for index, answer in answers.items() if answer.done())
 
-        return self._await(first, next(iter(answers)), what)
+        try:
+            return self._await(first, next(iter(answers)), what)
+        finally:
+            for answer in answers.values():
+                answer.remove_done_callback(wake)
 
     def _await(self, poll: Callable[[], T], index: int, what: str) -> T:
         """Returns what `poll` returns once it no longer raises `TimeoutError`."""

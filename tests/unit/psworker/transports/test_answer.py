@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import InvalidStateError
+from functools import partial
 
 import pytest
 
@@ -42,8 +43,12 @@ def test_an_error_is_raised_where_the_outcome_is_wanted() -> None:
 
 def test_callbacks_come_in_order_and_at_once_when_there_is_an_outcome() -> None:
     answer, called = Answer[int](), list[int]()
+
+    def note(number: int, done: Future[int]) -> None:
+        called.append(number + done.result())
+
     for number in range(3):
-        answer.add_done_callback(lambda done, number=number: called.append(number + done.result()))  # type: ignore[misc]
+        answer.add_done_callback(partial(note, number))
     assert not called
     answer.set_result(10)
     answer.add_done_callback(lambda done: called.append(done.result()))
@@ -98,3 +103,17 @@ def test_each_callback_is_called_once_by_many_threads() -> None:
     assert called == {
         (t, thread, n): 1 for t in range(200) for thread in range(3) for n in range(5)
     }
+
+
+def test_a_removed_callback_is_not_called() -> None:
+    answer, called = Answer[int](), list[str]()
+
+    def first(_: object) -> None:
+        called.append("first")
+
+    answer.add_done_callback(first)
+    answer.add_done_callback(lambda _: called.append("second"))
+    answer.remove_done_callback(first)
+    answer.remove_done_callback(first)  # Once more: nothing happens.
+    answer.set_result(1)
+    assert called == ["second"]
