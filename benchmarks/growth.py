@@ -57,29 +57,10 @@ def workers(ranks: list[int], num_workers: int, slices: int, tensors: int, round
     """Runs some workers of a job in one thread, each with a session of its own."""
     import torch
 
-    from pscore.compressors.none import NoCompression
-    from pscore.contents.flat import Flat
-    from pscore.optimizers.sgd import SGD
-    from pscore.rules import SSGD
-    from pscore.table_spec import TableSpec
-    from pscore.types import TensorSpec
     from psworker.connection.membership.session import Session
 
     torch.set_num_threads(1)
-    lengths = shapes(slices, tensors)
-    table = TableSpec(
-        name="model",
-        tensors=tuple(
-            TensorSpec(name=f"layers.{index}.weight", shape=(numel,), dtype="float32")
-            for index, numel in enumerate(lengths)
-        ),
-        num_shards=1,
-        rule=SSGD(),
-        compressor=NoCompression(),
-        optimizer=SGD.name,
-        num_groups=1,
-        content=Flat(numel=SLICE_NUMEL),
-    )
+    table = declared(slices, tensors)
     weights = torch.zeros(slices * SLICE_NUMEL)
     servers = os.environ["PACELINE_SERVERS"].split(",")
     job = os.environ["PACELINE_JOB"]
@@ -130,6 +111,30 @@ def workers(ranks: list[int], num_workers: int, slices: int, tensors: int, round
     )
     for one in replicas:
         one.session.leave("finished")
+
+
+def declared(slices: int, tensors: int) -> Any:
+    """Returns the declaration of the table."""
+    from pscore.compressors.none import NoCompression
+    from pscore.contents.flat import Flat
+    from pscore.optimizers.sgd import SGD
+    from pscore.rules import SSGD
+    from pscore.table_spec import TableSpec
+    from pscore.types import TensorSpec
+
+    return TableSpec(
+        name="model",
+        tensors=tuple(
+            TensorSpec(name=f"layers.{index}.weight", shape=(numel,), dtype="float32")
+            for index, numel in enumerate(shapes(slices, tensors))
+        ),
+        num_shards=1,
+        rule=SSGD(),
+        compressor=NoCompression(),
+        optimizer=SGD.name,
+        num_groups=1,
+        content=Flat(numel=SLICE_NUMEL),
+    )
 
 
 class Worker:

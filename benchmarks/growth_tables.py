@@ -21,33 +21,43 @@ def grown(path: Path = RESULT) -> str:
         return f"Not measured yet: `python -m {growth.MODULE} --results {path.name}`."
     run = json.loads(path.read_text(encoding="utf-8"))
     cases = {growth.key(case): case for case in run["cases"]}
-    tensors = sorted({name[0] for name in cases})
+    few, *many = sorted({name[0] for name in cases})
     slices = sorted({name[2] for name in cases})
-    rows = []
-    for workers in sorted({name[1] for name in cases}):
-        row = [str(workers)]
-        for number in slices:
-            found = [cases.get((each, workers, number)) for each in tensors]
-            row.append("; ".join(_times(one) for one in found if one is not None))
-        rows.append(row)
+    rows = [
+        [str(workers), *(_times(cases.get((few, workers, number))) for number in slices)]
+        for workers in sorted({name[1] for name in cases})
+    ]
     newest = max(run["cases"], key=lambda case: case["date"])
-    head = ["workers", *(f"{number:,} slices" for number in slices)]
-    numbers = "; ".join(f"{each:,}" for each in tensors)
-    about = f"`{run['command']}`, {newest['date']}, commit {newest['commit']}"
+    about = f"{newest['date']}, {machine(newest['machine'])}"
     return "\n".join(
         [
-            f"{about}, {machine(newest['machine'])}. CPU of the shard + CPU of a worker for one "
-            f"slice's push and pull, in ms, with {numbers} tensors:",
+            f"CPU ms of shard + worker for one slice's push and pull, {few:,} tensors"
+            f"{_beside(cases, few, many)}; {about}, `{run['command']}`:",
             "",
-            table(head, rows, "r" * len(head)),
+            table(["workers", *(f"{number:,} slices" for number in slices)], rows, "r" * 9),
             "",
-            *_plan(cases, tensors[0], slices[-2:]),
+            *_plan(cases, few, slices[-2:]),
         ]
     )
 
 
-def _times(case: dict[str, Any]) -> str:
-    return f"{case['shard_ms']:.2f} + {case['worker_ms']:.2f}"
+def _times(case: dict[str, Any] | None) -> str:
+    return "" if case is None else f"{case['shard_ms']:.2f}+{case['worker_ms']:.2f}"
+
+
+def _beside(cases: dict[tuple[int, int, int], dict[str, Any]], few: int, many: list[int]) -> str:
+    """Returns how much longer pushes of the tables with more tensors take, together."""
+    texts = []
+    for tensors in many:
+        pairs = [(cases[few, *rest], case) for (each, *rest), case in cases.items()
+                 if each == tensors]  # fmt: skip
+        less, more = (sum(_ms(pair[place]) for pair in pairs) for place in (0, 1))
+        texts.append(f" ({tensors:,}: {more / less:.2f} times as long)")
+    return "".join(texts)
+
+
+def _ms(case: dict[str, Any]) -> float:
+    return float(case["shard_ms"] + case["worker_ms"])
 
 
 def _plan(
@@ -66,18 +76,16 @@ def _plan(
     number = -(-MODEL_NUMEL // SLICE_NUMEL)
     own = -(-number // NUM_SHARDS)
     return [
-        f"A slice takes {kb['shard']:.0f} KB of the shard beside its arrays and {kb['worker']:.0f} "
-        f"of a worker, {1e3 * seconds['declare']:.2f} ms to declare, "
-        f"{1e3 * seconds['read']:.1f} to read for a checkpoint and "
-        f"{1e3 * seconds['restore']:.1f} to restore.",
+        f"A slice takes {kb['shard']:.0f} KB of a shard beside its arrays, {kb['worker']:.0f} of a "
+        f"worker, {1e3 * seconds['declare']:.2f} ms to declare, {1e3 * seconds['read']:.1f} to "
+        f"read for a checkpoint, {1e3 * seconds['restore']:.1f} to restore.",
         "",
-        f"**70B on paper**, {NUM_SHARDS} shards and {NUM_WORKERS} workers: {number:,} slices, "
-        f"{own:,} on a shard. Besides bytes, a step takes "
-        f"{own * NUM_WORKERS * ms['shard'] / 1e3:.0f} s of a shard's interpreter and "
-        f"{number * ms['worker'] / 1e3:.0f} s of a worker's, "
-        f"{own * kb['shard'] / 1e3:.0f} MB and {number * kb['worker'] / 1e3:.0f} MB, "
-        f"{number * seconds['declare']:.0f} s to declare and "
-        f"{own * seconds['restore']:.0f} s to restore.",
+        f"**70B on paper**, {NUM_SHARDS} shards and workers, {number:,} slices: a step takes "
+        f"{own * NUM_WORKERS * ms['shard'] / 1e3:.0f} s of a shard's interpreter, "
+        f"{number * ms['worker'] / 1e3:.0f} of a worker's; slices take "
+        f"{own * kb['shard'] / 1e3:.0f} and {number * kb['worker'] / 1e3:.0f} MB, "
+        f"{number * seconds['declare']:.0f} s to declare, "
+        f"{own * seconds['restore']:.0f} to restore.",
     ]
 
 

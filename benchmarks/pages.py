@@ -212,9 +212,9 @@ class Round:
         """Returns the row of the table."""
         known = self.floor_ms is not None
         return [
-            PATHS.get(self.plane, self.plane),
+            f"`{self.plane}`" if self.plane in PATHS else self.plane,
             f"`{self.case}`",
-            f"{self.workers}x{self.workers}",
+            f"{self.workers}",
             f"{self.floor_ms:.1f}" if self.floor_ms is not None else "",
             f"{self.median_ms:.1f}",
             f"**{100 * self.share:.0f}%**" if known else "",
@@ -262,12 +262,11 @@ class TransportRun:
 def transport() -> str:
     """Returns the one run: its headline, its constants, its table."""
     run = TransportRun(json.loads(RESULTS.read_text(encoding="utf-8").splitlines()[-1]))
-    names = {"socket": "plain TCP sockets", "gloo": "Gloo all-reduce"}
+    names = {"socket": "sockets", "gloo": "Gloo"}
     shares = {
-        plane: [round_.share for round_ in run.rounds() if round_.plane == plane]
-        for plane in ("local", "tcp")
+        plane: [round_.share for round_ in run.rounds() if round_.plane == plane] for plane in PATHS
     }
-    rows = [round_.cells() for round_ in run.rounds()]
+    rows = [round_.cells() for round_ in run.rounds() if round_.plane != "grpc"]
     for row in rows:
         row[0] = names.get(row[0], row[0])
     socket_gbps = 2 * run.result["nbytes"] / run.median_ms("socket", "flat") / 1e6
@@ -276,16 +275,16 @@ def transport() -> str:
     return "\n".join(
         [
             f"**A round through shared memory reaches {_range(shares['local'])} of its floor, a "
-            f"round over TCP {_range(shares['tcp'])} of plain sockets.**",
+            f"round over TCP {_range(shares['tcp'])} of plain sockets, over gRPC "
+            f"{_range(shares['grpc'])}.**",
             "",
             f"{run.result['date']}, commit {run.result['commit']}, "
             f"{machine(run.result['machine'])}, "
-            f"{len(run.result['copy_ms'])} rounds a case. Constants of this run: M = "
+            f"{len(run.result['copy_ms'])} rounds a case. M = "
             f"{run.copy_gbps:.1f} GB/s, K = {socket_gbps:.1f} GB/s, m = {fixed} ms.",
             "",
             table(
-                ["path", "case", "workers x shards", "floor, ms",
-                 "measured, ms", "floor / measured", "CPU s/GB"],
+                ["path", "case", "workers", "floor, ms", "measured", "floor/measured", "CPU s/GB"],
                 rows, "lllrrrr",
             ),
         ]

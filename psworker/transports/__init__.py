@@ -14,9 +14,9 @@ from pscore.errors import ConfigError, TransportError
 from pscore.memory.segment import keeps_order
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.endpoint import Endpoint, connect
-from psworker.transports.answer import Answer
 from psworker.transports.base import OutgoingPush, PullCall, Transport
 from psworker.transports.grpc import GrpcTransport
+from psworker.transports.request_future import RequestFuture
 from psworker.transports.retry import RetryPolicy
 from psworker.transports.shared_memory import SharedMemoryTransport
 from psworker.transports.socket_base import SocketTransport
@@ -25,7 +25,15 @@ from psworker.transports.tcp import TcpTransport
 log = logging.getLogger("paceline")
 DATA_PLANES = ("auto", "local", "tcp", "grpc")
 
-__all__ = ["DATA_PLANES", "Answer", "Endpoint", "OutgoingPush", "PullCall", "Transport", "choose"]
+__all__ = [
+    "DATA_PLANES",
+    "Endpoint",
+    "OutgoingPush",
+    "PullCall",
+    "RequestFuture",
+    "Transport",
+    "choose",
+]
 
 
 def choose(

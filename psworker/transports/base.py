@@ -21,7 +21,7 @@ from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray
 from psworker.compression.pull_estimate import PulledEstimate
-from psworker.transports.answer import Answer
+from psworker.transports.request_future import RequestFuture
 
 log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is logged after this time, and then each time it has doubled.
@@ -44,7 +44,7 @@ class OutgoingPush:
     header: data_pb2.PushHeader
     payload: Callable[[], Sequence[memoryview]]
     waits: bool = False
-    done: Answer[data_pb2.PushReply] = field(default_factory=Answer)
+    done: RequestFuture[data_pb2.PushReply] = field(default_factory=RequestFuture)
     pull: PullCall | None = None
 
     def carry(self, pull: PullCall) -> None:
@@ -69,7 +69,7 @@ class PullCall:
     held: PulledEstimate | None = None  # The estimate that a compressed answer updates.
     copy_on_wait: bool = False  # Weights in shared memory are copied only when they are waited for.
     fetch: Callable[[], bool] | None = None  # The late copy; False: they changed, pull again.
-    done: Answer[data_pb2.PullReply] = field(default_factory=Answer)
+    done: RequestFuture[data_pb2.PullReply] = field(default_factory=RequestFuture)
     started_s: float = field(default_factory=time.monotonic)
     say_s: float = SAY_AFTER_S
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pscore.partition import Layout
 from psworker.connection.membership.session import Session
-from psworker.transports.answer import Answer
+from psworker.transports.request_future import RequestFuture
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class AnswerWait:
             return future.result()
         return self._await(lambda: future.result(timeout=self._check_s), index, what)
 
-    def wait_for_any(self, answers: Mapping[int, Answer[Any]], what: str) -> int:
+    def wait_for_any(self, answers: Mapping[int, RequestFuture[Any]], what: str) -> int:
         """Returns the first slice whose answer has come, and records the wait in the timeline.
 
         Args:

@@ -37,7 +37,7 @@ from psworker.connection.exchange.together import Together
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import AgreedTable, Session
 from psworker.replica.ports import PullBuffer
-from psworker.transports import Answer, OutgoingPush, PullCall, Transport
+from psworker.transports import OutgoingPush, PullCall, RequestFuture, Transport
 
 log = logging.getLogger("paceline")
 WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with the reason.
@@ -200,7 +200,7 @@ class Exchange:
                 continue
             if call.fetch is None or call.fetch():
                 return reply, pull_buffer
-            call.done, call.fetch = Answer(), None
+            call.done, call.fetch = RequestFuture(), None
             self._request(index, call, pull_buffer)
 
     def has_landed(self, index: int) -> bool:

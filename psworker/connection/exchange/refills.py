@@ -19,7 +19,7 @@ from pscore.types import FloatArray, Origin, Role
 from psworker.connection.exchange.shared_grads import SharedGrads
 from psworker.connection.membership.session import Session
 from psworker.replica.ports import PullBuffer
-from psworker.transports import Answer, OutgoingPush, PullCall
+from psworker.transports import OutgoingPush, PullCall, RequestFuture
 
 # Version of a slice, its weights and optimizer state, and optimizer steps of each segment.
 Held = Callable[[int], tuple[int, Sequence[FloatArray], Sequence[int]]]
@@ -155,11 +155,11 @@ class Refills:
             if last is not None and last.header.step >= version:
                 self._push(index, self._again(index, last))
             elif index in self._pushes:
-                self._pushes[index] = counted = Answer[data_pb2.PushReply]()
+                self._pushes[index] = counted = RequestFuture[data_pb2.PushReply]()
                 counted.set_result(data_pb2.PushReply())
             call, pull_buffer = self._pulls.get(index, (None, None))
             if call is not None and pull_buffer is not None and pull_buffer.version < 0:
-                self._pull(index, replace(call, done=Answer(), fetch=None), pull_buffer)
+                self._pull(index, replace(call, done=RequestFuture(), fetch=None), pull_buffer)
 
     def mend(self, problem: PacelineError) -> None:
         """Fills shards that have come back empty; raises `problem` where it has another cause."""

@@ -30,7 +30,7 @@ from psworker.connection.accounts.pace import Pace
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.membership.session import AgreedTable
 from psworker.replica.ports import PullBuffer
-from psworker.transports import Answer, OutgoingPush, PullCall
+from psworker.transports import OutgoingPush, PullCall, RequestFuture
 
 TENSORS = [
     TensorSpec(name="weight", shape=(5000,), dtype="float32"),
@@ -333,7 +333,7 @@ def test_initial_weights_travel_with_their_role_and_counts() -> None:
     assert [np.frombuffer(part, np.float32)[0] for part in outgoing.payload()] == [1.0, 2.0]
 
 
-class Slow(Answer[Any]):
+class Slow(RequestFuture[Any]):
     """A future that is not done for some calls of `result`."""
 
     def __init__(self, value: Any, times: int) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 
 import pytest
 
-from psworker.transports.answer import Answer
+from psworker.transports.request_future import RequestFuture
 
 
 def test_an_outcome_is_set_once_and_waited_for() -> None:
-    answer = Answer[int]()
+    answer = RequestFuture[int]()
     assert (answer.running(), answer.done()) == (True, False)
-    assert repr(answer) == "<Answer pending>"
+    assert repr(answer) == "<RequestFuture pending>"
     with pytest.raises(TimeoutError):
         answer.result(timeout=0.0)
     with pytest.raises(TimeoutError):
@@ -34,7 +35,7 @@ def test_an_outcome_is_set_once_and_waited_for() -> None:
 
 
 def test_an_error_is_raised_where_the_outcome_is_wanted() -> None:
-    answer, problem = Answer[int](), ValueError("refused")
+    answer, problem = RequestFuture[int](), ValueError("refused")
     answer.set_exception(problem)
     assert answer.exception() is problem
     with pytest.raises(ValueError, match="refused"):
@@ -42,7 +43,7 @@ def test_an_error_is_raised_where_the_outcome_is_wanted() -> None:
 
 
 def test_callbacks_come_in_order_and_at_once_when_there_is_an_outcome() -> None:
-    answer, called = Answer[int](), list[int]()
+    answer, called = RequestFuture[int](), list[int]()
 
     def note(number: int, done: Future[int]) -> None:
         called.append(number + done.result())
@@ -55,8 +56,44 @@ def test_callbacks_come_in_order_and_at_once_when_there_is_an_outcome() -> None:
     assert called == [10, 11, 12, 10]
 
 
+def test_a_callback_that_raises_keeps_no_other_from_being_called() -> None:
+    answer, called = RequestFuture[int](), list[int]()
+
+    def fail(_: object) -> None:
+        raise ValueError("a mistake")
+
+    answer.add_done_callback(fail)
+    answer.add_done_callback(lambda done: called.append(done.result()))
+    with pytest.raises(ValueError, match="a mistake"):
+        answer.set_result(5)
+    assert (called, answer.result()) == ([5], 5)
+
+
+def test_a_callback_may_add_another() -> None:
+    answer, called = RequestFuture[int](), list[str]()
+
+    def first(done: Future[int]) -> None:
+        called.append("first")
+        done.add_done_callback(lambda _: called.append("third"))
+        called.append("after")
+
+    answer.add_done_callback(first)
+    answer.add_done_callback(lambda _: called.append("second"))
+    answer.set_result(1)
+    assert called == ["first", "second", "third", "after"]
+
+
+def test_asyncio_can_await_an_answer() -> None:
+    async def wait() -> int:
+        answer = RequestFuture[int]()
+        threading.Timer(0.01, answer.set_result, (3,)).start()
+        return await asyncio.wrap_future(answer)
+
+    assert asyncio.run(wait()) == 3
+
+
 def test_a_wait_that_is_over_leaves_nothing_behind() -> None:
-    answer = Answer[int]()
+    answer = RequestFuture[int]()
     for _ in range(5):
         with pytest.raises(TimeoutError):
             answer.result(timeout=0.0)
@@ -73,7 +110,7 @@ def test_each_callback_is_called_once_by_many_threads() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for turn in range(200):
-            answer, start = Answer[int](), threading.Barrier(4)
+            answer, start = RequestFuture[int](), threading.Barrier(4)
 
             def count(key: tuple[int, int, int]) -> None:
                 with lock:
@@ -82,7 +119,7 @@ def test_each_callback_is_called_once_by_many_threads() -> None:
             def add(
                 thread: int,
                 turn: int = turn,
-                answer: Answer[int] = answer,
+                answer: RequestFuture[int] = answer,
                 start: threading.Barrier = start,
             ) -> None:
                 start.wait()
@@ -106,7 +143,7 @@ def test_each_callback_is_called_once_by_many_threads() -> None:
 
 
 def test_a_removed_callback_is_not_called() -> None:
-    answer, called = Answer[int](), list[str]()
+    answer, called = RequestFuture[int](), list[str]()
 
     def first(_: object) -> None:
         called.append("first")

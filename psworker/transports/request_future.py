@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Answer(Future[T]):
+class RequestFuture(Future[T]):
     """A future without a lock of its own, which cannot be cancelled.
 
     The parent's holds eleven objects, a condition among them. Those of all slices outlive a step,
@@ -19,7 +19,8 @@ class Answer(Future[T]):
     the interpreter's lock is enough: one operation on a list or an attribute is not divided.
 
     Callbacks are called in the order in which they were added, before a thread that began to wait
-    after them goes on. They must not raise.
+    after them goes on. The error of one is raised where the outcome is set, after the others.
+    `concurrent.futures.wait` and `as_completed` refuse these futures: they want the parent's lock.
     """
 
     def __init__(self) -> None:  # The parent's is what costs.
@@ -31,7 +32,7 @@ class Answer(Future[T]):
 
     def __repr__(self) -> str:
         """Returns its state, as text."""
-        return f"<Answer {'done' if self._is_done else 'pending'}>"
+        return f"<RequestFuture {'done' if self._is_done else 'pending'}>"
 
     def cancel(self) -> bool:
         """Returns False: a request that has left is answered."""
@@ -107,7 +108,10 @@ class Answer(Future[T]):
                 fn = self._behind.pop(0)
             except IndexError:  # Another thread has taken it.
                 return
-            fn(self)
+            try:
+                fn(self)
+            finally:  # Also the others, when it has raised an error.
+                self._call()
 
     def _wait(self, timeout: float | None) -> None:
         came = threading.Event()
