@@ -31,10 +31,10 @@ def grown(path: Path = RESULT) -> str:
     about = f"{newest['date']}, {machine(newest['machine'])}"
     return "\n".join(
         [
-            f"CPU ms of shard + worker for one slice's push and pull, {few:,} tensors"
+            f"CPU ms of shard+worker, one slice's push and pull, {few:,} tensors"
             f"{_beside(cases, few, many)}; {about}, `{run['command']}`:",
             "",
-            table(["workers", *(f"{number:,} slices" for number in slices)], rows, "r" * 9),
+            table(["workers\\slices", *(f"{number:,}" for number in slices)], rows, "r" * 9),
             "",
             *_plan(cases, few, slices[-2:]),
         ]
