@@ -28,6 +28,7 @@ from pscore.text import join_address
 from psserver.exits import CommandError, Exit
 
 ANSWER_S_MAX = 5.0
+BUSY_S_MAX = 60.0  # A shard that is connected may be so long about other work.
 NOTE_S_MAX = 1.0
 POLL_S = 0.05
 RETRY_POLICY = {
@@ -61,12 +62,27 @@ def statuses(
     """Returns the status of the shards at `addresses`, in this order.
 
     Args:
-        is_patient: Make a connection that is refused or closed again for `ANSWER_S_MAX`.
+        is_patient: Make a connection that is refused or closed again for `ANSWER_S_MAX`; wait for
+            the answer of a shard that is connected, but busy, for `BUSY_S_MAX`.
 
     Raises:
         CommandError: One of them does not answer; the message names it.
     """
-    return _ask_all(addresses, credentials, _ask_status, PATIENT if is_patient else ())
+    if not is_patient:
+        return _ask_all(addresses, credentials, _ask_status)
+    end_s = time.monotonic() + ANSWER_S_MAX
+
+    def ask(channel: grpc.Channel) -> grpc.CallFuture[pb.StatusReply]:
+        timeout_s = BUSY_S_MAX
+        try:
+            grpc.channel_ready_future(channel).result(max(0.0, end_s - time.monotonic()))
+        except grpc.FutureTimeoutError:
+            timeout_s = 0.0
+        return control_pb2_grpc.ControlStub(channel).Status.future(
+            pb.StatusRequest(), timeout=timeout_s
+        )
+
+    return _ask_all(addresses, credentials, ask, PATIENT)
 
 
 def answers(

@@ -20,9 +20,18 @@ WAIT_S = 200.0
 
 
 class Control(control_pb2_grpc.ControlServicer):
-    """A shard that tells its status, and nothing else."""
+    """A shard that tells its status, and nothing else.
+
+    Attributes:
+        is_idle: Cleared while it is busy with other work.
+    """
+
+    def __init__(self) -> None:
+        self.is_idle = threading.Event()
+        self.is_idle.set()
 
     def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusReply:  # noqa: N802
+        self.is_idle.wait(WAIT_S)
         return pb.StatusReply(pid=3)
 
 
@@ -36,13 +45,14 @@ class Published(publish_pb2_grpc.PublicationsServicer):
         return publish_pb2.ListReply(publications=[one])
 
 
-def serve(address: str) -> grpc.Server:
+def serve(address: str, control: Control | None = None) -> grpc.Server:
     servicer = health.HealthServicer()
     for name in ("", "liveness", "readiness"):
         servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    control_pb2_grpc.add_ControlServicer_to_server(Control(), server)  # type: ignore[abstract]
+    control = Control() if control is None else control  # type: ignore[abstract]
+    control_pb2_grpc.add_ControlServicer_to_server(control, server)
     publish_pb2_grpc.add_PublicationsServicer_to_server(
         Published(),  # type: ignore[abstract]
         server,
@@ -87,6 +97,24 @@ def test_health_is_asked_again_when_a_connection_is_closed_or_refused(late: str)
 def test_a_scheduled_checkpoint_asks_again_for_the_status(late: str) -> None:
     """Else its job has no checkpoint for a second interval."""
     assert [reply.pid for reply in ask.statuses([late], is_patient=True)] == [3]
+
+
+def test_a_checkpoint_waits_for_the_status_of_a_shard_that_is_busy(
+    monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    """Under load a turn had no checkpoints; one that is stopped still has the short limit."""
+    control = Control()  # type: ignore[abstract]
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    server = serve(address, control)
+    monkeypatch.setattr(ask, "ANSWER_S_MAX", 1.0)
+    with pytest.raises(CommandError, match=f"nothing answers at {silent} within 1 s"):
+        ask.statuses([silent], is_patient=True)
+    monkeypatch.setattr(ask, "BUSY_S_MAX", WAIT_S)
+    control.is_idle.clear()
+    threading.Timer(2.0, control.is_idle.set).start()
+    assert [reply.pid for reply in ask.statuses([address], is_patient=True)] == [3]
+    server.stop(None).wait()
 
 
 def test_the_limit_of_a_silent_shard_is_named_and_no_wait_for_a_closed_port(
