@@ -4,7 +4,7 @@
     python -m benchmarks.publish --only cost --out FILE                  # keeps the others
 
 `--by NAME` measures `torn` with one way of training only, and keeps the others of the file. Each
-takes some minutes, or with `--quick` one; each other part takes less than 4.
+takes some minutes, or with `--quick` one; each other part but `joins` takes less than 4.
 
 Times are of hosts with links of 1 Gbit/s (`benchmarks/netlab.py`, needs root; else loopback): the
 shards on one host with the publisher, the trainer on another, each of 8 readers on its own.
@@ -22,9 +22,10 @@ shards on one host with the publisher, the trainer on another, each of 8 readers
     pause_ms          `commit` into a torch module, of the same change
     training_cost     step time with 8 readers over that with none, less 1; 300 ms a step, and 1 %
                       of the bfloat16 weights change in it; `relayed` behind a relay
-    joins             readers that join, get all weights and leave during such steps, 2.4 a second,
+    joins             readers that join, get all weights and leave during such steps, 2.7 a second,
                       those of a shard together at most at 4.5 % of the link (`--publish-mbit`);
-                      `p99` is the share that they add to the 99th percentile of the step time
+                      `p99` is the share that they add to the 99th percentile of the step time, over
+                      steps of the same training in pauses of the readers; 9 minutes
     beside            the same weights in ms for one reader, all of them: a file of safetensors
                       over HTTP and loaded, `torch.save` over HTTP, a broadcast of Gloo; `xor`:
                       1 % changed, as the exclusive or of both versions in zlib over HTTP
@@ -66,7 +67,7 @@ WAIT_S = 120.0
 CHANGED = 100  # One element of so many.
 NUM_READERS = 8
 RELAYED, RELAY_PORT = 5, 24_700  # Changes through a relay, behind the first, and its port.
-COMPUTE_S = 0.3
+COMPUTE_S, STEP_S = 0.3, 0.37
 RATE = "1gbit"
 COMMITS_PER_KILL, LOOK_S = 400, 0.05
 COUNTED = 20  # Versions that a reader takes between two reports.
@@ -81,8 +82,8 @@ FILLED = {  # Modes, by name; none for a `Publisher`.
 }
 CYCLE = 200  # Whole numbers below 256 are exact in bfloat16.
 COST_NUMEL = 2_000_000  # The trainer sends and gets them within a third of a step.
-NUM_JOINING, JOINS, JOIN_STEPS = 4, 1000, 1100  # Hosts whose readers come and go, and how often.
-QUICK_JOINS, QUICK_STEPS = 100, 110
+NUM_JOINING, JOINS, QUICK_JOINS = 4, 1000, 100  # Hosts whose readers come and go, and how often.
+JOIN_EVERY_S, AT_ONCE, PAUSE_S = 1.5, 25, 16.0  # On each host; after so many there are none.
 JOIN_MBIT = 45  # `--publish-mbit`: to all readers of each of two shards on one link.
 LR = 1e-6  # With weights around 0.02 it changes about 1 % of them in bfloat16.
 
@@ -206,7 +207,7 @@ def follow(numel: int, has_module: bool) -> None:
 
 
 def train(numel: int, steps: int) -> dict[str, Any]:
-    """Trains one array, and returns the median step time in seconds."""
+    """Trains one array, and returns the median step time, and begin and end of each step, in s."""
     import torch
 
     import psworker
@@ -220,28 +221,35 @@ def train(numel: int, steps: int) -> dict[str, Any]:
     measured.await_go()
     times = []
     for _ in range(steps):
-        begin_s = time.perf_counter()
+        begin_s = time.monotonic()
         time.sleep(COMPUTE_S)
         weights.grad = grad.clone()
         optimizer.step()
-        times.append(time.perf_counter() - begin_s)
+        times.append((begin_s, time.monotonic()))
     psworker.shutdown()
-    return {"step_s": kit.median(times), "p99_s": float(np.percentile(times, 99))}
+    return {"step_s": kit.median([end_s - begin_s for begin_s, end_s in times]), "times": times}
 
 
-def join(joins: int, every_s: float) -> dict[str, int]:
-    """Reads one version with each of many readers, which come at even intervals and leave."""
+def join(joins: int) -> dict[str, Any]:
+    """Reads one version with each of many readers, which come at even intervals and leave.
+
+    Returns:
+        `times`: begin and end of each in seconds.
+    """
     import psworker
 
     # Readers have machines of their own; here they share two cores with the trainer and shards.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     measured.await_go()
-    begin_s, read = time.monotonic(), 0
+    begin_s, times = time.monotonic(), []
     for number in range(joins):
-        time.sleep(max(0.0, begin_s + number * every_s - time.monotonic()))
+        due_s = begin_s + number * JOIN_EVERY_S + number // AT_ONCE * PAUSE_S
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        come_s = time.monotonic()
         with psworker.Subscriber(dtype="bf16") as subscriber:
-            read += subscriber.wait(timeout_s=WAIT_S).bits.nbytes > 0
-    return {"joins": read}
+            subscriber.wait(timeout_s=WAIT_S)
+        times.append((come_s, time.monotonic()))
+    return {"times": times}
 
 
 def read() -> None:
@@ -703,21 +711,24 @@ def _training(
 
 def joins(*, is_quick: bool) -> dict[str, Any]:
     """Returns how many readers join and leave, and the share that they add to slow steps."""
-    number, steps = (QUICK_JOINS, QUICK_STEPS) if is_quick else (JOINS, JOIN_STEPS)
-    times, joined = [], 0
-    for each in (0, number // NUM_JOINING):
-        with _training(2 + NUM_JOINING, 4, steps, JOIN_MBIT) as (lab, env, trainer):
-            given = {"joins": each, "every_s": COMPUTE_S * steps / max(each, 1)}
-            places = range(2, 2 + NUM_JOINING if each else 2)
-            readers = [lab.start(host, "join", env, **given) for host in places]
-            with kit.roles(*readers):
-                for role in readers:
-                    role.line()
-                for role in (trainer, *readers):
-                    role.tell()
-                times.append(trainer.result()["p99_s"])
-                joined += sum(role.result()["joins"] for role in readers)
-    return {"joins": {"number": joined, "p99": round(times[1] / times[0] - 1, 4)}}
+    each = (QUICK_JOINS if is_quick else JOINS) // NUM_JOINING
+    took_s = each * JOIN_EVERY_S + (each // AT_ONCE) * PAUSE_S
+    with _training(2 + NUM_JOINING, 4, int(took_s / STEP_S), JOIN_MBIT) as (lab, env, trainer):
+        readers = [lab.start(2 + host, "join", env, joins=each) for host in range(NUM_JOINING)]
+        with kit.roles(*readers):
+            for role in readers:
+                role.line()
+            for role in (trainer, *readers):
+                role.tell()
+            steps = trainer.result()["times"][measured.WARM_ROUNDS :]
+            stays = [stay for role in readers for stay in role.result()["times"]]
+    times: dict[bool, list[float]] = {False: [], True: []}  # By whether a reader was there.
+    for begin_s, end_s in steps:
+        is_read = any(come_s < end_s and begin_s < gone_s for come_s, gone_s in stays)
+        times[is_read].append(end_s - begin_s)
+    without_s, with_s = (float(np.percentile(times[is_read], 99)) for is_read in (False, True))
+    found = {"number": len(stays), "p99": round(with_s / without_s - 1, 4)}
+    return {"joins": {**found, "steps": len(times[True]), "steps_without": len(times[False])}}
 
 
 def beside(*, is_quick: bool) -> dict[str, Any]:
