@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from pscore.text import printable
+from pscore.variables import require_known
 
 DEBUG = "PACELINE_DEBUG"  # A variable, so that the processes that a command starts have it too.
 WIDTH_MAX = 240  # Largest width of help, in columns; less where the terminal has less.
@@ -92,7 +93,12 @@ def open_standard_streams() -> None:
 
 
 def run(app: Any, name: str) -> None:
-    """Runs one command of a `typer.Typer`; reports if Ctrl-C or a full disk ends it."""
+    """Runs one command of a `typer.Typer`; reports if Ctrl-C or a full disk ends it.
+
+    Raises:
+        ConfigError: A variable of the environment is misspelt.
+    """
+    require_known(os.environ)
     for group in (app, *(entry.typer_instance for entry in app.registered_groups)):
         for command in group.registered_commands:  # Whole sentences, where typer cuts them off.
             command.short_help = (inspect.getdoc(command.callback) or "").partition("\n")[0]

@@ -34,6 +34,7 @@ from typing import Any
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
+from pscore.variables import require_known
 from psworker.job.place import DEFAULT_JOB
 
 log = logging.getLogger("paceline")
@@ -138,6 +139,7 @@ class Environment:
         Raises:
             ConfigError: A variable or a given value is wrong; names it.
         """
+        require_known(variables)
         given = {name: value for name, value in given.items() if value is not None}
         _require_types(given)
         variables = variables if "max_workers" in given else _with_slurm(variables)

@@ -9,6 +9,7 @@ import typer
 from typer.main import get_command
 
 from benchmarks import pages
+from pscore import variables
 from psserver.commands import cli as psserver_cli
 from psserver.exits import Exit as ServerExit
 from psserver.process.settings import SECTIONS
@@ -123,6 +124,10 @@ def test_the_reference_has_every_variable_that_the_code_reads_and_no_other() -> 
     refused = {"PACELINE_SNAPSHOT_S"}  # Setting it is an error that names its replacement.
     shown = set(re.findall(r"`(PACELINE_[A-Z_]+)`", REFERENCE))
     assert shown == variables_in_code() - refused
+
+
+def test_a_misspelt_variable_is_compared_with_every_one_that_the_code_reads() -> None:
+    assert {f"{variables.PREFIX}{name}" for name in variables.NAMES} == variables_in_code()
 
 
 def test_the_variables_of_other_launchers_stand_in_the_reference() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import typer
 
+from psserver.commands import cli
 from psserver.commands.cli import app
+from psserver.exits import Exit
 from psserver.process.settings import SECTIONS, flag_of
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -30,6 +32,17 @@ def test_each_setting_has_a_flag_that_is_passed_on_only_if_it_is_given() -> None
     assert {flags[name].default for name in settings} == {None}
     assert flags["restart"].secondary_opts == ["--no-restart"]
     assert flags["insecure"].secondary_opts == []
+
+
+def test_a_misspelt_variable_is_refused_before_a_shard_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_CHECKPOINTS", "60")
+    monkeypatch.setattr(sys, "argv", ["psserver", "start"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == Exit.USAGE
+    assert "PACELINE_CHECKPOINT_S was probably meant" in capsys.readouterr().err
 
 
 def test_commands_that_find_servers_describe_the_search_and_not_the_start() -> None:

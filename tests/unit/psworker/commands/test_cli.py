@@ -71,6 +71,16 @@ def test_shards_are_not_started_beside_servers_that_the_environment_names(
     assert "servers are given: a:1" in capsys.readouterr().err
 
 
+def test_a_misspelt_variable_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVES", "a:1")
+    assert psworker(monkeypatch, "run", "--workers", "1", "env") == Exit.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("psworker: PACELINE_SERVES is set, which is no variable of Paceline: ")
+    assert said.count("\n") == 1
+
+
 def test_a_misspelled_option_is_not_taken_for_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,37 @@ def test_an_empty_environment_is_one_worker_without_servers() -> None:
     assert (found.job, found.restart) == ("default", 0)
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("PACELINE_RNAK", "PACELINE_RANK"),
+        ("PACELINE_SERVER", "PACELINE_SERVERS"),
+        ("PACELINE_WORKERS", "PACELINE_NUM_WORKERS"),
+        ("PACELINE_TLS_CERTS", "PACELINE_TLS_CERT"),
+        ("PACELINE_STATEDIR", "PACELINE_STATE_DIR"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_and_the_one_that_was_meant_is_named(
+    misspelt: str, meant: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{misspelt} is set, .* {meant} was probably meant"):
+        Environment.read({misspelt: "1"})
+
+
+def test_variables_of_the_user_and_those_of_a_service_of_kubernetes_are_left_alone() -> None:
+    service = {
+        "PACELINE_SERVICE_HOST": "10.0.0.1",
+        "PACELINE_SERVICE_PORT": "7070",
+        "PACELINE_SERVICE_PORT_METRICS": "8070",
+        "PACELINE_PORT": "tcp://10.0.0.1:7070",
+        "PACELINE_PORT_7070_TCP_PORT": "7070",
+        "PACELINE_SHARD_PORT": "tcp://10.0.0.2:7070",
+        "PACELINE_SHARD_SERVICE_PORT": "7070",
+    }
+    own = {"PACELINE_FOLDER": "/jobs/7", "PACELINE_VERSION": "3", "MY_PACELINE_RNAK": "1"}
+    assert Environment.read(service | own) == Environment.read({})
+
+
 def test_torchruns_variables_are_read() -> None:
     found = Environment.read(TORCHRUN)
     assert (found.rank, found.num_workers) == (3, 4)
