@@ -633,6 +633,34 @@ def saved_step(project: Project) -> int:
     return int(project.docker(*words, "python", "-c", script).split()[-1])
 
 
+def engine(log: Log) -> None:
+    """Kills the engine of a host while a job trains there, and starts it again."""
+    require_root()
+    for options in ((), ("--live-restore",)):
+        with (
+            SecondHost(*options) as host,
+            Project("paceengine", BASE, SERVERS, host.engine, STEPS="100000") as project,
+        ):
+            start_elastic(project)
+            before, started = step(project), starts(project)
+            host.crash()
+            wait("2 workers", partial(has_workers, project, "mnist-elastic", PAIR))
+            after = advance(project, before)
+            again = len(starts(project) - started)
+            log.say(
+                f"      SIGKILL of dockerd{' with live-restore' if options else ''} at step "
+                f"{before}, started again: it has started {again} of {len(started)} containers "
+                f"anew, now at step {after}"
+            )
+            if options and again:
+                raise CheckError("with live-restore containers run on")
+
+
+def starts(project: Project) -> set[str]:
+    """Returns the time at which each container of the project was started that runs."""
+    return {project.inspect(name)["State"]["StartedAt"] for name in project.names("")}
+
+
 def pauses(log: Log) -> None:
     """Pauses a worker and shards for longer than a lease, as `docker pause` does."""
     with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
@@ -826,8 +854,67 @@ def upgrade(log: Log) -> None:
             if used != set(following.values()):
                 raise CheckError(f"the containers run {used}")
             log.say(f"      other tags in .env at step {before}, {up!r}: now at step {after}")
+            renew(log, shell, project, certs.replace("10.0.0.1", "127.0.0.1"), up)
         for name in following.values():
             run("docker", "rmi", name)
+
+
+def renew(log: Log, shell: Shell, project: Project, certs: str, up: str) -> None:
+    """Makes new certificates and a new token for a host, as the page says."""
+    (option,) = re.findall(r"the second command with `(--\S+)`", PAGE.read_text())
+    before = project.job("shard", "mnist")["step"]
+    token = (shell.root / "secrets/token").read_text()
+    shell(f"{certs.partition('  #')[0]} --force")
+    if (shell.root / "secrets/token").read_text() == token:
+        raise CheckError("the token is the former one")
+    shell(f"{up} {option}")
+    after = wait(
+        "more steps", lambda: (now := project.job("shard", "mnist")["step"]) > before and now
+    )
+    log.say(f"      new secrets at step {before}, {up + ' ' + option!r}: now at step {after}")
+
+
+def digests(log: Log) -> None:
+    """Builds on a base that is pinned by its digest, and starts the image by its own."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        raise NotRunError("no registry: apt-get install docker-registry")
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.close()
+        config = {
+            "version": "0.1",
+            "storage": {"filesystem": {"rootdirectory": folder}},
+            "http": {"addr": place},
+        }
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(config))
+        with subprocess.Popen(
+            [program, "serve", str(file)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as registry:
+            try:
+                base = pushed(BASE_IMAGE, f"{place}/python:3.11-slim")
+                build_target("shard", f"{place}/paceline:pinned", "--build-arg", f"BASE={base}")
+                image = pushed(f"{place}/paceline:pinned", f"{place}/paceline:pinned")
+                said = run("docker", "run", "--rm", "--network", "none", image, "psserver", "rules")
+                labels = json.loads(run("docker", "image", "inspect", image))[0]["Config"]["Labels"]
+                if labels[f"{OCI}.base.name"] != base or "ssgd" not in said:
+                    raise CheckError(f"the labels are {labels}")
+                log.say(f"      built on {base.partition('/')[2]}")
+                log.say(f"      starts as {image.partition('/')[2]}")
+            finally:
+                registry.terminate()
+                for name in ("python:3.11-slim", "paceline:pinned"):
+                    run("docker", "rmi", f"{place}/{name}", check=False)
+
+
+def pushed(image: str, name: str) -> str:
+    """Pushes an image under a name of a registry; returns its name with the digest."""
+    run("docker", "tag", image, name)
+    said = wait("the registry", lambda: run("docker", "push", name))
+    (digest,) = re.findall(r"digest: (sha256:[0-9a-f]{64})", said)
+    return f"{name.rpartition(':')[0]}@{digest}"
 
 
 def swarm(log: Log) -> None:
@@ -854,6 +941,7 @@ def swarm(log: Log) -> None:
                 log.say(f"      {command or deploy!r}: {count} workers are live")
             tasks = run("docker", "stack", "ps", "--filter", "desired-state=running", name)
             log.say(f"      the nodes {' and '.join(nodes)} run {tail(tasks)}")
+            renew_swarm(log, shell, name, deploy)
         except CheckError:
             log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
             raise
@@ -864,6 +952,30 @@ def swarm(log: Log) -> None:
             # A stack leaves its volumes behind, and the next run would continue from this one's.
             volume = ("docker", "volume", "rm", "--force", f"{name}_shard0")
             wait("the end of the shard", lambda: run(*volume))
+
+
+def renew_swarm(log: Log, shell: Shell, name: str, deploy: str) -> None:
+    """Makes new certificates and a new token for the stack, as the page says."""
+    certs, remove = re.findall(
+        r"New certificates: `(.*?)`, `(.*?)`, and the third command again", PAGE.read_text()
+    )[0]
+    before = swarm_step(name)
+    token = (shell.root / "certs/token").read_text()
+    shell(certs)
+    if (shell.root / "certs/token").read_text() == token:
+        raise CheckError("the token is the former one")
+    for command in (remove, deploy):
+        shell(command)
+    wait("2 workers", partial(has_swarm_workers, name, PAIR))
+    after = wait("more steps", lambda: (now := swarm_step(name)) > before and now)
+    log.say(
+        f"      new secrets at step {before}, {certs!r}, {remove!r}, deployed again: at {after}"
+    )
+
+
+def swarm_step(name: str) -> int:
+    """Returns the step of the stack's job."""
+    return max((job["step"] for job in swarm_jobs(name)), default=0)
 
 
 def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
@@ -887,6 +999,7 @@ def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Log], None]] = {
     "image": build,
+    "digests": digests,
     "refusals": refusals,
     "cuda": cuda,
     "compiler": compiler,
@@ -896,6 +1009,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "gpus": gpus,
     "faults": faults,
     "returns": returns,
+    "engine": engine,
     "pauses": pauses,
     "disk": full_disks,
     "memory": shared_memory,
@@ -1061,15 +1175,19 @@ def has_swarm_workers(name: str, count: int) -> bool:
 
 def swarm_live(name: str) -> int:
     """Returns the number of live workers of the stack's job."""
+    workers = [worker for job in swarm_jobs(name) for worker in job["workers"]]
+    return sum(worker["state"] == "live" for worker in workers if worker["step"])
+
+
+def swarm_jobs(name: str) -> list[dict[str, Any]]:
+    """Returns the jobs of the stack's shards; empty: there is no shard yet."""
     words = ("ps", "--quiet", "--filter", f"label=com.docker.swarm.service.name={name}_shard0")
     container = run("docker", *words).split()[0:1]
     if not container:
-        return 0
+        return []
     text = run("docker", "exec", *container, "psserver", "status", "--servers", SERVERS, "--json")
-    jobs = json.loads(text[text.index("{") : text.rindex("}") + 1])["jobs"]
-    return sum(
-        worker["state"] == "live" for job in jobs for worker in job["workers"] if worker["step"]
-    )
+    jobs: list[dict[str, Any]] = json.loads(text[text.index("{") : text.rindex("}") + 1])["jobs"]
+    return jobs
 
 
 if __name__ == "__main__":

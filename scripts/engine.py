@@ -268,7 +268,10 @@ class SecondHost:
 
     here, there = "10.77.3.1", "10.77.3.2"
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        """Starts nothing; `options` are those of its engine."""
+        self._options = options
+        self._containerd: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-host-"))
         self._name = f"pace{os.getpid()}"
         self.engine = f"unix://{self._folder}/docker.sock"
@@ -294,17 +297,24 @@ class SecondHost:
         self._environment = dict(os.environ)
 
     def _start(self) -> None:
-        # Not `ip netns exec`, which hides the control groups that an engine needs.
-        words = ["nsenter", f"--net=/run/netns/{self._name}", "dockerd", "--host", self.engine]
+        """Starts the engine, after containerd if that does not run: a service, as on real hosts."""
+        at = f"{self._folder}/containerd.sock"
+        if self._containerd is None:
+            places = (f"--root={self._folder}/containers", f"--state={self._folder}/tasks")
+            self._containerd = self._run("containerd", f"--address={at}", *places)
+        words = ["--host", self.engine, "--containerd", at]
         for option, name in (("data-root", "data"), ("exec-root", "exec"), ("pidfile", "pid")):
             words.append(f"--{option}={self._folder / name}")
-        with (self._folder / "log").open("ab") as log:
-            self._daemon = subprocess.Popen(
-                [*words, "--iptables=false", "--bridge=none"],
-                env=self._environment, stdout=log, stderr=log,
-            )  # fmt: skip
+        words += ["--iptables=false", "--bridge=none", *self._options]
+        self._daemon = self._run("dockerd", *words)
         there = {"DOCKER_HOST": self.engine}
         wait("the second engine", lambda: run("docker", "info", env=there))
+
+    def _run(self, *words: str) -> subprocess.Popen[bytes]:
+        # Not `ip netns exec`, which hides the control groups that an engine needs.
+        place = ("nsenter", f"--net=/run/netns/{self._name}")
+        with (self._folder / "log").open("ab") as log:
+            return subprocess.Popen([*place, *words], env=self._environment, stdout=log, stderr=log)
 
     def reboot(self) -> None:
         """Ends the engine in order, which stops its containers, and starts it again."""
@@ -312,9 +322,17 @@ class SecondHost:
         self._daemon.wait(300)
         self._start()
 
-    def __exit__(self, *_: object) -> None:
-        self._daemon.terminate()
+    def crash(self) -> None:
+        """Kills the engine, and starts it again."""
+        self._daemon.kill()
         self._daemon.wait(300)
+        self._start()
+
+    def __exit__(self, *_: object) -> None:
+        for program in (self._daemon, self._containerd):
+            if program is not None:
+                program.terminate()
+                program.wait(300)
         # The engine leaves a mount behind, which would keep the namespace and the link.
         for mount in (self._folder / "exec" / "netns").glob("*"):
             run("umount", "--lazy", str(mount), check=False)

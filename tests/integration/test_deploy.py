@@ -96,7 +96,7 @@ def test_a_worker_can_be_stopped(name: str) -> None:
 @pytest.mark.parametrize("name", [*SHARDS, *ALL_WORKERS])
 def test_failed_containers_are_restarted(name: str) -> None:
     """A worker that has come to its end (0) is not; a shard is, as it ends with 0 at a reboot."""
-    assert SERVICES[name]["restart"] == ("unless-stopped" if name in SHARDS else "on-failure")
+    assert SERVICES[name]["restart"] == ("always" if name in SHARDS else "on-failure")
 
 
 @pytest.mark.parametrize("file", ["deploy/compose/host.yml", "deploy/stack.yml"])
@@ -106,7 +106,7 @@ def test_a_shard_on_another_host_comes_back_when_that_reboots(file: str) -> None
     assert shards
     for shard in shards:
         restart = shard.get("restart") or shard["deploy"]["restart_policy"]["condition"]
-        assert restart in ("unless-stopped", "any")
+        assert restart in ("always", "any")
 
 
 @pytest.mark.parametrize("name", ALL_WORKERS)
