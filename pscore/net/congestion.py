@@ -15,18 +15,15 @@ gets the system's own choice.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
-import threading
 import time
-import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pscore.errors import ThreadError
-from pscore.threads import OwnedThread
+from pscore.net.followed import Followed
 
 SYSTEM = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # The system's own choice.
 UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
@@ -82,7 +79,7 @@ def choose(connection: socket.socket, usual: bytes) -> None:
     if not usual.startswith(PACED):
         _use(connection, usual)
     elif is_far(connection):
-        FOLLOWED.add(connection, usual)
+        FOLLOWED.add(connection, FarChoice(usual, time.monotonic() + FOLLOW_S))
 
 
 def name_of(endpoint: socket.socket) -> bytes:
@@ -111,75 +108,25 @@ def _use(connection: socket.socket, usual: bytes) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, usual)
 
 
-@dataclass(slots=True)
-class _Entry:
-    connection: weakref.ref[socket.socket]
+@dataclass(frozen=True, slots=True)
+class FarChoice:
+    """The system's choice, for a connection that has had no short round trip by a time."""
+
     usual: bytes
     until_s: float  # A time of the monotonic clock.
 
-    def is_decided(self) -> bool:
-        """Returns whether there is nothing more to look for; makes the choice then."""
-        connection = self.connection()
-        if connection is None or connection.fileno() < 0 or not is_far(connection):
-            return True
-        if time.monotonic() < self.until_s:
-            return False
-        _use(connection, self.usual)
-        return True
+
+def look(waiting: Mapping[socket.socket, FarChoice]) -> list[socket.socket]:
+    """Returns the connections for which there is nothing more to look for; makes the choice."""
+    time.sleep(LOOK_S)
+    decided = []
+    for connection, choice in waiting.items():
+        if is_far(connection):
+            if time.monotonic() < choice.until_s:
+                continue
+            _use(connection, choice.usual)
+        decided.append(connection)
+    return decided
 
 
-class Followed:
-    """Connections whose round trips have been long so far; a thread looks at them."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Starts anew in a forked process; its parent still follows the connections of before.
-
-        Another thread may have held the lock at the fork, and no thread of the child would release
-        it.
-        """
-        self._lock = threading.Lock()
-        self._entries: list[_Entry] = []
-        self._thread: threading.Thread | None = None
-
-    def add(self, connection: socket.socket, usual: bytes) -> None:
-        """Follows a connection, as long as it is open."""
-        entry = _Entry(weakref.ref(connection), usual, time.monotonic() + FOLLOW_S)
-        with self._lock:
-            self._entries.append(entry)
-            if self._thread is None:
-                self._thread = OwnedThread(self._run, "congestion", self._give_up)
-                self._thread.start()
-
-    def take(self, connection: socket.socket) -> bytes:
-        """Follows a connection no longer; returns its `usual`, empty if it was not followed."""
-        with self._lock:
-            for entry in self._entries:
-                if entry.connection() is connection:
-                    self._entries.remove(entry)
-                    return entry.usual
-        return b""
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def _give_up(self, error: ThreadError) -> None:
-        """Leaves all connections without pacing; the next one starts another thread."""
-        with self._lock:
-            self._entries.clear()
-            self._thread = None
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(LOOK_S)
-            with self._lock:
-                self._entries = [entry for entry in self._entries if not entry.is_decided()]
-                if not self._entries:
-                    self._thread = None
-                    return
-
-
-FOLLOWED = Followed()
-os.register_at_fork(after_in_child=lambda: FOLLOWED.restart())
+FOLLOWED = Followed[FarChoice]("congestion", look)

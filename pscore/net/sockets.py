@@ -19,7 +19,7 @@ from operator import attrgetter
 import xxhash
 
 from pscore.errors import DamagedError, DecodeError, TransportError
-from pscore.net import congestion
+from pscore.net import congestion, receive_windows
 from pscore.net.tls import Stream, TLSSocket
 from pscore.net.wire import (
     CHECKED,
@@ -133,8 +133,9 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 def tune(connection: socket.socket, usual: bytes = b"") -> None:
     """Sets the options of a data connection: no delay for small frames, and the sizes of buffers.
 
-    TCP adapts its buffers to the bytes under way; a size set here is an upper limit. Between two
-    processes of one host there is no latency to hide, and small buffers are faster.
+    Between two processes of one host there is no latency to hide, and small buffers are faster.
+    To another host TCP adapts its buffers to the bytes under way, and receive_windows.py limits
+    these on a slow link.
 
     Args:
         connection: TCP, or a Unix socket.
@@ -146,6 +147,7 @@ def tune(connection: socket.socket, usual: bytes = b"") -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if not is_within_host(connection):
             congestion.choose(connection, usual)
+            receive_windows.follow(connection)
             return
         nbytes = SAME_HOST_NBYTES
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, TLSError
-from pscore.net import congestion
+from pscore.net import congestion, receive_windows
 from pscore.net.credentials import Credentials
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -197,7 +197,8 @@ def secure(
         OSError: The handshake failed, or the deadline has passed.
     """
     deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S if deadline_s is None else deadline_s
-    usual = congestion.FOLLOWED.take(connection)
+    waiting = congestion.FOLLOWED.take(connection)
+    window = receive_windows.FOLLOWED.take(connection)
     wrapped = context.wrap_socket(
         connection,
         server_side=host is None,
@@ -209,7 +210,10 @@ def secure(
         while True:
             try:
                 wrapped.do_handshake()
-                congestion.choose(wrapped, usual)
+                if waiting is not None:
+                    congestion.choose(wrapped, waiting.usual)
+                if window is not None:
+                    receive_windows.FOLLOWED.add(wrapped, window)
                 return TLSSocket(wrapped)
             except ssl.SSLWantReadError:
                 event = select.POLLIN

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pscore.net import congestion, sockets
+from pscore.net.followed import Followed
 
 DEADLINE_S = 200.0
 
@@ -22,7 +20,7 @@ DEADLINE_S = 200.0
 def accepted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, bytes]]:
     """Gives a connection as from another host, not tuned yet, and the system's own choice."""
     monkeypatch.setattr(congestion, "LOOK_S", 0.01)
-    monkeypatch.setattr(congestion, "FOLLOWED", congestion.Followed())
+    monkeypatch.setattr(congestion, "FOLLOWED", Followed("congestion", congestion.look))
     listener, usual = sockets.listen("127.0.0.1", 0)
     with listener, socket.create_connection(listener.getsockname(), 20.0, ("127.0.0.2", 0)):
         found, _ = listener.accept()
@@ -83,8 +81,10 @@ def test_a_connection_that_tls_takes_over_is_followed_as_its_successor(
     connection, _ = accepted
     monkeypatch.setattr(congestion, "NEAR_US", -1)
     congestion.choose(connection, b"bbr")
-    assert congestion.FOLLOWED.take(connection) == b"bbr"
-    assert congestion.FOLLOWED.take(connection) == b""
+    waiting = congestion.FOLLOWED.take(connection)
+    assert waiting is not None
+    assert waiting.usual == b"bbr"
+    assert congestion.FOLLOWED.take(connection) is None
     congestion.choose(connection, b"")  # Its connection was not followed.
     assert not len(congestion.FOLLOWED)
 
@@ -102,16 +102,6 @@ def test_a_choice_that_does_not_pace_is_the_systems_at_once(
     monkeypatch.setattr(congestion, "PACED", usual)
     congestion.choose(connection, usual)  # As if its route had asked for the one that it has.
     assert not len(congestion.FOLLOWED)
-
-
-def test_a_closed_connection_is_not_followed(
-    accepted: tuple[socket.socket, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connection, _ = accepted
-    monkeypatch.setattr(congestion, "NEAR_US", -1)
-    congestion.choose(connection, b"bbr")
-    connection.close()
-    wait_until_decided()
 
 
 def test_the_kernel_has_measured_a_round_trip_when_a_connection_is_made() -> None:
@@ -135,39 +125,6 @@ def test_where_no_other_congestion_control_may_be_chosen_all_is_as_the_system_ha
     assert usual == b""
     with listener, sockets.connect("127.0.0.1", listener.getsockname()[1], 20.0) as one:
         assert congestion.name_of(one) == expected
-
-
-def test_a_process_forked_while_another_thread_looks_still_makes_connections(
-    accepted: tuple[socket.socket, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock of that thread is free in the child, whose connections are followed as usual."""
-    connection, _ = accepted
-    is_looking, may_go_on = threading.Event(), threading.Event()
-
-    def look(connection: socket.socket) -> int:
-        if threading.current_thread().name == "congestion":
-            is_looking.set()
-            may_go_on.wait(DEADLINE_S)
-        return sys.maxsize
-
-    monkeypatch.setattr(congestion, "least_us", look)
-    congestion.choose(connection, b"bbr")
-    assert is_looking.wait(DEADLINE_S)
-    if (child := os.fork()) == 0:
-        signal.alarm(int(DEADLINE_S))  # Ends it if it waits for a lock that nobody will release.
-        code = 1
-        try:
-            monkeypatch.setattr(congestion, "least_us", lambda connection: 0)
-            was_followed = congestion.FOLLOWED.take(connection)
-            congestion.FOLLOWED.add(connection, b"bbr")
-            wait_until_decided()
-            code = len(was_followed)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    may_go_on.set()
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert congestion.FOLLOWED.take(connection) == b"bbr"
 
 
 def test_the_system_paces_with_bbr_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ WAIT_S = 200.0
 ELSEWHERE = {
     "pscore.net.channel",  # Of the requesting side.
     "pscore.net.faults",  # Of tests.
-    "pscore.net.congestion",  # Made when the module is imported; system calls only run under it.
+    "pscore.net.followed",  # Made when the module is imported; system calls only run under it.
     "psserver.dashboard.history",  # Of the dashboard's process.
     "psserver.publish.relayed",  # Of a relay.
     "pscore.subscription.reader",  # Of a reader.

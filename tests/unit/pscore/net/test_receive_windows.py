@@ -1,0 +1,123 @@
+"""The windows of connections to near hosts over a slow link."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from pscore.net import receive_windows, sockets
+from pscore.net.followed import Followed
+from pscore.net.receive_windows import FAST, LEAST_NBYTES, NearLink, received
+
+DEADLINE_S = 200.0
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Gives the two ends of a connection as between two hosts; the first is tuned and looked at."""
+    for name in ("LOOK_S", "BURST_S"):
+        monkeypatch.setattr(receive_windows, name, 0.01)
+    monkeypatch.setattr(receive_windows, "LINK", NearLink())
+    followed = Followed("windows", receive_windows.look)
+    monkeypatch.setattr(receive_windows, "FOLLOWED", followed)
+    listener, usual = sockets.listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname(), 20.0, ("127.0.0.2", 0)) as one:
+        other, _ = listener.accept()
+        with other:
+            sockets.tune(one, usual)
+            yield one, other
+    wait_until(lambda: all(each.name != "follow-windows" for each in threading.enumerate()))
+
+
+def window_of(connection: socket.socket) -> int:
+    """Returns the largest window that a connection offers, in bytes."""
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits until something is so."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_connections_share_what_a_link_delivers_in_a_round_trip_and_five_milliseconds() -> None:
+    link = NearLink()
+    link.note(200_000, 0.02, gaps=1)
+    assert link.rate == pytest.approx(10e6)
+    assert link.window(1e-3, number=1) == 60_000
+    assert link.window(1e-3, number=5) == 20_000
+    assert link.window(0.0, number=50) == LEAST_NBYTES
+
+
+def test_a_link_that_drops_nothing_or_is_fast_has_no_limit() -> None:
+    link = NearLink()
+    link.note(200_000, 0.02, gaps=0)
+    assert link.window(1e-3, 1) is None
+    link.note(200_000, 0.02, gaps=3)
+    assert link.window(1e-3, 1) == 60_000
+    link.note(int(FAST), 1.0, gaps=3)
+    assert link.window(1e-3, 1) is None
+
+
+def test_the_highest_rate_is_forgotten_slowly_and_only_while_bytes_come() -> None:
+    link = NearLink()
+    link.note(200_000, 0.02, gaps=1)
+    link.note(30, 0.02, gaps=1)  # A heartbeat says nothing about the link.
+    assert link.rate == pytest.approx(10e6)
+    for _ in range(100):
+        link.note(100_000, 0.02, gaps=1)
+    assert link.rate == pytest.approx(5e6)
+    link.note(180_000, 0.02, gaps=1)
+    assert link.rate == pytest.approx(9e6)
+
+
+def test_the_kernel_tells_what_has_come(pair: Pair) -> None:
+    one, other = pair
+    reader = threading.Thread(target=lambda: [*iter(lambda: one.recv(1 << 20), b"")])
+    reader.start()
+    other.sendall(bytes(1 << 20))
+    wait_until(lambda: received(one) == (1 << 20, 0))
+    other.close()
+    reader.join()
+    one.close()
+    assert received(one) == (0, 0)
+    old_kernel = SimpleNamespace(getsockopt=lambda level, option, nbytes: bytes(150))
+    assert received(old_kernel) == (0, 0)
+
+
+def test_a_window_follows_the_rate_of_its_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = pair
+    monkeypatch.setattr(receive_windows, "least_us", lambda connection: 1000)
+    kernels_own = window_of(one)
+    time.sleep(0.05)
+    assert window_of(one) == kernels_own
+    receive_windows.LINK = NearLink(10e6, has_dropped=True)
+    wait_until(lambda: window_of(one) == 60_000)
+    receive_windows.LINK = NearLink(5e6, has_dropped=True)
+    wait_until(lambda: window_of(one) == 30_000)
+    receive_windows.LINK = NearLink(FAST, has_dropped=True)
+    wait_until(lambda: window_of(one) > kernels_own)
+
+
+def test_a_far_host_keeps_the_kernels_window(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = pair
+    looks = threading.Semaphore(0)
+
+    def far(connection: socket.socket) -> int:
+        looks.release()
+        return 20_000
+
+    monkeypatch.setattr(receive_windows, "least_us", far)
+    receive_windows.LINK = NearLink(1e6, has_dropped=True)
+    before = window_of(one)
+    for _ in range(3):
+        assert looks.acquire(timeout=DEADLINE_S)
+    assert window_of(one) == before
