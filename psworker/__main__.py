@@ -5,6 +5,12 @@ from __future__ import annotations
 import sys
 
 from pscore import commandline
+from psworker.exits import Exit
+
+NO_TORCH = (
+    "torch is not installed here: install it (pip install torch), or start an image for workers "
+    "(target worker or cuda of deploy/Dockerfile) where this one is for shards"
+)
 
 
 def main() -> None:
@@ -18,6 +24,11 @@ def main() -> None:
     except KeyboardInterrupt:
         commandline.tell_interrupted("psworker")
         sys.exit(commandline.INTERRUPTED)
+    except ModuleNotFoundError as problem:
+        if problem.name != "torch":
+            raise
+        commandline.tell_error("psworker", ImportError(NO_TORCH))
+        sys.exit(Exit.USAGE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The commands of `psworker`: refused arguments, and the messages."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,6 +80,17 @@ def test_a_misspelt_variable_is_refused_before_anything_starts(
     said = capsys.readouterr().err
     assert said.startswith("psworker: PACELINE_SERVES is set, which is no variable of Paceline: ")
     assert said.count("\n") == 1
+
+
+def test_a_command_that_needs_torch_says_so_in_an_image_for_shards() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['psworker', 'doctor']; "
+        "from psworker.__main__ import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == Exit.USAGE
+    assert ended.stderr.startswith("psworker: torch is not installed here: ")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_a_misspelled_option_is_not_taken_for_the_command(
