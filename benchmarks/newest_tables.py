@@ -162,7 +162,11 @@ def standby() -> str:
         ],
         *_later_parts(found),
         ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
-        ["the formula on a full link", f"{cost['formula']:.2f}"],
+        [
+            f"the formula: {cost['copies']:.1f} copies of the weights more on the link",
+            f"{cost['formula']:.2f}",
+        ],
+        ["the formula on a link that was full already", f"{cost['bound']:.2f}"],
     ]
     if found["off_cost"] is not None:
         rows.append(

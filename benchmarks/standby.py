@@ -28,9 +28,10 @@ another one, and so on, each time by `psserver drain`; the process that it leave
     catch_up          on links of `SLOW` the second shard gets a standby with `CATCH_UP_MBIT`:
                       `seconds`, `nbytes`, and `training`, the pace meanwhile over that before
     cost              `measured`: a step while the second shard has a standby, relative to one
-                      without, on links of `SLOW`; `formula`: the same where a full link of that
-                      shard's host decides (docs/standby.md); `sent`: the bytes that this host sends
-                      in a step, likewise, as its link's shaper counts them
+                      without (`step_s`, `nbytes` sent), on links of `SLOW`; `formula`: the same if
+                      it took longer by the time of the standby's `stream_nbytes` on that link, as
+                      its shaper counts them; `copies`: these in copies of the shard's weights;
+                      `bound`: the same on a link that was full already (docs/standby.md)
     off_cost          what the product's code for standbys adds to a round where there is none:
                       two checkouts by turns (`--off BEFORE AFTER`); else null
 """
@@ -79,7 +80,7 @@ COMPUTE_S = 0.05  # A worker sleeps so long in each step, as if it computed.
 CATCH_UP_MBIT = 200  # A fifth of a link of `SLOW`.
 LR, MOMENTUM = 0.1, 0.9
 COST_STEPS = 60
-FORMULA = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
+BOUND = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
 LOOK_S = 0.02
 QUIET_STEPS = 5  # Between two troubles.
 NUM_TURNS = 4  # Shards that move in turn.
@@ -588,17 +589,27 @@ def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     alone, stood = run(lab, few, 1, count), run(lab, few, 2, stand)
     for host in range(SECOND + NUM_SECOND):
         lab.slow(host)
-    begin_s, sent = stood["trouble"]
+    begin_s, sent_nbytes = stood["trouble"]
     followed = [
         later - earlier
         for ends in stood["ends_s"]
         for earlier, later in itertools.pairwise(ends)
         if earlier > begin_s
     ]
-    share = kit.median(followed) / kit.median(alone["times_s"])
-    (sent_alone,) = alone["trouble"]
-    figures = {"measured": round(share, 3), "formula": FORMULA, "sent": round(sent / sent_alone, 3)}
-    return {"cost": figures}
+    step_s, (alone_nbytes,) = kit.median(alone["times_s"]), alone["trouble"]
+    stream_nbytes = sent_nbytes - alone_nbytes
+    link_s = 8 * stream_nbytes / netlab.bits_per_s(SLOW)
+    return {
+        "cost": {
+            "measured": round(kit.median(followed) / step_s, 3),
+            "formula": round(1 + link_s / step_s, 3),
+            "bound": BOUND,
+            "step_s": round(step_s, 4),
+            "nbytes": int(alone_nbytes),
+            "stream_nbytes": int(stream_nbytes),
+            "copies": round(stream_nbytes / (4 * job.numel / 2), 2),
+        }
+    }
 
 
 def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
