@@ -403,7 +403,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the shards' optimizer state and the model's weights on all workers.
 
-        Every worker calls it, after it has loaded the model's weights; rank 0's go to the shards.
+        Every worker calls it, after it has loaded the model's weights; those of rank 0 (or the
+        lowest rank left) go to the shards.
 
         Args:
             state_dict: From `state_dict` of a wrapper, or of a plain torch optimizer.

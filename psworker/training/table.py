@@ -263,7 +263,7 @@ class TrainingTable:
         self._start_local_step()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
-        """Continues from a state, with its steps, that rank 0 has uploaded; all wait for it."""
+        """Continues from a state, with its steps, that one worker has uploaded; all wait for it."""
         self.session.barrier(barrier)
         self.exchange.ask_origin()
         if self.rule.outer_optimizer:

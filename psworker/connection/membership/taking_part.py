@@ -7,6 +7,8 @@ from pscore.rules.base import Rule
 from pscore.table_spec import plugin_to_proto
 from psworker.connection.membership.session import Session
 
+PROCESSES_MAX = float(1 << 30)
+
 
 def step_aside(session: Session, table: int, number: int, step: int) -> None:
     """Asks the shards not to wait for this worker's pushes until it returns.
@@ -39,6 +41,20 @@ def change(session: Session, table: int, number: int, rule: Rule) -> None:
         ConfigError: The mode does not fit the job.
     """
     _change(session, pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule)))
+
+
+def is_lowest(session: Session, name: str) -> bool:
+    """Returns whether no process of a lower rank is in the job any more; waits as a barrier does.
+
+    Args:
+        name: Name of the barrier.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    rank = session.process_rank
+    lowest = PROCESSES_MAX - session.agree(name, PROCESSES_MAX - rank)
+    return rank in {0, lowest}
 
 
 def _change(session: Session, request: pb.ChangeRequest) -> None:

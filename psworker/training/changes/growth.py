@@ -1,7 +1,7 @@
 """A model that grows in training: parameters are unfrozen, or parameter groups are added.
 
 The layout of a table is fixed. So the workers meet, and continue with another table of all the
-parameters that are to be trained now: `model+1` after `model`. Rank 0 uploads to it the global
+parameters that are to be trained now: `model+1` after `model`. The lowest rank uploads the global
 weights, the optimizer's state and the step of the former table, and every worker keeps its
 residuals. No gradient is lost, and the weights are those of a plain optimizer whose group was added
 at that step. The former table stays on the shards until the job ends, and no worker pushes to it.
@@ -34,8 +34,9 @@ BARRIER = "growth"
 class Kept:
     """The state that the next table takes over, in the layout of the former one."""
 
+    is_lowest: bool  # Whether this process uploads the state.
     weights: FloatArray  # (layout.numel,), as are all arrays here.
-    state: dict[str, FloatArray]  # State arrays of the shards' optimizer; empty but on rank 0.
+    state: dict[str, FloatArray]  # State arrays of the shards' optimizer; empty but on that one.
     counts: list[int]  # Optimizer steps of each parameter; likewise.
     residuals: dict[str, FloatArray]
     step: int
@@ -113,14 +114,15 @@ def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
         table.settle()
         step = int(session.agree(BARRIER, float(replica.step)))
         taking_part.step_aside(session, table.exchange.table, 1 << 30, replica.step)
-        session.barrier(BARRIER)
+        is_lowest = taking_part.is_lowest(session, BARRIER)
         table.fetch(None)
     table.flat.scatter_weights()
     state: dict[str, torch.Tensor] = {}
     counts: list[int] = []
-    if session.process_rank == 0:
+    if is_lowest:
         state, counts = pull_state(table, recovery)
     return Kept(
+        is_lowest=is_lowest,
         weights=table.flat.weights.cpu().numpy().copy(),
         state={name: array.numpy() for name, array in state.items()},
         counts=counts,
@@ -155,8 +157,9 @@ def take_over(
     def zeros() -> FloatArray:
         return np.zeros(table.layout.numel, dtype=np.float32)
 
+    table.parts.uploads = kept.is_lowest
     table.start(groups)
-    if table.session.process_rank == 0:
+    if kept.is_lowest:
         weights = moved(kept.weights, table.flat.weights.cpu().numpy().copy())
         table.flat.weights.copy_(torch.from_numpy(weights))
         state = [moved(array, zeros()) for array in kept.state.values()]

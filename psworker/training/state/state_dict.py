@@ -20,6 +20,7 @@ import torch
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
+from psworker.connection.membership import taking_part
 from psworker.model.sharded import refuse_sharded
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.table import TrainingTable
@@ -150,15 +151,14 @@ def read_state(
 
 
 def restore(table: TrainingTable, loaded: LoadedState) -> None:
-    """Restores a state on the shards and here; all workers call it, rank 0's goes to the shards.
+    """Restores a state on the shards, from the lowest rank, and here; all workers call it.
 
     Raises:
         PacelineError: A shard refused something, or does not answer.
     """
     table.local_step.part()
     table.settle()
-    table.session.barrier(BARRIER)
-    if table.session.process_rank == 0:
+    if taking_part.is_lowest(table.session, BARRIER):
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
     if table.rule.alike:  # Each worker may have loaded a state of its own.
         table.local_step.share_state()
