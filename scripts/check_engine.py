@@ -657,7 +657,7 @@ def engine(log: Log) -> None:
 
 
 def starts(project: Project) -> set[str]:
-    """Returns the time at which each container of the project was started that runs."""
+    """Returns the time at which each container of the project was started."""
     return {project.inspect(name)["State"]["StartedAt"] for name in project.names("")}
 
 

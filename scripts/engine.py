@@ -333,8 +333,8 @@ class SecondHost:
             if program is not None:
                 program.terminate()
                 program.wait(300)
-        # The engine leaves a mount behind, which would keep the namespace and the link.
-        for mount in (self._folder / "exec" / "netns").glob("*"):
+        # The engine leaves mounts behind, which would keep the namespace, the link and the folder.
+        for mount in (*(self._folder / "exec" / "netns").glob("*"), self._folder / "data"):
             run("umount", "--lazy", str(mount), check=False)
         run("ip", "link", "del", f"{self._name}a", check=False)
         run("ip", "netns", "del", self._name)
