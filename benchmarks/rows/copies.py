@@ -24,7 +24,8 @@ from psserver.remote import checkpoint, checkpoint_files
 
 NUM_SHARDS, OTHERS = 2, (1, 3, 4)
 CHANGED = 100  # One of so many rows.
-STEPS, TOUCHED = 300, 1000  # Steps while a copy is made, and rows of each, of those that change.
+# Steps while changes or all rows are copied, and rows of each step, of those that change.
+STEPS, WHOLE_STEPS, TOUCHED = 300, 3000, 1000
 COPIES = 5
 AFTER_S = 0.05  # The copy is asked for when the steps have begun.
 
@@ -34,10 +35,10 @@ def _nbytes(path: Path, names: str = "*.safetensors") -> int:
 
 
 def _copied(
-    job: many.Job, num_changed: int, folder: Path, base: checkpoint.Checkpoint | None
+    job: many.Job, num_changed: int, steps: int, folder: Path, base: checkpoint.Checkpoint | None
 ) -> tuple[checkpoint.Checkpoint, Path, float, list[float]]:
     """Writes a checkpoint; returns it as the next one's base, and the times of copy and steps."""
-    job.ask("draw", num_changed, TOUCHED, STEPS)
+    job.ask("draw", num_changed, TOUCHED, steps)
     job.tell("steps")
     time.sleep(AFTER_S)
     start_s = time.monotonic()
@@ -65,14 +66,15 @@ def measure(quick: bool) -> dict[str, Any]:
         ):
             job.ask("fill", num_rows)
             changed = num_rows // CHANGED
-            base, whole, whole_s, steps_s = _copied(job, changed, folder / "copies", None)
+            copies = folder / "copies"
+            base, whole, whole_s, during_whole = _copied(job, changed, WHOLE_STEPS, copies, None)
             base_nbytes = _nbytes(whole)
             quiet, during, took_s, nbytes = [], [], [], []
             for _ in range(COPIES):
                 job.ask("fill", changed)
                 job.ask("draw", changed, TOUCHED, STEPS)
                 quiet.append(job.ask("steps"))
-                base, path, each_s, steps_s = _copied(job, changed, folder / "copies", base)
+                base, path, each_s, steps_s = _copied(job, changed, STEPS, copies, base)
                 took_s.append(each_s)
                 during.append(steps_s)
                 nbytes.append(_nbytes(path, "changes*"))  # Those of all copies so far.
@@ -80,11 +82,11 @@ def measure(quick: bool) -> dict[str, Any]:
             taken = checkpoint.capture(
                 shards.addresses, ANYONE, many.JOB, weights_only=False, base=base
             )
-            last = checkpoint_files.write(folder / "copies", taken, keep=3)
+            last = checkpoint_files.write(copies, taken, keep=3)
         step_s = statistics.median(itertools.chain(*quiet))
         found: dict[str, Any] = {
             "whole_s": whole_s,
-            "whole_pause_ms": 1e3 * (max(steps_s) - step_s),
+            "whole_pause_ms": 1e3 * (max(during_whole) - step_s),
             "changes_s": statistics.median(took_s),
             "changes_pause_ms": 1e3 * (statistics.median(map(max, during)) - step_s),
             "quiet_pause_ms": 1e3 * (statistics.median(map(max, quiet)) - step_s),
