@@ -917,6 +917,40 @@ def pushed(image: str, name: str) -> str:
     return f"{name.rpartition(':')[0]}@{digest}"
 
 
+def move(log: Log) -> None:
+    """Moves a shard from one project to another one during a training, by the page's command."""
+    certs, up = commands("deploy.md", "Several hosts")[0].splitlines()
+    page = (ROOT / "docs" / "standby.md").read_text(encoding="utf-8")
+    (drain,) = re.findall(r"^\| compose: .*\| `(docker compose .*)` \|$", page, re.MULTILINE)
+    here, there = (f"127.0.0.1:{int(PORTS['PORT']) + place}" for place in range(2))
+    drain = drain.replace("127.0.0.1:7070", here).replace("hostC:7070", there)
+    choice = {"SHARDS": "1", "STEPS": "100000", "COMPOSE_PROFILES": "shard,worker"}
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = (Shell(Path(folder), name) for name in ("pacefrom", "paceto"))
+        old(certs.replace("10.0.0.1", "127.0.0.1"))
+        shutil.copytree(old.root / "secrets", new.root / "secrets")
+        old.write_env({**PORTS, **choice, "SERVERS": here})
+        following = {name: str(int(port) + 1) for name, port in PORTS.items()}
+        new.write_env({**following, **choice, "SERVERS": there, "COMPOSE_PROFILES": "shard"})
+        file = ["deploy/compose/host.yml"]
+        with (
+            Project("pacefrom", file, here, root=old.root) as former,
+            Project("paceto", file, there, root=new.root) as latter,
+        ):
+            old(up)
+            new(up)
+            latter.wait_healthy(["shard"])
+            before = wait("steps", lambda: former.job("shard", "mnist")["step"])
+            said = old(drain).strip().splitlines()[-1]
+            former.compose("stop", "shard")
+            begin = latter.job("shard", "mnist")["step"]
+            after = wait(
+                "more steps",
+                lambda: (now := latter.job("shard", "mnist")["step"]) > begin and now,
+            )
+            log.say(f"      at step {before}: {said}; at step {after} without the old one")
+
+
 def swarm(log: Log) -> None:
     """Runs the page's commands for a Swarm on two engines: two nodes, with a shard each."""
     state = run("docker", "info", "--format", "{{.Swarm.LocalNodeState}}").strip()
@@ -1015,6 +1049,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "memory": shared_memory,
     "variables": host_variables,
     "upgrade": upgrade,
+    "move": move,
     "hosts": two_hosts,
     "swarm": swarm,
 }

@@ -19,6 +19,7 @@ from scripts.printed import commands
 from tests.house.source import ROOT
 
 PAGE = (ROOT / "docs" / "systemd.md").read_text(encoding="utf-8")
+STANDBY_PAGE = (ROOT / "docs" / "standby.md").read_text(encoding="utf-8")
 MAKE = "sudo python3 -m venv /opt/paceline && sudo /opt/paceline/bin/pip install ."
 
 # Runs in a mount namespace of its own, which takes its mounts with it.
@@ -82,12 +83,19 @@ def printed() -> str:
     return text.replace("gpu2.example:7070", "gpu2.example:7080")
 
 
+def exec_stop() -> str:
+    """Returns the line of docs/standby.md that moves a shard away before its unit ends."""
+    (line,) = re.findall(r"^\| systemd: .*\| `(ExecStop=.*)` \|$", STANDBY_PAGE, re.M)
+    return str(line)
+
+
 def install(folder: Path) -> None:
-    """Writes a copy of the environment, and the page's commands with the files that they copy."""
+    """Writes a copy of the environment, and the pages' commands with the files that they copy."""
     (folder / "inside.service").write_text(INSIDE)
     (folder / "quick.conf").write_text(QUICK)
     shutil.copytree(ROOT / "deploy" / "systemd", folder / "work" / "deploy" / "systemd")
     (folder / "work" / "commands").write_text(printed())
+    (folder / "work" / "exec-stop").write_text(exec_stop())
     made = folder / "paceline"
     venv.create(made, with_pip=False, symlinks=True)
     (packages,) = made.glob("lib/python*/site-packages")

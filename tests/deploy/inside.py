@@ -1,7 +1,8 @@
 """Runs in a machine that tests/deploy/booted.py has booted: faults on the units of deploy/systemd.
 
-At the first boot the commands of docs/systemd.md are run; at the second one they have to be
-there by themselves. The findings go to /opt/work/found.json.
+At the first boot the commands of docs/systemd.md are run, and a shard moves to a second place and
+back as docs/standby.md says; at the second boot the units have to be there by themselves. The
+findings go to /opt/work/found.json.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ WORK = Path("/opt/work")
 BIN = Path("/opt/paceline/bin")
 SECRETS = WORK / "certs"
 UNITS = ("psserver@0", "psserver@1")
+PORTS = {"1": 7080, "2": 7090}  # Of the units of shard 1; the second one is its second place.
 SERVERS = "gpu1.example:7070,gpu2.example:7080"
 ENVIRONMENT = {
     **os.environ,
@@ -87,6 +89,36 @@ def restarts(unit: str) -> int:
     return int(show(unit, "NRestarts"))
 
 
+def set_places(settings: Mapping[str, str]) -> None:
+    """Writes the files of the two units of shard 1, and restarts the first one.
+
+    Args:
+        settings: Further settings of each unit; none: the unit is as before.
+    """
+    for unit, port in PORTS.items():
+        lines = f"PACELINE_SHARD_INDEX=1\nPACELINE_PORT={port}\n{settings.get(unit, '')}"
+        Path(f"/etc/paceline/shard-{unit}.env").write_text(lines)
+        stop = (WORK / "exec-stop").read_text().replace("127.0.0.1:7070", f"127.0.0.1:{port}")
+        folder = Path(f"/etc/systemd/system/psserver@{unit}.service.d")
+        folder.mkdir(exist_ok=True)
+        (folder / "drain.conf").write_text(f"[Service]\n{stop}\n" if settings else "")
+    call("systemctl", "daemon-reload")
+    call("systemctl", "restart", UNITS[1])
+
+
+def move(unit: str, to: str) -> bool:
+    """Stops the unit with shard 1 once another one is its standby; returns whether it moved."""
+    call("systemctl", "start", f"psserver@{to}")
+    at, there = (f"127.0.0.1:{PORTS[name]}" for name in (unit, to))
+    asked = (BIN / "psserver", "status", "--servers", at)
+    until(lambda: f"followed, to {there}" in call(*asked), "a standby")
+    call("systemctl", "stop", f"psserver@{unit}")
+    begin = step()
+    until(lambda: step() > begin + 5, "steps after a move")
+    journal = call("journalctl", "--no-pager", "--output=cat", f"--unit=psserver@{unit}")
+    return f"shard moved to {there}" in journal
+
+
 def first_boot(found: dict[str, Any]) -> None:
     """Starts the units and a training; kills a process of each kind, and stops one."""
     done = subprocess.run(
@@ -117,6 +149,14 @@ def first_boot(found: dict[str, Any]) -> None:
     goes_on("a shard that hangs")
     journal = call("journalctl", "--no-pager", "--output=cat", f"--unit={UNITS[1]}")
     found["watchdog"] = "Watchdog timeout" in journal
+
+    set_places({
+        "1": "PACELINE_OWN_ADDRESS=127.0.0.1:7080\nPACELINE_STANDBY_AT=127.0.0.1:7090\n",
+        "2": "PACELINE_OWN_ADDRESS=127.0.0.1:7090\nPACELINE_STANDBY_OF=127.0.0.1:7080\n",
+    })  # fmt: skip
+    found["moves"] = [move("1", "2"), move("2", "1")]
+    set_places({})  # The second boot knows one place.
+    goes_on("two moves")
 
     (WORK / "enough").touch()
     found["worker"] = worker.wait(300)
