@@ -28,7 +28,9 @@ def grown(path: Path = RESULT) -> str:
         for workers in sorted({name[1] for name in cases})
     ]
     newest = max(run["cases"], key=lambda case: case["date"])
-    about = f"{newest['date']}, {machine(newest['machine'])}"
+    cores = machine(newest["machine"]).partition(", ")[0]
+    loads = [float(case["machine"].rpartition("load ")[2]) for case in run["cases"]]
+    about = f"{newest['date']}, {cores}, load {min(loads)} to {max(loads)}"
     return "\n".join(
         [
             f"CPU ms of shard+worker, one slice's push and pull, {few:,} tensors"
