@@ -68,6 +68,15 @@ def parse_wish(mode: str | Rule) -> AutoMode | None:
     return make_plugin(WISHES, name, arguments) if name in WISHES.own else None
 
 
+def first_mode(mode: str | Rule) -> Rule:
+    """Returns the mode in which a job begins whose argument `mode=` this is.
+
+    Raises:
+        ConfigError: There is no such mode, or an argument is wrong.
+    """
+    return parse_mode(FIRST.mode if parse_wish(mode) else mode)
+
+
 def read_switches(lines: Iterable[str]) -> dict[int, str]:
     """Returns the modes that a job has taken by itself, by step, as its log says."""
     found = (re.search(TAKES, line) for line in lines)

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 import psworker
-from pscore.rules import parse_mode
 from pscore.rules.base import Rule
+from pscore.timing.auto import first_mode
 from pscore.timing.plans import without_warmup
 from psworker.commands.demo import data
 
@@ -99,7 +99,7 @@ def warm_up(train: data.Part, args: argparse.Namespace) -> None:
     seconds, and the first mode would pay for all.
     """
     model = LeNet()
-    optimizer = make_optimizer(model, without_warmup(parse_mode(args.mode)), args)
+    optimizer = make_optimizer(model, without_warmup(first_mode(args.mode)), args)
     for _ in range(WARM_STEPS):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(train.images[:BATCH]), train.labels[:BATCH])
@@ -119,7 +119,7 @@ def make_optimizer(
     begets Momentum", arXiv:1605.09774), so the optimizer's is lowered: from 1 - 1/10 to 1 - N/10.
     """
     lr, momentum = args.lr, args.momentum
-    if not parse_mode(mode).by_step:
+    if not first_mode(mode).by_step:
         lr /= psworker.size()
         momentum = max(0.0, 1.0 - psworker.size() * (1.0 - momentum))
     return psworker.DistributedOptimizer(

@@ -20,7 +20,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.publish.possible import require_weights
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
-from pscore.timing.auto import FIRST, auto_candidates, parse_wish, read_switches
+from pscore.timing.auto import auto_candidates, first_mode, parse_wish, read_switches
 from psworker.connection.membership.session import Session
 from psworker.training.changes import handover, mode_change
 from psworker.training.local_steps.peer_step import require_peers
@@ -53,7 +53,7 @@ class ModeWish:
                 with the tables of rows.
         """
         self._wish = parse_wish(mode)
-        self.first = parse_mode(mode if self._wish is None else FIRST.mode)
+        self.first = first_mode(mode)
         self.is_open = self._wish is not None
         self._switches = _read(self._wish.replay) if self._wish and self._wish.replay else None
         self._replayed = -1  # Step of the switch that was made last.
