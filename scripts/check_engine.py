@@ -975,7 +975,6 @@ def swarm(log: Log) -> None:
                 log.say(f"      {command or deploy!r}: {count} workers are live")
             tasks = run("docker", "stack", "ps", "--filter", "desired-state=running", name)
             log.say(f"      the nodes {' and '.join(nodes)} run {tail(tasks)}")
-            renew_swarm(log, shell, name, deploy)
         except CheckError:
             log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
             raise
@@ -986,30 +985,6 @@ def swarm(log: Log) -> None:
             # A stack leaves its volumes behind, and the next run would continue from this one's.
             volume = ("docker", "volume", "rm", "--force", f"{name}_shard0")
             wait("the end of the shard", lambda: run(*volume))
-
-
-def renew_swarm(log: Log, shell: Shell, name: str, deploy: str) -> None:
-    """Makes new certificates and a new token for the stack, as the page says."""
-    certs, remove = re.findall(
-        r"New certificates: `(.*?)`, `(.*?)`, and the third command again", PAGE.read_text()
-    )[0]
-    before = swarm_step(name)
-    token = (shell.root / "certs/token").read_text()
-    shell(certs)
-    if (shell.root / "certs/token").read_text() == token:
-        raise CheckError("the token is the former one")
-    for command in (remove, deploy):
-        shell(command)
-    wait("2 workers", partial(has_swarm_workers, name, PAIR))
-    after = wait("more steps", lambda: (now := swarm_step(name)) > before and now)
-    log.say(
-        f"      new secrets at step {before}, {certs!r}, {remove!r}, deployed again: at {after}"
-    )
-
-
-def swarm_step(name: str) -> int:
-    """Returns the step of the stack's job."""
-    return max((job["step"] for job in swarm_jobs(name)), default=0)
 
 
 def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
