@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pscore.memory.segment import WeightsMap
 from psserver.durability.journal_dir import JOB, LOST, RESIDUALS, ignore
 from psserver.standby.pieces import SentSpan
-from psserver.standby.spans import SliceSpans, Span, digest_of_span
+from psserver.standby.spans import SliceSpans, Span, arena_head, digest_of_span
 from psserver.standby.stream import JournalStream, Sender
 
 if TYPE_CHECKING:
@@ -139,6 +139,9 @@ class FollowedShard:
                 Span(path=path.relative_to(folder).as_posix(), offset=0, nbytes=path.stat().st_size)
                 for path in self._small_files()
             ]
+            spans += [
+                arena_head(path.parent.name) for path in self._small_files() if path.name == JOB
+            ]
             for job in self._engine.jobs.values():
                 for running in job.tables.values():
                     for _, found in self._spans_of(job, running):
@@ -155,6 +158,8 @@ class FollowedShard:
         if job.recorder.folder is None:
             stream.fail(f"there is no room to journal job {job.name!r}")
             return
+        for path in _weights_without_slices(job, running):
+            stream.note(path)
         for queue, spans in self._spans_of(job, running):
             queue.follow(NewSlice(spans, stream))
 
@@ -178,4 +183,15 @@ class FollowedShard:
             if folder in running:
                 names += [RESIDUALS, *(path.name for path in folder.glob("[0-9]*.json"))]
             found += [folder / name for name in names if (folder / name).exists()]
+        for job in self._engine.jobs.values():
+            for table in job.tables.values():
+                found += _weights_without_slices(job, table)
         return found
+
+
+def _weights_without_slices(job: RunningJob, running: RunningTable) -> list[Path]:
+    """Returns the file of a table's weights if no slice of the table lies on this shard."""
+    folder = job.recorder.folder
+    if folder is None or running.queues:
+        return []
+    return [path for path in [folder / f"{running.table.index}.weights"] if path.exists()]

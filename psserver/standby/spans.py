@@ -87,10 +87,9 @@ class SliceSpans:
         for path in sorted((self._folder / self.job).glob(f"{self._table}.{self._index}.*")):
             used = HEADER_NBYTES if path.name.endswith(SCRATCH) else _reserved(path.stat())
             yield _span(f"{self.job}/{path.name}", (0, used))
-        arena = f"{self.job}/{ARENA}"
-        yield _span(arena, (0, HEAD_NBYTES))
+        yield arena_head(self.job)
         for found in self.journal.spans():
-            yield _span(arena, found)
+            yield _span(f"{self.job}/{ARENA}", found)
 
 
 class SpanReader:
@@ -123,6 +122,11 @@ class SpanReader:
                             size=found.st_size,
                             reserved=_reserved(found),
                         )
+
+
+def arena_head(job: str) -> Span:
+    """Returns the start of a job's arena, which a shard without a slice of the job has too."""
+    return _span(f"{job}/{ARENA}", (0, HEAD_NBYTES))
 
 
 def read_small(folder: Path, path: Path) -> JournalPiece | None:

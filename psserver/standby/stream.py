@@ -18,7 +18,8 @@ from pathlib import Path
 
 from pscore.errors import PacelineError, ThreadError
 from pscore.threads import OwnedThread
-from psserver.standby.spans import JournalPiece, SliceSpans, SpanReader, read_small
+from psserver.durability.journal_dir import JOB
+from psserver.standby.spans import JournalPiece, SliceSpans, SpanReader, arena_head, read_small
 
 CALL_NBYTES = 8 << 20  # Pieces of one call.
 SIGN_S = 1.0  # Seconds without a change after which an empty call looks for the other process.
@@ -189,10 +190,15 @@ class JournalStream:
     def _pieces(
         self, changes: Iterable[Change], small: list[JournalPiece]
     ) -> Iterator[JournalPiece]:
-        yield from small
+        for piece in small:
+            yield piece
+            job, _, name = piece.path.partition("/")
+            if name == JOB and not piece.is_gone:
+                with contextlib.suppress(FileNotFoundError):  # The job has just been freed.
+                    yield from self._reader.changed([arena_head(job)])
         for change in changes:
             if change.spans is not None:
-                with contextlib.suppress(FileNotFoundError):  # The job has just been freed.
+                with contextlib.suppress(FileNotFoundError):
                     yield from self._reader.changed(change.spans.find())
 
     def _note_bug(self, error: ThreadError) -> None:

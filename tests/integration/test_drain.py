@@ -25,14 +25,19 @@ STEPS = 60
 Results = list[tuple[int, list[float]]]  # Of each worker: its clock, and the weights.
 
 
-def train(station: Station, last: int, pause: int = 0) -> tuple[int, list[float]]:
+def train(
+    station: Station, last: int, pause: int = 0, numel: int = 1 << 17
+) -> tuple[int, list[float]]:
     """Trains on drawn gradients in `ssgd` with momentum; says each step, and waits after one.
+
+    Args:
+        numel: The elements of each of four parameters.
 
     Returns:
         Its clock, and the weights.
     """
     drawn = torch.Generator().manual_seed(int(os.environ["RANK"]))
-    parts = [torch.nn.Parameter(torch.zeros(1 << 17)) for _ in range(4)]
+    parts = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(4)]
     named = [(str(number), part) for number, part in enumerate(parts)]
     inner = torch.optim.SGD(parts, lr=0.1, momentum=0.9)
     optimizer = psworker.DistributedOptimizer(inner, named)
@@ -80,7 +85,9 @@ def kill_child(supervisor: Popen[str]) -> None:
 class Scene:
     """Two shards, an empty process for the second, and two workers."""
 
-    def __init__(self, folder: Path, stack: ExitStack, pause: int = 0) -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, pause: int = 0, numel: int = 1 << 17
+    ) -> None:
         with ExitStack() as taken:
             ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(3)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
@@ -95,7 +102,8 @@ class Scene:
         names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "60"}
         names["PACELINE_SERVERS"] = f"{self.first.address},{self.second.address}"
         self.workers = [
-            Worker(train, rank, (STEPS, pause), {**names, "RANK": str(rank)}) for rank in range(2)
+            Worker(train, rank, (STEPS, pause, numel), {**names, "RANK": str(rank)})
+            for rank in range(2)
         ]
         for worker in self.workers:
             stack.callback(worker.close)
@@ -204,3 +212,20 @@ def test_the_last_step_fails_and_the_shard_answers_its_workers_again(
     assert "no room" in status_of(scene.second.address).moving
     scene.drain()
     assert scene.results() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_shard_without_a_slice_of_the_job_moves_too_and_is_killed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack, STEPS // 2, numel=10)
+        scene.reach(STEPS // 2)
+        assert not status_of(scene.second.address).jobs[0].memory_nbytes
+        scene.drain()
+        for kill in (None, kill_child):
+            if kill is not None:
+                kill(scene.target)
+                eventually(lambda: is_well(scene.empty.address))
+            assert [job.job for job in status_of(scene.empty.address).jobs] == ["night"]
+        for worker in scene.workers:
+            worker.tell()
+        assert [clock for clock, _ in scene.results()] == [STEPS] * 2

@@ -13,6 +13,7 @@ from pscore.optimizers import from_torch
 from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
 from pscore.types import Role
+from psworker.connection.membership.taking_part import PROCESSES_MAX
 from psworker.group.worker_group import WorkerGroup
 from psworker.model.flat import FlatModel, describe
 from psworker.replica.ports import PullBuffer
@@ -28,7 +29,7 @@ class FakeShards:
     def __init__(self, layout: Any, num_state: int, counts: Sequence[int]) -> None:
         self.layout, self.num_state, self.counts = layout, num_state, counts
         self.step, self.own = 4, range(len(layout.slices))
-        self.process_rank = 0
+        self.process_rank, self.lowest = 0, 0
         self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
         self.session, self.clocks = self, SimpleNamespace(num_fragments=1)
         self.log: list[str] = []
@@ -50,6 +51,11 @@ class FakeShards:
 
     def barrier(self, name: str) -> None:
         self.log.append("barrier")
+
+    def agree(self, name: str, value: float) -> float:
+        """Returns the largest value of all processes."""
+        self.log.append("agree")
+        return max(value, PROCESSES_MAX - self.lowest)
 
     def peek(
         self, pull_buffers: Mapping[int, PullBuffer], push_pull: Any, *, with_state: bool
@@ -226,7 +232,7 @@ def test_rank_0_loads_a_saved_state_between_barriers(make: Any) -> None:
             )
     assert table.replica.step == 4
     log = [entry for entry in table.shards.log if not entry.startswith("flush")]
-    assert log[:4] == ["settle", "barrier", "load", "barrier"]
+    assert log[:4] == ["settle", "agree", "load", "barrier"]
     assert log[4:] == ["origin", "fetch", "show", "residual 0.25"]
 
 
@@ -236,7 +242,15 @@ def test_other_workers_only_wait_and_fetch() -> None:
     table.shards.process_rank = 1
     load(table, saved)
     assert table.loaded == []
-    assert table.shards.log.count("barrier") == 2
+    assert [table.shards.log.count(wait) for wait in ("agree", "barrier")] == [1, 1]
+
+
+def test_the_lowest_rank_loads_where_rank_0_has_left() -> None:
+    saved = state_of(FakeTable(sgd, counts=[7, 3]))
+    table = FakeTable(sgd, counts=[0, 0])
+    table.shards.process_rank = table.shards.lowest = 2
+    load(table, saved)
+    assert [counts for _, _, counts in table.loaded] == [[7, 3]]
 
 
 def test_a_plain_optimizers_state_counts_its_own_steps() -> None:
