@@ -26,7 +26,7 @@ LOOK_S = 0.25  # From one look to the next.
 BURST_S = 0.02  # Time over which a rate is measured, within the transfer of one step.
 AHEAD_S = 5e-3  # Time for which all connections together may fill the link, beyond a round trip.
 LEAST_NBYTES = 16 << 10  # Of a window, a few packets: less would leave the link idle.
-FAST = 40e6  # Bytes per second of a link that needs no limit: its queue is gone in no time.
+FAST = 20e6  # Bytes per second of a link that needs no limit, once they were seen.
 BUSY_NBYTES = 32 << 10  # Of a moment in which a step's bytes came, and not only small messages.
 FORGET = 0.99  # Share of a rate that is left after a look with a lower one.
 RECEIVED_OFFSET, GAPS_OFFSET = 128, 224  # `tcpi_bytes_received`, `tcpi_rcv_ooopack`.
@@ -52,11 +52,13 @@ class NearLink:
 
     rate: float = 0.0  # Bytes per second.
     has_dropped: bool = False
+    is_fast: bool = False
 
     def note(self, nbytes: int, seconds: float, gaps: int) -> None:
         """Notes the bytes of a moment, and the number of packets that came behind a gap so far."""
         if nbytes >= BUSY_NBYTES:
             self.rate = max(nbytes / seconds, FORGET * self.rate)
+        self.is_fast = self.is_fast or self.rate >= FAST
         self.has_dropped = self.has_dropped or gaps > 0
 
     def window(self, trip_s: float, number: int) -> int | None:
@@ -66,7 +68,7 @@ class NearLink:
             trip_s: Its shortest round trip, in seconds.
             number: The number of connections that share the link.
         """
-        if not self.has_dropped or self.rate >= FAST:
+        if not self.has_dropped or self.is_fast:
             return None
         return max(LEAST_NBYTES, int(self.rate * (trip_s + AHEAD_S / number)))
 

@@ -65,6 +65,9 @@ def test_a_link_that_drops_nothing_or_is_fast_has_no_limit() -> None:
     assert link.window(1e-3, 1) == 60_000
     link.note(int(FAST), 1.0, gaps=3)
     assert link.window(1e-3, 1) is None
+    for _ in range(1000):
+        link.note(200_000, 0.02, gaps=3)
+    assert link.window(1e-3, 1) is None  # Its bytes came more slowly, it is no slow link.
 
 
 def test_the_highest_rate_is_forgotten_slowly_and_only_while_bytes_come() -> None:
@@ -103,7 +106,7 @@ def test_a_window_follows_the_rate_of_its_link(pair: Pair, monkeypatch: pytest.M
     wait_until(lambda: window_of(one) == 60_000)
     receive_windows.LINK = NearLink(5e6, has_dropped=True)
     wait_until(lambda: window_of(one) == 30_000)
-    receive_windows.LINK = NearLink(FAST, has_dropped=True)
+    receive_windows.LINK = NearLink(FAST, has_dropped=True, is_fast=True)
     wait_until(lambda: window_of(one) > kernels_own)
 
 
