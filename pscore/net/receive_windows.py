@@ -7,7 +7,8 @@ receiver allows its connections together the bytes that its link delivers in one
 `AHEAD_S`. Their senders still find room in their own buffers, and need not be awake when the next
 packet may leave.
 
-The rate of the link is the highest that came lately, over all connections of the process.
+The rate of the link is the highest that came lately, over all connections of the process. A link
+that was fast once needs no further look.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ UNLIMITED_NBYTES = 1 << 30
 
 
 def follow(connection: socket.socket) -> None:
-    """Fits the window of a TCP connection to another host, while it is open."""
-    FOLLOWED.add(connection, ReceiveWindow())
+    """Fits the window of a TCP connection to another host, until the link turns out to be fast."""
+    if not LINK.is_fast:
+        FOLLOWED.add(connection, ReceiveWindow())
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ def limit(connection: socket.socket, window: ReceiveWindow, nbytes: int | None) 
 
 
 def look(windows: Mapping[socket.socket, ReceiveWindow]) -> list[socket.socket]:
-    """Measures the rate of a moment, and sets the windows; all are to be followed further."""
+    """Measures the rate of a moment, and sets the windows; returns all if the link is fast."""
     time.sleep(LOOK_S)
     before = {connection: received(connection)[0] for connection in windows}
     begin_s = time.monotonic()
@@ -117,7 +119,7 @@ def look(windows: Mapping[socket.socket, ReceiveWindow]) -> list[socket.socket]:
         trip_us = least_us(connection)
         if trip_us <= NEAR_US:
             limit(connection, window, LINK.window(1e-6 * trip_us, number))
-    return []
+    return list(windows) if LINK.is_fast else []
 
 
 LINK = NearLink()

@@ -37,8 +37,8 @@ SILENT_S = 5  # Time for which the kernel keeps a connection on which nothing ha
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection is still open.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a Unix socket, as far as granted.
-NBYTES = attrgetter("nbytes")
 SAME_HOST_NBYTES = 512 << 10  # Kernel buffers of TCP within one host: they fit into the cache.
+nbytes_of = attrgetter("nbytes")
 
 
 def defer_silent(listener: socket.socket) -> None:
@@ -271,7 +271,7 @@ def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview
         start = CHECKED.pack(MAGIC, len(header), 0)
         checksum = xxhash.xxh3_64_intdigest(start + header)
         return [memoryview(start + checksum.to_bytes(8, "little") + header)]
-    start = CHECKED.pack(MAGIC, len(header), sum(map(NBYTES, payload)))
+    start = CHECKED.pack(MAGIC, len(header), sum(map(nbytes_of, payload)))
     digest = xxhash.xxh3_64(start + header)
     for part in payload:
         digest.update(part)
@@ -338,7 +338,7 @@ class Incoming:
             DamagedError: The checksum differs.
             TransportError: The connection broke.
         """
-        if (wanted := sum(map(NBYTES, targets))) != self.payload_nbytes:
+        if (wanted := sum(map(nbytes_of, targets))) != self.payload_nbytes:
             self.skip()  # Raises if the frame is damaged, which then is the cause.
             raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
         for target in targets if wanted else ():

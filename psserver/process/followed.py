@@ -135,13 +135,12 @@ class FollowedShard:
         """Returns all that counts, with its hashes; nothing may change the journals."""
         folder = self._journals.folder
         with self._engine.lock:
+            small = self._small_files()
             spans = [
                 Span(path=path.relative_to(folder).as_posix(), offset=0, nbytes=path.stat().st_size)
-                for path in self._small_files()
+                for path in small
             ]
-            spans += [
-                arena_head(path.parent.name) for path in self._small_files() if path.name == JOB
-            ]
+            spans += [arena_head(path.parent.name) for path in small if path.name == JOB]
             for job in self._engine.jobs.values():
                 for running in job.tables.values():
                     for _, found in self._spans_of(job, running):

@@ -6,12 +6,12 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 
 from pscore.net.followed import Followed
+from tests.integration.command import eventually
 
 DEADLINE_S = 200.0
 
@@ -22,14 +22,6 @@ def connection() -> Iterator[socket.socket]:
     one, other = socket.socketpair()
     with one, other:
         yield one
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits until something is so."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def is_over() -> bool:
@@ -46,14 +38,14 @@ def test_a_connection_is_looked_at_until_a_look_has_done_with_it(connection: soc
 
     followed = Followed[str]("look", look)
     followed.add(connection, "value")
-    wait_until(lambda: not len(followed))
+    eventually(lambda: not len(followed))
     assert seen == 3 * [{connection: "value"}]
-    wait_until(is_over)
+    eventually(is_over)
     followed.add(connection, "again")  # The next connection starts another thread.
-    wait_until(lambda: len(seen) > 3)
+    eventually(lambda: len(seen) > 3)
     assert followed.take(connection) == "again"
     assert followed.take(connection) is None
-    wait_until(is_over)
+    eventually(is_over)
 
 
 def test_a_closed_connection_is_followed_no_longer(connection: socket.socket) -> None:
@@ -67,7 +59,7 @@ def test_a_closed_connection_is_followed_no_longer(connection: socket.socket) ->
     followed.add(connection, None)
     assert looks.acquire(timeout=DEADLINE_S)
     connection.close()
-    wait_until(is_over)
+    eventually(is_over)
     assert not len(followed)
 
 
@@ -85,10 +77,10 @@ def test_a_look_that_raises_leaves_all_as_they_are_and_the_next_connection_is_fo
 
     followed = Followed[None]("look", look)
     followed.add(connection, None)
-    wait_until(is_over)
+    eventually(is_over)
     assert not len(followed)
     followed.add(connection, None)
-    wait_until(lambda: not len(followed))
+    eventually(lambda: not len(followed))
     assert len(looks) == 2
 
 
@@ -118,7 +110,7 @@ def test_a_process_forked_while_another_thread_holds_the_lock_follows_its_own_co
             try:
                 was_followed = followed.take(connection)
                 followed.add(connection, "child")
-                wait_until(lambda: not len(followed))
+                eventually(lambda: not len(followed))
                 code = int(was_followed is not None)
             finally:
                 os._exit(code)
@@ -126,4 +118,4 @@ def test_a_process_forked_while_another_thread_holds_the_lock_follows_its_own_co
         assert os.waitstatus_to_exitcode(status) == 0
         assert len(followed) == 1
         connection.may_go_on.set()
-        wait_until(is_over)
+        eventually(is_over)

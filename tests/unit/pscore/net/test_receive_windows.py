@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from pscore.net import receive_windows, sockets
 from pscore.net.followed import Followed
 from pscore.net.receive_windows import FAST, LEAST_NBYTES, NearLink, received
+from tests.integration.command import eventually
 
 DEADLINE_S = 200.0
 Pair = tuple[socket.socket, socket.socket]
@@ -32,20 +32,12 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         with other:
             sockets.tune(one, usual)
             yield one, other
-    wait_until(lambda: all(each.name != "follow-windows" for each in threading.enumerate()))
+    eventually(lambda: all(each.name != "follow-windows" for each in threading.enumerate()))
 
 
 def window_of(connection: socket.socket) -> int:
     """Returns the largest window that a connection offers, in bytes."""
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits until something is so."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_connections_share_what_a_link_delivers_in_a_round_trip_and_five_milliseconds() -> None:
@@ -87,7 +79,7 @@ def test_the_kernel_tells_what_has_come(pair: Pair) -> None:
     reader = threading.Thread(target=lambda: [*iter(lambda: one.recv(1 << 20), b"")])
     reader.start()
     other.sendall(bytes(1 << 20))
-    wait_until(lambda: received(one) == (1 << 20, 0))
+    eventually(lambda: received(one) == (1 << 20, 0))
     other.close()
     reader.join()
     one.close()
@@ -100,14 +92,15 @@ def test_a_window_follows_the_rate_of_its_link(pair: Pair, monkeypatch: pytest.M
     one, _ = pair
     monkeypatch.setattr(receive_windows, "least_us", lambda connection: 1000)
     kernels_own = window_of(one)
-    time.sleep(0.05)
-    assert window_of(one) == kernels_own
     receive_windows.LINK = NearLink(10e6, has_dropped=True)
-    wait_until(lambda: window_of(one) == 60_000)
+    eventually(lambda: window_of(one) == 60_000)
     receive_windows.LINK = NearLink(5e6, has_dropped=True)
-    wait_until(lambda: window_of(one) == 30_000)
+    eventually(lambda: window_of(one) == 30_000)
     receive_windows.LINK = NearLink(FAST, has_dropped=True, is_fast=True)
-    wait_until(lambda: window_of(one) > kernels_own)
+    eventually(lambda: window_of(one) > kernels_own)
+    eventually(lambda: not len(receive_windows.FOLLOWED))
+    receive_windows.follow(one)  # As a later connection over the same link.
+    assert not len(receive_windows.FOLLOWED)
 
 
 def test_a_far_host_keeps_the_kernels_window(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
