@@ -324,7 +324,8 @@ class RowStore:
             "counts": self.counts.copy(),
             "mark": np.array([self._token, self._version]),
         }
-        if token == self._token and self._gone.has_all_since(since):
+        is_own = token == self._token and since <= self._version
+        if is_own and self._gone.has_all_since(since):
             gone = self._gone.since(since, len(self._all_slabs))
             names = [names[-1].replace("versions", "gone") for names, _ in self._named()]
             arrays |= zip(names, gone, strict=True)

@@ -81,3 +81,15 @@ def test_a_copy_of_no_rows_is_whole_at_once() -> None:
     (arrays,) = shards.stores()[0].export()
     assert arrays is not None
     assert len(arrays["ids.0"]) == 0
+
+
+@pytest.mark.parametrize("version", [-(1 << 80), -2, 9, (1 << 63) - 1, 1 << 63, 1 << 80])
+def test_a_mark_with_a_version_that_never_was_gives_all_rows(version: int) -> None:
+    shards = RowShards(row_spec(*TABLES, optimizer="adagrad"), 1)
+    shards.begin()
+    store, drawn = shards.stores()[0], np.random.default_rng(0)
+    for step in range(6):
+        trained(shards, step, drawn)
+    whole = last_of(store.export())
+    found = last_of(store.export((int(whole["mark"][0]), version)))
+    assert by_id(found) == by_id(whole)
