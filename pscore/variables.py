@@ -1,4 +1,4 @@
-"""Names of Paceline's environment variables, so that a misspelt one is refused, not ignored."""
+"""Variables of the environment: a misspelt name is refused, not ignored; whole numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from pscore.errors import ConfigError
+from pscore.text import printable
 
 PREFIX = "PACELINE_"
 # Without the prefix; tests/house/test_docs.py compares them with those that the code reads.
@@ -22,6 +23,7 @@ NAMES = re.findall(
     THREADS TIMELINE TIMEOUT_S TLS_CA TLS_CERT TLS_CLIENT_CA TLS_KEY TOKEN_FILE UNDER_WAY_MB
 """,
 )
+WHOLE_MAX = (1 << 31) - 1
 NEAR = 0.75  # RNAK is as near to RANK, by difflib.
 # Kubernetes sets them in each pod for a Service whose name begins with paceline.
 OF_SERVICES = re.compile(r"(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT_\d+_(TCP|UDP)(_.*)?")
@@ -42,3 +44,20 @@ def require_known(variables: Mapping[str, str]) -> None:
                 f"{name} is set, which is no variable of Paceline: {PREFIX}{near[0]} was probably "
                 "meant; rename it or unset it (docs/reference.md)"
             )
+
+
+def whole_number(variables: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
+    """Returns the whole number in a variable, and `default` if that is empty or not set.
+
+    Raises:
+        ConfigError: It is no whole number, less than `least`, or more than fits into 31 bits.
+    """
+    text = variables.get(name, "")
+    if not text:
+        return default
+    number = int(text) if re.fullmatch(r" *-?[0-9]{1,10} *", text) else None
+    if number is None or not least <= number <= WHOLE_MAX:
+        raise ConfigError(
+            f"{name} is {printable(text, 40)!r}, must be a whole number in {least}..{WHOLE_MAX}"
+        )
+    return number

@@ -30,6 +30,10 @@ def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> t
     if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f"servers is {text!r}, must be text as host:port,host:port, or a list")
     addresses = tuple(address.strip() for address in listed if address.strip())
+    if text and not addresses:  # Two variables that are not set, with a comma: no job of its own.
+        raise ConfigError(
+            f"servers is {text!r}, which names no address: give host:port,host:port, or nothing"
+        )
     for address in addresses:
         if not address.startswith("unix:"):
             split_address(address, port_min=port_min)
@@ -67,7 +71,7 @@ def _fault(address: str, port_min: int) -> str:
         return f"put an IPv6 address into brackets: [{host}]:{port}"
     if not is_bracketed and re.fullmatch(r"[\w.-]+", host) is None:
         return f"{host!r} is not the name or the address of a host"
-    if not (port.isascii() and port.isdecimal() and port_min <= int(port) <= PORT_MAX):
+    if not re.fullmatch("[0-9]{1,5}", port) or not port_min <= int(port) <= PORT_MAX:
         return f"the port is {port!r}, and ports are {port_min} to {PORT_MAX}"
     return ""
 

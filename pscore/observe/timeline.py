@@ -135,6 +135,16 @@ def open_timeline(path: str | Path | None, kind: str, index: int) -> Timeline | 
     )
 
 
+def require_folder(path: str | Path | None) -> None:
+    """Raises a `ConfigError` if there is no folder for a timeline, before hours are recorded."""
+    folder = Path(path or "").absolute().parent
+    if path and not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"no timeline can be written to {path} (PACELINE_TIMELINE): {folder} is no folder "
+            "that can be written to; make it, or name another one"
+        )
+
+
 def join(paths: Sequence[Path], out: Path) -> list[str]:
     """Joins the files of several processes into one, which begins at 0.
 

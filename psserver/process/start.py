@@ -18,6 +18,7 @@ import structlog
 from pscore.errors import ConfigError
 from pscore.net import faults
 from pscore.observe.boot import began
+from pscore.observe.timeline import require_folder
 from pscore.text import is_loopback, join_address
 from psserver.copies.copier import UNREACHED, fetch
 from psserver.copies.places import place_of
@@ -339,6 +340,7 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
             "standard error"
         )
     faults.from_environment()  # Errors in them are reported here, not by each shard.
+    require_folder(server.timeline)
     directory = RunDirectory(server.state_dir)
     for run in directory.runs():
         if run.port == server.port:

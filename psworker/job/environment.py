@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,8 @@ from typing import Any
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
-from pscore.variables import require_known
+from pscore.observe.timeline import require_folder
+from pscore.variables import require_known, whole_number
 from psworker.job.place import DEFAULT_JOB
 
 log = logging.getLogger("paceline")
@@ -97,7 +99,7 @@ class Environment:
         if not -1 <= self.rank < self.num_workers:
             raise ConfigError(
                 f"rank {self.rank} of {self.num_workers} workers, must be in "
-                f"0..{self.num_workers - 1}"
+                f"0..{self.num_workers - 1}; PACELINE_NUM_WORKERS is the number of all workers"
             )
         if not 0 <= self.min_workers <= self.num_workers:
             raise ConfigError(
@@ -111,7 +113,8 @@ class Environment:
             )
         if not 0.0 <= self.timeout_s <= TIMEOUT_S_MAX:
             raise ConfigError(
-                f"timeout_s is {self.timeout_s!r}, must be in 0..{TIMEOUT_S_MAX:g} seconds"
+                f"timeout_s (PACELINE_TIMEOUT_S) is {self.timeout_s!r}, must be in "
+                f"0..{TIMEOUT_S_MAX:g} seconds"
             )
 
     def credentials(self) -> Credentials:
@@ -155,20 +158,20 @@ class Environment:
             "servers": parse_addresses(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
             "local_rank": _number(variables, max(rank, 0), "PACELINE_LOCAL_RANK", "LOCAL_RANK"),
             "local_workers": _number(
-                variables, num_workers, "PACELINE_LOCAL_WORKERS", "LOCAL_WORLD_SIZE"
+                variables, num_workers, "PACELINE_LOCAL_WORKERS", "LOCAL_WORLD_SIZE", least=1
             ),
             "job": variables.get("PACELINE_JOB") or _run_id(variables),
             "restart": _number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
             "data_plane": variables.get("PACELINE_DATA_PLANE") or "auto",
             "group": _number(variables, -1, "PACELINE_GROUP"),
-            "num_groups": _number(variables, 0, "PACELINE_NUM_GROUPS"),
+            "num_groups": _number(variables, 0, "PACELINE_NUM_GROUPS", least=1),
             "is_torchrun": "TORCHELASTIC_RUN_ID" in variables,
             "timeout_s": _seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
             "tls_ca": variables.get("PACELINE_TLS_CA", ""),
             "tls_cert": variables.get("PACELINE_TLS_CERT", ""),
             "tls_key": variables.get("PACELINE_TLS_KEY", ""),
             "token_file": variables.get("PACELINE_TOKEN_FILE", ""),
-            "timeline": variables.get("PACELINE_TIMELINE", ""),
+            "timeline": _timeline(variables, "PACELINE_TIMELINE"),
             "pipeline": variables.get("PACELINE_PIPELINE", ""),
             "peer_host": _host(variables, "PACELINE_PEER_HOST"),
             "peer_ports": _ports(variables, "PACELINE_PEER_PORTS"),
@@ -194,13 +197,15 @@ def _require_types(given: Mapping[str, Any]) -> None:
 
 def _place(variables: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, int]:
     """Returns `rank`, `num_workers` and `min_workers`, from given values or the variables."""
-    known = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
-    known = _number(variables, known, "PACELINE_MAX_WORKERS")
+    names = ("PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
+    known = _number(variables, 1, *names, least=1)
+    known = _number(variables, known, "PACELINE_MAX_WORKERS", least=1)
     num_workers = given.get("max_workers", given.get("num_workers", known))
     is_elastic = "max_workers" in given or bool(variables.get("PACELINE_MAX_WORKERS"))
-    fewest = _number(variables, int(is_elastic), "PACELINE_MIN_WORKERS")
+    fewest = _number(variables, int(is_elastic), "PACELINE_MIN_WORKERS", least=1)
     min_workers = given.get("min_workers", fewest)
-    rank = given.get("rank", _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID"))
+    names = ("PACELINE_RANK", "RANK", "DMLC_WORKER_ID")
+    rank = given.get("rank", _number(variables, -1, *names, least=-1))
     if num_workers == 1 and not min_workers and rank == -1:
         rank = 0
     return {"rank": rank, "num_workers": num_workers, "min_workers": min_workers}
@@ -212,7 +217,7 @@ def _with_slurm(variables: Mapping[str, str]) -> Mapping[str, str]:
     A batch script and an interactive shell have SLURM_PROCID too, but no step with several tasks.
     """
     is_placed = any(variables.get(name) for name in RANKS) or variables.get("PACELINE_MAX_WORKERS")
-    if is_placed or _number(variables, 1, "SLURM_STEP_NUM_TASKS") == 1:
+    if is_placed or _number(variables, 1, "SLURM_STEP_NUM_TASKS", least=1) == 1:
         return variables
     rank, local_rank = variables.get("SLURM_PROCID", ""), variables.get("SLURM_LOCALID", "")
     taken = {"RANK": rank, "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"]}
@@ -230,14 +235,13 @@ def _run_id(variables: Mapping[str, str]) -> str:
     return run_id if run_id and run_id != "none" else DEFAULT_JOB
 
 
-def _number(variables: Mapping[str, str], default: int, *names: str) -> int:
+def _number(variables: Mapping[str, str], default: int, *names: str, least: int = 0) -> int:
     for name in names:
-        if name in variables and variables[name] != "":
-            if not variables[name].strip().lstrip("-").isdecimal():
-                raise ConfigError(f"{name} is {variables[name]!r}, must be a whole number")
+        if variables.get(name):
+            number = whole_number(variables, name, default, least)
             if name.startswith("DMLC_"):
                 log.info("using %s=%s as %s", name, variables[name], names[0])
-            return int(variables[name])
+            return number
     return default
 
 
@@ -249,6 +253,12 @@ def _seconds(variables: Mapping[str, str], default: float, name: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{name} is {text!r}, must be a number of seconds") from None
+
+
+def _timeline(variables: Mapping[str, str], name: str) -> str:
+    """Returns the path of a timeline, in a folder that can be written to."""
+    require_folder(path := variables.get(name, ""))
+    return path
 
 
 def _host(variables: Mapping[str, str], name: str) -> str:
@@ -267,7 +277,8 @@ def _ports(variables: Mapping[str, str], name: str) -> range:
     if not text:
         return range(1)
     first, dash, last = text.partition("-")
-    ports = [int(part) if part.isdecimal() else 0 for part in (first, last if dash else first)]
+    parts = (first, last if dash else first)
+    ports = [int(part) if re.fullmatch("[0-9]{1,5}", part) else 0 for part in parts]
     if not 0 < ports[0] <= ports[1] < 1 << 16:
         raise ConfigError(f"{name} is {text!r}, must be a port, or two with a dash: 7100-7107")
     return range(ports[0], ports[1] + 1)
@@ -278,7 +289,7 @@ def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:
     host, port = variables.get("DMLC_PS_ROOT_URI"), variables.get("DMLC_PS_ROOT_PORT")
     if not host or not port:
         return ()
-    count = _number(variables, 1, "DMLC_NUM_SERVER")
+    count = _number(variables, 1, "DMLC_NUM_SERVER", least=1)
     first = _number(variables, 0, "DMLC_PS_ROOT_PORT")
     addresses = tuple(f"{host}:{first + index}" for index in range(count))
     log.info("DMLC_PS_ROOT_URI and _PORT used as PACELINE_SERVERS=%s", ",".join(addresses))

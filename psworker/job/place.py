@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pscore.errors import ConfigError
+from pscore.variables import whole_number
 
 WORKERS_MAX = 1024
 DEFAULT_JOB = "default"  # The job's name where the environment has none.
@@ -82,7 +83,7 @@ def find_place(flags: Flags, variables: Mapping[str, str]) -> LaunchPlace:
     if variables.get("PACELINE_NUM_WORKERS") or variables.get("PACELINE_RANK"):
         return _by_variables(workers, variables)
     _refuse_launchers(variables)
-    has_others = _number(variables, "PACELINE_NUM_GROUPS", 1) > 1
+    has_others = whole_number(variables, "PACELINE_NUM_GROUPS", 1, 1) > 1
     return replace(LaunchPlace.alone(workers), has_others=has_others)
 
 
@@ -95,9 +96,9 @@ def _elastic(variables: Mapping[str, str]) -> tuple[int, int] | None:
                 "--elastic MIN:MAX, or unset it"
             )
         return None
-    most = _number(variables, "PACELINE_MAX_WORKERS", 1)
-    least = _number(variables, "PACELINE_MIN_WORKERS", 1)
-    if not 1 <= least <= most:
+    most = whole_number(variables, "PACELINE_MAX_WORKERS", 1, 1)
+    least = whole_number(variables, "PACELINE_MIN_WORKERS", 1, 1)
+    if least > most:
         raise ConfigError(
             f"PACELINE_MIN_WORKERS is {least} and PACELINE_MAX_WORKERS {most}: the minimum must be "
             f"in 1..{most}"
@@ -151,7 +152,7 @@ def _require_same(place: LaunchPlace, variables: Mapping[str, str]) -> None:
     """Raises a `ConfigError` if a variable contradicts `--nnodes` and `--node-rank`."""
     wanted = {"PACELINE_NUM_WORKERS": place.job_workers, "PACELINE_RANK": place.first_rank}
     for name, value in wanted.items():
-        if (other := _number(variables, name, value)) != value:
+        if (other := whole_number(variables, name, value)) != value:
             raise ConfigError(
                 f"{name} is {other}, and --nnodes, --node-rank and --workers make it {value}: "
                 "unset the variable, or leave out the flags"
@@ -159,8 +160,8 @@ def _require_same(place: LaunchPlace, variables: Mapping[str, str]) -> None:
 
 
 def _by_variables(workers: int, variables: Mapping[str, str]) -> LaunchPlace:
-    number = _number(variables, "PACELINE_NUM_WORKERS", 0)
-    rank = _number(variables, "PACELINE_RANK", -1)
+    number = whole_number(variables, "PACELINE_NUM_WORKERS", 0, 1)
+    rank = whole_number(variables, "PACELINE_RANK", -1, -1)
     if not variables.get("PACELINE_NUM_WORKERS"):
         raise ConfigError(
             f"PACELINE_RANK is {rank}, and PACELINE_NUM_WORKERS is not set: set both, or give "
@@ -186,21 +187,12 @@ def _by_variables(workers: int, variables: Mapping[str, str]) -> LaunchPlace:
 def _refuse_launchers(variables: Mapping[str, str]) -> None:
     """Raises a `ConfigError` if another launcher has started several of this command."""
     for name, own in LAUNCHERS.items():
-        if (number := _number(variables, name, 1)) > 1:
+        if (number := whole_number(variables, name, 1)) > 1:
             raise ConfigError(
                 f"{name} is {number}: another launcher has started this command {number} times, "
                 "and each of them would train a job of its own; give --nnodes "
                 f"{number} --node-rank {variables.get(own) or f'${own}'}, or unset {name}"
             )
-
-
-def _number(variables: Mapping[str, str], name: str, default: int) -> int:
-    text = variables.get(name, "").strip()
-    if not text:
-        return default
-    if not text.removeprefix("-").isdecimal():
-        raise ConfigError(f"{name} is {text!r}, must be a whole number")
-    return int(text)
 
 
 def parse_workers(text: str) -> int:

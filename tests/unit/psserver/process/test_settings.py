@@ -82,6 +82,10 @@ def test_bounds_are_reached_and_not_passed(
         ({"server.data_port": 7071, "server.shards": 2}, "both take port 7071"),
         ({"server.data_port": 8070}, "metrics.port and server.data_port both take port 8070"),
         ({"server.insecure": True}, "--insecure has no effect: only this machine"),
+        ({"server.insecure": "maybe"}, "(flag --insecure), must be true or false"),
+        ({"server.state_dir": " /srv/state"}, "server.state_dir is ' /srv/state': it begins or"),
+        ({"server.alive_file": "alive "}, "server.alive_file is 'alive '"),
+        ({"server.timeline": "9" * 300}, "has a name of more than 255 bytes"),
     ],
 )
 def test_wrong_settings_are_refused(flags: dict[str, object], message: str) -> None:

@@ -102,6 +102,9 @@ def test_flags_and_variables_place_the_workers(
             {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
             "another launcher has started this command 2 times",
         ),
+        (Flags(), {"PACELINE_NUM_WORKERS": "0"}, r"PACELINE_NUM_WORKERS is '0', must be"),
+        (Flags(), {"PACELINE_MAX_WORKERS": " "}, "PACELINE_MAX_WORKERS is ' ', must be"),
+        (Flags(), {"PACELINE_NUM_GROUPS": "-1"}, "PACELINE_NUM_GROUPS is '-1', must be"),
         (Flags(), {"DMLC_NUM_WORKER": "2"}, r"--node-rank \$DMLC_WORKER_ID"),
     ],
 )  # fmt: skip
