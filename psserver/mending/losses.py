@@ -36,15 +36,19 @@ class Losses:
         """Whether some shard lacks a job, as far as is known."""
         return any(shard.lost for shard in self._shards.values())
 
-    def look(self, answers: Sequence[pb.StatusReply | None]) -> dict[str, list[int]]:
+    def look(
+        self, answers: Sequence[pb.StatusReply | None], *, is_late: bool = False
+    ) -> dict[str, list[int]]:
         """Returns the jobs that some shards have lost, with those shards; none before all answer.
 
         Args:
             answers: The status of each shard, in order; None: it does not answer.
+            is_late: Whether a shard may have got a standby since the last look, and that its place:
+                then a change since is no loss.
         """
         there = [(index, answer) for index, answer in enumerate(answers) if answer is not None]
         for index, answer in there:
-            self._note(index, answer)
+            self._note(index, answer, is_late=is_late)
         if len(there) < len(answers):
             return {}
         jobs = [job for _, answer in there for job in _running(answer)]
@@ -57,11 +61,10 @@ class Losses:
                 missing.setdefault(job, []).append(index)
         return missing
 
-    def _note(self, index: int, answer: pb.StatusReply) -> None:
-        instance = answer.shard.instance
-        held = {job.job for job in answer.jobs if _has_weights(job)}
+    def _note(self, index: int, answer: pb.StatusReply, *, is_late: bool) -> None:
+        instance, held = answer.shard.instance, jobs_with_weights(answer)
         known = self._shards.setdefault(index, _HeldJobs(instance, held))
-        if known.instance != instance:
+        if known.instance != instance and not is_late:
             known.lost |= known.held
         known.lost = (known.lost | {one.job for one in answer.lost}) - held
         known.instance, known.held = instance, held
@@ -95,7 +98,11 @@ def is_held(job: pb.JobStatus) -> bool:
     return job.state == State.LIVE.value and any(table.on_workers for table in job.tables)
 
 
+def jobs_with_weights(answer: pb.StatusReply) -> set[str]:
+    """Returns the jobs of which a shard has slices, all of them with weights."""
+    return {job.job for job in answer.jobs if _has_weights(job)}
+
+
 def _has_weights(job: pb.JobStatus) -> bool:
-    """Returns whether a shard has slices of a job, all of them with weights."""
     tables = [table for table in job.tables if table.num_slices]
     return bool(tables) and all(table.version_min >= 0 for table in tables)

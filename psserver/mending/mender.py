@@ -6,6 +6,8 @@ last, so that none of them begins before all shards are at one step.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from psserver.remote.checkpoint import restore
 from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, newest, verified
 
 log = structlog.get_logger()
+SUCCESSORS = ".successors"
+LATE_S = 15.0  # Less than menders.LEASE_S: until then a shard waits before it has a standby.
 
 
 class Mender:
@@ -38,7 +42,8 @@ class Mender:
 
         Args:
             addresses: Addresses of all shards, in order; those of shards that move are replaced.
-            folders: Folders of checkpoints; of equal ones that of the first folder is used.
+            folders: Folders of checkpoints; of equal ones that of the first folder is used. It also
+                keeps where the standbys of shards are.
             credentials: Returns the token for everything.
             fetch: Called where the folders have no usable checkpoint of a job; brings what a second
                 place has into the first of them.
@@ -46,19 +51,25 @@ class Mender:
         self._fetch = fetch
         self._addresses, self._folders, self._credentials = addresses, folders, credentials
         self._losses = Losses()
-        self._successors = Successors(self._ask_one)
+        self._successors = Successors(self._ask_one, addresses, folders[0] / SUCCESSORS)
+        self._name = secrets.token_hex(8)
+        self._looked_s = time.monotonic()
         self._said = ""  # The last problem that was logged.
 
     def look(self) -> None:
         """Mends what shards have lost, if anything; a problem is logged once, and tried again."""
-        problem = ""
+        problem, former_s, self._looked_s = "", self._looked_s, time.monotonic()
+        is_late = self._looked_s - former_s > LATE_S
+        if is_late:
+            log.warning("no look for lost jobs for a while: those lost meanwhile stay so")
         try:
             credentials = self._credentials()
-            answers = ask.answers(self._addresses, credentials)
+            request = pb.StatusRequest(mender=self._name, next_addresses=self._successors.next)
+            answers = ask.answers(self._addresses, credentials, request)
             ask.follow(self._addresses, answers)
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
-            found = self._successors.look(self._addresses, found)
-            for job, lost in self._losses.look(found).items():
+            found = self._successors.look(found)
+            for job, lost in self._losses.look(found, is_late=is_late).items():
                 self._mend(job, lost, credentials)
         except (PacelineError, OSError, ValueError, LookupError, MemoryError) as error:
             problem = str(error) or type(error).__name__

@@ -220,14 +220,15 @@ class ShardMoves:
             )
 
     async def announce(self, address: str) -> None:
-        """Names the next address in heartbeats, and waits until all live workers have had one."""
+        """Names the next address, and waits until live workers and menders know it."""
         assert self.control is not None
         self.control.announce(address)
         beats_s = BEATS * self._engine.shard.lease_s / BEATS_A_LEASE
-        deadline_s = self._engine.now() + (beats_s if address else 0.0)
-        while self._engine.now() < deadline_s:
+        deadline_s = self._engine.now() + beats_s
+        while address:
             live = {(job, member.incarnation) for job, member in self._live()}
-            if live <= self.control.told:
+            is_told = live <= self.control.told or self._engine.now() >= deadline_s
+            if is_told and self.control.menders.know(address, self._engine.now()):
                 return
             await asyncio.sleep(POLL_S)
 

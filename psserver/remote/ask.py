@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -86,14 +87,20 @@ def statuses(
 
 
 def answers(
-    addresses: Sequence[str], credentials: Credentials = ANYONE
+    addresses: Sequence[str],
+    credentials: Credentials = ANYONE,
+    request: pb.StatusRequest | None = None,
 ) -> list[pb.StatusReply | CommandError]:
     """Returns the status of the shards at `addresses`, in this order, or why there is none.
+
+    Args:
+        request: A report of the asker; None: there is none.
 
     Raises:
         CommandError: None of them answers, or one refuses; the message names it.
     """
-    return _require_some(_ask_each(addresses, credentials, _ask_status))
+    status = partial(_ask_status, request=request)
+    return _require_some(_ask_each(addresses, credentials, status))
 
 
 def _require_some(answers: list[Reply | CommandError]) -> list[Reply | CommandError]:
@@ -111,9 +118,11 @@ def follow(addresses: list[str], answers: Sequence[object]) -> None:
             addresses[index] = answer.shard.moved_to
 
 
-def _ask_status(channel: grpc.Channel) -> grpc.CallFuture[pb.StatusReply]:
+def _ask_status(
+    channel: grpc.Channel, request: pb.StatusRequest | None = None
+) -> grpc.CallFuture[pb.StatusReply]:
     stub = control_pb2_grpc.ControlStub(channel)
-    return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
+    return stub.Status.future(request or pb.StatusRequest(), timeout=ANSWER_S_MAX)
 
 
 def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[str]:

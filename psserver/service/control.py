@@ -54,6 +54,7 @@ from psserver.service.messages import (
     to_proto,
 )
 from psserver.service.shared_view import SharedView
+from psserver.standby.menders import Menders
 from psserver.stores import kind_of
 
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
@@ -198,6 +199,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._compiled: dict[tuple[str, str], asyncio.Task[None]] = {}  # By content and optimizer.
         self.closed = ""  # Why workers cannot join yet; empty if they can.
         self.told: set[tuple[str, int]] = set()  # Jobs and incarnations that know `_next`.
+        self.menders = Menders()
         self._next = ""  # Where this shard will soon be, or its standby is.
         self._former = 0  # Number of the shard before `renew`.
         self.moving: Callable[[], str] = lambda: ""  # How its move to another process is.
@@ -426,6 +428,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         """Returns the state of the jobs of this shard."""
+        if request.mender and len(request.next_addresses) == self._engine.shard.num_shards:
+            there = request.next_addresses[self._engine.shard.index]
+            self.menders.note(request.mender, there, self._engine.now())
         reply: pb.StatusReply = await self._status.get()
         return reply
 

@@ -102,7 +102,7 @@ class Host(Protocol):
         """Returns all that counts, with its hashes; nothing may change the journals."""
 
     async def announce(self, address: str) -> None:
-        """Names the next address to all workers, and waits until they know it."""
+        """Names the next address, and waits until workers and menders know it."""
 
     async def freeze(self) -> None:
         """Ends the answers to workers; returns when nothing changes the journals any more."""

@@ -29,6 +29,7 @@ SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 ELSEWHERE_S = 1.0  # Timeout of a question to the next address of a shard that has gone.
 AWAIT_S = 8.0  # The longest wait at that address for the shard, in one call.
 AGAIN_S = 0.1  # Before another one.
+AWAY_S = 15.0  # A standby that does not answer may be so long about its journals, or start again.
 CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a hanging shard is reported within 10 s.
 
 
@@ -55,6 +56,7 @@ class Link:
         self.control = control_pb2_grpc.ControlStub(cast("grpc.Channel", self._channel))
         self.publications = publish_pb2_grpc.PublicationsStub(cast("grpc.Channel", self._channel))
         self._next = ""  # Where the shard will soon be, as last reported; empty: it stays.
+        self._silent_s: float | None = None  # Since when nobody answers there.
         self._at_next: grpc.Channel | None = None  # Open while the shard is awaited there.
         self._moving = threading.Lock()  # Lock of the three above and of `address` in a move.
         self._transport: Transport | None = None
@@ -116,7 +118,7 @@ class Link:
         """Notes where the shard will soon be, and waits for it there, on a thread of its own."""
         if address == self._next:
             return
-        self._next = address
+        self._next, self._silent_s = address, None
         self.patience.delay_s_max = AGAIN_S if address else DELAY_S_MAX
         if self._at_next is not None:
             self._at_next.close()
@@ -250,9 +252,17 @@ class Link:
                 self._check(reply.instance, reply.former_instance)
 
     def _is_awaited_elsewhere(self) -> bool:
-        """Returns whether a standby has the shard, or everything of it."""
-        reply = self._ask(address) if (address := self._next) else None
-        return reply is not None and (reply.stands_by or reply.instance == self.instance)
+        """Returns whether a standby has the shard, or may have everything of it."""
+        address = self._next
+        if not address:
+            return False
+        reply = self._ask(address)
+        if reply is not None:
+            self._silent_s = None
+            return reply.stands_by or reply.instance == self.instance
+        now_s = time.monotonic()
+        self._silent_s = self._silent_s or now_s
+        return now_s - self._silent_s < AWAY_S
 
     def cut(self) -> None:
         """Closes the data plane; requests under way fail."""

@@ -96,7 +96,7 @@ class Scene:
         self.second = Place(folder, 1, ports[1], "b")
         self.empty = Place(folder, 1, ports[2], "c")
         self.stack = stack
-        stack.enter_context(self.first.running())
+        self.starts = [stack.enter_context(self.first.running())]
         self.source = stack.enter_context(self.second.running())
         self.target = stack.enter_context(self.empty.running())
         names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "60"}

@@ -119,9 +119,20 @@ def test_a_machine_is_lost_and_its_standby_takes_over_without_a_person_bits_stay
     assert "was silent 1.0 s" in status_of(scene.empty.address).moving
 
 
+def schedule_of(scene: Scene) -> psutil.Process:
+    """Returns the process that takes checkpoints, and restores what is lost."""
+
+    def found() -> list[psutil.Process]:
+        children = psutil.Process(scene.starts[0].pid).children()
+        return [child for child in children if "schedule" in child.cmdline()[:5]]
+
+    return eventually(found)[0]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["runs", "is stopped meanwhile", "is killed afterwards"])
 def test_a_machine_that_comes_back_empty_does_not_set_back_a_job_that_its_standby_has(
-    tmp_path: Path, register: Path, undisturbed: Results
+    schedule: str, tmp_path: Path, register: Path, undisturbed: Results
 ) -> None:
     def saved() -> int:
         found = newest(tmp_path / "a" / "state" / "checkpoints").get("night", ())
@@ -130,19 +141,26 @@ def test_a_machine_that_comes_back_empty_does_not_set_back_a_job_that_its_standb
     with ExitStack() as stack:
         scene = Scene(tmp_path, stack, pause=30)
         scene.reach(10)
+        eventually(saved)
+        keeper = schedule_of(scene)
+        if schedule == "is stopped meanwhile":
+            keeper.suspend()
         stand(scene, str(register))
         scene.reach(30)
-        eventually(saved)
         lose(scene.source)
         here, port = scene.second.address, int(scene.second.address.rpartition(":")[2])
         stack.enter_context(Place(tmp_path, 1, port, "back").running())
+        if schedule == "is killed afterwards":
+            keeper.kill()
+        keeper.resume()
         former = saved()
         for worker in scene.workers:
             worker.tell()
         assert scene.results() == undisturbed
-        eventually(lambda: saved() > former)
         assert not status_of(here).jobs
         assert not status_of(scene.first.address).num_mended
+        if schedule != "is stopped meanwhile":
+            eventually(lambda: saved() > former)
 
 
 @pytest.mark.slow

@@ -572,8 +572,12 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("mender", "next_addresses")
+    MENDER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    mender: str
+    next_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, mender: _Optional[str] = ..., next_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers", "pace", "waited_for_s", "data_plane", "stage")

@@ -84,3 +84,11 @@ def test_a_job_is_torn_if_it_has_updates_on_one_shard_and_no_weights_on_another(
     ended = shard(2, a=7)
     ended.jobs[0].state = "ended"
     assert torn([shard(1, a=-1), ended]) == {}
+
+
+def test_a_change_that_is_seen_late_may_have_another_reason() -> None:
+    losses = Losses()
+    losses.look([shard(1, a=7, b=7), shard(2, a=7, b=7)])
+    assert losses.look([shard(1, a=7, b=7), shard(5, b=7)]) == {"a": [1]}
+    assert losses.look([shard(1, a=7, b=7), shard(6)], is_late=True) == {"a": [1]}
+    assert losses.look([shard(1, a=7, b=7), shard(6)]) == {"a": [1]}

@@ -1,6 +1,7 @@
 """Sets all shards back to the newest whole checkpoint when one has lost a job."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from psserver.mending import mender as module
 from psserver.mending.mender import Mender
 from psserver.remote import ask
 from psserver.remote.checkpoint_files import write
+from psserver.standby.menders import LEASE_S
 from tests.unit.psserver.mending.test_losses import shard
 from tests.unit.psserver.remote.test_checkpoint_files import make
 
@@ -23,8 +25,18 @@ class Cluster:
         self.answers: list[pb.StatusReply | CommandError] = [shard(1, a=7), shard(2, a=7)]
         self.restored: list[tuple[Any, ...]] = []
         self.refusal: CommandError | None = None
-        monkeypatch.setattr(ask, "answers", lambda *_: self.answers)
+        self.requests: list[pb.StatusRequest] = []
+        self.now_s = 0.0
+        monkeypatch.setattr(ask, "answers", self.answer)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(module, "restore", self.restore)
+
+    def answer(
+        self, addresses: Any, credentials: Any, request: pb.StatusRequest | None = None
+    ) -> list[pb.StatusReply | CommandError]:
+        if request is not None:
+            self.requests.append(request)
+        return self.answers
 
     def restore(
         self, addresses: Any, credentials: Any, checkpoint: Any, job: str, order: Any, **how: bool
@@ -70,3 +82,29 @@ def test_a_shard_that_refuses_is_asked_again_and_logged_once(
     cluster.refusal = None
     mender.look()
     assert len(cluster.restored) == 1
+
+
+def test_it_reports_the_standbys_that_it_knows(cluster: Cluster, tmp_path: Path) -> None:
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    second = shard(2, a=7)
+    second.next_address = "c:1"
+    cluster.answers = [shard(1, a=7), second]
+    for _ in range(2):
+        mender.look()
+    assert [list(one.next_addresses) for one in cluster.requests] == [["", ""], ["", "c:1"]]
+    assert len({one.mender for one in cluster.requests}) == 1
+
+
+@pytest.mark.parametrize("pause_s", [module.LATE_S, module.LATE_S + 1])
+def test_it_restores_nothing_that_was_lost_while_it_was_stopped(
+    pause_s: float, cluster: Cluster, tmp_path: Path
+) -> None:
+    write(tmp_path, make(1.0, "a"), keep=3)
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.look()
+    cluster.now_s += pause_s
+    cluster.answers = [shard(1, a=7), shard(5, a=-1)]
+    for _ in range(2):
+        mender.look()
+    assert bool(cluster.restored) is (pause_s <= module.LATE_S)
+    assert module.LATE_S < LEASE_S

@@ -19,9 +19,11 @@ from pscore.errors import (
 from pscore.net import rpc
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
+from psworker.connection import shard_link
 from psworker.connection.shard_link import Link
 from psworker.transports import retry
 from psworker.transports.retry import RetryPolicy
+from tests.integration.command import taken_port
 
 ADDRESS = "127.0.0.1:1"  # Nobody may listen there.
 
@@ -177,7 +179,7 @@ class Control:
         self.failure = failure
         self.timeouts: list[float] = []
         self.known: list[int] = []
-        self.next_address = ""
+        self.next_address, self.instance = "", 7
 
     def Heartbeat(  # noqa: N802 - gRPC's name
         self, request: pb.HeartbeatRequest, timeout: float
@@ -186,7 +188,9 @@ class Control:
         self.known.append(request.instance)
         if self.failure is not None:
             raise self.failure
-        return pb.HeartbeatReply(instance=7, former_instance=5, next_address=self.next_address)
+        return pb.HeartbeatReply(
+            instance=self.instance, former_instance=5, next_address=self.next_address
+        )
 
 
 def beat(failure: BaseException | None, joined: int = 7) -> list[float]:
@@ -253,6 +257,26 @@ def test_a_link_awaits_its_shard_at_the_next_address_and_moves_there() -> None:
     link.close()
     server.stop(None)
     assert (link.address, standby.asked) == (address, [(7, True)] * 2)
+
+
+def test_a_standby_that_does_not_answer_for_a_while_may_still_have_the_shard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with taken_port() as taken:
+        link, control = Link(ADDRESS, patience_s=0.0), Control(None)
+        link.instance = 7
+        control.next_address = f"127.0.0.1:{taken.getsockname()[1]}"
+        link.control = control  # type: ignore[assignment]
+        try:
+            link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+            control.instance = 6  # An empty process.
+            for _ in range(2):
+                link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+            monkeypatch.setattr(shard_link, "AWAY_S", 0.0)
+            with pytest.raises(ReplacedError, match="has been restarted"):
+                link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+        finally:
+            link.close()
 
 
 def test_an_unknown_data_plane_is_refused_with_the_right_ones() -> None:
