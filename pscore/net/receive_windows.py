@@ -19,6 +19,7 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pscore.net.congestion import NEAR_US, Options, least_us
 from pscore.net.followed import Followed
@@ -30,7 +31,9 @@ LEAST_NBYTES = 16 << 10  # Of a window, a few packets: less would leave the link
 FAST = 20e6  # Bytes per second of a link that needs no limit, once they were seen.
 BUSY_NBYTES = 32 << 10  # Of a moment in which a step's bytes came, and not only small messages.
 FORGET = 0.99  # Share of a rate that is left after a look with a lower one.
-RECEIVED_OFFSET, GAPS_OFFSET = 128, 224  # `tcpi_bytes_received`, `tcpi_rcv_ooopack`.
+# `tcpi_rcv_mss`, `tcpi_data_segs_in`, `tcpi_rcv_ooopack` in `tcp_info`. (`tcpi_bytes_received` is
+# no measure of a rate: the packet that fills a gap adds to it all that have come behind the gap.)
+SIZE_OFFSET, SEGMENTS_OFFSET, GAPS_OFFSET = 20, 152, 224
 INFO_NBYTES = GAPS_OFFSET + 4
 UNLIMITED_NBYTES = 1 << 30
 
@@ -75,22 +78,30 @@ class NearLink:
         return max(LEAST_NBYTES, int(self.rate * (trip_s + AHEAD_S / number)))
 
 
-def received(connection: Options) -> tuple[int, int]:
-    """Returns the bytes that a connection has received, and the packets behind a gap.
+class Arrived(NamedTuple):
+    """The segments with data that have come over a connection; all 0 where no kernel tells.
 
-    Both are 0 where the kernel does not tell.
+    Attributes:
+        number: Number of segments.
+        nbytes: Bytes of the usual one.
+        gaps: Number of those that came behind a gap.
     """
+
+    number: int = 0
+    nbytes: int = 0
+    gaps: int = 0
+
+
+def arrived(connection: Options) -> Arrived:
+    """Returns the segments that have come over a connection."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_NBYTES)
     except OSError:  # It is being closed.
-        return 0, 0
+        return Arrived()
     if len(info) < INFO_NBYTES:
-        return 0, 0
-    (nbytes,), (gaps,) = (
-        struct.unpack_from(form, info, offset)
-        for form, offset in (("=Q", RECEIVED_OFFSET), ("=I", GAPS_OFFSET))
-    )
-    return nbytes, gaps
+        return Arrived()
+    offsets = SEGMENTS_OFFSET, SIZE_OFFSET, GAPS_OFFSET
+    return Arrived(*(struct.unpack_from("=I", info, offset)[0] for offset in offsets))
 
 
 def limit(connection: socket.socket, window: ReceiveWindow, nbytes: int | None) -> None:
@@ -107,14 +118,14 @@ def limit(connection: socket.socket, window: ReceiveWindow, nbytes: int | None) 
 def look(windows: Mapping[socket.socket, ReceiveWindow]) -> list[socket.socket]:
     """Measures the rate of a moment, and sets the windows; returns all if the link is fast."""
     time.sleep(LOOK_S)
-    before = {connection: received(connection)[0] for connection in windows}
-    begin_s = time.monotonic()
+    begin_s = time.monotonic()  # Before the counts: a wait of this thread makes no link fast.
+    before = {connection: arrived(connection).number for connection in windows}
     time.sleep(BURST_S)
-    now = {connection: received(connection) for connection in windows}
-    came = sum(max(0, nbytes - before[each]) for each, (nbytes, _) in now.items())
-    LINK.note(came, time.monotonic() - begin_s, sum(gaps for _, gaps in now.values()))
-    busy = max((nbytes for nbytes, _ in now.values()), default=0) / 16
-    number = sum(nbytes >= busy for nbytes, _ in now.values())
+    now = {connection: arrived(connection) for connection in windows}
+    came = sum(max(0, one.number - before[each]) * one.nbytes for each, one in now.items())
+    LINK.note(came, time.monotonic() - begin_s, sum(one.gaps for one in now.values()))
+    busy = max((one.number for one in now.values()), default=0) / 16
+    number = sum(one.number >= busy for one in now.values())
     for connection, window in windows.items():
         trip_us = least_us(connection)
         if trip_us <= NEAR_US:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pscore.net import receive_windows, sockets
 from pscore.net.followed import Followed
-from pscore.net.receive_windows import FAST, LEAST_NBYTES, NearLink, received
+from pscore.net.receive_windows import FAST, LEAST_NBYTES, Arrived, NearLink, arrived
 from tests.integration.command import eventually
 
 DEADLINE_S = 200.0
@@ -74,18 +76,71 @@ def test_the_highest_rate_is_forgotten_slowly_and_only_while_bytes_come() -> Non
     assert link.rate == pytest.approx(9e6)
 
 
+class SlowLink:
+    """A connection with a steady 1,448 bytes in each 0.1 ms, and the clock of its host."""
+
+    def __init__(self) -> None:
+        self.clock_s = 1.0
+        self.late_s = 0.0  # A look's thread waits so long after its next count.
+        self.filled_nbytes = 0  # Bytes behind a gap that has been filled since.
+
+    def sleep(self, seconds: float) -> None:
+        self.clock_s += seconds
+
+    def monotonic(self) -> float:
+        return self.clock_s
+
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        number = round(1e4 * self.clock_s)
+        info = bytearray(nbytes)
+        struct.pack_into("=I", info, 20, 1448)
+        struct.pack_into("=Q", info, 128, 1448 * number + self.filled_nbytes)
+        struct.pack_into("=I", info, 152, number)
+        self.filled_nbytes += 1_000_000
+        self.sleep(self.late_s)
+        self.late_s = 0.0
+        return bytes(info)
+
+    def look(self) -> float:
+        """Looks at the connection once; returns the rate that was seen."""
+        receive_windows.look({cast("socket.socket", self): receive_windows.ReceiveWindow()})
+        return receive_windows.LINK.rate
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> SlowLink:
+    """Gives a link whose clock is that of the looks."""
+    link = SlowLink()
+    monkeypatch.setattr(receive_windows, "time", link)
+    monkeypatch.setattr(receive_windows, "least_us", lambda connection: 1000)
+    monkeypatch.setattr(receive_windows, "LINK", NearLink())
+    return link
+
+
+def test_a_packet_that_fills_a_gap_makes_no_link_fast(slow_link: SlowLink) -> None:
+    assert slow_link.look() == pytest.approx(14.48e6)
+    assert not receive_windows.LINK.is_fast
+
+
+def test_a_thread_that_waits_between_its_looks_makes_no_link_fast(slow_link: SlowLink) -> None:
+    slow_link.late_s = 0.03
+    assert slow_link.look() == pytest.approx(14.48e6)
+    assert not receive_windows.LINK.is_fast
+
+
 def test_the_kernel_tells_what_has_come(pair: Pair) -> None:
     one, other = pair
     reader = threading.Thread(target=lambda: [*iter(lambda: one.recv(1 << 20), b"")])
     reader.start()
     other.sendall(bytes(1 << 20))
-    eventually(lambda: received(one) == (1 << 20, 0))
+    eventually(lambda: arrived(one).number * arrived(one).nbytes >= 1 << 20)
+    assert arrived(one).gaps == 0
     other.close()
     reader.join()
     one.close()
-    assert received(one) == (0, 0)
+    assert arrived(one) == Arrived()
     old_kernel = SimpleNamespace(getsockopt=lambda level, option, nbytes: bytes(150))
-    assert received(old_kernel) == (0, 0)
+    assert arrived(old_kernel) == Arrived()
 
 
 def test_a_window_follows_the_rate_of_its_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
