@@ -6,9 +6,11 @@ last, so that none of them begins before all shards are at one step.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import structlog
@@ -26,6 +28,7 @@ from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, newest, verif
 log = structlog.get_logger()
 SUCCESSORS = ".successors"
 LATE_S = 15.0  # Less than menders.LEASE_S: until then a shard waits before it has a standby.
+ASK_S = 1.0  # From one question to the next while jobs are restored.
 
 
 class Mender:
@@ -53,29 +56,35 @@ class Mender:
         self._losses = Losses()
         self._successors = Successors(self._ask_one, addresses, folders[0] / SUCCESSORS)
         self._name = secrets.token_hex(8)
-        self._looked_s = time.monotonic()
+        self._asked_s = time.monotonic()
+        self._is_late = False  # Whether it did not ask for a while since the last look.
         self._said = ""  # The last problem that was logged.
 
     def look(self) -> None:
         """Mends what shards have lost, if anything; a problem is logged once, and tried again."""
-        problem, former_s, self._looked_s = "", self._looked_s, time.monotonic()
-        is_late = self._looked_s - former_s > LATE_S
-        if is_late:
-            log.warning("no look for lost jobs for a while: those lost meanwhile stay so")
+        problem = ""
         try:
             credentials = self._credentials()
-            request = pb.StatusRequest(mender=self._name, next_addresses=self._successors.next)
-            answers = ask.answers(self._addresses, credentials, request)
+            answers = self._ask(credentials)
             ask.follow(self._addresses, answers)
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
             found = self._successors.look(found)
-            for job, lost in self._losses.look(found, is_late=is_late).items():
-                self._mend(job, lost, credentials)
+            is_late, self._is_late = self._is_late, False
+            self._mend_all(self._losses.look(found, is_late=is_late), credentials)
         except (PacelineError, OSError, ValueError, LookupError, MemoryError) as error:
             problem = str(error) or type(error).__name__
         if problem and problem != self._said and self._losses.has_any:
             log.error("a job cannot be restored; it is tried again", reason=problem)
         self._said = problem
+
+    def _ask(self, credentials: Credentials) -> list[pb.StatusReply | CommandError]:
+        """Asks all shards, which learn what this process knows of their standbys."""
+        former_s, self._asked_s = self._asked_s, time.monotonic()
+        if self._asked_s - former_s > LATE_S:
+            self._is_late = True
+            log.warning("no look for lost jobs for a while: those lost meanwhile stay so")
+        request = pb.StatusRequest(mender=self._name, next_addresses=self._successors.next)
+        return ask.answers(self._addresses, credentials, request)
 
     def _ask_one(self, address: str) -> pb.StatusReply | None:
         try:
@@ -83,6 +92,22 @@ class Mender:
         except CommandError:
             return None
         return answer if isinstance(answer, pb.StatusReply) else None
+
+    def _mend_all(self, missing: Mapping[str, Sequence[int]], credentials: Credentials) -> None:
+        """Restores jobs, and asks meanwhile: the shards take one that does not ask for gone.
+
+        Raises:
+            CommandError: As `_mend`.
+        """
+        if not missing:
+            return
+        with ThreadPoolExecutor(1, "mending") as executor:
+            work = [executor.submit(self._mend, job, missing[job], credentials) for job in missing]
+            while wait(work, ASK_S).not_done:
+                with contextlib.suppress(CommandError):
+                    self._ask(credentials)
+        for one in work:
+            one.result()
 
     def _mend(self, job: str, lost: Sequence[int], credentials: Credentials) -> None:
         """Restores a job onto all shards.

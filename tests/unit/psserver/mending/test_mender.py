@@ -1,5 +1,6 @@
 """Sets all shards back to the newest whole checkpoint when one has lost a job."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: list[pb.StatusReply | CommandError] = [shard(1, a=7), shard(2, a=7)]
         self.restored: list[tuple[Any, ...]] = []
+        # Seconds after each question while a restore runs, which ends with the last one.
+        self.pauses_s: list[float] = []
+        self.is_restoring, self.is_asked = threading.Event(), threading.Event()
         self.refusal: CommandError | None = None
         self.requests: list[pb.StatusRequest] = []
         self.now_s = 0.0
@@ -36,6 +40,10 @@ class Cluster:
     ) -> list[pb.StatusReply | CommandError]:
         if request is not None:
             self.requests.append(request)
+            if self.is_restoring.is_set() and self.pauses_s:
+                self.now_s += self.pauses_s.pop(0)
+                if not self.pauses_s:
+                    self.is_asked.set()
         return self.answers
 
     def restore(
@@ -43,6 +51,9 @@ class Cluster:
     ) -> None:
         if self.refusal is not None:
             raise self.refusal
+        if self.pauses_s:
+            self.is_restoring.set()
+            assert self.is_asked.wait(60)
         self.restored.append((job, checkpoint.tables[0].arrays["weights"], order, how))
 
 
@@ -108,3 +119,18 @@ def test_it_restores_nothing_that_was_lost_while_it_was_stopped(
         mender.look()
     assert bool(cluster.restored) is (pause_s <= module.LATE_S)
     assert module.LATE_S < LEASE_S
+
+
+@pytest.mark.parametrize("pause_s", [10, module.LATE_S + 1])
+def test_it_restores_what_was_lost_during_a_long_restore(
+    pause_s: float, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "ASK_S", 0.001)
+    write(tmp_path, make(1.0, "a"), keep=3)
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.look()
+    cluster.answers, cluster.pauses_s = [shard(1, a=7), shard(5, a=-1)], [10, pause_s, 10]
+    mender.look()
+    cluster.answers = [shard(6, a=-1), shard(5, a=7)]
+    mender.look()
+    assert len(cluster.restored) == (2 if pause_s == 10 else 1)
