@@ -101,7 +101,7 @@ class Mender:
         """
         if not missing:
             return
-        with ThreadPoolExecutor(1, "mending") as executor:
+        with ThreadPoolExecutor(1, thread_name_prefix="mending") as executor:
             work = [executor.submit(self._mend, job, missing[job], credentials) for job in missing]
             while wait(work, ASK_S).not_done:
                 with contextlib.suppress(CommandError):

@@ -12,6 +12,7 @@ MAKERS = ("Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "Threadin
 OWN = {
     "pscore/threads.py": "the one place",
     "psserver/copies/copier.py": "the outcome of each attempt is read",
+    "psserver/mending/mender.py": "the result of each restore is read",
     "psserver/process/daemon.py": "`SliceQueue.run` reports the failure of an action itself",
     "psserver/process/checkpoint_schedule.py": "the outcome of each checkpoint is read",
     "psserver/remote/checkpoint.py": "the result of each call is read",
