@@ -1,7 +1,7 @@
 """A Slurm of two nodes with four processors each, for a test: munged, slurmctld and slurmds.
 
-Each node has a network namespace with an address, a host name and a table of names of its own; all
-share the machine's files, as the nodes of a cluster share a file system.
+Each node has a network namespace with an address, a host name, a table of names and a boot of its
+own; all share the machine's files, as the nodes of a cluster share a file system.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,14 @@ PartitionName=urgent Nodes=node1,node2 State=UP PriorityTier=2 PreemptMode=OFF
 """
 GRACE_S = 90  # Notice of a preemption.
 HOSTS = {"head": "10.79.0.10", "node1": "10.79.0.11", "node2": "10.79.0.12"}
-# Runs in a namespace of a host: gives it its name and its table of names, becomes the command.
-ENTER = "mount --bind {folder}/hosts /etc/hosts && hostname {name} && exec {command}"
+# Runs in a namespace of a host: gives it what is its own, becomes the command.
+ENTER = """
+set -e
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/boot-{name} /proc/sys/kernel/random/boot_id
+hostname {name}
+exec {command}
+"""
 
 
 @dataclass
@@ -91,6 +98,8 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(folder=self.folder, grace_s=GRACE_S)
         )
+        for name in HOSTS:
+            (self.folder / f"boot-{name}").write_text(str(uuid.uuid4()))
         (self.folder / "hosts").write_text(
             "127.0.0.1 localhost\n"
             + "".join(f"{address} {name}\n" for name, address in HOSTS.items())

@@ -18,6 +18,7 @@ from tests.house.source import ROOT
 
 STEPS = 200
 PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+STANDBY_PAGE = (ROOT / "docs" / "standby.md").read_text(encoding="utf-8")
 WORKERS = 2
 # Its data are drawn from step and rank: a run that was requeued sees what an undisturbed one sees.
 SCRIPT = f"""
@@ -263,6 +264,39 @@ def test_the_commands_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
     ready = login.replace("JOBID", job).replace("psserver dashboard", "psserver status")
     assert f"slurm-{job}" in slurm.call("bash", "-euc", ready, cwd=tmp_path)
     slurm.wait("end", lambda: slurm.state(job) == "COMPLETED")
+
+
+def test_a_shard_moves_to_its_standby_at_a_signal(slurm: Slurm, tmp_path: Path) -> None:
+    """The page's lines in two jobs, one of each place; a third one trains meanwhile."""
+    starts = commands("standby.md", "Two places")[0].splitlines()
+    (trap,) = re.findall(r"^\| Slurm: .*\| `(trap .*)` \|$", STANDBY_PAGE, re.MULTILINE)
+    (tmp_path / "register").mkdir()
+    jobs = []
+    for node, start in zip(("node1", "node2"), starts, strict=False):
+        known = "--shards 1 --shard-index 0 --cluster night --host 0.0.0.0 --insecure"
+        lines = f"#!/bin/bash\n{start.partition('#')[0].rstrip()} &\n{trap}\nwait\nwait\n"
+        for name, meant in (
+            ("...", f"{known} --state-dir {node}"),
+            ("hostB", "node1"),
+            ("hostC", "node2"),
+        ):
+            lines = lines.replace(name, meant)
+        script = tmp_path / f"{node}.sbatch"
+        script.write_text(lines.replace("/shared/night", f"{tmp_path}/register"))
+        words = ("sbatch", "--parsable", f"--nodelist={node}", f"--output={tmp_path}/{node}.out")
+        jobs.append(slurm.call(*words, str(script), cwd=tmp_path).strip())
+    slurm.wait("a standby", lambda: "has a standby" in text(tmp_path / "node1.out"))
+    train = SCRIPT.replace("while held and", "while not os.path.exists('go') and")
+    (tmp_path / "train.py").write_text(train)
+    exported = "--export=ALL,PACELINE_SERVERS=node1:7070,RANK=0,WORLD_SIZE=1"
+    words = ("sbatch", exported, "--nodelist=node2", f"--output={tmp_path}/out")
+    slurm.call(*words, "--wrap=python train.py model.pt never", cwd=tmp_path)
+    slurm.wait("a quarter", lambda: "a quarter is done" in text(tmp_path / "out"))
+    slurm.call("scancel", "--batch", "--signal=USR1", jobs[0])
+    slurm.wait("the end of the first place", lambda: slurm.state(jobs[0]) == "COMPLETED")
+    assert "shard moved to node2:7070" in text(tmp_path / "node1.out")
+    (tmp_path / "go").touch()
+    slurm.wait("the last step", lambda: f"ends at step {STEPS}" in text(tmp_path / "out"))
 
 
 def text(path: Path) -> str:

@@ -361,3 +361,24 @@ def test_files_that_the_image_copies_are_not_ignored() -> None:
     hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
     needed.add(hatch["metadata"]["hooks"]["custom"]["path"])  # The build reads it.
     assert needed | {"pscore", "pssim", "psserver", "psworker"} <= kept
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("SHARDS", value) for value in ("abc", "0", "65", "-1", "1.5", " 2", "08")),
+        *(("CHECKPOINT_S", value) for value in ("abc", "-1", "1e3", "five")),
+    ],
+)
+def test_the_script_for_slurm_refuses_a_wrong_variable_before_it_starts_anything(
+    name: str, value: str
+) -> None:
+    script = ROOT / "deploy" / "slurm" / "train.sbatch"
+    done = subprocess.run(
+        ["bash", str(script), "train.py"],
+        env={"PATH": os.environ["PATH"], name: value},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{name} is '{value}', must be ")
+    assert done.stderr.count("\n") == 1
