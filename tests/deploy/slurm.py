@@ -14,6 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,8 @@ ReturnToService=2
 RequeueExit=99
 SchedulerParameters=bf_interval=1,sched_interval=1,requeue_delay=1
 KillWait=20
+SlurmdTimeout=20
+Epilog={folder}/epilog
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=node1 NodeAddr=10.79.0.11 CPUs=4 RealMemory=1000 State=UNKNOWN
@@ -98,8 +101,11 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(folder=self.folder, grace_s=GRACE_S)
         )
+        epilog = self.folder / "epilog"  # A node stays with a job for a while after its end.
+        epilog.write_text("#!/bin/sh\nsleep 3\n")
+        epilog.chmod(0o755)
         for name in HOSTS:
-            (self.folder / f"boot-{name}").write_text(str(uuid.uuid4()))
+            self._boot(name)
         (self.folder / "hosts").write_text(
             "127.0.0.1 localhost\n"
             + "".join(f"{address} {name}\n" for name, address in HOSTS.items())
@@ -112,8 +118,24 @@ class Slurm:
         configuration = ("-c", "-f", str(self.folder / "slurm.conf"))
         self.call("slurmctld", *configuration)
         for name in ("node1", "node2"):
-            self.call("slurmd", *configuration, host=name)
+            self.start(name)
         self.wait("two nodes", self._has_two_nodes)
+
+    def start(self, name: str) -> None:
+        """Starts the daemon of a node."""
+        self.call("slurmd", "-c", "-f", str(self.folder / "slurm.conf"), host=name)
+
+    def lose(self, name: str) -> None:
+        """Kills all that runs on a node; when its daemon is started again, it has been rebooted."""
+        words = ("ip", "netns", "pids", self._namespace(name))
+        for pid in subprocess.run(words, capture_output=True, text=True, check=True).stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        (self.folder / f"slurmd-{name}.pid").unlink()
+        self._boot(name)
+
+    def _boot(self, name: str) -> None:
+        (self.folder / f"boot-{name}").write_text(str(uuid.uuid4()))
 
     def _has_two_nodes(self) -> bool:
         return self.call("sinfo", "-h", "-N", "-p", "main").count("idle") == 2

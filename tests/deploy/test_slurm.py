@@ -1,5 +1,6 @@
 """deploy/slurm/train.sbatch on a real Slurm of two nodes: requeues, preemption, an array."""
 
+import json
 import os
 import re
 import shutil
@@ -134,6 +135,12 @@ class Training:
         self.slurm.wait("end of all processes", lambda: not left_over(self.folder))
 
 
+def saved_step(training: Training) -> int:
+    """Returns the step of the newest checkpoint; 0 before the first one."""
+    files = training.folder.glob("paceline-*/shard-0/checkpoints/*/manifest.json")
+    return max((json.loads(text(it))["tables"][0]["version"] for it in files), default=0)
+
+
 def left_over(folder: Path) -> list[str]:
     lines = [" ".join(cmdline(each)) for each in psutil.process_iter()]
     return [line for line in lines if str(folder) in line and "psserver" in line]
@@ -166,6 +173,22 @@ def test_a_job_is_requeued_in_the_middle_and_ends_like_a_plain_run(training: Tra
     training.submit(PACELINE_DURABILITY="memory")
     training.wait("a quarter", "a quarter is done")
     training.call("the same by hand")
+    training.wait("end", "")
+    training.check()
+
+
+def test_a_job_whose_node_crashes_continues_when_slurm_starts_it_again(
+    training: Training,
+) -> None:
+    """The shard of that node has only the newest checkpoint, the other one its journal too."""
+    slurm = training.slurm
+    training.submit(CHECKPOINT_S="2")
+    training.wait("a quarter", "a quarter is done")
+    slurm.wait("a checkpoint", lambda: saved_step(training) >= STEPS // 4)
+    slurm.lose("node2")
+    slurm.wait("the requeue", lambda: slurm.state(training.job) == "PENDING")
+    slurm.start("node2")
+    slurm.call("scontrol", "update", f"jobid={training.job}", "starttime=now")  # Not in 2 minutes.
     training.wait("end", "")
     training.check()
 

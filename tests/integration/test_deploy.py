@@ -201,6 +201,13 @@ def test_prometheus_asks_every_shard_with_the_token() -> None:
     )
 
 
+def test_the_page_counts_the_alerts() -> None:
+    rules = yaml.safe_load((ROOT / "deploy/chart/files/rules.yaml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    assert f"[rules.yaml](../deploy/chart/files/rules.yaml) has {len(alerts)} alerts: " in page
+
+
 def test_every_service_of_the_overlay_shares_one_network() -> None:
     overlay = yaml.safe_load((ROOT / "deploy/compose/local.yml").read_text())["services"]
     assert set(overlay) == {"network", "dashboard", *SHARDS, *ALL_WORKERS}
