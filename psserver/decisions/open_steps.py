@@ -36,13 +36,14 @@ class OpenSteps:
             return False
         if not (push.may_wait and self.rule.by_step) or push.step < version:
             return True
-        open_step = self.steps.get(push.step) or OpenStep(push.step)
-        workers, ranks = self._workers, open_step.ranks()
+        open_step, workers = self.steps.get(push.step), self._workers
+        ranks = set() if open_step is None else open_step.ranks()
         awaited = {*workers.expected(push.step), push.worker} - ranks
         num_expected = len(ranks) + len(awaited)
         if workers.least(self.rule, num_expected) < num_expected:
             return True  # Gradients are added in the order of their arrival.
-        return parking.admits(push, awaited, is_held=bool(open_step.held))
+        is_held = open_step is not None and bool(open_step.held)
+        return parking.admits(push, awaited, is_held=is_held)
 
     def collect(self, push: Push, token: Token) -> list[Action] | None:
         """Mode by step: returns the orders for a push of an open step; None if the step is full."""
@@ -88,7 +89,7 @@ class OpenSteps:
     def is_complete(self, step: int) -> bool:
         """Mode by step: returns whether `step` can be closed."""
         open_step = self.steps.get(step)
-        return open_step is not None and bool(open_step.added) and self._is_full(open_step)
+        return open_step is not None and self._is_full(open_step)
 
     def has_quorum(self, step: int, *, is_met: bool = False) -> bool:
         """Mode by step: returns whether the window of `step` may begin.
@@ -119,7 +120,9 @@ class OpenSteps:
         return min([*starts, *self.steps], default=0)
 
     def _is_full(self, open_step: OpenStep, *others: int) -> bool:
-        """Returns whether as many pushes are added as a step takes."""
+        """Returns whether as many pushes are added as a step takes, which is one or more."""
+        if not open_step.added:
+            return False
         workers = self._workers
         num_expected = len(open_step.ranks().union(others, workers.expected(open_step.key)))
         return len(open_step.workers) >= workers.fan_in(self.rule, num_expected)

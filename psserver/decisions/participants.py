@@ -32,24 +32,17 @@ class TableParticipants:
     """The workers of a job that take part in one of its tables.
 
     Attributes:
+        num_workers: Workers that the job was made for; the largest number of an elastic job.
+        is_elastic: Whether workers may join and leave while others train.
         aside: Workers that wait for a change of the table's mode, by rank: no step waits for them.
             Invariant: none of them pushes to the table before the mode has changed.
     """
 
     def __init__(self, membership: Membership) -> None:
         """Starts with all workers of the job, those that are yet to come included."""
+        self.num_workers, self.is_elastic = membership.num_workers, membership.is_elastic
         self.aside: dict[int, ChangeId] = {}
         self._membership = membership
-
-    @property
-    def num_workers(self) -> int:
-        """Workers that the job was made for; the largest number of an elastic job."""
-        return self._membership.num_workers
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether workers may join and leave while others train."""
-        return self._membership.is_elastic
 
     def ranks(self) -> list[int]:
         """Returns the ranks that a step waits for, in order."""

@@ -308,14 +308,15 @@ class SliceClock(SliceState):
 
     def _proceed(self) -> list[Action]:
         """Closes the steps that are complete, counts parked pushes, and answers pulls."""
+        if self.version < 0 or self._workers.is_short:
+            return self._answers()
         actions: list[Action] = []
         by_step = self._open.rule.by_step
-        while self.version >= 0 and not self._workers.is_short:
+        while True:
             if by_step and self._may_close():
                 actions.append(self._close(self.version))
             elif not (self._unpark(actions) or self._skip(actions)):
-                break
-        return actions + self._answers()
+                return actions + self._answers()
 
     def _may_close(self) -> bool:
         """Returns whether all are in the open step, or its quorum is and its window is over."""

@@ -415,9 +415,9 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
         raise DecodeError(f"role of a push is {header.role}, must be 0..{len(Role) - 1}")
     role = ROLES[header.role]
     num_segments = len(table.specs[header.slice].segments)
-    if len(header.counts) not in (0, num_segments):
-        raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")
-    if not all(0 <= count <= COUNT_MAX for count in header.counts):
+    if (counts := header.counts) and len(counts) != num_segments:
+        raise DecodeError(f"{len(counts)} counts of steps for {num_segments} segments")
+    if counts and not 0 <= min(counts) <= max(counts) <= COUNT_MAX:
         raise DecodeError(f"a count of steps is not in 0..{COUNT_MAX}")
     if role is Role.LAST_MODEL and table.spec.rule.round_role is not Role.MODEL:
         raise DecodeError(f"a worker's last model, but mode {table.spec.rule.name} keeps no models")
