@@ -8,7 +8,7 @@ the shard again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -53,10 +53,13 @@ class Losses:
             return {}
         jobs = [job for _, answer in there for job in _running(answer)]
         kept = {job.job for job in jobs}
+        tables = _tables(jobs)
         on_workers = {job.job for job in jobs if is_held(job)}
         missing: dict[str, list[int]] = {}
-        for index, shard in sorted(self._shards.items()):
-            shard.lost &= kept
+        for index, answer in there:
+            shard = self._shards[index]
+            whole = {job.job for job in answer.jobs if _is_whole(job, tables)}
+            shard.lost = (shard.lost & kept) - whole
             for job in sorted(shard.lost - on_workers):
                 missing.setdefault(job, []).append(index)
         return missing
@@ -91,6 +94,22 @@ def torn(answers: Sequence[pb.StatusReply]) -> dict[str, list[int]]:
 def _running(answer: pb.StatusReply) -> list[pb.JobStatus]:
     """Returns the jobs of a shard that have not ended, and of which a checkpoint can exist."""
     return [job for job in answer.jobs if job.state != State.ENDED.value and holds_weights(job)]
+
+
+def _tables(jobs: Sequence[pb.JobStatus]) -> dict[str, set[str]]:
+    """Returns the names of the tables that some shard has, by job."""
+    found: dict[str, set[str]] = {}
+    for job in jobs:
+        found.setdefault(job.job, set()).update(table.name for table in job.tables)
+    return found
+
+
+def _is_whole(job: pb.JobStatus, tables: Mapping[str, set[str]]) -> bool:
+    """Returns whether a shard has all that can be there of a job, be it without a slice."""
+    there = {table.name for table in job.tables}
+    return there >= tables.get(job.job, there) and not any(
+        table.num_slices and table.version_min < 0 for table in job.tables
+    )
 
 
 def is_held(job: pb.JobStatus) -> bool:

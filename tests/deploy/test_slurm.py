@@ -190,6 +190,8 @@ def test_a_job_whose_node_crashes_continues_when_slurm_starts_it_again(
     slurm.start("node2")
     slurm.call("scontrol", "update", f"jobid={training.job}", "starttime=now")  # Not in 2 minutes.
     training.wait("end", "")
+    (log,) = training.folder.glob("paceline-*/shard-0.log")
+    assert text(log).count("all go back to its newest checkpoint") <= 1
     training.check()
 
 

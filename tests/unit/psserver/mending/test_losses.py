@@ -77,6 +77,20 @@ def test_a_job_whose_journal_a_shard_refuses_is_lost() -> None:
     assert losses.look([shard(1, a=7), shard(2, a=3)]) == {}
 
 
+def test_a_job_without_slices_on_the_shard_that_refuses_it_is_restored_once() -> None:
+    """Of a small model; a shard that has only some of the tables has not got it back."""
+    losses, refusing, other = Losses(), shard(2, b=0), shard(1, a=7)
+    refusing.lost.add(job="a", reason="its journal is of another boot")
+    other.jobs[0].tables.add(name="gates", num_slices=1, version_min=2)
+    assert losses.look([other, refusing]) == {"a": [1]}
+    again = shard(2, b=0)
+    again.jobs.add(job="a", state="live").tables.add(name="model")
+    assert losses.look([other, again]) == {"a": [1]}
+    again.jobs[1].tables.add(name="gates")
+    assert losses.look([other, again]) == {}
+    assert not losses.has_any
+
+
 def test_a_job_is_torn_if_it_has_updates_on_one_shard_and_no_weights_on_another() -> None:
     assert torn([shard(1, a=7, b=7), shard(2, a=-1, b=3)]) == {"a": [1]}
     assert torn([shard(1, a=0), shard(2, a=-1)]) == {}  # It starts.
