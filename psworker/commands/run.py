@@ -11,6 +11,7 @@ import contextlib
 import enum
 import os
 import queue
+import re
 import secrets
 import shutil
 import signal
@@ -28,6 +29,7 @@ from typing import IO
 from pscore.commandline import is_debugging
 from pscore.errors import ConfigError, ThreadError
 from pscore.net.addresses import PROBE_TIMEOUT_S, explain_silence, split_address
+from pscore.text import printable
 from pscore.threads import OwnedThread
 from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
@@ -462,10 +464,12 @@ def parse_elastic(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: It is not two numbers, the first at least 1 and at most the second.
     """
-    least, colon, most = text.partition(":")
-    if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise ConfigError(f"--elastic is {text!r}, must look like MIN:MAX, such as 2:8")
-    return int(least), int(most)
+    bounds = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", text)
+    if bounds is None or not 1 <= int(bounds[1]) <= int(bounds[2]):
+        raise ConfigError(
+            f"--elastic is {printable(text, 40)!r}, must look like MIN:MAX, such as 2:8"
+        )
+    return int(bounds[1]), int(bounds[2])
 
 
 def new_job(kind: str = "run") -> str:

@@ -7,10 +7,12 @@ flags is refused: ignored, it would leave a worker training alone, and the other
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pscore.errors import ConfigError
+from pscore.text import printable
 from pscore.variables import whole_number
 
 WORKERS_MAX = 1024
@@ -203,8 +205,8 @@ def parse_workers(text: str) -> int:
     """
     if text == "gpu":
         return count_gpus()
-    if not text.removeprefix("-").isdecimal():
-        raise ConfigError(f"--workers is {text!r}, must be a number or gpu")
+    if not re.fullmatch("-?[0-9]{1,10}", text):
+        raise ConfigError(f"--workers is {printable(text, 40)!r}, must be a number or gpu")
     return int(text)
 
 

@@ -108,7 +108,9 @@ def test_the_shards_give_the_ranks_of_an_elastic_job() -> None:
     assert not around.keys() & worker_environment(elastic, 1, ["a:1"], around).keys()
 
 
-@pytest.mark.parametrize("text", ["", "3", "0:3", "3:2", "a:b", "1:2:3", ":4", "-1:3"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "0:3", "3:2", "a:b", "1:2:3", ":4", "-1:3", "1:" + "9" * 5000]
+)
 def test_wrong_bounds_of_elastic_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--elastic is .* must look like MIN:MAX"):
         run.parse_elastic(text)
