@@ -69,7 +69,7 @@ class ShardMoves:
         self._incoming = None if folder is None else ArrivingJournals(folder)
         self._pairing: asyncio.Task[None] | None = None
         if plan.pair is not None and folder is not None:
-            note_given(folder, plan.pair, plan.pair.own)
+            note_given(folder, plan.pair)
         self.mover = Mover(folder, self, self._credentials)
         self._followed = None if journals is None else FollowedShard(engine, journals)
         self.signpost = Signpost(self._await_kept, lambda: self.view.stands_by)

@@ -24,9 +24,10 @@ from psserver.durability.journal_dir import JournalDir
 from psserver.durability.sealed import write_json
 from psserver.engine.engine import Engine
 from psserver.process.shard_plan import PairPlan
-from psserver.standby.handover import Giver, Giving, Taker, Taking
+from psserver.standby.handover import Giving, Taking, is_free
 from psserver.standby.pieces import GIVEN, REGISTER, STANDBY, TAKEN
 from psserver.standby.registers import register_of
+from psserver.standby.succession import left_to
 
 log = structlog.get_logger()
 ASK_S = 1.0
@@ -62,14 +63,17 @@ class Pairing:
             giving: Returns what this process gives away.
             taking: Returns what it takes.
         """
+
+        def wants() -> bool:
+            jobs, begins_here = bool(self._engine.jobs), self._plan.is_first
+            return is_free(giving(), taking(), begins_here=begins_here, has_jobs=jobs)
+
         said = ""
         while True:
             await asyncio.sleep(ASK_S)
-            is_free = self._is_free(giving(), taking())
-            if is_free and self._engine.jobs:
+            if wants() and self._engine.jobs:
                 await asyncio.sleep(SETTLE_S)
-                is_free = self._is_free(giving(), taking())
-            if not is_free:
+            if not wants():
                 continue
             try:
                 self._clear()
@@ -78,13 +82,6 @@ class Pairing:
                 if str(problem) != said:
                     said = str(problem)
                     log.warning("this is no standby yet", of=self._plan.other, reason=said)
-
-    def _is_free(self, giving: Giving, taking: Taking) -> bool:
-        """Returns whether the shard is elsewhere, and not on its way to this process."""
-        if giving.phase is Giver.MOVED:
-            return taking.phase in (Taker.EMPTY, Taker.SERVING)
-        is_new = giving.phase is Giver.SERVING and taking.phase is Taker.EMPTY
-        return is_new and not (self._plan.is_first or self._engine.jobs)
 
     def _clear(self) -> None:
         """Frees what the shard has left here when it moved."""
@@ -107,12 +104,11 @@ class Pairing:
             channel.close()
 
 
-def note_given(folder: Path, plan: PairPlan, own: str) -> None:
+def note_given(folder: Path, plan: PairPlan) -> None:
     """Records that the other place has the shard, where the journals that said so are lost.
 
     Args:
         folder: The folder of the journals.
-        own: Address of this process, as the other place reaches it.
 
     Raises:
         ConfigError: The register cannot be read, or its shard is neither new nor there.
@@ -124,12 +120,6 @@ def note_given(folder: Path, plan: PairPlan, own: str) -> None:
         newest = register_of(plan.register, folder.name).newest()
     except (OSError, ValueError) as problem:
         raise ConfigError(f"the register at {plan.register}: {problem}") from problem
-    if newest is None:
-        return
-    if newest.address != plan.other:
-        raise ConfigError(
-            f"the register says that a process at {newest.address} has had the shard since epoch "
-            f"{newest.epoch}, and {own} has lost its journals: start it again once the standby has "
-            "taken over, or name another register if that is of a former cluster"
-        )
-    write_json(folder / GIVEN, {"id": newest.holder, "to": newest.address})
+    there = left_to(newest, plan.other)
+    if there is not None:
+        write_json(folder / GIVEN, {"id": there.holder, "to": there.address})

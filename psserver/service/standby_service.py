@@ -67,9 +67,10 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self.claim: Claim | None = None
         self._heir: Heir | None = None
         self.task: asyncio.Task[None] | None = None
-        self._mark = {} if incoming is None else incoming.prepared
+        prepared = {} if incoming is None else incoming.prepared
         taken = {} if incoming is None else incoming.taken
-        self.taking = Taking.resumed(str(self._mark.get("id", "")), str(taken.get("id", "")))
+        self._mark = prepared or taken
+        self.taking = Taking.resumed(str(prepared.get("id", "")), str(taken.get("id", "")))
 
     async def Move(self, request: pb.MoveRequest, context: Context) -> pb.MoveReply:
         """Begins to move the shard, or answers how far that is."""
@@ -267,6 +268,8 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         if self.is_standby:
             self._watch()
             self._admit(f"it is the standby of {self.source}")
+        elif self.taking.phase is Taker.SERVING:
+            self._confirm()
 
     def keep(self) -> None:
         """Ends to follow, and records that; raises OSError if there is no room."""
@@ -307,6 +310,10 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         if self._heir is not None and self.taking.waits_for(self.taking.id):
             self.task = asyncio.create_task(self._heir.watch(self.taking.id))
 
+    def _confirm(self) -> None:
+        if self._heir is not None:
+            self.task = asyncio.create_task(self._heir.confirm(self.taking.id))
+
     async def Begin(self, request: pb.BeginMoveRequest, context: Context) -> pb.BeginMoveReply:
         """Serves from the journals."""
         taking = self.taking
@@ -320,5 +327,6 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
                 raise LimitError(f"no room for the journals of a shard: {problem}") from problem
         if taking.begin(request.id):
             self._take_over()
+            self._confirm()
             log.warning("shard has moved here", source=self._mark.get("source"))
         return pb.BeginMoveReply()

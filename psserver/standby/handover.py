@@ -190,3 +190,19 @@ class Taking:
             )
         was_serving, self.phase = self.phase is Taker.SERVING, Taker.SERVING
         return not was_serving
+
+
+def is_free(giving: Giving, taking: Taking, *, begins_here: bool, has_jobs: bool) -> bool:
+    """Returns whether one of a shard's two places is to be the standby of the other one.
+
+    That is so where the shard is elsewhere, and not given to this process. A copy that is on its
+    way is asked for again: the process that sent it may have been killed, and know nothing of it.
+
+    Args:
+        begins_here: Whether the shard begins at this place.
+        has_jobs: Whether this process has jobs; those that have moved do not count.
+    """
+    if giving.phase is Giver.MOVED:
+        return taking.phase in (Taker.EMPTY, Taker.TAKING, Taker.SERVING)
+    is_new = giving.phase is Giver.SERVING and taking.phase in (Taker.EMPTY, Taker.TAKING)
+    return is_new and not (begins_here or has_jobs)

@@ -117,9 +117,27 @@ class Heir:
                 standing.serve(claim)
                 log.warning("this standby takes over", epoch=claim.epoch, reason=reason)
         except (PacelineError, OSError, ValueError) as problem:
-            if str(problem) != self._said:
-                self._said = str(problem)
-                log.error("the standby cannot take over yet", reason=self._said)
+            self._say("the standby cannot take over yet", problem)
+
+    async def confirm(self, move: str) -> None:
+        """Writes that this process has got the shard by a move, until the register knows that.
+
+        The process that gave it does so too, unless it is lost before.
+        """
+        decide = partial(take, heir=move, reason="it was moved")
+        while True:
+            try:
+                await asyncio.to_thread(settle, self._open(), decide, self.known)
+            except (PacelineError, OSError, ValueError) as problem:
+                self._say("the register does not know the move yet", problem)
+            else:
+                return
+            await asyncio.sleep(self._failover_s)
+
+    def _say(self, text: str, problem: Exception) -> None:
+        if str(problem) != self._said:
+            self._said = str(problem)
+            log.error(text, reason=self._said)
 
     def _open(self) -> Register:
         """Returns the register, which is opened once; raises ConfigError if it cannot be used."""

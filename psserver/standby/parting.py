@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -168,7 +167,7 @@ class PartingByRegister:
         """Names the process that has the shard now, again and again until the register has it."""
         while True:
             try:
-                await self._settle(partial(give, to=self._move, address=self._to))
+                await self._settle(lambda newest: give(newest, self._holder, self._move, self._to))
             except PacelineError as problem:
                 log.error("the register does not know the move yet", reason=str(problem))
             else:

@@ -113,15 +113,36 @@ def take(newest: Claim | None, heir: str, reason: str) -> Claim | None:
     return Claim(epoch=newest.epoch + 1, holder=heir, address=address, reason=reason)
 
 
-def give(newest: Claim | None, to: str, address: str) -> Claim | None:
+def give(newest: Claim | None, holder: str, to: str, address: str) -> Claim | None:
     """Returns the claim by which a holder that never serves again names the next one.
 
     None: no register was ever asked about this shard. The newest claim is returned if it says so
     already, or if the shard has gone further since.
     """
-    if newest is None or newest.holder == to:
+    if newest is None or newest.holder != holder:
         return newest
     return Claim(epoch=newest.epoch + 1, holder=to, address=address, reason="it was moved")
+
+
+def left_to(newest: Claim | None, other: str) -> Claim | None:
+    """Returns the claim of the other place, where a shard's first place has lost its journals.
+
+    Args:
+        other: Address of the other place.
+
+    Returns:
+        The newest claim; None: the shard is new, and begins here.
+
+    Raises:
+        ConfigError: The shard is neither new nor there.
+    """
+    if newest is not None and newest.address != other:
+        raise ConfigError(
+            f"the register says that a process at {newest.address} has had the shard since epoch "
+            f"{newest.epoch}, and this one has lost its journals: start it again once the standby "
+            "has taken over, or name another register if that is of a former cluster"
+        )
+    return newest
 
 
 def _next(newest: Claim | None) -> int:

@@ -116,7 +116,7 @@ def test_a_machine_is_lost_and_its_standby_takes_over_without_a_person_bits_stay
     scene.reach(20)
     lose(scene.source)
     assert scene.results() == undisturbed
-    assert "was silent 1.0 s" in status_of(scene.empty.address).moving
+    eventually(lambda: "was silent 1.0 s" in status_of(scene.empty.address).moving)
 
 
 def schedule_of(scene: Scene) -> psutil.Process:
@@ -172,7 +172,7 @@ def test_a_shard_is_stopped_while_its_standby_takes_over_and_answers_nobody_afte
     (child,) = psutil.Process(scene.source.pid).children()
     child.suspend()  # As a machine that is cut off: workers' connections stay.
     assert scene.results() == undisturbed
-    assert "epoch 3:" in status_of(scene.empty.address).moving
+    eventually(lambda: "epoch 3:" in status_of(scene.empty.address).moving)
     child.resume()
     eventually(lambda: status_of(scene.second.address).shard.moved_to == scene.empty.address)
 

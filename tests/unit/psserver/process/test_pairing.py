@@ -37,25 +37,25 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_shard_that_the_other_place_has_was_given_there(folder: Path, register: Path) -> None:
     claimed(register, OTHER)
-    note_given(folder, plan_of(register), OWN)
+    note_given(folder, plan_of(register))
     assert read_json(folder / "given.json") == {"id": "it", "to": OTHER}
 
 
 def test_a_shard_that_a_former_process_has_is_not_begun_anew(folder: Path, register: Path) -> None:
     claimed(register, OWN)
     with pytest.raises(ConfigError, match="start it again once the standby has taken over"):
-        note_given(folder, plan_of(register), OWN)
+        note_given(folder, plan_of(register))
     with pytest.raises(ConfigError, match="the register at"):
-        note_given(folder, plan_of(folder / "none"), OWN)
+        note_given(folder, plan_of(folder / "none"))
 
 
 def test_a_new_shard_and_a_place_that_knows_itself_begin_as_they_are(
     folder: Path, register: Path
 ) -> None:
-    note_given(folder, plan_of(register), OWN)
+    note_given(folder, plan_of(register))
     claimed(register, OTHER)
-    note_given(folder, plan_of(register, is_first=False), OWN)
-    note_given(folder, plan_of(""), OWN)
+    note_given(folder, plan_of(register, is_first=False))
+    note_given(folder, plan_of(""))
     (folder / "register.json").write_text("{}")
-    note_given(folder, plan_of(register), OWN)
+    note_given(folder, plan_of(register))
     assert not (folder / "given.json").exists()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pscore.errors import RemoteProtocolError
-from psserver.standby.handover import Giver, Giving, Taker, Taking
+from psserver.standby.handover import Giver, Giving, Taker, Taking, is_free
 
 MOVE = "m"
 KILLS_MAX = 3
@@ -222,3 +222,18 @@ def test_pieces_of_another_move_and_processes_with_jobs_are_refused() -> None:
     giving = Giving.resumed(is_given=True)
     with pytest.raises(RemoteProtocolError, match="given"):
         giving.start()
+
+
+@pytest.mark.parametrize("taker", Taker)
+@pytest.mark.parametrize("giver", [Giver.SERVING, Giver.GIVEN, Giver.MOVED])
+def test_a_place_without_the_shard_stands_by_unless_the_shard_is_on_its_way(
+    giver: Giver, taker: Taker
+) -> None:
+    """The process that sends a copy may be killed, and know nothing of it: it is asked again."""
+    comes = taker in (Taker.FOLLOWING, Taker.PREPARED)
+    is_moved, is_new = giver is Giver.MOVED, giver is Giver.SERVING and taker is not Taker.SERVING
+    state = Giving(giver), Taking(taker)
+    assert is_free(*state, begins_here=True, has_jobs=False) is (is_moved and not comes)
+    assert is_free(*state, begins_here=False, has_jobs=True) is (is_moved and not comes)
+    wanted = (is_moved or is_new) and not comes
+    assert is_free(*state, begins_here=False, has_jobs=False) is wanted

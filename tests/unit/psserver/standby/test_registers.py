@@ -22,7 +22,7 @@ from psserver.standby.heir import Heir
 from psserver.standby.parting import PartingByRegister, name_in
 from psserver.standby.pieces import TAKEN
 from psserver.standby.registers import Register, register_of, settle
-from psserver.standby.succession import Claim, alone, give, pair, take
+from psserver.standby.succession import Claim, alone, give, left_to, pair, take
 
 SHARD = "shard-1-of-2"
 FIRST = Claim(epoch=1, holder="p", address="a:1")
@@ -121,10 +121,15 @@ def test_claims_follow_each_other() -> None:
     assert take(taken, "s", "again") is taken
     assert (take(None, "s", ""), take(FIRST, "s", ""), take(paired, "x", "")) == (None,) * 3
     assert alone(taken, "p", "a:1", "r") is None
-    given = give(paired, "s", "b:1")
+    given = give(paired, "p", "s", "b:1")
     assert given is not None
     assert (given.epoch, given.holder, given.heir) == (3, "s", "")
-    assert (give(given, "s", "b:1"), give(None, "s", "b:1")) == (given, None)
+    assert (give(given, "p", "s", "b:1"), give(None, "p", "s", "b:1")) == (given, None)
+    further = take(pair(taken, "s", "b:1", "t", "c:1"), "t", "silence")
+    assert give(further, "p", "s", "b:1") is further  # By one that was stopped meanwhile.
+    assert (left_to(None, "b:1"), left_to(given, "b:1")) == (None, given)
+    with pytest.raises(ConfigError, match="lost its journals"):
+        left_to(given, "c:1")
 
 
 # ----- the two processes
@@ -163,6 +168,28 @@ def test_a_holder_keeps_its_name_and_goes_on_alone_unless_the_standby_has_the_sh
         write_json(tmp_path / "b" / TAKEN, {"id": "s"})
         # The one that has taken it.
         assert name_in(tmp_path / "b", str(place)) == ("s", 0)
+
+    asyncio.run(scene())
+
+
+def test_a_process_that_got_the_shard_writes_that_once_the_register_answers(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        (tmp_path / SHARD).mkdir()
+        place, away = tmp_path / "register", tmp_path / "away"
+        place.mkdir()
+        holder = parting(tmp_path / SHARD, place)
+        await holder.prepare(pb.OfferRequest())
+        await holder.pair()  # It gives the shard away, and is lost.
+        place.rename(away)
+        task = asyncio.create_task(Heir(Standby(), SHARD, str(place), 0.1, "a:1").confirm("s"))
+        await asyncio.sleep(0)
+        away.rename(place)
+        await task
+        newest = register_of(str(place), SHARD).newest()
+        assert newest is not None
+        assert (newest.holder, newest.address, newest.epoch) == ("s", "b:1", 3)
 
     asyncio.run(scene())
 
