@@ -2,8 +2,9 @@
 
 Counts workers x slices x tensors on one shard, through shared memory, in `ssgd` with SGD and
 momentum. Slices are short (6,400 elements): their number costs Python time and memory, and 2,500 of
-4 MiB would be 10 GB. A few processes hold all workers: each worker has a session, connections and
-gradients of its own, and those of a process share the memory of their weights.
+4 MiB would be 10 GB. So each process of a case has another `SLICE_NUMEL_MAX`. A few processes hold
+all workers: each worker has a session, connections and gradients of its own, and those of a process
+share the memory of their weights.
 
 A push is that of one slice by one worker, with its pull. CPU is that of all threads of one side
 over the pushes of all workers. Memory is what a process has more of its own (not shared) after the
@@ -18,22 +19,33 @@ import datetime
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 from benchmarks import kit, measured
+from pscore import partition
+from psserver.process import supervisor
+from psserver.process.embedded import EmbeddedServers, start_embedded
 
 MODULE = "benchmarks.growth"
 WORKERS, SLICES, TENSORS = (1, 2, 4, 8, 16, 64), (25, 250, 2500), (161, 10_000)
 SLICE_NUMEL = 6_400
 BLOCK = 16  # Elements of the shortest tensor: one beside the next, without a gap.
 PROCESSES_MAX = 4
-PUSHES = 4_000  # Measured in each case, at least, and one round.
-ROUNDS_MAX = 60
+PUSHES = 20_000  # Measured in each case, at least: a search for garbage then adds little to each.
 PATIENCE_S = 600.0
 HYPER = {"lr": 0.01, "momentum": 0.9}
+SHARD = f"""
+import sys
+from pscore import partition
+from psserver.process import daemon
+partition.SLICE_NUMEL_MAX = {SLICE_NUMEL}
+daemon.main(sys.argv[1])
+"""
 
 
 def private_nbytes(pid: int | str = "self") -> int:
@@ -116,12 +128,12 @@ def workers(ranks: list[int], num_workers: int, slices: int, tensors: int, round
 def declared(slices: int, tensors: int) -> Any:
     """Returns the declaration of the table."""
     from pscore.compressors.none import NoCompression
-    from pscore.contents.flat import Flat
     from pscore.optimizers.sgd import SGD
     from pscore.rules import SSGD
     from pscore.table_spec import TableSpec
     from pscore.types import TensorSpec
 
+    partition.SLICE_NUMEL_MAX = SLICE_NUMEL
     return TableSpec(
         name="model",
         tensors=tuple(
@@ -133,7 +145,6 @@ def declared(slices: int, tensors: int) -> Any:
         compressor=NoCompression(),
         optimizer=SGD.name,
         num_groups=1,
-        content=Flat(numel=SLICE_NUMEL),
     )
 
 
@@ -192,13 +203,11 @@ def measure(num_workers: int, slices: int, tensors: int) -> dict[str, Any]:
     """Returns the figures of one case."""
     import psutil
 
-    from psserver.process.embedded import start_embedded
-
     pushes = num_workers * slices
-    rounds = min(ROUNDS_MAX, max(1, -(-PUSHES // pushes)))
+    rounds = -(-PUSHES // pushes)
     num_processes = min(num_workers, PROCESSES_MAX)
     job = f"growth-{os.getpid()}"
-    with start_embedded(1) as servers:
+    with start_shard() as servers:
         shard, cpu = psutil.Process().children()[-1], kit.Cpu(1)
         started = [
             kit.Role(
@@ -254,16 +263,27 @@ def measure(num_workers: int, slices: int, tensors: int) -> dict[str, Any]:
     }
 
 
+def start_shard() -> EmbeddedServers:
+    """Starts a shard whose tables have short slices."""
+
+    def start(plan: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        command, pipe = [sys.executable, "-c", SHARD, plan], subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, process_group=0)
+
+    partition.SLICE_NUMEL_MAX = SLICE_NUMEL  # A job's reader computes its layout too.
+    with mock.patch.object(supervisor, "start_process", start):
+        return start_embedded(1)
+
+
 def restore(addresses: list[str], job: str) -> dict[str, float]:
     """Returns the seconds in which a job is read out of a shard, and made again in another."""
     from pscore.net.credentials import ANYONE
-    from psserver.process.embedded import start_embedded
     from psserver.remote import checkpoint
 
     start_s = time.perf_counter()
     captured = checkpoint.capture(addresses, ANYONE, job, weights_only=False)
     read_s = time.perf_counter() - start_s
-    with start_embedded(1) as others:
+    with start_shard() as others:
         start_s = time.perf_counter()
         checkpoint.restore(others.addresses, ANYONE, captured, job)
         return {

@@ -30,7 +30,6 @@ SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_length`
 LONG_NUMEL_MAX, LONG_PER_SHARD = 1 << 22, 2  # Of long slices; a frame holds one with its state.
 TENSORS_MAX = 1 << 17
 NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
-SLICES_MAX = NUMEL_MAX // SLICE_NUMEL_MAX
 DIMENSIONS_MAX = 64  # As in torch.
 NAMES_RESERVED = frozenset({"__metadata__"})  # By safetensors, in which checkpoints are written.
 HEADER_NBYTES_MAX = 100_000_000  # Of a safetensors file: names, shapes and places of all tensors.
@@ -54,14 +53,8 @@ class Layout:
         return tuple(spec for spec in self.slices if spec.shard == shard)
 
 
-def make_layout(
-    tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool = False, per_slice: int = 0
-) -> Layout:
+def make_layout(tensors: Sequence[TensorSpec], num_shards: int, *, is_long: bool = False) -> Layout:
     """Returns the layout of `tensors` over `num_shards`, in slices of the usual length or longer.
-
-    Args:
-        is_long: Whether slices have up to 16 MiB.
-        per_slice: Elements of a slice; 0: as the size of the model says.
 
     The flat vector begins with the last tensor, and each shard has a part of about equal size:
 
@@ -72,12 +65,9 @@ def make_layout(
     [(0, 0, 10016), (1, 10016, 20032)]
 
     Raises:
-        ConfigError: There are no tensors, two of one name, or one that no shard accepts; or too
-            many slices.
+        ConfigError: There are no tensors, two of one name, or one that no shard accepts.
     """
     _check(tensors, num_shards)
-    if per_slice and sum(spec.numel for spec in tensors) > SLICES_MAX * per_slice:
-        raise ConfigError(f"slices of {per_slice} elements would be more than {SLICES_MAX}")
     offsets, numel, cuts = [0] * len(tensors), 0, [0]
     for compress in (True, False):
         start = numel
@@ -86,7 +76,7 @@ def make_layout(
                 offsets[index] = numel
                 numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
         if numel > start:
-            length = per_slice or _length(numel - start, num_shards, is_long)
+            length = _length(numel - start, num_shards, is_long)
             cuts += [*range(start, numel, length), numel][1:]
     slices = _slices(tensors, offsets, cuts, num_shards)
     return Layout(

@@ -10,7 +10,7 @@ from pscore.compressors.base import Compressor
 from pscore.content import Content, Stepping
 from pscore.errors import ConfigError, DecodeError
 from pscore.optimizers import OPTIMIZERS
-from pscore.partition import ALIGNMENT, SLICE_NUMEL_MAX, SLICE_NUMEL_MIN, Layout, make_layout
+from pscore.partition import Layout, make_layout
 from pscore.types import ByteArray, SliceSpec, TensorSpec
 
 FLOAT_NBYTES = 4
@@ -22,35 +22,30 @@ class Flat(Content):
 
     Attributes:
         long: Whether slices have up to 16 MiB of weights, for shared memory (pscore/partition.py).
-        numel: Elements of a slice, where a job wants short ones; 0: as the model's size says.
     """
 
     name: ClassVar[str] = "flat"
     long: bool = False
-    numel: int = 0
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Returns the content that `arguments` describes.
 
         Raises:
-            ConfigError: There is another argument, `long` is not True or False, or `numel` not 0 or
-                a length that a slice can have.
+            ConfigError: There is another argument than `long`, or that is not True or False.
         """
-        is_long, numel = arguments.get("long", False), arguments.get("numel", 0)
-        is_known = arguments.keys() <= {"long", "numel"} and isinstance(is_long, bool)
-        if not is_known or type(numel) is not int or not _is_length(numel):
+        is_long = arguments.get("long", False)
+        if arguments.keys() - {"long"} or not isinstance(is_long, bool):
             raise ConfigError(f"content 'flat' has no arguments {dict(arguments)!r}")
-        return cls(long=is_long, numel=numel)
+        return cls(long=is_long)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `of`."""
-        given: dict[str, Any] = {"long": True} if self.long else {}
-        return given | ({"numel": self.numel} if self.numel else {})
+        return {"long": True} if self.long else {}
 
     def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
         """Returns the slices of a flat vector (pscore/partition.py)."""
-        return make_layout(tensors, num_shards, is_long=self.long, per_slice=self.numel)
+        return make_layout(tensors, num_shards, is_long=self.long)
 
     def optimizer(self, name: str) -> Stepping:
         """Returns an optimizer on flat slices (pscore/optimizers)."""
@@ -81,7 +76,3 @@ class Flat(Content):
     ) -> int:
         """Returns the bytes of all arrays."""
         return num_arrays * self.weights_nbytes(parts, layout)
-
-
-def _is_length(numel: int) -> bool:
-    return not numel or (SLICE_NUMEL_MIN <= numel <= SLICE_NUMEL_MAX and numel % ALIGNMENT == 0)
