@@ -38,7 +38,7 @@ class Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Passes one line on."""
         fields: dict[str, Any] = {"logger": record.name}
-        if record.exc_info is not None and (problem := record.exc_info[1]) is not None:
+        if record.exc_info and (problem := record.exc_info[1]) is not None:
             frames = traceback.extract_tb(problem.__traceback__)
             where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             fields["problem"] = f"{problem!r}{where}"

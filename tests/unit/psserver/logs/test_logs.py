@@ -79,6 +79,14 @@ def test_a_line_of_a_library_comes_once_and_without_a_traceback(
     assert "ValueError('noise') at " in line
 
 
+def test_a_library_may_say_that_a_line_has_no_exception(written: tuple[str, io.StringIO]) -> None:
+    """As OpenTelemetry does, whose thread would end with an error of ours."""
+    _, stream = written
+    logging.getLogger("otlp").error("no collector", exc_info=False)
+    (line,) = stream.getvalue().splitlines()
+    assert "no collector" in line
+
+
 def test_a_peer_that_does_something_all_the_time_is_told_of_once(
     written: tuple[str, io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
