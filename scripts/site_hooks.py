@@ -25,6 +25,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 SOURCES = "source"  # Folder of the pages that show files of the repository.
+# Words of a script would hide those of the pages.
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash", ".json": "json"}
 
 
@@ -65,12 +67,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _targets(where: str, text: str) -> list[str]:
-    """Returns the files of the repository outside of `docs/` that a page links to."""
+    """Returns the files of the repository that a page links to and that are not in the site."""
     found = (_in_repository(where, matched[2]) for matched in LINK.finditer(text))
     return [
         each
         for each in found
-        if each is not None and not each.startswith("docs/") and each not in PAGES
+        if each is not None and not _is_in_site(each) and each not in PAGES
     ]
 
 
@@ -91,7 +93,11 @@ def _page_of(path: str) -> str:
     """Returns the page of the site that shows a file of the repository."""
     if path in PAGES:
         return PAGES[path]
-    return path.removeprefix("docs/") if path.startswith("docs/") else _source_page(path)
+    return path.removeprefix("docs/") if _is_in_site(path) else _source_page(path)
+
+
+def _is_in_site(path: str) -> bool:
+    return path.startswith("docs/") and not path.startswith("docs/results/")
 
 
 def _source_page(path: str) -> str:
@@ -99,7 +105,7 @@ def _source_page(path: str) -> str:
 
 
 def _shown(path: str) -> str:
-    """Returns a page with the text of a file."""
+    """Returns a page with the text of a file; the site's search does not find it."""
     language = LANGUAGES.get(Path(path).suffix, "text")
     fence = "````"
-    return f"# {path}\n\n{fence}{language}\n{(ROOT / path).read_text()}\n{fence}\n"
+    return f"{UNSEARCHED}# {path}\n\n{fence}{language}\n{(ROOT / path).read_text()}\n{fence}\n"
