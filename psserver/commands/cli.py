@@ -162,7 +162,7 @@ def top(
     *,
     job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once and exit; takes about a second.")
+        bool, typer.Option("--once", help="Print it once and exit, as without a terminal.")
     ] = False,
 ) -> None:
     """Show the dashboard's figures in the terminal, and update them every second."""

@@ -92,7 +92,7 @@ def run_top(found: FoundServers, job: str | None, *, once: bool) -> None:
 
     Args:
         job: Show only this job; None: all with live workers.
-        once: Show it once, a second after the start, and end.
+        once: Show it once, a second after the start, and end. So does a run without a terminal.
 
     Raises:
         CommandError: No shard answers.
@@ -103,7 +103,7 @@ def run_top(found: FoundServers, job: str | None, *, once: bool) -> None:
     console = Console(highlight=False, width=WIDTH if is_wide else None)
     try:
         watch.start()
-        if once:
+        if once or not console.is_terminal:
             time.sleep(POLL_S)
             watch.look()
             console.print(terminal.picture(watch.history.view(), job))
