@@ -70,9 +70,7 @@ def _targets(where: str, text: str) -> list[str]:
     """Returns the files of the repository that a page links to and that are not in the site."""
     found = (_in_repository(where, matched[2]) for matched in LINK.finditer(text))
     return [
-        each
-        for each in found
-        if each is not None and not _is_in_site(each) and each not in PAGES
+        each for each in found if each is not None and not _is_in_site(each) and each not in PAGES
     ]
 
 

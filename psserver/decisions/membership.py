@@ -307,6 +307,11 @@ class Membership:
         """
         return (self._attendance or self._attend()).expected
 
+    @property
+    def first(self) -> int:
+        """The lowest of these ranks, whose worker uploads the first weights; 0 if there is none."""
+        return min(self.expected(), default=0)
+
     def live(self) -> list[int]:
         """Returns the ranks of the live workers, in order."""
         return (self._attendance or self._attend()).live

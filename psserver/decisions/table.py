@@ -100,7 +100,7 @@ class Table:
         """
         clock = self.clock(index)
         if clock.version < 0:
-            return f"the initial weights of {where}, from {membership.describe(0)}"
+            return f"the initial weights of {where}, from {membership.describe(membership.first)}"
         if clock.is_short:
             return f"{membership.shortage()}, at {where}"
         step, ranks = clock.missing()

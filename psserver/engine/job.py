@@ -358,6 +358,7 @@ class RunningJob:
                     for table, step, slices in self.residuals.requests(rank)
                 ),
                 live=live,
+                first=self.job.membership.first,
                 uneven=report(self.job.membership, rank, left_out),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
                 fastest_step_s=fastest_s(members[rank].pace for rank in live),

@@ -60,6 +60,7 @@ class RowExchange:
         counts: By slice: pushes of this worker, as the shards count them; the step of its next.
         versions: By slice: version of the rows that training has pulled last.
         missed: Steps whose rows did not count in every slice.
+        first_answers: The waits for pulls that no push of this worker has to precede.
     """
 
     def __init__(self, session: Session, spec: TableSpec) -> None:
@@ -78,8 +79,7 @@ class RowExchange:
         self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
-        # The waits for pulls that no push of this worker has to precede.
-        self._early_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
+        self.first_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
         session.pushes.add(self)
 
     def begin(self, step: int | None) -> None:
@@ -160,7 +160,7 @@ class RowExchange:
             PacelineError: The shard refused the request, or does not answer.
         """
         what = f"rows after step {self.counts[index] - 1}" if self.counts[index] else "first rows"
-        answers = self._answers if call.header.clock else self._early_answers
+        answers = self._answers if call.header.clock else self.first_answers
         reply = answers.wait(call.done, index, what)
         if not call.header.look:
             self.versions[index] = reply.version
@@ -263,7 +263,7 @@ class RowExchange:
         refused: dict[int, TableFullError] = {}
         for index, push in list(self._pushes.items()):
             try:
-                self._early_answers.wait(push.done, index, "room for rows")
+                self.first_answers.wait(push.done, index, "room for rows")
             except TableFullError as problem:
                 refused[index] = problem
         for index in refused:

@@ -22,6 +22,7 @@ from pscore.rows.spec import Rows
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role, TensorSpec
+from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import Session
 from psworker.rows.ahead import Division, RowsAhead
 from psworker.rows.gradients import RowGradient
@@ -150,16 +151,20 @@ class RowTables:
         return any(table.weight.grad is not None for table in self._tables)
 
     def start(self, step: int | None) -> None:
-        """Uploads the first rows from rank 0, and begins."""
+        """Uploads the first rows from the lowest rank, and begins."""
         self.exchange.follow()
         session, name = self.exchange.session, self.exchange.spec.name
         is_new = name not in session.known_tables
-        given = any(table.pretrained is not None for table in self._tables)
-        if session.process_rank == 0 and is_new:
-            self._upload(given=given)
-        if given and is_new:
+        if is_new and any(table.pretrained is not None for table in self._tables):
+            if taking_part.is_lowest(session, name):
+                self._upload(given=True)
             session.barrier(name)  # Parts of them are no first rows for anybody.
+        elif is_new and session.process_rank == 0:
+            self._upload(given=False)
+        elif is_new and session.is_leader:
+            self.exchange.first_answers.upload = functools.partial(self._upload, given=False)
         self.exchange.begin(step)
+        self.exchange.first_answers.upload = None
         for index, table in enumerate(self._tables):
             table.pretrained, table.source = None, ShardRows(self, index)
 

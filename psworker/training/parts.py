@@ -77,7 +77,8 @@ class Parts:
     Attributes:
         owners: Local rank of the process that pushes and pulls each slice.
         own: The slices of this process.
-        uploads: Whether this process takes part when the first weights are uploaded.
+        uploads: Whether this process uploads the first weights.
+        may_upload: Whether it does so if all workers of lower ranks have left.
         uploaded: The slices that it uploads then; maybe none.
     """
 
@@ -91,11 +92,12 @@ class Parts:
         lengths = [spec.numel for spec in layout.slices]
         self.owners = owners(lengths, group.size)
         self.own = replica.own
-        self.uploads = session.process_rank == 0
+        self.may_upload = group.is_leader
         self.uploaded: Sequence[int] = range(len(lengths))
         if isinstance(flat, ShardedModel):
             self.owners = flat.routes.owners
-            self.uploads, self.uploaded = session.rank == 0, self.own
+            self.may_upload, self.uploaded = True, self.own
+        self.uploads = self.may_upload and session.rank == 0
         self._layout = layout
         self._flat = flat
         self._replica = replica

@@ -6,6 +6,7 @@ this class.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -230,12 +231,17 @@ class TrainingTable:
         self.exchange.flush()
 
     def start(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Starts training, at `param_groups`: rank 0 uploads its weights, every worker pulls."""
+        """Starts training, at `param_groups`: the lowest rank uploads its weights, all pull."""
         self._warn_of(self.rule)
         if self.parts.uploads:
             self.upload(Role.WEIGHTS)
+        elif self.parts.may_upload:
+            self.flat.gather_weights()  # Not later: some slices may have come by then.
+            upload = functools.partial(self.upload, Role.WEIGHTS, gathers=False)
+            self.exchange.answers.upload = upload
         self.set_hyper(param_groups)
         self.begin()
+        self.exchange.answers.upload = None
         if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
             self.session.barrier("begin")
 

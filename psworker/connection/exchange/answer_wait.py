@@ -29,6 +29,8 @@ class AnswerWait:
 
     Attributes:
         meanwhile: An action that a wait repeats, for others that wait for this worker; or None.
+        upload: Uploads the first numbers of the table; a wait calls it once no worker of a lower
+            rank is left to do so. None: this worker has none, or has done so.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class AnswerWait:
         self._check = check
         self._before = before
         self.meanwhile: Callable[[], None] | None = None
+        self.upload: Callable[[], None] | None = None
 
     @property
     def _check_s(self) -> float:
@@ -123,6 +126,9 @@ class AnswerWait:
                     self._check()
                     if self.meanwhile is not None:
                         self.meanwhile()
+                    if self.upload is not None and self._session.is_first():
+                        upload, self.upload = self.upload, None  # It waits for acknowledgements.
+                        upload()
                 text, is_silent = self._describe(index, what)
                 self._session.waits = text if is_silent else ""
                 waited_s = time.monotonic() - started_s

@@ -9,7 +9,7 @@ from psworker.connection.membership.session import Session
 def begin_publication(session: Session, table: int, every: int) -> None:
     """Publishes a table on all shards; again with the same `every` changes nothing.
 
-    Rank 0 asks for it; other processes return at once.
+    The lowest rank asks for it; other processes return.
 
     Args:
         every: Updates from one version to the next; seconds in an asynchronous mode.
@@ -18,7 +18,7 @@ def begin_publication(session: Session, table: int, every: int) -> None:
         ConfigError: The shards do not hold its weights.
         PacelineError: A shard does not answer, or refuses this worker.
     """
-    if session.process_rank != 0:
+    if not (session.is_leader and session.is_first()):
         return
     for link in session.links:
         request = publish_pb2.BeginRequest(

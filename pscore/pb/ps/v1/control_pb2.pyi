@@ -369,7 +369,7 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance", "first")
     class EpochsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +386,7 @@ class HeartbeatReply(_message.Message):
     FASTEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
@@ -395,7 +396,8 @@ class HeartbeatReply(_message.Message):
     fastest_step_s: float
     next_address: str
     former_instance: int
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ...) -> None: ...
+    first: int
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ..., first: _Optional[int] = ...) -> None: ...
 
 class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")
