@@ -307,11 +307,6 @@ class Membership:
         """
         return (self._attendance or self._attend()).expected
 
-    @property
-    def first(self) -> int:
-        """The lowest of these ranks, whose worker uploads the first weights; 0 if there is none."""
-        return min(self.expected(), default=0)
-
     def live(self) -> list[int]:
         """Returns the ranks of the live workers, in order."""
         return (self._attendance or self._attend()).live
@@ -447,3 +442,8 @@ def await_others(membership: Membership, now_s: float) -> None:
         if rank not in membership.members
     ]
     membership.restore(others, has_ended=membership.has_ended, spent=membership.spent)
+
+
+def first_of(membership: Membership) -> int:
+    """Returns the lowest rank that is here or still to come, which uploads first weights; or 0."""
+    return min(membership.expected(), default=0)

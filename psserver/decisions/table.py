@@ -11,7 +11,7 @@ from pscore.rules.base import Rule, require_sizes, require_slices
 from pscore.table_spec import TableSpec
 from pscore.timing.memory import num_arrays
 from pscore.types import SliceSpec
-from psserver.decisions.membership import Membership
+from psserver.decisions.membership import Membership, first_of
 from psserver.decisions.participants import ChangeId, TableParticipants
 from psserver.decisions.slice_clock import SliceClock
 
@@ -100,7 +100,9 @@ class Table:
         """
         clock = self.clock(index)
         if clock.version < 0:
-            return f"the initial weights of {where}, from {membership.describe(membership.first)}"
+            return (
+                f"the initial weights of {where}, from {membership.describe(first_of(membership))}"
+            )
         if clock.is_short:
             return f"{membership.shortage()}, at {where}"
         step, ranks = clock.missing()

@@ -19,7 +19,7 @@ from pscore.timing.deployment import TimedSlice
 from pscore.types import ByteArray, FloatArray
 from psserver.decisions.auto_mode import ModeReport
 from psserver.decisions.directory import Peer, PeerReport
-from psserver.decisions.membership import Member
+from psserver.decisions.membership import Member, first_of
 from psserver.decisions.orders import Acknowledge, Action, Answer, Load, Skip, Update
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
@@ -358,7 +358,7 @@ class RunningJob:
                     for table, step, slices in self.residuals.requests(rank)
                 ),
                 live=live,
-                first=self.job.membership.first,
+                first=first_of(self.job.membership),
                 uneven=report(self.job.membership, rank, left_out),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
                 fastest_step_s=fastest_s(members[rank].pace for rank in live),

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pscore.partition import Layout
+from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import Session
 from psworker.transports.request_future import RequestFuture
 
@@ -126,7 +127,7 @@ class AnswerWait:
                     self._check()
                     if self.meanwhile is not None:
                         self.meanwhile()
-                    if self.upload is not None and self._session.is_first():
+                    if self.upload is not None and taking_part.is_first(self._session):
                         upload, self.upload = self.upload, None  # It waits for acknowledgements.
                         upload()
                 text, is_silent = self._describe(index, what)

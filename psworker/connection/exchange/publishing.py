@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pscore.pb.ps.v1 import publish_pb2
+from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import Session
 
 
@@ -18,7 +19,7 @@ def begin_publication(session: Session, table: int, every: int) -> None:
         ConfigError: The shards do not hold its weights.
         PacelineError: A shard does not answer, or refuses this worker.
     """
-    if not (session.is_leader and session.is_first()):
+    if not (session.is_leader and taking_part.is_first(session)):
         return
     for link in session.links:
         request = publish_pb2.BeginRequest(

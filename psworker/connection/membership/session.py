@@ -412,17 +412,6 @@ class Session:
         first, request = self.links[0], self._member.heartbeat(wants_live=True)
         return list(first.call(first.control.Heartbeat, request).live)
 
-    def is_first(self) -> bool:
-        """Returns whether no worker of a lower rank is in the job any more, or still to come.
-
-        Raises:
-            PacelineError: The first shard does not answer.
-        """
-        if self.rank == 0:
-            return True
-        reply = self.links[0].call(self.links[0].control.Heartbeat, self._member.heartbeat())
-        return int(reply.first) == self.rank
-
     def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
         """Leaves the job at every shard; no worker waits for this one any more.
 

@@ -57,6 +57,24 @@ def is_lowest(session: Session, name: str) -> bool:
     return rank in {0, lowest}
 
 
+def is_first(session: Session) -> bool:
+    """Returns whether no worker of a lower rank is in the job any more, or still to come.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or the first shard does not answer.
+    """
+    if session.rank == 0:
+        return True
+    request = pb.HeartbeatRequest(
+        job=session.job,
+        worker=session.rank,
+        incarnation=session.incarnation,
+        waiting_for=session.waits,
+    )
+    first = session.links[0]
+    return int(first.call(first.control.Heartbeat, request).first) == session.rank
+
+
 def _change(session: Session, request: pb.ChangeRequest) -> None:
     request.job, request.worker = session.job, session.rank
     request.incarnation = session.incarnation

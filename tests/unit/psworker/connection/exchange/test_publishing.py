@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from pscore.pb.ps.v1 import publish_pb2
+from pscore.pb.ps.v1 import control_pb2, publish_pb2
 from psworker.connection.exchange.publishing import begin_publication
 
 
@@ -12,14 +12,17 @@ def test_the_lowest_rank_asks_each_shard_and_others_none() -> None:
 
     def link(shard: int) -> Any:
         begin = SimpleNamespace(Begin=lambda request: asked.append((shard, request)))
-        return SimpleNamespace(publications=begin, call=lambda method, request: method(request))
+        control = SimpleNamespace(Heartbeat=lambda _: control_pb2.HeartbeatReply(first=1))
+        return SimpleNamespace(
+            publications=begin, control=control, call=lambda method, request: method(request)
+        )
 
-    session: Any = SimpleNamespace(job="night", rank=0, incarnation=77, links=[link(0), link(1)])
-    for is_leader, is_first in ((False, True), (True, False)):
-        session.is_leader, session.is_first = is_leader, lambda is_first=is_first: is_first
+    links = [link(0), link(1)]
+    for rank, is_leader, asks in ((2, True, False), (1, False, False), (1, True, True)):
+        session: Any = SimpleNamespace(
+            job="night", rank=rank, is_leader=is_leader, incarnation=77, waits="", links=links
+        )
         begin_publication(session, 3, 4)
-    assert not asked
-    session.is_first = lambda: True
-    begin_publication(session, 3, 4)
-    request = publish_pb2.BeginRequest(job="night", worker=0, incarnation=77, table=3, every=4)
+        assert bool(asked) == asks
+    request = publish_pb2.BeginRequest(job="night", worker=1, incarnation=77, table=3, every=4)
     assert asked == [(0, request), (1, request)]
