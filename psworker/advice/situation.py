@@ -141,6 +141,7 @@ def split_hosts(workers: int | None, hosts: int | None, gpus: int | None) -> tup
     Raises:
         ConfigError: They do not fit together.
     """
+    require_between("--gpus", gpus or 0, 0, WORKERS_MAX)
     if workers is None and gpus:
         workers = gpus
     if workers is None:

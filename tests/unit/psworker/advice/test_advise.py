@@ -277,6 +277,9 @@ def test_hosts_and_gpus_have_to_fit() -> None:
     for wrong in ((2, 4, None), (7, 2, None), (8, 2, 4), (None, 2, None)):
         with pytest.raises(ConfigError):
             split_hosts(*wrong)
+    for number in (10_000, -4):
+        with pytest.raises(ConfigError, match=f"--gpus is {number}, must be 0 to"):
+            split_hosts(None, None, number)
     with pytest.raises(ConfigError, match="such as 6,2"):
         parse_sites("6")
     with pytest.raises(ConfigError, match="workers of --sites is 10000"):
