@@ -13,7 +13,7 @@ from psworker.connection.membership.session import Session
 from psworker.job.companions import JOINS, WARNINGS
 from psworker.rows.hyper import counterpart
 from psworker.rows.modules import EmbeddingTable, tables_of, warn_of_tables
-from psworker.rows.row_tables import RowTables, Run
+from psworker.rows.row_tables import RowTables, Run, ShardRows
 
 TABLE = "rows"
 FORM = "DistributedOptimizer(dense, model.named_parameters(), rows=optimizer)"
@@ -34,7 +34,7 @@ def join_rows(
         run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 
     Raises:
-        ConfigError: A table has no optimizer, or an optimizer has other parameters.
+        ConfigError: A table has no optimizer, or two, or an optimizer has other parameters.
         JobMismatchError: The job has other row tables; names the difference.
     """
     for optimizer in optimizers:
@@ -42,6 +42,13 @@ def join_rows(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     given = [parameter for group in groups for parameter in group["params"]]
     _require_once(given)
+    for table in tables_of(given).values():
+        if isinstance(table.source, ShardRows):
+            raise ConfigError(
+                f"row table {table.name!r} has rows on the shards, of another "
+                "DistributedOptimizer: a second one would begin with its first rows; make one "
+                "optimizer for both"
+            )
     found = tables_of([*given, *(parameter for _, parameter in named)])
     _require_names(found, named)
     if given and not session.group.is_alone:

@@ -13,6 +13,7 @@ from psworker.rows.hyper import counterpart, hyper_of
 from psworker.rows.join import join_rows
 from psworker.rows.modules import Embedding
 from psworker.rows.optimizers import FTRL, RowwiseAdagrad
+from psworker.rows.row_tables import ShardRows
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
@@ -116,3 +117,7 @@ def test_a_table_in_two_optimizers_is_refused() -> None:
     nowhere: Any = None
     with pytest.raises(ConfigError, match="row table 'users' is in two optimizers of rows"):
         join_rows(optimizers, [("users.weight", table.weight)], SSGD(), nowhere, "model", nowhere)
+    table.source = ShardRows(nowhere, 0)  # Of a DistributedOptimizer that was made before.
+    named = [("users.weight", table.weight)]
+    with pytest.raises(ConfigError, match="row table 'users' has rows on the shards, of another"):
+        join_rows(optimizers[:1], named, SSGD(), nowhere, "model", nowhere)
