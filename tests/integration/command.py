@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -19,6 +19,8 @@ from tests.integration import warm
 
 T = TypeVar("T")
 WAIT_S = 200.0
+PORT_FIRST, NUM_PORTS = 10_000, 20_000  # Below those that the system gives to who names none.
+PORTS = iter(range(os.getpid() * 37, os.getpid() * 37 + NUM_PORTS))
 
 
 def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:
@@ -31,10 +33,14 @@ def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
+    """Whether a process has ended; one that nobody has waited for yet counts as ended.
+
+    Its first thread may have ended while others still hold its ports.
+    """
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        is_zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return is_zombie and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return True
 
 
@@ -124,8 +130,31 @@ class Command:
 
 
 def taken_port() -> socket.socket:
-    """Returns a socket that listens on a port of loopback."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    return listener
+    """Returns a socket that listens on a port of loopback that the system gives to nobody.
+
+    So a process may listen there long after the socket was closed, and again after its end.
+    """
+    for number in PORTS:
+        listener = socket.socket()
+        try:
+            listener.bind(("127.0.0.1", PORT_FIRST + number % NUM_PORTS))
+        except OSError:
+            listener.close()
+            continue
+        listener.listen()
+        return listener
+    raise AssertionError("no port is free")
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports on which nobody listens."""
+    with ExitStack() as taken:
+        return [taken.enter_context(taken_port()).getsockname()[1] for _ in range(count)]
+
+
+def require_started(process: subprocess.Popen[str]) -> None:
+    """Waits until `psserver start` prints its addresses; fails with its errors if it ends."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.startswith("PACELINE_SERVERS="):
+        raise AssertionError(line + (process.stderr.read() if process.stderr else ""))

@@ -2,13 +2,13 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
 import psutil
 
-from tests.integration.command import Command, eventually, gone, taken_port
+from tests.integration.command import Command, eventually, free_ports, gone, require_started
 
 
 class Machine:
@@ -36,8 +36,7 @@ class Machine:
     def running(self) -> Iterator[Popen[str]]:
         """Starts the shard; yields its supervisor."""
         with self._command.spawn("start", *self._line) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+            require_started(process)
             yield process
 
     def lose(self, supervisor: Popen[str]) -> None:
@@ -52,6 +51,4 @@ class Machine:
 
 
 def addresses_of_two() -> list[str]:
-    with ExitStack() as taken:
-        ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(2)]
-    return [f"127.0.0.1:{port}" for port in ports]
+    return [f"127.0.0.1:{port}" for port in free_ports(2)]

@@ -18,7 +18,7 @@ from psserver.exits import CommandError
 from psserver.remote import ask
 from psserver.remote.drain import move
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import Command, eventually, gone, taken_port
+from tests.integration.command import Command, eventually, free_ports, gone, require_started
 
 DEADLINE_S = 200.0
 STEPS = 60
@@ -70,8 +70,7 @@ class Place:
     def running(self) -> Iterator[Popen[str]]:
         """Starts the process; yields its supervisor."""
         with self._command.spawn("start", *self._line) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+            require_started(process)
             yield process
 
 
@@ -88,8 +87,7 @@ class Scene:
     def __init__(
         self, folder: Path, stack: ExitStack, pause: int = 0, numel: int = 1 << 17
     ) -> None:
-        with ExitStack() as taken:
-            ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(3)]
+        ports = free_ports(3)
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
         saving = ["--checkpoint-s", 1, "--shard-addresses", addresses]
         self.first = Place(folder, 0, ports[0], "a", *(saving if pause else ()))

@@ -17,7 +17,7 @@ import torch
 import psworker
 from psserver.remote import ask
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import Command, eventually, gone
+from tests.integration.command import Command, eventually, gone, require_started
 
 DEADLINE_S = 200.0
 SIZE_MB = 64
@@ -127,8 +127,7 @@ def test_one_killed_shard_on_a_full_disk_comes_back_and_nobody_else_ends(tmp_pat
     command = OnSmallDisk(tmp_path)
     ports = ("--port", 0, "--metrics-port", 0)
     with command.spawn("start", "--shards", 2, *ports, "--state-dir", tmp_path) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        require_started(process)
         state = Path(f"/proc/{process.pid}/root{tmp_path}")
         run = run_file(state)
         pids = [shard["pid"] for shard in run["shards"]]
@@ -160,8 +159,7 @@ def test_workers_report_exactly_the_steps_that_had_no_journal(tmp_path: Path) ->
     options = ("--shards", 2, "--lease-s", 100, "--checkpoint-s", 1, "--log-level", "warning")
     with ExitStack() as stack:
         process = stack.enter_context(command.spawn("start", *places, *options))
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        require_started(process)
         run = run_file(tmp_path)
         pids = [shard["pid"] for shard in run["shards"]]
         names = {"WORLD_SIZE": "6", "PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}

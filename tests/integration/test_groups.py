@@ -1,6 +1,5 @@
 """Two levels: two groups of two processes are two workers (docs/hosts.md)."""
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 import psworker
 from tests.integration import test_modes
 from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job, results_of
-from tests.integration.command import Command
+from tests.integration.command import Command, free_ports
 from tests.integration.test_device import STAND_IN, place
 
 Array = npt.NDArray[Any]
@@ -24,12 +23,6 @@ ROWS, COLUMNS = 300, 40
 STEPS, WARMUP = 12, 2
 LR, MOMENTUM = 0.05, 0.9
 THRESHOLD = 0.02
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def group_environment(shards: Shards, rank: int, port: int, job: str) -> dict[str, str]:
@@ -52,7 +45,7 @@ def group_workers(
     started: list[Worker] = []
     try:
         for group in groups:
-            port = free_port()
+            (port,) = free_ports(1)
             for rank in range(SIZE * group, SIZE * (group + 1)):
                 env = group_environment(shards, rank, port, job)
                 started.append(Worker(function, rank, args, env))

@@ -13,7 +13,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command
+from tests.integration.command import Command, require_started
 
 DEADLINE_S = 200.0
 STEPS = 60
@@ -44,8 +44,7 @@ class Shards:
 def shards(tmp_path: Path) -> Iterator[Shards]:
     command = Command(tmp_path)
     with command.spawn("start", "--shards", 2, "--port", 0, "--metrics-port", 0) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        require_started(process)
         yield Shards(command)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.integration.cluster import ROOT, Shards, Station, Worker, new_job
-from tests.integration.test_groups import free_port
+from tests.integration.command import free_ports
 
 EXAMPLE = ROOT / "examples" / "pipelines.py"
 STAGES, PIPELINES = 2, 2
@@ -67,7 +67,7 @@ def test_two_pipelines_of_two_stages_equal_one_process(shards: Shards, tmp_path:
     job, cases = new_job(), []
     for number, mode in enumerate(MODES):
         (tmp_path / str(number)).mkdir()
-        cases.append((mode, str(tmp_path / str(number)), free_port()))
+        cases.append((mode, str(tmp_path / str(number)), *free_ports(1)))
     workers = []
     try:
         for rank in range(STAGES * PIPELINES):

@@ -11,7 +11,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command
+from tests.integration.command import Command, require_started
 
 MODES = (
     "diloco(steps=2, quorum=2, window=0.1)",
@@ -69,8 +69,7 @@ def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path, mode: s
     command = Command(tmp_path)
     options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", LEASE_S)
     with command.spawn("start", *options) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        require_started(process)
         (found,) = command.folder.glob("paceline/*/run.json")
         run = json.loads(found.read_text())
         servers = ",".join(run["addresses"])

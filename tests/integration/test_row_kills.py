@@ -16,7 +16,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command
+from tests.integration.command import Command, require_started
 from tests.integration.row_models import Net, batch, make_tables
 from tests.integration.test_rows import Rows, require_same, values_of, wrap
 
@@ -50,8 +50,7 @@ def shards(tmp_path: Path) -> Iterator[Killed]:
     # before others, which then wait for its steps while it waits for them at the barrier.
     options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", 3000)
     with command.spawn("start", *options) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        require_started(process)
         yield Killed(command)
 
 

@@ -22,7 +22,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, WorkerError
-from tests.integration.command import Command, eventually, gone, taken_port
+from tests.integration.command import Command, eventually, free_ports, gone
 
 DEADLINE_S = 200.0
 JOB = "survivor"
@@ -127,11 +127,6 @@ def part(
     with start(tmp_path, *which, *where, *options, state=f"machine-{index}") as started:
         started.addresses = addresses.split(",")
         yield started
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as taken:
-        return [taken.enter_context(taken_port()).getsockname()[1] for _ in range(number)]
 
 
 def train(station: Station, mode: str = "ssgd", compressor: str = "none") -> list[float]:

@@ -31,8 +31,8 @@ from torch.nn import functional
 import psworker
 from psworker.training import hints
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
-from tests.integration.command import Command
-from tests.integration.test_groups import GROUPS, SIZE, free_port, group_workers
+from tests.integration.command import Command, free_ports
+from tests.integration.test_groups import GROUPS, SIZE, group_workers
 from tests.integration.test_hints import Lines
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, BLOCKS = 67, 12, 40, 4, 2
@@ -229,7 +229,7 @@ def work_restored(me: Station, kind: str) -> Weights:
 @contextmanager
 def one_group(shards: Shards, job: str, size: int, kind: str) -> Iterator[list[Worker]]:
     """Starts a job of one group."""
-    port, started = free_port(), []
+    (port,), started = free_ports(1), []
     try:
         for rank in range(size):
             env = shards.environment(rank, size, job) | {

@@ -9,7 +9,7 @@ import pytest
 
 from psserver.exits import CommandError
 from tests.integration.cluster import Worker
-from tests.integration.command import Command, eventually, taken_port
+from tests.integration.command import Command, eventually, free_ports
 from tests.integration.test_drain import STEPS, Place, Results, status_of, train, undisturbed
 from tests.integration.test_standby import lose, register
 
@@ -21,8 +21,7 @@ class Pair:
     """Two shards; the second has two places that know each other. Two workers wait after `AT`."""
 
     def __init__(self, folder: Path, register: Path, stack: ExitStack) -> None:
-        with ExitStack() as taken:
-            ports = [taken.enter_context(taken_port()).getsockname()[1] for _ in range(3)]
+        ports = free_ports(3)
         self._folder, self._register, self.stack = folder, register, stack
         self.addresses = [f"127.0.0.1:{port}" for port in ports]
         self.first = Place(folder, 0, ports[0], "a")
