@@ -19,7 +19,7 @@ from tests.integration import warm
 
 T = TypeVar("T")
 WAIT_S = 200.0
-PORT_FIRST, NUM_PORTS = 10_000, 20_000  # Below those that the system gives to who names none.
+PORT_FIRST, NUM_PORTS = 10_000, 20_000  # Below those that the system chooses from.
 PORTS = iter(range(os.getpid() * 37, os.getpid() * 37 + NUM_PORTS))
 
 
