@@ -253,11 +253,11 @@ class Reader:
             if found is not None:
                 held = found
             asks = [self._ask(index) for index in range(len(self._lines))]
-            is_idle = not any(isinstance(ask, Fetch) for ask in asks)
+            is_over = looked and end_s is not None and time.monotonic() >= end_s
             if held is not None and (newer_than is None or held.version > newer_than):
-                if looked and (found is not None or is_idle):
+                if is_over or (looked and (found is not None or not self._expects(asks))):
                     return held
-            elif end_s is not None and time.monotonic() >= end_s:
+            elif is_over:
                 raise TimeoutError(self._reason(newer_than, timeout_s or 0.0))
             if found is not None:
                 self._staged = found
@@ -268,6 +268,12 @@ class Reader:
                 wait_s = max(0.0, min(wait_s, end_s - time.monotonic()))
             self._do(asks, wait_s, end_s)
             looked = True
+
+    def _expects(self, asks: list[Ask | None]) -> bool:
+        """Returns whether a newer version is there that this reader has not taken yet."""
+        if any(isinstance(ask, Fetch) for ask in asks):
+            return True
+        return self._assembly is not None and self._assembly.whole is not None
 
     def _require_usable(self) -> None:
         if os.getpid() != self._reader.pid:  # Its threads and connections stayed there.
@@ -301,7 +307,10 @@ class Reader:
 
     def _reason(self, newer_than: WeightsVersion | None, timeout_s: float) -> str:
         than = "" if newer_than is None else f" newer than {tuple(newer_than)}"
-        troubles = "; ".join(dict.fromkeys(line.trouble for line in self._lines if line.trouble))
+        asked = self._lines
+        if self._assembly is not None:  # Other shards have no slice of the table.
+            asked = [asked[shard] for shard in sorted(set(self._assembly.shard_of.values()))]
+        troubles = "; ".join(dict.fromkeys(line.trouble for line in asked if line.trouble))
         return f"no version of job {self.job!r}{than} within {timeout_s:g} s" + (
             f": {troubles}" if troubles else ""
         )

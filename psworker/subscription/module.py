@@ -16,7 +16,13 @@ class ModuleTarget:
     """The parameters of a module that follow published weights."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Changes nothing yet."""
+        """Changes nothing yet.
+
+        Raises:
+            ConfigError: It is no module.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"into() takes a torch.nn.Module, not a {type(module).__name__}")
         self._parameters = dict(module.named_parameters())
         self._written: BitArray | None = None  # The version in the module; None: not known.
         self._next: BitArray | None = None

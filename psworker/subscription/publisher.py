@@ -60,7 +60,13 @@ class Publisher:
                 array, or one has no name, no elements or no real numbers.
             JobMismatchError: The job has published other arrays under this name.
         """
-        self._arrays: dict[Any, Any] = dict(named_arrays)
+        try:
+            self._arrays: dict[Any, Any] = dict(named_arrays)
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(
+                f"a {type(named_arrays).__name__} has no named arrays: give a mapping, or pairs "
+                "of name and array, as model.named_parameters()"
+            ) from problem
         if not self._arrays:
             raise ConfigError("there is no array to publish: an iterator gives its arrays once")
         if not all(isinstance(name, str) and name for name in self._arrays):

@@ -23,7 +23,7 @@ class Subscriber(Reader):
             module: A module with the job's parameters, on any device and in any dtype.
 
         Raises:
-            ConfigError: Its parameters are others.
+            ConfigError: It is no module, or its parameters are others.
         """
         from psworker.subscription.module import ModuleTarget
 

@@ -205,6 +205,8 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
             module.b = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
             subscriber.into(module)
             assert not module.w.any()
+            with pytest.raises(psworker.ConfigError, match="takes a torch.nn.Module, not a dict"):
+                subscriber.into(dict(module.named_parameters()))  # type: ignore[arg-type]
             for step in (1, 2, 3):
                 worker.tell(step)
                 worker.hear()
@@ -256,6 +258,8 @@ def test_a_reader_of_a_stopped_shard_is_told_in_time(moment: str) -> None:
             patch = mock.patch.object(ReaderLine, "fetch", stopped)
             with patch, pytest.raises(TimeoutError, match=r"within 0.5 s: shard 0 does not answer"):
                 subscriber.wait(newer_than=former, timeout_s=0.5)
+            with patch:
+                assert subscriber.wait(timeout_s=0.5).version == former
             shard.resume()
             if moment == "while it waits":
                 worker.tell(1)
@@ -266,6 +270,41 @@ def test_a_reader_of_a_stopped_shard_is_told_in_time(moment: str) -> None:
             with pytest.raises(psworker.ConfigError, match="is closed"):
                 subscriber.wait()
         worker.tell(None)
+        worker.result()
+
+
+def publishes_other_arrays(station: Station) -> None:
+    """Publishes one array, and in the next job of that name another one."""
+    for name in ("a", "b"):
+        psworker.init()
+        psworker.Publisher({name: np.zeros(3, dtype=np.float32)})
+        station.tell()
+        station.hear()
+        psworker.shutdown()
+
+
+@pytest.mark.slow
+def test_a_reader_sees_a_job_that_has_started_over_and_why_there_is_no_newer_version(
+    shards: Shards,
+) -> None:
+    job = new_job()
+    with (
+        shards.workers(publishes_other_arrays, num_workers=1, job=job) as (worker,),
+        psworker.Subscriber(shards.addresses, job=job) as subscriber,
+    ):
+        worker.hear()
+        former = subscriber.wait(timeout_s=WAIT_S)
+        assert list(former.arrays) == ["a"]
+        with pytest.raises(TimeoutError) as raised:  # Another shard has no slice of it.
+            subscriber.wait(newer_than=former.version, timeout_s=0.1)
+        than = f"newer than {tuple(former.version)} within 0.1 s"
+        assert str(raised.value) == f"no version of job {job!r} {than}"
+        worker.tell()
+        worker.hear()
+        with psworker.Subscriber(shards.addresses, job=job) as other:
+            other.wait(timeout_s=WAIT_S)
+        assert list(subscriber.wait(timeout_s=WAIT_S).arrays) == ["b"]
+        worker.tell()
         worker.result()
 
 
@@ -295,6 +334,9 @@ def publishes_badly(station: Station) -> None:
         tell(psworker.Publisher, {name: array}, table=name)
     for other in (3, ""):
         tell(psworker.Publisher, {other: np.zeros(3)})
+    linear = torch.nn.Linear(3, 2)
+    for unnamed in (linear, linear.bias, np.zeros(3)):
+        tell(psworker.Publisher, unnamed)
     former, publisher = psworker.Publisher(first), psworker.Publisher(first)
     tell(former.publish, 1)
     for step in (1.5, "1", None, -1):
@@ -314,6 +356,8 @@ def test_wrong_arrays_and_steps_are_refused_and_the_publisher_goes_on(shards: Sh
             assert f"'{name}'" in worker.hear()
         for _ in range(2):
             assert "must be texts" in worker.hear()
+        for kind in ("Linear", "Parameter", "ndarray"):
+            assert f"a {kind} has no named arrays: give a mapping, or pairs" in worker.hear()
         assert "has made another Publisher of table 'model'" in worker.hear()
         for step in ("1.5", "'1'", "None", "-1"):
             assert f"step is {step}, must be a whole number" in worker.hear()
