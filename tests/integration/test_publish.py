@@ -205,7 +205,7 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
             module.b = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
             subscriber.into(module)
             assert not module.w.any()
-            with pytest.raises(psworker.ConfigError, match=r"takes a torch\.nn\.Module, not a dict"):
+            with pytest.raises(psworker.ConfigError, match=r"takes a torch.*, not a dict"):
                 subscriber.into(dict(module.named_parameters()))  # type: ignore[arg-type]
             for step in (1, 2, 3):
                 worker.tell(step)
