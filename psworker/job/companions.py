@@ -83,8 +83,11 @@ class Companion(Protocol):
         """Ends everything: this worker leaves the job."""
 
 
-class JoinCompanions(Protocol):
-    """Finds the tables of one room in a model, and declares them at every shard."""
+Declare = Callable[[], Sequence[Companion]]
+
+
+class FindCompanions(Protocol):
+    """Finds the tables of one room in a model."""
 
     def __call__(
         self,
@@ -94,8 +97,11 @@ class JoinCompanions(Protocol):
         session: Session,
         beside: str,
         run: Run,
-    ) -> Sequence[Companion]:
-        """Returns the companions; none where the model has no such tables.
+    ) -> Declare:
+        """Returns the function that declares the tables at every shard, once all is checked.
+
+        It returns the companions, none where the model has no such tables, and raises
+        JobMismatchError if the job has other tables; the message names the difference.
 
         Args:
             beside: Name of the table of the dense part, as it was when training began.
@@ -103,10 +109,9 @@ class JoinCompanions(Protocol):
 
         Raises:
             ConfigError: A table has no optimizer, or an optimizer has other parameters.
-            JobMismatchError: The job has other tables; names the difference.
         """
 
 
-JOINS: list[JoinCompanions] = []  # The functions of the rooms that have been imported.
+FINDERS: list[FindCompanions] = []  # The functions of the rooms that have been imported.
 # Functions that each step calls: they warn of tables with a gradient that are part of no job.
 WARNINGS: list[Callable[[], None]] = []

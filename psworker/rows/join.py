@@ -1,8 +1,9 @@
-"""Finds the row tables of a model, and joins them to the job with their optimizers."""
+"""Finds the row tables of a model, and declares them with their optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.table_spec import BESIDE
 from psworker.connection.membership.session import Session
-from psworker.job.companions import JOINS, WARNINGS
+from psworker.job.companions import FINDERS, WARNINGS, Declare
 from psworker.rows.hyper import counterpart
 from psworker.rows.modules import EmbeddingTable, tables_of, warn_of_tables
 from psworker.rows.row_tables import RowTables, Run, ShardRows
@@ -19,15 +20,17 @@ TABLE = "rows"
 FORM = "DistributedOptimizer(dense, model.named_parameters(), rows=optimizer)"
 
 
-def join_rows(
+def find_rows(
     optimizers: Sequence[torch.optim.Optimizer],
     named: Sequence[tuple[str, torch.nn.Parameter]],
     rule: Rule,
     session: Session,
     beside: str,
     run: Run,
-) -> list[RowTables]:
-    """Declares the row tables of a model at every shard, those of each optimizer together.
+) -> Declare:
+    """Checks the row tables of a model; returns the function that declares them at every shard.
+
+    Those of each optimizer are declared together.
 
     Args:
         beside: Name of the table of the dense part, as it was when training began.
@@ -35,7 +38,6 @@ def join_rows(
 
     Raises:
         ConfigError: A table has no optimizer, or two, or an optimizer has other parameters.
-        JobMismatchError: The job has other row tables; names the difference.
     """
     for optimizer in optimizers:
         counterpart(optimizer)
@@ -63,22 +65,22 @@ def join_rows(
                 f"row table {table.name!r} has no optimizer: pass one of [table.weight, ...] as "
                 f"rows=, {FORM}, or freeze it with table.weight.requires_grad_(False)"
             )
-    names = [f".{number}" if number else "" for number in range(len(optimizers))]
-    return [
-        _join(optimizer, found, rule, session, f"{beside}{BESIDE}{TABLE}{name}", run)
-        for optimizer, name in zip(optimizers, names, strict=True)
-    ]
+    makers = []
+    for number, optimizer in enumerate(optimizers):
+        name = f"{beside}{BESIDE}{TABLE}" + (f".{number}" if number else "")
+        tables, numbers = _tables_in(optimizer, found)
+        makers.append(partial(RowTables, name, optimizer, tables, numbers, rule, session, run))
+    return lambda: [make() for make in makers]
 
 
-def _join(
-    optimizer: torch.optim.Optimizer,
-    found: dict[int, EmbeddingTable],
-    rule: Rule,
-    session: Session,
-    name: str,
-    run: Run,
-) -> RowTables:
-    """Declares the row tables of one optimizer."""
+def _tables_in(
+    optimizer: torch.optim.Optimizer, found: dict[int, EmbeddingTable]
+) -> tuple[list[EmbeddingTable], list[int]]:
+    """Returns the row tables of an optimizer, and the number of the group of each.
+
+    Raises:
+        ConfigError: It has another parameter.
+    """
     tables, groups = [], []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -89,7 +91,7 @@ def _join(
                 )
             tables.append(found[id(parameter)])
             groups.append(number)
-    return RowTables(name, optimizer, tables, groups, rule, session, run)
+    return tables, groups
 
 
 def _require_once(given: Sequence[torch.nn.Parameter]) -> None:
@@ -124,5 +126,5 @@ def _require_names(
             raise ConfigError(f"two row tables have the name {name!r}")
 
 
-JOINS.append(join_rows)  # Every module of this folder is imported behind this one.
+FINDERS.append(find_rows)  # Every module of this folder is imported behind this one.
 WARNINGS.append(warn_of_tables)

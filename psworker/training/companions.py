@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule, takes_all
-from psworker.job.companions import JOINS, WARNINGS, Companion, Run
+from psworker.job.companions import FINDERS, WARNINGS, Companion, Run
 from psworker.job.context import Context
 from psworker.training.table import TrainingTable
 
@@ -31,15 +31,18 @@ def have_gradient(companions: Sequence[Companion]) -> bool:
     return any(each.has_gradient for each in companions)
 
 
-def join_companions(
+def find_companions(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     named: Sequence[tuple[str, torch.nn.Parameter]],
     rule: Rule,
     context: Context,
     beside: str,
     run: Run,
-) -> list[Companion]:
-    """Declares the tables beside a model's own at every shard, as `JoinCompanions` describes.
+) -> Callable[[], list[Companion]]:
+    """Checks the tables beside a model's own; returns the function that declares them.
+
+    It does so at every shard, as `FindCompanions` describes. So wrong arguments are refused before
+    the job has any table of the model.
 
     Args:
         optimizers: Their optimizer, or several; None: the model has no such tables.
@@ -48,22 +51,25 @@ def join_companions(
 
     Raises:
         ConfigError: A table has no optimizer, or an optimizer has other parameters.
-        JobMismatchError: The job has other tables; names the difference.
     """
     is_one = isinstance(optimizers, torch.optim.Optimizer)
     if not is_one and not isinstance(optimizers, Sequence | None):
         raise ConfigError(f"rows is {optimizers!r}, must be an optimizer, or a list of them")
     given: list[Any] = [optimizers] if is_one else list(cast(Sequence[Any], optimizers or ()))
-    if given and not JOINS:
+    if given and not FINDERS:
         raise ConfigError(
             "rows= is the optimizer of row tables, and this model has none, such as "
             "psworker.Embedding; leave it out"
         )
-    joined = [join(given, named, rule, context.session, beside, run) for join in JOINS]
-    companions = [companion for each in joined for companion in each]
-    for companion in companions:
-        context.at_close(companion.end)
-    return companions
+    found = [find(given, named, rule, context.session, beside, run) for find in FINDERS]
+
+    def declare() -> list[Companion]:
+        companions = [companion for each in found for companion in each()]
+        for companion in companions:
+            context.at_close(companion.end)
+        return companions
+
+    return declare
 
 
 def common_step(table: TrainingTable) -> int | None:

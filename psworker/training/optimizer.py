@@ -42,8 +42,8 @@ from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.companions import (
     common_step,
+    find_companions,
     have_gradient,
-    join_companions,
     require_unscaled,
 )
 from psworker.training.declaration import Declaration
@@ -174,14 +174,15 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         name = growth.newest(first, session.known_tables)
         if (chosen := self._wish.join(session, name)) != rule:
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
+        named, run = self._declaration.named, self._run_between_steps
+        declare = find_companions(rows, named, beside or rule, self._context, first, run)
         with growth.explain_growth(name):
             table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
         self._left_out = LeftOut()
         self._hints = Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
-        named, run = self._declaration.named, self._run_between_steps
-        self._companions = join_companions(rows, named, beside or rule, self._context, first, run)
+        self._companions = declare()
         self._drive(table, early)
         self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)

@@ -386,6 +386,35 @@ def test_a_table_of_another_dimension_is_refused_by_name(shards: Shards) -> None
     assert "4" in said
 
 
+def declare_wrongly(station: Station) -> list[str]:
+    """Makes wrong optimizers of rows in one mode, then a right one in another; returns errors."""
+    table = psworker.Embedding(None, 2, name="users", max_rows=100)
+    model = torch.nn.ModuleDict({"users": table, "top": torch.nn.Linear(2, 1)})
+    dense = list(psworker.dense_parameters(model))
+    said = []
+    other = torch.nn.Parameter(torch.zeros(3))
+    for rows in (3, torch.optim.SGD([table.weight, other], lr=0.1), None):
+        with pytest.raises(psworker.ConfigError) as refused:
+            DistributedOptimizer(
+                torch.optim.SGD(dense, lr=0.1),
+                model.named_parameters(),
+                rows=rows,  # type: ignore[arg-type]
+            )
+        said.append(str(refused.value))
+    rows = torch.optim.SGD([table.weight], lr=0.1)
+    inner = torch.optim.SGD(dense, lr=0.1)
+    DistributedOptimizer(inner, model.named_parameters(), mode="asgd", rows=rows)
+    return said
+
+
+@pytest.mark.slow
+def test_wrong_optimizers_of_rows_are_refused_before_the_job_has_a_table(shards: Shards) -> None:
+    with shards.workers(declare_wrongly, num_workers=1, job=new_job()) as (worker,):
+        said = worker.result()
+    for message, part in zip(said, ("rows is 3", "no placeholder", "no optimizer"), strict=True):
+        assert part in message
+
+
 def look_and_train(station: Station) -> None:
     """Looks up ids, then trains on some; at each stage the test looks at the status."""
     psworker.init()

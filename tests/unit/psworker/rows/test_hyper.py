@@ -10,7 +10,7 @@ import torch
 from pscore.errors import ConfigError, UnsupportedOptimizerError
 from pscore.rules import SSGD
 from psworker.rows.hyper import counterpart, hyper_of
-from psworker.rows.join import join_rows
+from psworker.rows.join import find_rows
 from psworker.rows.modules import Embedding
 from psworker.rows.optimizers import FTRL, RowwiseAdagrad
 from psworker.rows.row_tables import ShardRows
@@ -116,8 +116,8 @@ def test_a_table_in_two_optimizers_is_refused() -> None:
     optimizers = [torch.optim.SGD([table.weight], lr=0.1), torch.optim.Adagrad([table.weight])]
     nowhere: Any = None
     with pytest.raises(ConfigError, match="row table 'users' is in two optimizers of rows"):
-        join_rows(optimizers, [("users.weight", table.weight)], SSGD(), nowhere, "model", nowhere)
+        find_rows(optimizers, [("users.weight", table.weight)], SSGD(), nowhere, "model", nowhere)
     table.source = ShardRows(nowhere, 0)  # Of a DistributedOptimizer that was made before.
     named = [("users.weight", table.weight)]
     with pytest.raises(ConfigError, match="row table 'users' has rows on the shards, of another"):
-        join_rows(optimizers[:1], named, SSGD(), nowhere, "model", nowhere)
+        find_rows(optimizers[:1], named, SSGD(), nowhere, "model", nowhere)

@@ -7,7 +7,7 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.rules import SSGD
-from psworker.job.companions import Companion
+from psworker.job.companions import Companion, Declare
 from psworker.training import companions
 
 
@@ -34,9 +34,10 @@ class Steps:
 
 
 def join(place: Place, optimizers: object) -> list[Companion]:
-    return companions.join_companions(
+    declare = companions.find_companions(
         cast(Any, optimizers), [], SSGD(), cast(Any, place), "model", lambda call: call()
     )
+    return declare()
 
 
 def test_each_room_gets_the_optimizers_and_each_companion_ends_with_the_session(
@@ -45,12 +46,12 @@ def test_each_room_gets_the_optimizers_and_each_companion_ends_with_the_session(
     given: list[Any] = []
     found = [Steps(), Steps()]
 
-    def of_room(number: int, optimizers: Any) -> list[Companion]:
+    def of_room(number: int, optimizers: Any) -> Declare:
         given.append(optimizers)
-        return [cast(Companion, found[number])]
+        return lambda: [cast(Companion, found[number])]
 
     rooms = [lambda first, *_, number=number: of_room(number, first) for number in range(2)]
-    monkeypatch.setattr(companions, "JOINS", rooms)
+    monkeypatch.setattr(companions, "FINDERS", rooms)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     place = Place()
     joined = join(place, optimizer)
@@ -64,7 +65,7 @@ def test_each_room_gets_the_optimizers_and_each_companion_ends_with_the_session(
 def test_an_optimizer_of_tables_that_no_room_has_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(companions, "JOINS", [])
+    monkeypatch.setattr(companions, "FINDERS", [])
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(ConfigError, match="this model has none"):
         join(Place(), optimizer)
