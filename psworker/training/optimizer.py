@@ -178,8 +178,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         declare = find_companions(rows, named, beside or rule, self._context, first, run)
         with growth.explain_growth(name):
             table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
-        self._left_out = LeftOut()
-        self._hints = Hints(model)
+        self._left_out, self._hints = LeftOut(), Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
         self._companions = declare()
