@@ -12,7 +12,7 @@ from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
 from psserver.exits import CommandError, Exit
-from psserver.process.run_dir import RunDirectory, StartedRun
+from psserver.process.run_dir import RunDirectory, StartedRun, require_path
 from psserver.remote import ask
 
 PORT = 7070
@@ -120,5 +120,13 @@ def end(run: StartedRun) -> None:
 
 
 def _state_dir(flag: Path | None) -> Path | None:
+    """Returns the directory of a flag, else of the variable.
+
+    Raises:
+        ConfigError: It cannot be meant.
+    """
     variable = os.environ.get("PACELINE_STATE_DIR")
-    return flag or (Path(variable) if variable else None)
+    found = flag or (Path(variable) if variable else None)
+    if found is not None:
+        require_path("--state-dir (PACELINE_STATE_DIR)", found)
+    return found

@@ -24,9 +24,11 @@ import psutil
 from pscore.errors import ConfigError
 from pscore.json_text import count_of, to_json
 from pscore.observe.boot import began
+from pscore.text import printable
 from psserver.exits import CommandError, Exit
 
 FILE = "run.json"
+NAME_NBYTES_MAX = 255  # Longest name of a file.
 PID_MAX, PORT_MAX = (1 << 31) - 1, (1 << 16) - 1
 FREE = "free-"  # Begins the name of a run on free ports; the number of its process follows.
 
@@ -65,6 +67,16 @@ class StartedRun:
         except psutil.Error:
             return False
         return not is_zombie and began(self.pid) == self.began
+
+
+def require_path(name: str, path: Path) -> None:
+    """Raises a `ConfigError` if a path cannot be meant, or be made."""
+    text = str(path)
+    if text != text.strip() or any(len(os.fsencode(one)) > NAME_NBYTES_MAX for one in path.parts):
+        raise ConfigError(
+            f"{name} is {printable(text, 64)!r}: it begins or ends with a blank, or has a name of "
+            f"more than {NAME_NBYTES_MAX} bytes; give another path"
+        )
 
 
 class RunDirectory:

@@ -22,6 +22,7 @@ from pscore.net.addresses import parse_addresses
 from pscore.text import is_loopback, printable
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
+from psserver.process.run_dir import require_path
 from psserver.process.shard_plan import (
     KEEP_CHECKPOINTS_S,
     PUBLISH_MBIT_MAX,
@@ -33,7 +34,6 @@ SHARDS_MAX = 64
 METRICS_OFFSET = 1000
 PORT_MAX = 65535
 MB_MAX = 1 << 30
-NAME_NBYTES_MAX = 255  # Longest name of a file.
 
 
 def _config(prefix: str) -> SettingsConfigDict:
@@ -325,22 +325,12 @@ def metrics_ports(settings: Settings) -> list[int | None]:
     return [first + index if first else None for index in range(num_shards)]
 
 
-def _require_path(name: str, path: Path) -> None:
-    """Raises a `ConfigError` if a path cannot be meant, or be made."""
-    text = str(path)
-    if text != text.strip() or max(len(os.fsencode(part)) for part in path.parts) > NAME_NBYTES_MAX:
-        raise ConfigError(
-            f"{name} is {printable(text, 64)!r}: it begins or ends with a blank, or has a name of "
-            f"more than {NAME_NBYTES_MAX} bytes; give another path"
-        )
-
-
 def _check(settings: Settings) -> None:
     """Raises a `ConfigError` if values do not go together."""
     server = settings.server
     for name in ServerSettings.model_fields:
         if isinstance(path := getattr(server, name), Path):
-            _require_path(f"server.{name}", path)
+            require_path(f"server.{name}", path)
     require_whole(server.trust)
     missing = [
         flags

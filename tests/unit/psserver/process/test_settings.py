@@ -240,6 +240,7 @@ def test_checkpoints_are_taken_by_the_supervisor_of_shard_0(tmp_path: Path) -> N
     assert resolve(given).server.takes_checkpoints
     assert not resolve({**given, "server.checkpoint_s": 0}).server.takes_checkpoints
     assert not resolve({"server.state_dir": tmp_path, **PART}).server.takes_checkpoints
+    assert not resolve({"server.state_dir": ".", **PART}).server.takes_checkpoints
     first = resolve({**given, **PART, **ADDRESSES}).server
     assert (first.takes_checkpoints, first.other_addresses) == (True, ["a:1", "b:2"])
     other = resolve({**given, **PART, **ADDRESSES, "server.shard_index": 1}).server
