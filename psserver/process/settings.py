@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
-from pscore.text import is_loopback, printable
+from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
 from psserver.process.run_dir import require_path
