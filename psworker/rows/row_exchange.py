@@ -211,6 +211,9 @@ class RowExchange:
         for index in list(self._pushes):
             self._await_acknowledgement(index)
 
+    def meet(self) -> None:
+        """Returns at once: no worker waits for another one's rows."""
+
     def follow(self) -> None:
         """Forgets pushes under way if this worker has joined the job again; they may be counted."""
         if self._joined_as != self.session.incarnation:

@@ -243,7 +243,7 @@ class TrainingTable:
         self.begin()
         self.exchange.answers.upload = None
         if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
-            self.session.barrier("begin")
+            self.session.barrier("begin", meets=True)
 
     def begin(self, step: int | None = None) -> None:
         """Pulls the global weights and the step to begin with, and shows the weights.

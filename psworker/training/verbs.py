@@ -268,7 +268,7 @@ def barrier(name: str = "barrier") -> None:
     session = context.place()
     for pushes in list(session.pushes):
         pushes.flush()
-    session.barrier(name)
+    session.barrier(name, meets=True)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
+from psworker.connection.membership.session import Session
 from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
 from tests.inside import gossip_of, peers_of, table_of, wrapped_by
@@ -601,6 +603,47 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
         if not mode.startswith("adpsgd"):  # Its workers end when they are told, each by itself.
             for name in weights:
                 assert relative_error(weights[name], found[0][2][name]) < 0.5
+
+
+def comes_to_a_barrier(me: Station, place: str) -> None:
+    """Tells when it is about to wait at a barrier, and does so when told."""
+    wait = Session.barrier
+
+    def told(session: Session, name: str = "barrier", **options: Any) -> None:
+        if name == place:
+            me.tell()
+            me.hear()
+        wait(session, name, **options)
+
+    with mock.patch.object(Session, "barrier", told):
+        begin("adpsgd")
+        psworker.barrier()
+    psworker.shutdown()
+
+
+def comes_in_two_parts(me: Station) -> None:
+    """Joins the job, and begins to train when told."""
+    psworker.init()
+    me.tell()
+    me.hear()
+    begin("adpsgd")
+    psworker.barrier()
+    psworker.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["begin", "barrier"])
+def test_a_worker_that_waits_at_a_barrier_meets_one_that_comes(shards: Shards, place: str) -> None:
+    env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "2", "PACELINE_RANK": "-1"}
+    how: dict[str, Any] = {"num_workers": 1, "job": new_job(), "env": env}
+    with shards.workers(comes_to_a_barrier, place, **how) as (first,):
+        first.hear()
+        with shards.workers(comes_in_two_parts, **how) as (second,):
+            second.hear()
+            first.tell()
+            second.tell()
+            for worker in (first, second):
+                worker.result()
 
 
 def tell_steps(me: Station, mode: str) -> int:

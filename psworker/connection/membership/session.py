@@ -49,6 +49,10 @@ class PushesUnderWay(Protocol):
         """Waits until every push is acknowledged."""
         ...
 
+    def meet(self) -> None:
+        """Meets workers that come or end, where they wait for this one."""
+        ...
+
 
 class Session:
     """This process as a worker of one job, or as one of the processes that are a worker.
@@ -276,13 +280,18 @@ class Session:
             raise problem
         self._mending.wait(problem)
 
-    def barrier(self, name: str = "barrier") -> None:
+    def barrier(self, name: str = "barrier", *, meets: bool = False) -> None:
         """Waits until every worker that is still in the job has reached the same barrier.
+
+        Args:
+            meets: Whether this worker is between two steps, and meets workers that come meanwhile:
+                they wait for it before they reach the barrier.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        self.agree(name, 0.0)
+        self.group.largest(0.0)
+        self.group.led(lambda: self._agree(name, 0.0, meets=meets))
 
     def agree(self, name: str, value: float) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
@@ -296,11 +305,11 @@ class Session:
         largest = self.group.largest(value)
         return float(self.group.led(lambda: self._agree(name, largest)))
 
-    def _agree(self, name: str, value: float) -> float:
+    def _agree(self, name: str, value: float, *, meets: bool = False) -> float:
         """Waits for the other workers, and returns the maximum of their values."""
         number = self._joining.known.rounds.get(name, 0)
         self._joining.known.rounds[name] = number + 1
-        return self._await_round(name, number, value)[0]
+        return self._await_round(name, number, value, meets=meets)[0]
 
     def agree_at(self, name: str, number: int, value: float) -> tuple[float, int]:
         """Waits as `agree` does, in a round that has a number of its own.
@@ -348,7 +357,9 @@ class Session:
         kept = self.refilling.arrivals[request.name] = pb.BarrierRequest()
         kept.CopyFrom(request)
 
-    def _await_round(self, name: str, number: int, value: float) -> tuple[float, int]:
+    def _await_round(
+        self, name: str, number: int, value: float, *, meets: bool = False
+    ) -> tuple[float, int]:
         """Waits at the first shard until every worker has arrived; returns as `agree_at` does."""
         first, request = self.links[0], self._arrival(name, number, value)
         self._note_arrival(request)
@@ -362,6 +373,8 @@ class Session:
                 continue
             if reply.done:
                 return reply.value, reply.newest
+            for pushes in list(self.pushes) if meets else ():
+                pushes.meet()
             waited_s = time.monotonic() - started_s
             log.warning(
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
