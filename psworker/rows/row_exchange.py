@@ -60,6 +60,7 @@ class RowExchange:
         counts: By slice: pushes of this worker, as the shards count them; the step of its next.
         versions: By slice: version of the rows that training has pulled last.
         missed: Steps whose rows did not count in every slice.
+        answers: The waits for answers to pushes, and to pulls behind them.
         first_answers: The waits for pulls that no push of this worker has to precede.
     """
 
@@ -78,7 +79,7 @@ class RowExchange:
         self._pushes: dict[int, OutgoingPush] = {}  # Under way, by slice.
         self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
-        self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.first_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
         session.pushes.add(self)
 
@@ -160,7 +161,7 @@ class RowExchange:
             PacelineError: The shard refused the request, or does not answer.
         """
         what = f"rows after step {self.counts[index] - 1}" if self.counts[index] else "first rows"
-        answers = self._answers if call.header.clock else self.first_answers
+        answers = self.answers if call.header.clock else self.first_answers
         reply = answers.wait(call.done, index, what)
         if not call.header.look:
             self.versions[index] = reply.version
@@ -211,9 +212,6 @@ class RowExchange:
         for index in list(self._pushes):
             self._await_acknowledgement(index)
 
-    def meet(self) -> None:
-        """Returns at once: no worker waits for another one's rows."""
-
     def follow(self) -> None:
         """Forgets pushes under way if this worker has joined the job again; they may be counted."""
         if self._joined_as != self.session.incarnation:
@@ -242,7 +240,7 @@ class RowExchange:
         if push is None:
             return
         try:
-            reply = self._answers.wait(push.done, index, "room for rows")
+            reply = self.answers.wait(push.done, index, "room for rows")
         except TableFullError:
             self._pushes[index] = push
             self._raise_failed()

@@ -103,6 +103,11 @@ class AnswerWait:
             for answer in answers.values():
                 answer.remove_done_callback(wake)
 
+    def meet(self) -> None:
+        """Meets workers that come or end, if they wait for this one."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+
     def _await(self, poll: Callable[[], T], index: int, what: str) -> T:
         """Returns what `poll` returns once it no longer raises `TimeoutError`."""
         self._before()
@@ -125,8 +130,7 @@ class AnswerWait:
                 except TimeoutError:
                     self._session.check()
                     self._check()
-                    if self.meanwhile is not None:
-                        self.meanwhile()
+                    self.meet()
                     if self.upload is not None and taking_part.is_first(self._session):
                         upload, self.upload = self.upload, None  # It waits for acknowledgements.
                         upload()

@@ -247,11 +247,6 @@ class Exchange:
         for index in list(self._pushes):
             self.acknowledged(index)
 
-    def meet(self) -> None:
-        """Meets workers that come or end, where they wait for this one."""
-        if self.answers.meanwhile is not None:
-            self.answers.meanwhile()
-
     def give_up_step(self, step: int | None, problem: BaseException) -> None:
         """Gives up the step under way, if any, and logs whether it counts (`Missed.give_up`)."""
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]

@@ -42,15 +42,24 @@ class AgreedTable(NamedTuple):
     content: Content
 
 
+class AnswersUnderWay(Protocol):
+    """The waits of one table."""
+
+    def meet(self) -> None:
+        """Meets workers that come or end, if they wait for this one."""
+        ...
+
+
 class PushesUnderWay(Protocol):
     """The pushes of one table."""
 
-    def flush(self) -> None:
-        """Waits until every push is acknowledged."""
+    @property
+    def answers(self) -> AnswersUnderWay:
+        """The waits for answers to them."""
         ...
 
-    def meet(self) -> None:
-        """Meets workers that come or end, where they wait for this one."""
+    def flush(self) -> None:
+        """Waits until every push is acknowledged."""
         ...
 
 
@@ -374,7 +383,7 @@ class Session:
             if reply.done:
                 return reply.value, reply.newest
             for pushes in list(self.pushes) if meets else ():
-                pushes.meet()
+                pushes.answers.meet()
             waited_s = time.monotonic() - started_s
             log.warning(
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
