@@ -606,7 +606,7 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
 
 
 def comes_to_a_barrier(me: Station, place: str) -> None:
-    """Tells when it is about to wait at a barrier, and does so when told."""
+    """Reports that it is about to wait at a barrier, and waits there when told."""
     wait = Session.barrier
 
     def told(session: Session, name: str = "barrier", **options: Any) -> None:
