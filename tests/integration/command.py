@@ -1,5 +1,6 @@
 """Runs `psserver` as a user does, on free ports, and leaves no process behind."""
 
+import itertools
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from tests.integration import warm
 T = TypeVar("T")
 WAIT_S = 200.0
 PORT_FIRST, NUM_PORTS = 10_000, 20_000  # Below those that the system chooses from.
-PORTS = iter(range(os.getpid() * 37, os.getpid() * 37 + NUM_PORTS))
+PORTS = itertools.count(997 * os.getpid())  # Far from those of the processes beside this one.
 
 
 def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:
@@ -134,7 +135,7 @@ def taken_port() -> socket.socket:
 
     So a process may listen there long after the socket was closed, and again after its end.
     """
-    for number in PORTS:
+    for number in itertools.islice(PORTS, NUM_PORTS):
         listener = socket.socket()
         try:
             listener.bind(("127.0.0.1", PORT_FIRST + number % NUM_PORTS))
