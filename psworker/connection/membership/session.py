@@ -299,20 +299,20 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        self.group.largest(0.0)
-        self.group.led(lambda: self._agree(name, 0.0, meets=meets))
+        self.agree(name, 0.0, meets=meets)
 
-    def agree(self, name: str, value: float) -> float:
+    def agree(self, name: str, value: float, *, meets: bool = False) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
 
         Args:
             value: This process's value, 0 or more.
+            meets: As for `barrier`.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         largest = self.group.largest(value)
-        return float(self.group.led(lambda: self._agree(name, largest)))
+        return float(self.group.led(lambda: self._agree(name, largest, meets=meets)))
 
     def _agree(self, name: str, value: float, *, meets: bool = False) -> float:
         """Waits for the other workers, and returns the maximum of their values."""
