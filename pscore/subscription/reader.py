@@ -255,7 +255,7 @@ class Reader:
             asks = [self._ask(index) for index in range(len(self._lines))]
             is_over = looked and end_s is not None and time.monotonic() >= end_s
             if held is not None and (newer_than is None or held.version > newer_than):
-                if is_over or (looked and (found is not None or not self._expects(asks))):
+                if looked and (is_over or found is not None or not self._expects(asks)):
                     return held
             elif is_over:
                 raise TimeoutError(self._reason(newer_than, timeout_s or 0.0))

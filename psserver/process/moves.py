@@ -38,6 +38,7 @@ log = structlog.get_logger()
 POLL_S = 0.02
 BEATS = 3  # Workers get so many intervals between heartbeats to learn the next address.
 BEATS_A_LEASE = 5
+MENDERS_S = 60.0  # Longest wait for the processes that restore lost jobs, in a long restore too.
 
 
 class ShardMoves:
@@ -220,16 +221,28 @@ class ShardMoves:
             )
 
     async def announce(self, address: str) -> None:
-        """Names the next address, and waits until live workers and menders know it."""
+        """Names the next address, and waits until live workers and menders know it.
+
+        Raises:
+            LimitError: A mender that still asks has not taken note of the address.
+        """
         assert self.control is not None
         self.control.announce(address)
         beats_s = BEATS * self._engine.shard.lease_s / BEATS_A_LEASE
-        deadline_s = self._engine.now() + beats_s
+        begin_s = self._engine.now()
         while address:
+            now_s = self._engine.now()
             live = {(job, member.incarnation) for job, member in self._live()}
-            is_told = live <= self.control.told or self._engine.now() >= deadline_s
-            if is_told and self.control.menders.know(address, self._engine.now()):
+            is_told = live <= self.control.told or now_s - begin_s >= beats_s
+            is_noted = self.control.menders.know(address, now_s)
+            if is_told and is_noted:
                 return
+            if not is_noted and now_s - begin_s >= MENDERS_S:
+                raise LimitError(
+                    f"the process that takes checkpoints has not noted for {MENDERS_S:g} s that "
+                    f"this shard will be at {address}; its log (psserver logs, on the host of "
+                    "shard 0) says what keeps it"
+                )
             await asyncio.sleep(POLL_S)
 
     async def freeze(self) -> None:

@@ -56,7 +56,7 @@ class Link:
         self.control = control_pb2_grpc.ControlStub(cast("grpc.Channel", self._channel))
         self.publications = publish_pb2_grpc.PublicationsStub(cast("grpc.Channel", self._channel))
         self._next = ""  # Where the shard will soon be, as last reported; empty: it stays.
-        self._silent_s: float | None = None  # Since when nobody answers there.
+        self._away_since_s: float | None = None  # Since when nobody answers there.
         self._at_next: grpc.Channel | None = None  # Open while the shard is awaited there.
         self._moving = threading.Lock()  # Lock of the three above and of `address` in a move.
         self._transport: Transport | None = None
@@ -118,7 +118,7 @@ class Link:
         """Notes where the shard will soon be, and waits for it there, on a thread of its own."""
         if address == self._next:
             return
-        self._next, self._silent_s = address, None
+        self._next, self._away_since_s = address, None
         self.patience.delay_s_max = AGAIN_S if address else DELAY_S_MAX
         if self._at_next is not None:
             self._at_next.close()
@@ -258,11 +258,11 @@ class Link:
             return False
         reply = self._ask(address)
         if reply is not None:
-            self._silent_s = None
+            self._away_since_s = None
             return reply.stands_by or reply.instance == self.instance
         now_s = time.monotonic()
-        self._silent_s = self._silent_s or now_s
-        return now_s - self._silent_s < AWAY_S
+        self._away_since_s = self._away_since_s or now_s
+        return now_s - self._away_since_s < AWAY_S
 
     def cut(self) -> None:
         """Closes the data plane; requests under way fail."""
