@@ -48,6 +48,10 @@ class Content(ABC):
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `of`, as JSON can hold them."""
 
+    def difference(self, theirs: Content, tensors: Sequence[TensorSpec]) -> str | None:
+        """Returns a sentence about the first difference from the job's content, or None."""
+        return None if self == theirs else f"content is {self} here and {theirs} in the job"
+
     @abstractmethod
     def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
         """Returns the slices of a table on each shard.

@@ -79,10 +79,9 @@ class TableSpec:
         ):
             if mine != yours:
                 return f"{what} is {mine} here and {yours} in the job"
-        difference = first_difference(self.tensors, theirs.tensors)
-        if difference is None and self.content != theirs.content:
-            return f"content is {self.content} here and {theirs.content} in the job"
-        return difference
+        return first_difference(self.tensors, theirs.tensors) or self.content.difference(
+            theirs.content, self.tensors
+        )
 
     # ----- as a message
 

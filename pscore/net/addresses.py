@@ -88,8 +88,8 @@ def explain_silence(address: str) -> str:
     state = _probe(host, port)
     if state == "open":
         return (
-            f"port {port} is open there, and the process behind it is silent: it is stopped, "
-            "hangs, or is no shard"
+            f"port {port} is open there, and the process behind it is silent: it is busy or "
+            "stopped, hangs, or is no shard"
         )
     if is_loopback(host) or state != "refused":
         return ""

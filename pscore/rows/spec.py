@@ -98,6 +98,19 @@ class Rows(Content):
         """Returns the arguments of `of`."""
         return {"tables": [asdict(table) for table in self.tables], "parts": self.parts}
 
+    def difference(self, theirs: Content, tensors: Sequence[TensorSpec]) -> str | None:
+        """Returns a sentence about the first argument of a row table that differs, or None."""
+        ours, yours = self.tables, theirs.tables if isinstance(theirs, Rows) else ()
+        for tensor, mine, given in zip(tensors, ours, yours, strict=False):
+            for field in fields(RowTable):
+                one, other = (getattr(table, field.name) for table in (mine, given))
+                if one != other:
+                    return (
+                        f"row table {tensor.name!r} has {field.name} {one!r} here and {other!r} "
+                        "in the job"
+                    )
+        return super().difference(theirs, tensors)
+
     def layout(self, tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
         """Returns the row slices: each owns a range of buckets, the same of all row tables.
 

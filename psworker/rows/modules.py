@@ -252,14 +252,22 @@ class EmbeddingTable(torch.nn.Module):
         cls, given: torch.Tensor | torch.nn.Module, freeze: bool | None, **options: Any
     ) -> Self:
         """Returns a table with the rows of a tensor or of a module of torch."""
-        values = given if isinstance(given, torch.Tensor) else given.weight
+        values = given if isinstance(given, torch.Tensor) else getattr(given, "weight", None)
         for name in ("norm_type", "scale_grad_by_freq"):
             if hasattr(given, name):
                 options[name] = getattr(given, name)
         if not (isinstance(values, torch.Tensor) and values.dim() == 2):  # noqa: PLR2004
             raise ConfigError("from_pretrained() takes a matrix, or an Embedding of torch.nn")
+        if not len(values):
+            raise ConfigError(
+                "from_pretrained() got a matrix without rows; those of a row table are on the "
+                "shards: pass load_embedding() of a file that psserver export --table wrote"
+            )
         table = cls(len(values), values.shape[1], **options)
         rows = values.detach().to("cpu", torch.float32).numpy().copy()
+        wrong = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        if len(wrong):
+            raise ConfigError(f"row {wrong[0]} given to from_pretrained() holds NaN or Inf")
         if table.max_norm is not None:
             _bound(rows, table.max_norm)
         if table.padding_idx is not None and rows[table.padding_idx].any():
@@ -315,7 +323,8 @@ class Embedding(EmbeddingTable):
             name: The table's name in the job; empty: that of the module in the model.
 
         Raises:
-            ConfigError: The rows are no matrix, or the row of `padding_idx` is not zero.
+            ConfigError: The rows are no matrix, one is not finite, or that of `padding_idx` is not
+                zero.
         """
         if isinstance(embeddings, torch.nn.Embedding):
             padding_idx = embeddings.padding_idx if padding_idx is None else padding_idx
@@ -424,7 +433,8 @@ class EmbeddingBag(EmbeddingTable):
             name: As for `Embedding`.
 
         Raises:
-            ConfigError: The rows are no matrix, or the row of `padding_idx` is not zero.
+            ConfigError: The rows are no matrix, one is not finite, or that of `padding_idx` is not
+                zero.
         """
         if isinstance(embeddings, torch.nn.EmbeddingBag):
             mode = mode or embeddings.mode

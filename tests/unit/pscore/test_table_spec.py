@@ -11,6 +11,7 @@ from pscore.contents import LONG
 from pscore.errors import ConfigError
 from pscore.json_text import COUNT_MAX
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rows.spec import Rows, RowTable
 from pscore.rules import SSGD, parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, TensorSpec
@@ -86,3 +87,30 @@ def test_arguments_that_are_not_a_json_object_are_refused(arguments: str) -> Non
     table.rule.arguments = arguments
     with pytest.raises(ConfigError, match="arguments of 'ssd' are not"):
         TableSpec.from_proto(table)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (RowTable(init="zeros"), "row table 'b' has init 'zeros' here and 'normal(1)' in the job"),
+        (RowTable(seed=7, ttl=3), "row table 'b' has seed 7 here and 0 in the job"),
+        (RowTable(max_norm=0.5), "row table 'b' has max_norm 0.5 here and 0.0 in the job"),
+        (RowTable(), None),
+    ],
+)
+def test_row_tables_that_differ_are_told_apart_by_name(
+    other: RowTable, sentence: str | None
+) -> None:
+    tensors = tuple(TensorSpec(name=name, shape=(0, 4), dtype="float32") for name in "abc")
+    job, here = (
+        replace(
+            SPEC,
+            tensors=tensors,
+            rule=SSGD(),
+            compressor=NoCompression(),
+            optimizer="sgd",
+            content=Rows(tables=(RowTable(), table, RowTable())),
+        )
+        for table in (RowTable(), other)
+    )
+    assert here.difference(job) == sentence

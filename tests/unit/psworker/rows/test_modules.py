@@ -209,6 +209,13 @@ def test_wrong_ids_are_refused_in_plain_words() -> None:
 
 
 ODD: Any = 1.5
+ON_SHARDS: Any = Embedding(9, 4)
+
+
+def with_wrong_rows(number: float) -> torch.Tensor:
+    values = torch.ones(5, 2)
+    values[2, 1] = values[4, 0] = number
+    return values
 
 
 @pytest.mark.parametrize(
@@ -231,6 +238,12 @@ ODD: Any = 1.5
         (lambda: EmbeddingBag(9, 4, mode="min"), "mode is 'min'"),
         (lambda: Embedding.from_pretrained(torch.zeros(3)), "takes a matrix"),
         (lambda: Embedding.from_pretrained(torch.ones(3, 2), padding_idx=1), "is not zero"),
+        (lambda: Embedding.from_pretrained(torch.nn.Linear(2, 3).bias), "takes a matrix"),
+        (lambda: Embedding.from_pretrained(ODD), "takes a matrix"),
+        (lambda: Embedding.from_pretrained(ON_SHARDS), "without rows; .* load_embedding"),
+        (lambda: EmbeddingBag.from_pretrained(ON_SHARDS.weight), "load_embedding"),
+        (lambda: Embedding.from_pretrained(with_wrong_rows(torch.inf)), "row 2 given .* NaN or"),
+        (lambda: EmbeddingBag.from_pretrained(with_wrong_rows(torch.nan)), "row 2 given"),
     ],
 )
 def test_an_argument_that_cannot_be_as_in_torch_is_refused(
