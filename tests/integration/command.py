@@ -125,9 +125,28 @@ class Command:
 
     def run_file(self) -> dict[str, Any]:
         """Returns the only run file there is."""
-        (path,) = self.folder.rglob("run.json")
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
+        return read_run(self.folder)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Returns the only run file below a folder."""
+    (path,) = folder.rglob("run.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def live_shards(folder: Path) -> list[int]:
+    """Returns the numbers of the shards' processes, once all of them run.
+
+    A shard answers its workers before the supervisor has noted its process in the run file: until
+    then the file has the number of the one that was killed, or none.
+    """
+
+    def found() -> list[int]:
+        pids = [shard["pid"] for shard in read_run(folder)["shards"]]
+        return [] if any(pid is None or gone(pid) for pid in pids) else pids
+
+    return eventually(found)
 
 
 def taken_port() -> socket.socket:
@@ -151,6 +170,12 @@ def free_ports(count: int) -> list[int]:
     """Returns ports on which nobody listens."""
     with ExitStack() as taken:
         return [taken.enter_context(taken_port()).getsockname()[1] for _ in range(count)]
+
+
+def free_row(count: int) -> int:
+    """Returns the first of so many such ports in a row."""
+    ports = free_ports(count)
+    return ports[0] if ports[-1] - ports[0] == count - 1 else free_row(count)
 
 
 def require_started(process: subprocess.Popen[str]) -> None:

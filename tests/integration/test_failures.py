@@ -19,7 +19,7 @@ from psserver.remote import ask
 from psworker.connection.shard_link import Link
 from tests.inside import table_of
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
-from tests.integration.command import gone
+from tests.integration.command import free_ports, gone
 from tests.integration.models import (
     backward,
     batch,
@@ -409,7 +409,7 @@ def test_without_any_server_shards_start_and_end_with_the_script(script: Path, e
 @pytest.mark.slow
 def test_workers_of_torchrun_share_the_shards_that_the_first_of_them_starts(script: Path) -> None:
     """The variables that torchrun sets, and no address: ranks 0 and 1 on one machine."""
-    port = str(20000 + os.getpid() % 20000)
+    (port,) = free_ports(1)
 
     def variables(rank: int) -> dict[str, str]:
         return {
@@ -418,7 +418,7 @@ def test_workers_of_torchrun_share_the_shards_that_the_first_of_them_starts(scri
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": new_job(),
             "TORCHELASTIC_RESTART_COUNT": "0",
         }

@@ -1,6 +1,5 @@
 """Shards killed under load come back with all they had acknowledged: to the bit, and unasked."""
 
-import json
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command, require_started
+from tests.integration.command import Command, live_shards, require_started
 
 DEADLINE_S = 200.0
 STEPS = 60
@@ -27,17 +26,15 @@ class Shards:
         self.command = command
         self._rng = random.Random(7)
 
-    def run(self) -> dict[str, Any]:
-        found = list(self.command.folder.glob("paceline/*/run.json"))
-        run: dict[str, Any] = json.loads(found[0].read_text())
-        return run
+    def addresses(self) -> list[str]:
+        return list(self.command.run_file()["addresses"])
 
-    def kill(self) -> int:
-        """Kills a random shard; returns its process number."""
-        pid = self._rng.choice(self.run()["shards"])["pid"]
-        if pid is not None:
-            os.kill(int(pid), signal.SIGKILL)
-        return int(pid or 0)
+    def pids(self) -> list[int]:
+        return live_shards(self.command.folder)
+
+    def kill(self) -> None:
+        """Kills a random shard."""
+        os.kill(self._rng.choice(self.pids()), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
 
 
 def run(shards: Shards, job: str, kills: int, arguments: tuple[Any, ...]) -> list[float]:
-    servers = ",".join(shards.run()["addresses"])
+    servers = ",".join(shards.addresses())
     workers = [
         Worker(
             train,

@@ -72,13 +72,13 @@ def train(me: Station, modes: tuple[str, str]) -> tuple[str, str]:
 
 def run(shards: Shards, job: str, modes: tuple[str, str], *, kills: bool) -> list[tuple[str, str]]:
     """Runs two workers; returns their digests, and with kills that of a checkpoint of the half."""
-    (address,) = addresses = shards.run()["addresses"]
+    (address,) = addresses = shards.addresses()
     variables = {"WORLD_SIZE": "2", "PACELINE_SERVERS": address, "PACELINE_JOB": job}
     workers = [Worker(train, rank, (modes,), variables | {"RANK": str(rank)}) for rank in range(2)]
     read: Callable[..., TableState] = vars(checkpoint)["_read"]
 
     def kill() -> None:
-        pid = int(shards.run()["shards"][0]["pid"])
+        (pid,) = shards.pids()
         os.kill(pid, signal.SIGKILL)
         eventually(partial(gone, pid))
 

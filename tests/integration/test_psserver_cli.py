@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pscore.net.rpc import RETRYABLE
 from pscore.pb.ps.v1 import data_pb2
-from tests.integration.command import Command, eventually, gone, taken_port
+from tests.integration.command import Command, eventually, free_ports, gone, taken_port
 from tests.integration.worker import Worker, nested
 
 
@@ -163,7 +163,7 @@ def test_a_taken_data_port_is_named(psserver: Command) -> None:
 
 
 def test_data_sockets_listen_where_they_were_told(psserver: Command) -> None:
-    port = 20_000 + os.getpid() % 10_000  # Below the ports that the kernel gives to other tests.
+    (port,) = free_ports(1)
     with psserver.detached("--data-port", port):
         socket.create_connection(("127.0.0.1", port), timeout=200).close()
 

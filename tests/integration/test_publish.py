@@ -31,7 +31,7 @@ from psworker.connection.exchange.publishing import begin_publication
 from psworker.training import table
 from tests.inside import forget_worker, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, wait_until
-from tests.integration.command import Command
+from tests.integration.command import Command, eventually
 from tests.integration.models import backward, batch, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
@@ -232,7 +232,6 @@ def stop(process: psutil.Process) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("moment", ["while it waits", "before it fetches"])
 def test_a_reader_of_a_stopped_shard_is_told_in_time(moment: str) -> None:
     job = new_job()
@@ -283,6 +282,13 @@ def publishes_other_arrays(station: Station) -> None:
         psworker.shutdown()
 
 
+def why_none(reader: psworker.Subscriber, newer_than: WeightsVersion | None) -> str:
+    """Returns why a reader gets no version; a busy shard may be too late with its reason."""
+    with pytest.raises(TimeoutError) as raised:
+        reader.wait(newer_than=newer_than, timeout_s=0.1)
+    return str(raised.value)
+
+
 @pytest.mark.slow
 def test_a_reader_sees_a_job_that_has_started_over_and_why_there_is_no_newer_version(
     shards: Shards,
@@ -295,10 +301,9 @@ def test_a_reader_sees_a_job_that_has_started_over_and_why_there_is_no_newer_ver
         worker.hear()
         former = subscriber.wait(timeout_s=WAIT_S)
         assert list(former.arrays) == ["a"]
-        with pytest.raises(TimeoutError) as raised:  # Another shard has no slice of it.
-            subscriber.wait(newer_than=former.version, timeout_s=0.1)
         than = f"newer than {tuple(former.version)} within 0.1 s"
-        assert str(raised.value) == f"no version of job {job!r} {than}"
+        said = f"no version of job {job!r} {than}"  # Another shard has no slice of it.
+        eventually(lambda: why_none(subscriber, former.version) == said)
         worker.tell()
         worker.hear()
         with psworker.Subscriber(shards.addresses, job=job) as other:
@@ -444,8 +449,8 @@ def test_the_command_says_that_no_version_comes(tmp_path: Path) -> None:
         assert "within 5 s" in process.stderr.readline()
 
 
-def publishes_always(station: Station) -> None:
-    """Publishes arrays that are full of the step, until the test says so."""
+def publishes_always(station: Station) -> int:
+    """Publishes arrays that are full of the step, until the test says so; returns the last step."""
     psworker.init()
     arrays = {f"w{index}": np.zeros(30_000, dtype=np.float32) for index in range(4)}
     publisher = psworker.Publisher(arrays)
@@ -455,6 +460,7 @@ def publishes_always(station: Station) -> None:
         for array in arrays.values():
             array.fill(step % 200)
         publisher.publish(step)
+    return step
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_a_shard_may_be_killed_while_its_worker_sends_again(tmp_path: Path, plan
             kills = 0
             while worker.hear() == "sends again":
                 if kills < KILLS:
-                    pid = shards.run()["shards"][0]["pid"]
+                    (pid,) = shards.pids()
                     os.kill(pid, signal.SIGKILL)
                     eventually(partial(gone, pid))
                     kills += 1

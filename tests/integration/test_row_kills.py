@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command, require_started
+from tests.integration.command import Command, live_shards, require_started
 from tests.integration.row_models import Net, batch, make_tables
 from tests.integration.test_rows import Rows, require_same, values_of, wrap
 
@@ -30,17 +29,12 @@ class Killed:
         self._command = command
         self._rng = random.Random(7)
 
-    def run(self) -> dict[str, Any]:
-        """Returns the record of the running shards."""
-        found = list(self._command.folder.glob("paceline/*/run.json"))
-        run: dict[str, Any] = json.loads(found[0].read_text())
-        return run
+    def addresses(self) -> list[str]:
+        return list(self._command.run_file()["addresses"])
 
     def kill(self) -> None:
         """Kills a random shard."""
-        pid = self._rng.choice(self.run()["shards"])["pid"]
-        if pid is not None:
-            os.kill(int(pid), signal.SIGKILL)
+        os.kill(self._rng.choice(live_shards(self._command.folder)), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -99,7 +93,7 @@ def count(me: Station) -> Rows:
 def run(
     shards: Killed, job: str, function: Callable[..., Rows], *given: Any, kills: bool
 ) -> list[Rows]:
-    servers = ",".join(shards.run()["addresses"])
+    servers = ",".join(shards.addresses())
     env = {"WORLD_SIZE": str(NUM_WORKERS), "PACELINE_SERVERS": servers, "PACELINE_JOB": job}
     workers = [
         Worker(function, rank, given, env | {"RANK": str(rank)}) for rank in range(NUM_WORKERS)

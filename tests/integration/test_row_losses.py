@@ -6,7 +6,6 @@ each slice: never twice, and where it is none, the worker that made it has logge
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ import psworker
 from pscore.net.channel import FrameChannel
 from psworker.rows.row_exchange import RowExchange
 from tests.integration.cluster import Station, Worker, new_job
-from tests.integration.command import Command, eventually, gone
+from tests.integration.command import Command, eventually, gone, live_shards
 
 GO = "go"
 PER_STEP, STEPS_MAX = 16, 64  # Ids of a step, some of them on each shard; steps of a worker.
@@ -145,8 +144,7 @@ class Job:
         return Worker(train, rank, given, self._environment | about)
 
     def shards(self) -> list[int]:
-        (path,) = self._command.folder.glob("paceline/*/run.json")
-        return [int(each["pid"] or 0) for each in json.loads(path.read_text())["shards"]]
+        return live_shards(self._command.folder)
 
     def kill_shards(self) -> None:
         for pid in self.shards():

@@ -1,7 +1,6 @@
 """Scheduled checkpoints: training continues from the newest one after everything has died."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, WorkerError
-from tests.integration.command import Command, eventually, free_ports, gone
+from tests.integration.command import Command, eventually, free_ports, gone, live_shards, read_run
 
 DEADLINE_S = 200.0
 JOB = "survivor"
@@ -34,16 +33,15 @@ class Start:
 
     def __init__(self, command: Command, state: Path, log: Path) -> None:
         self.command, self.state, self.log = command, state, log
-        self.run = json.loads((next(state.glob("*/run.json"))).read_text())
+        self.run = read_run(state)
         self.addresses = list(self.run["addresses"])
 
     @property
     def folder(self) -> Path:
         return self.state / "checkpoints"
 
-    def pid(self, index: int) -> int:
-        run = json.loads((next(self.state.glob("*/run.json"))).read_text())
-        return int(run["shards"][index]["pid"] or 0)
+    def pids(self) -> list[int]:
+        return live_shards(self.state)
 
     def schedule(self) -> psutil.Process:
         """Returns the process that takes the checkpoints."""
@@ -95,8 +93,8 @@ class Start:
     def power_cut(self) -> None:
         """Kills every process, and leaves no journal, as after the boot of a machine."""
         supervisor = psutil.Process(self.run["pid"])
-        processes = [*supervisor.children(), supervisor]
-        for process in processes:
+        processes = [supervisor, *supervisor.children()]
+        for process in processes:  # First the one that would start the others again.
             process.kill()
         for process in processes:
             eventually(lambda process=process: gone(process.pid))  # type: ignore[misc]
@@ -250,17 +248,16 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
         found = shards.newest()
         while version_of(found) < 20:
             found = shards.newest(found.sequence)
-        victim = shards.pid(0)
+        victim = shards.pids()[0]
         os.kill(victim, signal.SIGKILL)
         worker.tell("continue")
         run_until(worker, 40)
-        assert shards.pid(0) != victim
+        assert victim not in shards.pids()
         losses = ended(worker)
         assert losses[-1] < losses[15] * 1.5 < losses[0]
         # The end of the job is saved as well, and such a job is not loaded again.
         eventually(lambda: files.scan(shards.folder)[0].manifest["finished"])
-        victim = shards.pid(1)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(shards.pids()[1], signal.SIGKILL)
         shards.said("job had ended; it is not loaded")
 
 
@@ -282,8 +279,8 @@ def test_a_worker_says_how_far_its_job_goes_back(
         with shards.without_checkpoints():
             worker.tell("continue")
             run_until(worker, 20)
-            for index in range(2):
-                os.kill(shards.pid(index), signal.SIGKILL)
+            for pid in shards.pids():
+                os.kill(pid, signal.SIGKILL)
             worker.tell("continue")
             now, _ = worker.hear(DEADLINE_S)
             while now >= 20:  # The step under way may end before the worker notices.
@@ -302,7 +299,7 @@ def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Pa
     with start(tmp_path, *options) as shards:
         worker = shards.worker()
         run_until(worker, 3)
-        os.kill(shards.pid(0), signal.SIGKILL)
+        os.kill(shards.pids()[0], signal.SIGKILL)
         worker.tell("continue")
         with pytest.raises(WorkerError, match=r"StateLostError: .* without the weights"):
             run_until(worker, 30)

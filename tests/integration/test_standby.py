@@ -14,7 +14,7 @@ from pscore.pb.ps.v1.standby_pb2 import MoveRequest
 from psserver.exits import CommandError
 from psserver.remote.checkpoint_files import newest
 from psserver.remote.drain import move, promote
-from tests.integration.command import eventually
+from tests.integration.command import eventually, gone
 from tests.integration.test_drain import (
     Place,
     Results,
@@ -45,6 +45,8 @@ def lose(supervisor: Popen[str]) -> None:
     for child in children:
         child.kill()
     supervisor.kill()
+    for child in children:  # Another process may take its port then.
+        eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
 
 
 def follows(scene: Scene) -> bool:

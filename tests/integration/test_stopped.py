@@ -66,11 +66,11 @@ def train(me: Station, mode: str, moment: str) -> list[float]:
 
 def stop(shards: Shards, job: str, worker: Worker) -> None:
     """Stops a worker until the shards have declared it lost, once more."""
-    lost = f"job={job}"
+    lost = {"worker lost", f"job={job} ", "worker=1 "}
 
     def count() -> int:
         lines = shards.written().splitlines()
-        return sum("worker lost" in line and lost in line for line in lines)
+        return sum(all(part in f"{line} " for part in lost) for line in lines)
 
     before = count()
     os.kill(worker.pid, signal.SIGSTOP)
