@@ -23,6 +23,7 @@ class _HeldJobs:
     instance: int
     held: set[str]  # Jobs of which it has had weights.
     lost: set[str] = field(default_factory=set)  # Those that it no longer has.
+    is_late: bool = False  # Whether a standby may have had its place since then.
 
 
 class Losses:
@@ -44,11 +45,13 @@ class Losses:
         Args:
             answers: The status of each shard, in order; None: it does not answer.
             is_late: Whether a shard may have got a standby since the last look, and that its place:
-                then a change since is no loss.
+                then what its next answer shows is no loss.
         """
+        for known in self._shards.values():
+            known.is_late = known.is_late or is_late
         there = [(index, answer) for index, answer in enumerate(answers) if answer is not None]
         for index, answer in there:
-            self._note(index, answer, is_late=is_late)
+            self._note(index, answer)
         if len(there) < len(answers):
             return {}
         jobs = [job for _, answer in there for job in _running(answer)]
@@ -64,13 +67,13 @@ class Losses:
                 missing.setdefault(job, []).append(index)
         return missing
 
-    def _note(self, index: int, answer: pb.StatusReply, *, is_late: bool) -> None:
+    def _note(self, index: int, answer: pb.StatusReply) -> None:
         instance, held = answer.shard.instance, jobs_with_weights(answer)
         known = self._shards.setdefault(index, _HeldJobs(instance, held))
-        if known.instance != instance and not is_late:
+        if known.instance != instance and not known.is_late:
             known.lost |= known.held
         known.lost = (known.lost | {one.job for one in answer.lost}) - held
-        known.instance, known.held = instance, held
+        known.instance, known.held, known.is_late = instance, held, False
 
 
 def torn(answers: Sequence[pb.StatusReply]) -> dict[str, list[int]]:

@@ -80,11 +80,13 @@ class Mender:
     def _ask(self, credentials: Credentials) -> list[pb.StatusReply | CommandError]:
         """Asks all shards, which learn what this process knows of their standbys."""
         former_s, self._asked_s = self._asked_s, time.monotonic()
-        if self._asked_s - former_s > LATE_S:
-            self._is_late = True
-            log.warning("no look for lost jobs for a while: those lost meanwhile stay so")
         request = pb.StatusRequest(mender=self._name, next_addresses=self._successors.next)
-        return ask.answers(self._addresses, credentials, request)
+        try:
+            return ask.answers(self._addresses, credentials, request)
+        finally:  # A stop in the middle counts too: another process may have answered.
+            if time.monotonic() - former_s > LATE_S:
+                self._is_late = True
+                log.warning("no look for lost jobs for a while: those lost meanwhile stay so")
 
     def _ask_one(self, address: str) -> pb.StatusReply | None:
         try:

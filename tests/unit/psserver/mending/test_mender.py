@@ -31,6 +31,7 @@ class Cluster:
         self.refusal: CommandError | None = None
         self.requests: list[pb.StatusRequest] = []
         self.now_s = 0.0
+        self.answer_s = 0.0  # How long an answer takes.
         monkeypatch.setattr(ask, "answers", self.answer)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(module, "restore", self.restore)
@@ -38,6 +39,7 @@ class Cluster:
     def answer(
         self, addresses: Any, credentials: Any, request: pb.StatusRequest | None = None
     ) -> list[pb.StatusReply | CommandError]:
+        self.now_s += self.answer_s
         if request is not None:
             self.requests.append(request)
             if self.is_restoring.is_set() and self.pauses_s:
@@ -121,7 +123,41 @@ def test_it_restores_nothing_that_was_lost_while_it_was_stopped(
     assert module.LATE_S < LEASE_S
 
 
-@pytest.mark.parametrize("pause_s", [10, module.LATE_S + 1])
+@pytest.mark.parametrize("answer_s", [1.0, module.LATE_S])
+def test_it_restores_nothing_that_was_lost_while_it_was_stopped_in_a_question(
+    answer_s: float, cluster: Cluster, tmp_path: Path
+) -> None:
+    write(tmp_path, make(1.0, "a"), keep=3)
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.look()
+    cluster.now_s += 1
+    cluster.answer_s, cluster.answers = answer_s, [shard(1, a=7), shard(5, a=-1)]
+    mender.look()
+    cluster.answer_s = 0.0
+    mender.look()
+    assert bool(cluster.restored) is (answer_s < module.LATE_S)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_it_restores_nothing_of_a_shard_that_is_silent_when_it_runs_again(
+    is_stopped: bool, cluster: Cluster, tmp_path: Path
+) -> None:
+    write(tmp_path, make(1.0, "a"), keep=3)
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.look()
+    cluster.now_s += module.LATE_S + is_stopped
+    for second in (CommandError(Exit.NO_ANSWER, "b:1"), shard(5, a=-1), shard(5, a=-1)):
+        cluster.answers = [shard(1, a=7), second]
+        mender.look()
+    assert bool(cluster.restored) is not is_stopped
+    cluster.answers = [shard(1, a=7), shard(5, a=8)]
+    mender.look()
+    cluster.answers = [shard(1, a=7), shard(6, a=-1)]
+    mender.look()
+    assert cluster.restored  # What is lost later is restored again.
+
+
+@pytest.mark.parametrize("pause_s", [7, module.LATE_S + 1])
 def test_it_restores_what_was_lost_during_a_long_restore(
     pause_s: float, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -129,8 +165,8 @@ def test_it_restores_what_was_lost_during_a_long_restore(
     write(tmp_path, make(1.0, "a"), keep=3)
     mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
     mender.look()
-    cluster.answers, cluster.pauses_s = [shard(1, a=7), shard(5, a=-1)], [10, pause_s, 10]
+    cluster.answers, cluster.pauses_s = [shard(1, a=7), shard(5, a=-1)], [7, pause_s, 7]
     mender.look()
     cluster.answers = [shard(6, a=-1), shard(5, a=7)]
     mender.look()
-    assert len(cluster.restored) == (2 if pause_s == 10 else 1)
+    assert len(cluster.restored) == (2 if pause_s == 7 else 1)
