@@ -78,11 +78,12 @@ class Link:
         """
 
         def attempt() -> T:
+            address = self.address
             try:
                 return method(request, timeout=timeout_s)
             except grpc.RpcError as failure:
                 self._look_elsewhere(failure)
-                self._require_same(failure)
+                self._require_same(failure, address)
                 raise
 
         return self.patience.call(attempt)
@@ -168,7 +169,7 @@ class Link:
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.
         """
-        request.instance = self.instance
+        request.instance, address = self.instance, self.address
         try:
             reply = self.control.Heartbeat(request, timeout=timeout_s)
             self.waiting_for, self.patience.heard_s = reply.waiting_for, time.monotonic()
@@ -176,7 +177,7 @@ class Link:
                 self.uneven = reply.uneven
                 if self.uneven:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
-            self._check(reply.instance, reply.former_instance)
+            self._check(reply.instance, reply.former_instance, address)
             self.epochs = dict(reply.epochs)
             with self._moving:
                 self._expect("" if reply.next_address == self.address else reply.next_address)
@@ -186,7 +187,7 @@ class Link:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
                 with contextlib.suppress(ServerUnavailableError):
-                    self._require_same(failure)
+                    self._require_same(failure, address)
                     raise error from None
                 return ()
             self._look_elsewhere(failure)
@@ -200,20 +201,21 @@ class Link:
         """Seconds since a heartbeat was answered."""
         return time.monotonic() - self.patience.heard_s
 
-    def _check(self, instance: int, former: int) -> None:
+    def _check(self, instance: int, former: int, address: str) -> None:
         """Checks that the shard's process is the one that this worker has joined, or its heir.
 
         Args:
             instance: Number of the shard.
             former: Its number before it went on without its standby, which has that number still.
+            address: Where it was when it was asked.
 
         Raises:
-            ServerUnavailableError: It is another, and the shard is about to be at its standby.
+            ServerUnavailableError: It is another, and the shard is or may soon be at its standby.
             ReplacedError: It is another, which lacks unsaved state; this worker must rejoin.
         """
         if self.instance and self.instance == former:
             self.instance = instance
-        if self.instance not in (0, instance) and self._is_awaited_elsewhere():
+        if self.instance not in (0, instance) and self._is_awaited_elsewhere(address):
             raise ServerUnavailableError(f"{self.address} is empty, and its standby has the shard")
         self._seen = instance
         self.require_whole()
@@ -234,9 +236,10 @@ class Link:
         Raises:
             PacelineError: The shard does not answer in time.
         """
+        address = self.address
         reply = self.describe()
         with contextlib.suppress(ReplacedError):
-            self._check(reply.instance, reply.former_instance)
+            self._check(reply.instance, reply.former_instance, address)
         return self.is_bare
 
     def joined(self, instance: int, rank: int, incarnation: int) -> None:
@@ -244,19 +247,35 @@ class Link:
         self.instance = self._seen = instance
         self.joined_as = rank, incarnation
 
-    def _require_same(self, failure: grpc.RpcError) -> None:
-        """Raises ServerUnavailableError if an empty process refused a call in the shard's place."""
-        if self._next and failure.code() not in SILENT:
+    def _require_same(self, failure: grpc.RpcError, address: str) -> None:
+        """Raises ServerUnavailableError if an empty process refused a call in the shard's place.
+
+        Args:
+            failure: Why the call failed.
+            address: Where the shard was when it was called.
+        """
+        if failure.code() in SILENT:
+            return
+        with self._moving:
+            has_moved, is_to_move = self.address != address, bool(self._next)
+        if has_moved:
+            raise ServerUnavailableError(f"the shard is no longer at {address}")
+        if is_to_move:
             with contextlib.suppress(grpc.RpcError, ReplacedError):
                 reply = self.control.Describe(pb.DescribeRequest(), timeout=ELSEWHERE_S)
-                self._check(reply.instance, reply.former_instance)
+                self._check(reply.instance, reply.former_instance, address)
 
-    def _is_awaited_elsewhere(self) -> bool:
-        """Returns whether a standby has the shard, or may have everything of it."""
-        address = self._next
-        if not address:
-            return False
-        reply = self._ask(address)
+    def _is_awaited_elsewhere(self, address: str) -> bool:
+        """Returns whether a standby has the shard, or may have everything of it.
+
+        Args:
+            address: Where an empty process was.
+        """
+        with self._moving:
+            has_moved, there = self.address != address, self._next
+        if has_moved or not there:
+            return has_moved
+        reply = self._ask(there)
         if reply is not None:
             self._away_since_s = None
             return reply.stands_by or reply.instance == self.instance
@@ -302,8 +321,9 @@ class Link:
 
     def endpoint(self) -> Endpoint:
         """Returns the place of the shard's data sockets, which it asks the shard for."""
+        address = self.address
         reply = self.describe()
-        self._check(reply.instance, reply.former_instance)
+        self._check(reply.instance, reply.former_instance, address)
         host = self.address.rpartition(":")[0].strip("[]")
         is_unix = self.address.startswith("unix:")
         return Endpoint(

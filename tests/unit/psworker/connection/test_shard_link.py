@@ -1,7 +1,7 @@
 """Calls to one shard: repeated while the network fails, never when the shard refuses."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +97,7 @@ def fails(*failures: BaseException) -> Callable[[], str]:
 
 
 DOWN = Failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+REFUSED = Failure(grpc.StatusCode.ABORTED, "no such worker", "ReplacedError")
 
 
 def test_a_call_is_repeated_while_nobody_answers_less_and_less_often(clock: Clock) -> None:
@@ -180,12 +181,14 @@ class Control:
         self.timeouts: list[float] = []
         self.known: list[int] = []
         self.next_address, self.instance = "", 7
+        self.answer: Callable[[], None] = lambda: None  # Called before an answer.
 
     def Heartbeat(  # noqa: N802 - gRPC's name
         self, request: pb.HeartbeatRequest, timeout: float
     ) -> pb.HeartbeatReply:
         self.timeouts.append(timeout)
         self.known.append(request.instance)
+        self.answer()
         if self.failure is not None:
             raise self.failure
         return pb.HeartbeatReply(
@@ -235,6 +238,7 @@ class Awaiting(control_pb2_grpc.ControlServicer):
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, bool]] = []
+        self.address = ""
 
     def Describe(  # noqa: N802 - gRPC's name
         self, request: pb.DescribeRequest, context: object
@@ -243,20 +247,57 @@ class Awaiting(control_pb2_grpc.ControlServicer):
         return pb.DescribeReply(instance=7 if len(self.asked) > 1 else 3)
 
 
-def test_a_link_awaits_its_shard_at_the_next_address_and_moves_there() -> None:
+@pytest.fixture
+def moving() -> Iterator[tuple[Link, Control, Awaiting]]:
+    """A link whose shard is about to be at another address, and moves there at once."""
     server, standby = grpc.server(ThreadPoolExecutor(1)), Awaiting()  # type: ignore[abstract]
     control_pb2_grpc.add_ControlServicer_to_server(standby, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    link, control = Link(ADDRESS, patience_s=0.0), Control(None)
-    link.instance, control.next_address = 7, address
+    standby.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    link, control = Link(ADDRESS, patience_s=5.0), Control(None)
+    link.instance, control.next_address = 7, standby.address
     link.control = control  # type: ignore[assignment]
     link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
     (thread,) = [one for one in threading.enumerate() if one.name == "next-shard"]
-    thread.join(60.0)
+
+    def move() -> None:
+        server.start()
+        thread.join(60.0)
+
+    control.answer = move
+    yield link, control, standby
     link.close()
     server.stop(None)
-    assert (link.address, standby.asked) == (address, [(7, True)] * 2)
+
+
+def test_a_link_awaits_its_shard_at_the_next_address_and_moves_there(
+    moving: tuple[Link, Control, Awaiting],
+) -> None:
+    link, control, standby = moving
+    control.answer()
+    assert (link.address, standby.asked) == (standby.address, [(7, True)] * 2)
+
+
+@pytest.mark.parametrize("failure", [None, REFUSED])
+def test_an_empty_process_answers_a_heartbeat_while_the_link_moves_to_the_standby(
+    failure: BaseException | None, moving: tuple[Link, Control, Awaiting]
+) -> None:
+    link, control, standby = moving
+    control.failure, control.instance = failure, 6
+    link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+    assert link.address == standby.address
+    assert not link.is_bare
+
+
+def test_an_empty_process_refuses_a_call_while_the_link_moves_to_the_standby(
+    moving: tuple[Link, Control, Awaiting],
+) -> None:
+    link, control, standby = moving
+    control.failure = REFUSED
+    answers = [control.Heartbeat, lambda request, timeout: link.address]
+    asked = link.call(
+        lambda *request, **how: answers.pop(0)(*request, **how), pb.HeartbeatRequest()
+    )
+    assert asked == standby.address
 
 
 def test_a_standby_that_does_not_answer_for_a_while_may_still_have_the_shard(
