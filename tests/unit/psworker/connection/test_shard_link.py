@@ -293,11 +293,12 @@ def test_an_empty_process_refuses_a_call_while_the_link_moves_to_the_standby(
 ) -> None:
     link, control, standby = moving
     control.failure = REFUSED
-    answers = [control.Heartbeat, lambda request, timeout: link.address]
-    asked = link.call(
-        lambda *request, **how: answers.pop(0)(*request, **how), pb.HeartbeatRequest()
-    )
-    assert asked == standby.address
+    asked: list[Callable[..., Any]] = [control.Heartbeat, lambda *_, **__: link.address]
+
+    def method(request: pb.HeartbeatRequest, timeout: float) -> Any:
+        return asked.pop(0)(request, timeout=timeout)
+
+    assert link.call(method, pb.HeartbeatRequest()) == standby.address
 
 
 def test_a_standby_that_does_not_answer_for_a_while_may_still_have_the_shard(
