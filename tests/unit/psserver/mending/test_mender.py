@@ -154,7 +154,7 @@ def test_it_restores_nothing_of_a_shard_that_is_silent_when_it_runs_again(
     mender.look()
     cluster.answers = [shard(1, a=7), shard(6, a=-1)]
     mender.look()
-    assert cluster.restored  # What is lost later is restored again.
+    assert cluster.restored  # A later loss is restored.
 
 
 @pytest.mark.parametrize("pause_s", [7, module.LATE_S + 1])
