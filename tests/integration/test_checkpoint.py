@@ -350,7 +350,7 @@ def test_a_job_whose_last_worker_ended_in_the_middle_of_a_step_has_a_checkpoint(
 ) -> None:
     """No version of all slices is there any more, nor will be while there is no worker."""
     folder, job = tmp_path / "checkpoints", new_job()
-    with Shards(2, lease_s=1.0) as shards:
+    with Shards(2, lease_s=5.0) as shards:  # A healthy worker keeps it under load.
         with shards.workers(train_torn, num_workers=1, job=job) as (worker,):
             with pytest.raises(WorkerError, match="ended with 1"):
                 worker.result()

@@ -62,7 +62,7 @@ class Place:
         self._command = Command(folder / name)
         (folder / name).mkdir()
         self.address = f"127.0.0.1:{port}"
-        options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 5]
+        options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 20]
         ports = ["--port", port, "--metrics-port", 0, "--log-level", "warning"]
         self._line = [*options, *ports, "--state-dir", folder / name / "state", *more]
 

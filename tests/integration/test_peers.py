@@ -125,7 +125,7 @@ NAMES = ("allreduce", "dpsgd", "adpsgd")
 MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
 GLOO, SGP = "allreduce(backend=gloo, average_every=10)", "sgp(average_every=10)"
 ALL = (*MODES[:2], GLOO, "adpsgd(average_every=10, warmup=5)", SGP)
-LEASE_S = 1.5
+LEASE_S = 4.0
 DIES_AT, MORE = 10, 15
 
 

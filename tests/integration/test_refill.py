@@ -262,7 +262,7 @@ def test_the_first_shard_is_lost_at_a_barrier_and_then_all_at_once(tmp_path: Pat
 def test_a_worker_that_is_lost_as_well_takes_its_part_of_the_step_with_it(tmp_path: Path) -> None:
     """No other step is touched: each element is that of a run without it from then or the next."""
     with ExitStack() as stack:
-        cluster = Cluster(tmp_path, stack, lease_s=4)
+        cluster = Cluster(tmp_path, stack, lease_s=10)  # A healthy worker keeps it.
         workers = cluster.start({0: [("push", AT, 1)], 1: [("answers", AT, 0)]}, "tcp")
         for worker in workers:
             worker.hear()

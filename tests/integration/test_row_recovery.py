@@ -50,7 +50,7 @@ def count(me: Station) -> list[Any]:
 @pytest.mark.slow
 def test_a_worker_that_was_lost_continues_where_it_looks_rows_up() -> None:
     job = new_job()
-    with Shards(2, lease_s=2.0) as shards, shards.workers(count, job=job) as workers:
+    with Shards(2, lease_s=5.0) as shards, shards.workers(count, job=job) as workers:
         first, second = workers
         second.hear()
         os.kill(second.pid, signal.SIGSTOP)

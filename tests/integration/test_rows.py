@@ -19,7 +19,7 @@ from psserver.remote.status import combine
 from psworker.training.optimizer import DistributedOptimizer
 from psworker.transports import OutgoingPush, Transport
 from tests.inside import table_of
-from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.row_models import (
     TABLES,
     Batch,
@@ -455,6 +455,7 @@ def test_the_status_shows_rows_that_were_updated_and_none_that_were_looked_up(
         assert held()["rows"] == 0
         worker.tell()
         worker.hear()
+        wait_until(lambda: held()["rows"] == 3)  # A push is acknowledged before it is added.
         found = held()
         assert (found["rows"], found["pushes_refused"]) == (3, 0)
         assert found["rows_max"] >= 1000
