@@ -1,14 +1,16 @@
-"""Variables of the environment: a misspelt name is refused, not ignored; whole numbers."""
+"""Variables of the environment: which are refused, because they would be ignored; whole numbers."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Mapping
 
 from pscore.errors import ConfigError
 from pscore.text import printable
 
+log = logging.getLogger("paceline")
 PREFIX = "PACELINE_"
 # Without the prefix; tests/house/test_docs.py compares them with those that the code reads.
 NAMES = re.findall(
@@ -23,6 +25,26 @@ NAMES = re.findall(
     THREADS TIMELINE TIMEOUT_S TLS_CA TLS_CERT TLS_CLIENT_CA TLS_KEY TOKEN_FILE UNDER_WAY_MB
 """,
 )
+# Names without a variable, which someone may take for one.
+ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            *("COMPRESSION", "LOCAL_GROUP", "MODE", "OPTIMIZER_ON", "OVERLAP", "PUBLISH_EVERY"),
+            "PULL_COMPRESSION",
+        ),
+        "an argument of psworker.DistributedOptimizer",
+    ),
+    **dict.fromkeys(("ELASTIC", "NNODES", "NODE_RANK", "ON_FAILURE"), "an option of psworker run"),
+}
+# Of shards that `psserver start` starts; those that a job starts for itself do not read them.
+OF_OTHER_SHARDS = re.findall(
+    r"\w+",
+    """
+    CHECKPOINT_COPIES CHECKPOINT_S CLUSTER DATA_PORT DURABILITY HOST MEMORY_MB METRICS_PORT PORT
+    SHARDS SHARD_ADDRESSES SHARD_INDEX STANDBY_AT STANDBY_OF STANDBY_REGISTER STATE_DIR TLS_CA
+    TLS_CERT TLS_CLIENT_CA TLS_KEY TOKEN_FILE
+""",
+)
 WHOLE_MAX = (1 << 31) - 1
 NEAR = 0.75  # RNAK is as near to RANK, by difflib.
 # Kubernetes sets them in each pod for a Service whose name begins with paceline.
@@ -30,20 +52,61 @@ OF_SERVICES = re.compile(r"(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT_\d+_(TCP|U
 
 
 def require_known(variables: Mapping[str, str]) -> None:
-    """Refuses variables whose names are nearly those of Paceline; others may be the user's own.
+    """Refuses variables whose names are nearly those of Paceline, or mean something elsewhere.
+
+    Others may be the user's own: a warning names each.
 
     Raises:
-        ConfigError: There is one; it names the variable that was meant.
+        ConfigError: There is one; it names the variable, argument or option that was meant.
     """
     for name, value in variables.items():
         word = name.removeprefix(PREFIX)
-        if word in (name, *NAMES) or OF_SERVICES.fullmatch(word) or value.startswith("tcp://"):
+        if word in (name, *NAMES) or _is_of_service(word, value):
             continue
+        if word in ELSEWHERE:
+            raise ConfigError(
+                f"{name} is set, which is no variable of Paceline: {word.lower()} is "
+                f"{ELSEWHERE[word]}; unset the variable"
+            )
         if near := difflib.get_close_matches(word, NAMES, 1, NEAR):
             raise ConfigError(
                 f"{name} is set, which is no variable of Paceline: {PREFIX}{near[0]} was probably "
                 "meant; rename it or unset it (docs/reference.md)"
             )
+        log.warning("%s is set, which is no variable of Paceline: it is ignored", printable(name))
+
+
+def require_no_other_shards(variables: Mapping[str, str]) -> None:
+    """Refuses variables of other shards, for a job that starts its own.
+
+    Raises:
+        ConfigError: There is one; names it.
+    """
+    for word in OF_OTHER_SHARDS:
+        value = variables.get(name := PREFIX + word, "")
+        if value and not _is_of_service(word, value):
+            raise ConfigError(
+                f"{name} is set, and no server address is given: the shards that a job starts for "
+                "itself ignore it; set PACELINE_SERVERS to the addresses of shards that run, or "
+                f"unset {name}"
+            )
+
+
+def require_name(job: str) -> None:
+    """Refuses a job's name with a blank that nobody sees.
+
+    Raises:
+        ConfigError: It begins or ends with one.
+    """
+    if job != job.strip():
+        raise ConfigError(
+            f"the name of the job is {printable(job, 40)!r}: it must not begin or end with a blank "
+            "(PACELINE_JOB, --job)"
+        )
+
+
+def _is_of_service(word: str, value: str) -> bool:
+    return value.startswith("tcp://") or OF_SERVICES.fullmatch(word) is not None
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: int, least: int = 0) -> int:

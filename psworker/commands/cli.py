@@ -22,6 +22,7 @@ from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.json_text import to_json
 from pscore.program import AsJson, make_app, write
 from pscore.text import printable
+from pscore.variables import require_no_other_shards
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import (
     Launch,
@@ -149,6 +150,8 @@ def run(
         on_failure=on_failure,
         grace_s=grace_s,
     )
+    if not addresses:
+        require_no_other_shards(os.environ)
     launch = Launch(plan, write=Prefixed() if prefix else plain, tell=_tell, is_quiet=quiet)
     sys.exit(launch.run())
 

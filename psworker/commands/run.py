@@ -31,6 +31,7 @@ from pscore.errors import ConfigError, ThreadError
 from pscore.net.addresses import PROBE_TIMEOUT_S, explain_silence, split_address
 from pscore.text import printable
 from pscore.threads import OwnedThread
+from pscore.variables import require_name
 from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
@@ -101,9 +102,10 @@ class LaunchPlan:
         """Checks the user's arguments.
 
         Raises:
-            ConfigError: The shards of a job on several machines are not named, or the period is
-                negative or no number.
+            ConfigError: The shards of a job on several machines are not named, a blank is at an end
+                of the job's name, or the period is negative or no number.
         """
+        require_name(self.job)
         if self.place.has_others and not self.servers:
             raise ConfigError(
                 "the job has workers on other machines, and no server address is given: start "

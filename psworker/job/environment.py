@@ -36,7 +36,7 @@ from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
 from pscore.observe.timeline import require_folder
-from pscore.variables import require_known, whole_number
+from pscore.variables import require_known, require_name, whole_number
 from psworker.job.place import DEFAULT_JOB
 
 log = logging.getLogger("paceline")
@@ -94,6 +94,7 @@ class Environment:
         Raises:
             ConfigError: A value is out of its range.
         """
+        require_name(self.job)
         if self.num_workers < 1:
             raise ConfigError(f"the number of workers is {self.num_workers}, must be 1 or more")
         if not -1 <= self.rank < self.num_workers:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.variables import require_no_other_shards
 from psworker.connection.membership.session import Session
 from psworker.connection.shard_link import Link
 from psworker.job.environment import Environment
@@ -34,7 +35,8 @@ def find_or_start(environment: Environment) -> tuple[tuple[str, ...], str, OwnSh
     """Returns addresses and token file of shards on this machine, started here or by a sibling.
 
     Raises:
-        ConfigError: The job has workers on other machines, or the ranks are not known.
+        ConfigError: The job has workers on other machines, the ranks are not known, or a variable
+            is for other shards.
     """
     if environment.min_workers:
         raise ConfigError(
@@ -54,6 +56,7 @@ def find_or_start(environment: Environment) -> tuple[tuple[str, ...], str, OwnSh
             "machine, and no server address: start shards with `psserver start` and set "
             "PACELINE_SERVERS=host:port,... on every machine"
         )
+    require_no_other_shards(os.environ)
     if environment.num_workers == 1:
         shards = start_shards()
         return shards.addresses, shards.token_file, shards

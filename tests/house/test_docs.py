@@ -1,6 +1,7 @@
 """Rule 9: the pages agree with the code: commands, files, links, variables, generated tables."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pscore import variables
 from psserver.commands import cli as psserver_cli
 from psserver.exits import Exit as ServerExit
 from psserver.process.settings import SECTIONS
+from psworker import DistributedOptimizer
 from psworker.commands import cli as psworker_cli
 from psworker.exits import Exit as WorkerExit
 from tests.house.source import PACKAGES, ROOT, modules, parse
@@ -128,6 +130,14 @@ def test_the_reference_has_every_variable_that_the_code_reads_and_no_other() -> 
 
 def test_a_misspelt_variable_is_compared_with_every_one_that_the_code_reads() -> None:
     assert {f"{variables.PREFIX}{name}" for name in variables.NAMES} == variables_in_code()
+
+
+def test_refused_variables_are_names_of_arguments_options_or_settings() -> None:
+    run = get_command(psworker_cli.app).commands["run"]  # type: ignore[attr-defined]
+    names = {*inspect.signature(DistributedOptimizer).parameters, *(it.name for it in run.params)}
+    assert {name.lower() for name in variables.ELSEWHERE} <= names
+    assert set(variables.OF_OTHER_SHARDS) <= set(variables.NAMES)
+    assert not set(variables.ELSEWHERE) & set(variables.NAMES)
 
 
 def test_the_variables_of_other_launchers_stand_in_the_reference() -> None:

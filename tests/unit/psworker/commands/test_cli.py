@@ -72,6 +72,28 @@ def test_shards_are_not_started_beside_servers_that_the_environment_names(
     assert "servers are given: a:1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PACELINE_MODE", "ssp", "mode is an argument of psworker.DistributedOptimizer"),
+        ("PACELINE_JOB", " night", "the name of the job is ' night'"),
+        ("PACELINE_TOKEN_FILE", "token", "the shards that a job starts for itself ignore it"),
+    ],
+)
+def test_a_variable_that_would_be_ignored_is_refused_before_anything_starts(
+    name: str,
+    value: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert psworker(monkeypatch, "run", "--workers", "1", "env") == Exit.USAGE
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
 def test_a_misspelt_variable_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -227,6 +227,15 @@ def test_workers_without_ranks_need_an_address() -> None:
         local_shards.find_or_start(environment(WORLD_SIZE="2"))
 
 
+@pytest.mark.parametrize("name", ["PACELINE_TOKEN_FILE", "PACELINE_TLS_CA", "PACELINE_STATE_DIR"])
+def test_a_variable_for_other_shards_needs_an_address(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "/there")
+    with pytest.raises(ConfigError, match=f"{name} is set, and no server address is given"):
+        local_shards.find_or_start(environment())
+
+
 class FakeShards:
     """Shards of one's own that are never started."""
 
@@ -252,7 +261,10 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeShards:
     return fake
 
 
-def test_a_worker_alone_starts_shards_which_end_with_it(started: FakeShards) -> None:
+def test_a_worker_alone_starts_shards_which_end_with_it(
+    started: FakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_PORT", "tcp://10.0.0.1:7070")  # Of a Service of Kubernetes.
     session = session_of(join())
     assert [link.address for link in session.links] == ["h:1"]
     assert not started.has_ended

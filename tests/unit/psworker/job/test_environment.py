@@ -51,7 +51,28 @@ def test_a_misspelt_variable_is_refused_and_the_one_that_was_meant_is_named(
         Environment.read({misspelt: "1"})
 
 
-def test_variables_of_the_user_and_those_of_a_service_of_kubernetes_are_left_alone() -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("PACELINE_MODE", "mode is an argument of psworker.DistributedOptimizer"),
+        ("PACELINE_NODE_RANK", "node_rank is an option of psworker run"),
+    ],
+)
+def test_a_name_that_means_something_elsewhere_is_refused(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is set, .*: {what}; unset the variable"):
+        Environment.read({name: "1"})
+
+
+def test_a_blank_at_an_end_of_a_jobs_name_is_refused() -> None:
+    for given in ({"PACELINE_JOB": " night"}, {"PACELINE_JOB": "night\n"}, {"PACELINE_JOB": " "}):
+        with pytest.raises(ConfigError, match=r"the name of the job is .* with a blank"):
+            Environment.read(given)
+    assert Environment.read({"PACELINE_JOB": "last night"}).job == "last night"
+
+
+def test_variables_of_the_user_and_those_of_a_service_of_kubernetes_are_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     service = {
         "PACELINE_SERVICE_HOST": "10.0.0.1",
         "PACELINE_SERVICE_PORT": "7070",
@@ -63,6 +84,9 @@ def test_variables_of_the_user_and_those_of_a_service_of_kubernetes_are_left_alo
     }
     own = {"PACELINE_FOLDER": "/jobs/7", "PACELINE_VERSION": "3", "MY_PACELINE_RNAK": "1"}
     assert Environment.read(service | own) == Environment.read({})
+    assert caplog.messages == [
+        f"{name} is set, which is no variable of Paceline: it is ignored" for name in list(own)[:2]
+    ]
 
 
 def test_torchruns_variables_are_read() -> None:
