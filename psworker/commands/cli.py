@@ -124,11 +124,6 @@ def run(
 ) -> None:
     """Start workers on this machine, and shards too if no address of a server is given."""
     addresses = _addresses(servers)
-    if addresses and shards is not None:
-        raise ConfigError(
-            f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
-            "leave out --shards, or unset PACELINE_SERVERS"
-        )
     flags = Flags(
         workers=None if workers is None else parse_workers(workers),
         elastic=None if elastic is None else parse_elastic(elastic),
@@ -150,10 +145,24 @@ def run(
         on_failure=on_failure,
         grace_s=grace_s,
     )
-    if not addresses:
-        require_no_other_shards(os.environ)
+    _require_one_place(addresses, shards)
     launch = Launch(plan, write=Prefixed() if prefix else plain, tell=_tell, is_quiet=quiet)
     sys.exit(launch.run())
+
+
+def _require_one_place(servers: Sequence[str], shards: int | None) -> None:
+    """Checks whether shards run elsewhere, or are started here.
+
+    Raises:
+        ConfigError: Both are asked for.
+    """
+    if not servers:
+        require_no_other_shards(os.environ)
+    elif shards is not None:
+        raise ConfigError(
+            f"--shards {shards} starts shards here, but servers are given: {','.join(servers)}; "
+            "leave out --shards, or unset PACELINE_SERVERS"
+        )
 
 
 @app.command()
