@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
