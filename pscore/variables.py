@@ -36,7 +36,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("ELASTIC", "NNODES", "NODE_RANK", "ON_FAILURE"), "an option of psworker run"),
 }
-# Of shards that `psserver start` starts; those that a job starts for itself do not read them.
+# Shards that `psserver start` starts read them; those that a job starts for itself do not.
 OF_OTHER_SHARDS = re.findall(
     r"\w+",
     """
