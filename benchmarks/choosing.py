@@ -10,6 +10,7 @@ from typing import Any
 from typer.main import get_command
 
 from benchmarks.markdown import machine, table
+from pscore.timing.shown import in_ms
 from psworker.advice.report import AdviceReport, advise
 from psworker.advice.request import AdviceRequest
 from psworker.commands import cli
@@ -82,7 +83,7 @@ def situations() -> str:
             [
                 situation,
                 f"`{flags}`",
-                f"{row.name}: {1e3 * row.time.step_s:,.0f} ms{also}",
+                f"{row.name}: {in_ms(row.time.step_s)}{also}",
                 row.time.limit,
                 str(len(shards)) if row.num_shards else "none",
             ]

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pscore.timing.shown import in_ms
+
 STEPS_MIN = 20  # Steps of a worker before its means say anything.
 WAITED_MIN = 0.2  # Share of a step: waits below it are not worth a line.
 GAIN_MIN = 0.1  # Share of a step that another mode has to save.
@@ -72,8 +74,8 @@ def advice_line(mode: str, paces: Sequence[PaceSums]) -> str:
     if len(known) > 1 and slowest.step_s > SLOW * computing[(len(known) - 1) // 2]:
         return (
             f"workers waited {mean:.0%} of the time, most of it for worker {slowest.rank}, which "
-            f"computes for {_ms(slowest.step_s)} a step, others for {_ms(computing[0])}: look at "
-            "that worker, or try ssgd(backup=1)"
+            f"computes for {in_ms(slowest.step_s)} a step, others for {in_ms(computing[0])}: look "
+            "at that worker, or try ssgd(backup=1)"
         )
     waited = f"workers waited {mean:.0%} of the time"
     if mode.partition("(")[0] != SYNCHRONOUS:
@@ -82,12 +84,8 @@ def advice_line(mode: str, paces: Sequence[PaceSums]) -> str:
     delayed_s = max(slowest.step_s, requests_s)
     rounds_s = slowest.step_s + requests_s / ROUND_STEPS
     ways = [
-        f"`{name}` would take about {_ms(seconds)}, not {_ms(step_s)}"
+        f"`{name}` would take about {in_ms(seconds)}, not {in_ms(step_s)}"
         for name, seconds in (("od", delayed_s), (f"local(steps={ROUND_STEPS})", rounds_s))
         if seconds < (1 - GAIN_MIN) * step_s
     ]
     return "; ".join([f"{waited} for pulls", *ways])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms"

@@ -28,6 +28,7 @@ from pscore.timing.choice import NEARLY, RISKS, AdviceRow, choose, row_of
 from pscore.timing.closed import COMPUTING, StepTime, closed_form
 from pscore.timing.deployment import Deployment, TimedSlice
 from pscore.timing.plans import warmup_of
+from pscore.timing.shown import in_ms
 from psserver.decisions.worker_reports import ReportedPace
 
 SLOWEST, FASTEST = 1e3, 1e12  # Bytes per second of a link.
@@ -141,7 +142,7 @@ class ModeChoice:
         if before is not None and before.took_less(step_s, deployment.computing_s()):
             self._least_s[now] = step_s
             self._take(before.mode, f"auto returns to {before.mode} at step {step}: "
-                       f"{_ms(step_s)} a step in {now}, no less than before")  # fmt: skip
+                       f"{in_ms(step_s)} a step in {now}, no less than before")  # fmt: skip
             return
         rows = self._rows(deployment, now, rule, step_s, reports)
         lasted_s = max(one.pace.steps_s for one in reports)
@@ -149,13 +150,13 @@ class ModeChoice:
         self._former = rows
         if best is None:
             self.text = self.text or (
-                f"auto keeps {now} at step {step}: {_ms(step_s)} a step, and no mode that risk "
+                f"auto keeps {now} at step {step}: {in_ms(step_s)} a step, and no mode that risk "
                 f"{risk!r} allows would clearly take less"
             )
             return
         self._before = _Before(now, step_s, deployment.computing_s())
-        text = f"auto takes {best.mode} at step {step}: {_ms(step_s)} a step in {now}, about "
-        self._take(best.mode, f"{text}{_ms(best.time.step_s)} in it; {best.evidence.text}")
+        text = f"auto takes {best.mode} at step {step}: {in_ms(step_s)} a step in {now}, about "
+        self._take(best.mode, f"{text}{in_ms(best.time.step_s)} in it; {best.evidence.text}")
 
     def _take(self, mode: str, text: str) -> None:
         self.mode, self.text = mode, text
@@ -284,10 +285,6 @@ def _at_least(row: AdviceRow, least_s: float) -> AdviceRow:
     if row.time.step_s >= least_s:
         return row
     return replace(row, time=replace(row.time, parts_s={OTHERS: least_s}))
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms"
 
 
 def _divide(time: StepTime) -> tuple[float, float]:

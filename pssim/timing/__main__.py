@@ -12,7 +12,9 @@ from pathlib import Path
 
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
-from pssim.timing.scan import ScanRequest, draw, scan
+from pscore.timing.shown import in_ms
+from pssim.timing.plot import draw
+from pssim.timing.scan import ScanRequest, scan
 
 USER_ERROR = 2
 
@@ -22,9 +24,14 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     plot = given.pop("plot")
     try:
-        points = scan(ScanRequest(**given))
+        request = ScanRequest(**given)
+        points = scan(request)
         if plot is not None:
-            draw(points, Path(plot))
+            draw(
+                points,
+                Path(plot),
+                f"{request.model}, {in_ms(request.compute_ms / 1e3)} of computing",
+            )
     except ConfigError as problem:
         sys.stderr.write(f"{problem}\n")
         return USER_ERROR

@@ -10,16 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pscore.errors import ConfigError
 from pscore.timing.auto import parse_fixed_mode
 from pscore.timing.closed import closed_form, ring_form
 from pscore.timing.deployment import Deployment, cut_slices
 from pscore.timing.failures import BACK_SOURCE, failure_cost
 from pssim.timing.run import run_in_time
-from psworker.advice.choices import beyond_measured, plan_shards
+from psworker.advice.choices import beyond_measured, distance, plan_shards
 from psworker.advice.situation import Situation, read_situation
 
 MESSAGES_MAX = 8192  # Pushes of all workers in a simulated step.
@@ -85,6 +83,7 @@ def _points(request: ScanRequest) -> Iterator[dict[str, Any]]:
                     "all_reduce_ms": round(1e3 * ring_s, 2),
                     "all_reduce_wins": ring_s <= found.step_s,
                     "break_even_gbit": evens[mode],
+                    "distance": float(f"{distance(situation):.3g}"),
                     "beyond_measured": beyond_measured(situation),
                 }
 
@@ -151,37 +150,3 @@ def _simulated_ms(
     )
     run = run_in_time(coarse, parse_fixed_mode(mode), num_steps=2)
     return round(1e3 * run.step_s, 2)
-
-
-def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the step time over the bandwidth, a line for each mode and number of workers.
-
-    Raises:
-        ConfigError: The file cannot be written, or its name has no ending of a kind of picture.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for point in points:
-        name = f"{point['mode']}, {point['workers']} workers"
-        lines.setdefault(name, []).append((point["gbit"], point["step_ms"] / 1e3))
-        ring = f"all-reduce, {point['workers']} workers"
-        lines.setdefault(ring, []).append((point["gbit"], point["all_reduce_ms"] / 1e3))
-    for name, values in sorted(lines.items()):
-        style = "--" if name.startswith("all-reduce") else "-"
-        axes.loglog(*zip(*sorted(set(values)), strict=True), style, marker="o", label=name)
-    axes.set_xlabel("Gbit/s of each host")
-    axes.set_ylabel("seconds of a step")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120, bbox_inches="tight", format=path.suffix[1:])
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"cannot draw {path}: {problem}") from problem
-    finally:
-        plt.close(figure)

@@ -21,6 +21,7 @@ from pscore.timing.choice import (
 from pscore.timing.closed import SHARD_CPU, closed_form, ring_form, shard_cpu_s
 from pscore.timing.evidence import ALONE, DDP, EVIDENCE
 from pscore.timing.memory import num_arrays
+from pscore.timing.shown import in_ms, three_figures
 from psworker.advice.situation import Situation
 from psworker.advice.sizes import is_too_large
 
@@ -30,7 +31,6 @@ SHARDS_MAX = 4096
 # The worst error of runs that were predicted first, docs/results/predictions.json, and the range of
 # those and of the runs in hosts.json and step_hosts.json.
 ERROR = 0.24
-LARGE = 100  # Ratios beyond it are shown without decimals.
 TRIP_MAX_S = 21e-3  # Longest round trip of these runs.
 MEASURED = {"workers": (1, 4), "Gbit/s": (0.1, 1.0), "parameters": (1.6e6, 25.6e6)}
 
@@ -141,6 +141,12 @@ class AdviceVerdict:
     also: str = ""
 
 
+def require_risk(risk: str) -> None:
+    """Raises a `ConfigError` if there is no such risk."""
+    if risk not in RISKS:
+        raise ConfigError(f"--risk is {risk!r}, must be one of {', '.join(RISKS)}")
+
+
 def choose_row(rows: Sequence[AdviceRow], risk: str) -> AdviceVerdict:
     """Returns what to use at a risk.
 
@@ -151,8 +157,7 @@ def choose_row(rows: Sequence[AdviceRow], risk: str) -> AdviceVerdict:
     Raises:
         ConfigError: There is no such risk.
     """
-    if risk not in RISKS:
-        raise ConfigError(f"--risk is {risk!r}, must be one of {', '.join(RISKS)}")
+    require_risk(risk)
     best = choose(rows, risk)
     any_way = choose(rows, "any")
     also = ""
@@ -188,28 +193,36 @@ def _use(row: AdviceRow) -> str:
 
 
 def _ms(row: AdviceRow) -> str:
-    return f"{1e3 * row.time.step_s:,.0f} ms"
+    return in_ms(row.time.step_s)
 
 
-def _times(ratio: float) -> str:
-    """Returns a ratio as people write it: `2.5x`, `2,700x`."""
-    return f"{ratio:.3g}x" if ratio < LARGE else f"{float(f'{ratio:.2g}'):,.0f}x"
+def distance(situation: Situation) -> float:
+    """Returns the largest factor by which a situation lies beyond every run; 1: by none."""
+    return max((max(ratio, 1 / ratio) for ratio in _ratios(situation).values()), default=1.0)
 
 
-def beyond_measured(situation: Situation) -> list[str]:
-    """Returns how far the situation lies from every run that was measured, as text."""
-    found = []
+def _ratios(situation: Situation) -> dict[str, float]:
+    """Returns the numbers that lie beyond every run, each over the nearest one measured."""
     values = {
         "workers": float(situation.num_workers),
         "Gbit/s": situation.link / 125e6,
         "parameters": float(situation.numel),
     }
+    found = {}
     for name, value in values.items():
         least, most = MEASURED[name]
-        if value > 1.01 * most:
-            found.append(f"{_times(value / most)} more {name} than any run")
-        elif value < 0.99 * least:
-            found.append(f"{_times(least / value)} fewer {name} than any run")
+        if not 0.99 * least <= value <= 1.01 * most:
+            found[name] = value / (most if value > most else least)
+    return found
+
+
+def beyond_measured(situation: Situation) -> list[str]:
+    """Returns how far the situation lies from every run that was measured, as text."""
+    found = [
+        f"{three_figures(max(ratio, 1 / ratio))}x {'more' if ratio > 1 else 'fewer'} {name} than "
+        "any run"
+        for name, ratio in _ratios(situation).items()
+    ]
     if situation.round_trip_s > TRIP_MAX_S:
         found.append(f"a round trip of {1e3 * situation.round_trip_s:g} ms")
     if is_too_large(situation.numel):

@@ -20,12 +20,14 @@ from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.timing.deployment import GBIT
+from pscore.timing.shown import in_ms, three_figures
 from pscore.timing.waiting import PaceSums, advice_line
-from psworker.advice.situation import OPTIMIZER, Situation, Sourced, read_situation
+from psworker.advice.situation import GBIT_MAX, OPTIMIZER, Situation, Sourced, read_situation
 
 ASK_TIMEOUT_S = 10.0
 LIVE = "live"
 UNEQUAL = 1.15  # A worker that computes for so many times the median is slow.
+GBIT_LEAST = 1e-3  # Taken for links that have carried next to nothing.
 STEPS_MIN = 3  # Steps that each worker has to have made.
 
 
@@ -136,9 +138,9 @@ def situation_of_job(
     measured = f"measured: job {job.name!r}"
     carried, link = gbit, Sourced(f"{gbit} Gbit/s each way", "given")
     if carried is None:
-        carried = max(1e-3, _carried_gbit(job, len(groups)))
+        carried = min(max(GBIT_LEAST, _carried_gbit(job, len(groups))), GBIT_MAX)
         link = Sourced(
-            f"at least {carried:.3g} Gbit/s each way",
+            f"at least {three_figures(carried)} Gbit/s each way",
             f"{measured}, bytes over the time with requests under way; --gbit gives the bandwidth",
         )
     situation = read_situation(
@@ -163,9 +165,9 @@ def situation_of_job(
         "parameters": Sourced(f"{situation.numel:,}", measured),
         "workers": Sourced(f"{len(job.hosts)} on {len(groups)} hosts", measured),
         "computing": Sourced(
-            f"{1e3 * median_s:,.1f} ms a step, the slowest {1e3 * computing[-1]:,.1f} ms", measured
+            f"{in_ms(median_s)} a step, the slowest {in_ms(computing[-1])}", measured
         ),
-        "a step now": Sourced(f"{1e3 * job.step_s:,.1f} ms in {job.mode}", measured),
+        "a step now": Sourced(f"{in_ms(job.step_s)} in {job.mode}", measured),
         "waits": Sourced(advice_line(job.mode, job.paces) or "workers hardly wait", measured),
         "link": link,
     }

@@ -19,11 +19,12 @@ from pscore.timing.deployment import (
     MachineRates,
     cut_slices,
 )
+from pscore.timing.shown import in_ms
 from psworker.advice.sizes import parse_model
 
 WORKERS_MAX = 4096
 GBIT_MIN, GBIT_MAX = 1e-4, 1e5
-COMPUTE_MS_MAX = 1e7
+COMPUTE_MS_MIN, COMPUTE_MS_MAX = 1e-3, 1e7
 TRIP_MS = 0.2
 OPTIMIZER = "sgd"
 ASSUMED, GIVEN = "assumed", "given"
@@ -127,7 +128,7 @@ class Situation:
 def require_between(name: str, value: float, least: float, most: float) -> None:
     """Raises ConfigError for a number of the command line that is out of its range."""
     if not least <= value <= most:
-        raise ConfigError(f"{name} is {value:g}, must be {least:g} to {most:g}")
+        raise ConfigError(f"{name} is {value:.10g}, must be {least:.10g} to {most:.10g}")
 
 
 def split_hosts(workers: int | None, hosts: int | None, gpus: int | None) -> tuple[int, ...]:
@@ -224,7 +225,7 @@ def read_situation(
         "round trip": Sourced(
             f"{trip_ms:g} ms", f"{ASSUMED}: a switch" if latency_ms is None else GIVEN
         ),
-        "computing": Sourced(f"{compute_ms:g} ms a step", GIVEN),
+        "computing": Sourced(f"{in_ms(compute_ms / 1e3)} a step", GIVEN),
         "optimizer": Sourced(
             f"{optimizer}, {_counted(num_state, 'array')} of state",
             ASSUMED if optimizer == OPTIMIZER else GIVEN,
@@ -258,7 +259,7 @@ def _require_numbers(
 ) -> None:
     """Refuses numbers of the command line that are out of their ranges."""
     require_between("--gbit", gbit, GBIT_MIN, GBIT_MAX)
-    require_between("--compute-ms", compute_ms, 1e-3, COMPUTE_MS_MAX)
+    require_between("--compute-ms", compute_ms, COMPUTE_MS_MIN, COMPUTE_MS_MAX)
     if latency_ms is not None:
         require_between("--latency-ms", latency_ms, 0.0, 1e5)
     if between_gbit is not None:

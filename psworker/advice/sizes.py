@@ -7,6 +7,7 @@ import re
 
 from pscore.errors import ConfigError
 from pscore.partition import NUMEL_MAX
+from pscore.timing.shown import three_figures
 
 # Trained parameters; tied weights count once. A test compares those that `plan` can make.
 NUMELS = {
@@ -65,7 +66,7 @@ def shown_numel(numel: int) -> str:
     """Returns a number of parameters as people write it: `1.56B`."""
     for unit, factor in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if numel >= factor:
-            return f"{numel / factor:.3g}{unit}"
+            return f"{three_figures(numel / factor)}{unit}"
     return str(numel)
 
 
@@ -73,5 +74,5 @@ def shown_nbytes(nbytes: float) -> str:
     """Returns bytes as people write them: `5.8 GiB`."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
+            return f"{three_figures(nbytes / factor)} {unit}"
     return f"{nbytes:.0f} B"

@@ -36,6 +36,7 @@ from pscore.optimizers.assign import Assign
 from pscore.partition import SLICE_NUMEL_MAX, SLICES_PER_SHARD, Layout, make_layout
 from pscore.rules.asgd import ASGD
 from pscore.table_spec import TableSpec
+from pscore.timing.shown import in_ms, three_figures
 from pscore.types import Push, Role, TensorSpec
 from psworker.commands.model_plan import Shapes
 from psworker.commands.run import new_job
@@ -293,9 +294,9 @@ def show(report: CompressorReport) -> None:
         both = ("", "") if row.both_ways_s is None else _against(row.both_ways_s, base_s)
         grid.add_row(
             row.compression,
-            f"{row.pushed_nbytes / 1e6:.3g}",
-            f"{MS * row.encode_s:.3g}",
-            f"{MS * row.add_s:.3g}",
+            three_figures(row.pushed_nbytes / 1e6),
+            three_figures(MS * row.encode_s),
+            three_figures(MS * row.add_s),
             *_against(row.step_s, base_s),
             *both,
         )
@@ -307,7 +308,7 @@ def show(report: CompressorReport) -> None:
 def _title(report: CompressorReport) -> str:
     wire = report.wire
     speeds = ", ".join(
-        f"{name} {8e-9 * speed:.3g}"
+        f"{name} {three_figures(8e-9 * speed)}"
         for name, speed in (
             ("raw up", wire.raw_up),
             ("down", wire.raw_down),
@@ -318,13 +319,13 @@ def _title(report: CompressorReport) -> str:
     return (
         f"{report.model}: {report.num_elements:,} elements, {report.num_workers} workers, "
         f"{report.num_shards} shards, {MS * report.compute_s:g} ms of computing a step\n"
-        f"{wire.name}: {speeds} Gbit/s, {MS * wire.latency_s:.3g} ms there and back"
+        f"{wire.name}: {speeds} Gbit/s, {in_ms(wire.latency_s)} there and back"
     )
 
 
 def _against(seconds: float, base_s: float) -> tuple[str, str]:
     saved = f"{100 * (1 - seconds / base_s):.0f} %" if base_s > 0 else ""
-    return f"{MS * seconds:.3g}", saved
+    return three_figures(MS * seconds), saved
 
 
 # ----- the model of a step
@@ -489,12 +490,12 @@ def advise(rows: Sequence[Row]) -> tuple[str, bool, str]:
         return "none", False, "do not compress: computing hides all traffic of a step"
     if best_s < WORTH * base_s:
         return "none", False, (
-            f"do not compress: of the {MS * base_s:.3g} ms that a step waits uncompressed, no "
-            f"compressor saves more than {MS * max(0.0, best_s):.3g} ms"
+            f"do not compress: of the {in_ms(base_s)} that a step waits uncompressed, no "
+            f"compressor saves more than {in_ms(max(0.0, best_s))}"
         )  # fmt: skip
     name, both_ways, saved_s = next(item for item in choices if item[2] >= NEARLY * best_s)
     argument = f'compression="{name}"' + (f', pull_compression="{name}"' if both_ways else "")
     return name, both_ways, (
-        f"{argument}: saves {MS * saved_s:.3g} of {MS * base_s:.3g} ms a step; see "
+        f"{argument}: saves {three_figures(MS * saved_s)} of {in_ms(base_s)} a step; see "
         "docs/compressors.md for what it costs in accuracy"
     )  # fmt: skip

@@ -381,8 +381,15 @@ def advise(
 ) -> None:
     """Say which mode, how many shards and how fast, before machines are rented."""
     from psworker.advice import report as advice
+    from psworker.advice import shown
+    from psworker.advice.choices import require_risk
     from psworker.advice.request import AdviceRequest
 
+    require_risk(risk)
+    if job is not None and command:
+        raise ConfigError(f"--job {job} runs already: leave out the script, {command[0]!r}")
+    if servers is not None and job is None:
+        raise ConfigError("--servers has no effect without --job")
     request = AdviceRequest(
         model=model,
         workers=workers,
@@ -404,7 +411,7 @@ def advise(
     else:
         situation = request.read()
     advised = advice.advise(situation, risk)
-    lines = advice.lines_of(advised)
+    lines = shown.lines_of(advised, shown.terminal_width())
     sys.stdout.write((to_json(advised.as_json(), indent=1) if as_json else "\n".join(lines)) + "\n")
 
 
@@ -430,7 +437,7 @@ def simulate(
     ] = False,
     failures: Annotated[
         float | None,
-        typer.Option(help="Mean hours from one death of a process to its next.", min=1e-3),
+        typer.Option(help="Mean hours from one death of a process to its next."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for a plot.")] = None,
     as_json: AsJson = False,

@@ -6,15 +6,25 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, PacelineError
 from pscore.json_text import to_json
-from psworker.advice.situation import WORKERS_MAX, require_between
+from pscore.timing.shown import three_figures
+from psworker.advice.situation import (
+    COMPUTE_MS_MAX,
+    COMPUTE_MS_MIN,
+    WORKERS_MAX,
+    require_between,
+)
 
 USER_ERROR = 2  # Exit code of the simulator.
+FAILURE_HOURS_MIN, FAILURE_HOURS_MAX = 1e-3, 1e7
+LEFT = ("mode", "limit")  # Columns whose cells begin at the left.
+WINS = "*"
 MODULE = "pssim.timing"  # The simulator runs both sides; workers and shards never import it.
 
 
@@ -36,6 +46,9 @@ def simulate(
         ConfigError: A number is out of its range, or a name is unknown.
         PacelineError: The simulator has failed.
     """
+    require_between("--compute-ms", compute_ms, COMPUTE_MS_MIN, COMPUTE_MS_MAX)
+    if failure_hours is not None:
+        require_between("--failures", failure_hours, FAILURE_HOURS_MIN, FAILURE_HOURS_MAX)
     request = {
         "model": model,
         "workers": list(workers),
@@ -86,25 +99,44 @@ def workers_of(text: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _lost(point: dict[str, Any]) -> str:
-    """Returns the share of time that a point loses by failures, as text."""
-    return f"  ({point['lost_share']:.2%} lost by failures)" if "lost_share" in point else ""
-
-
 def lines_of(points: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the points as lines for a terminal."""
+    columns: dict[str, list[str]] = {
+        "workers": [f"{point['workers']}" for point in points],
+        "Gbit/s": [f"{point['gbit']:g}" for point in points],
+        "mode": [point["mode"] for point in points],
+        "ms a step": [three_figures(point["step_ms"]) for point in points],
+        "all-reduce": [
+            three_figures(point["all_reduce_ms"]) + (WINS if point["all_reduce_wins"] else " ")
+            for point in points
+        ],
+        "shards": [f"{point['shards']}" for point in points],
+        "beyond": [
+            f"{three_figures(point['distance'])}x" if point["distance"] > 1 else ""
+            for point in points
+        ],
+        "limit": [point["limit"] for point in points],
+    }
+    if any("simulated_ms" in point and point["simulated_ms"] is not None for point in points):
+        columns["simulated"] = [three_figures(point["simulated_ms"]) for point in points]
+    if any("lost_share" in point for point in points):
+        columns["lost"] = [f"{point['lost_share']:.2%}" for point in points]
+    widths = {name: max(len(name), *map(len, column)) for name, column in columns.items()}
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
     lines = [
-        f"{'workers':>7} {'Gbit/s':>7}  {'mode':<24} {'ms a step':>11} {'all-reduce':>11}  "
-        f"{'shards':>6}  limit"
+        " ".join(
+            f" {cell:<{width}}" if name in LEFT else f"{cell:>{width}}"
+            for (name, width), cell in zip(widths.items(), row, strict=True)
+        ).rstrip()
+        for row in rows
     ]
-    for point in points:
-        wins = "  (all-reduce wins)" if point["all_reduce_wins"] else ""
-        lines.append(
-            f"{point['workers']:>7} {point['gbit']:>7g}  {point['mode']:<24} "
-            f"{point['step_ms']:>11,.0f} {point['all_reduce_ms']:>11,.0f}  {point['shards']:>6}  "
-            f"{point['limit']}{wins}{_lost(point)}"
-        )
-    beyond = sorted({text for point in points for text in point["beyond_measured"]})
-    if beyond:
-        lines.append(f"not measured: {'; '.join(beyond)}")
+    if any(point["all_reduce_wins"] for point in points):
+        lines.append(f"{WINS} all-reduce takes no longer than the mode")
+    if "lost" in columns:
+        lines.append("lost: share of the time, by processes that die")
+    if any(columns["beyond"]):
+        farthest = max(points, key=lambda point: float(point["distance"]))
+        distances = "; ".join(farthest["beyond_measured"])
+        text = f"beyond: as far from any run; the farthest: {distances}"
+        lines += textwrap.wrap(text, 80, subsequent_indent="  ")
     return lines

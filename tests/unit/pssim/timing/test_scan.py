@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
-from pssim.timing.scan import ScanRequest, break_even_gbit, draw, scan, situation_of
+from pssim.timing.plot import draw
+from pssim.timing.scan import ScanRequest, break_even_gbit, scan, situation_of
 from psworker.advice.situation import GIVEN
 from psworker.commands import cli
 
@@ -34,11 +35,11 @@ def test_every_point_has_its_limit_shards_and_distance_from_runs(tmp_path: Path)
     fast = next(p for p in points if (p["workers"], p["gbit"], p["mode"]) == (32, 400.0, "ssgd"))
     assert slow["limit"] == "links"
     assert slow["step_ms"] > 20 * fast["step_ms"]
-    draw(points, tmp_path / "scan.png")
+    draw(points, tmp_path / "scan.png", "7B")
     assert (tmp_path / "scan.png").stat().st_size > 1000
     for path in (tmp_path, tmp_path / "scan.txt", tmp_path / "scan.png" / "scan.png"):
         with pytest.raises(ConfigError, match="cannot draw"):
-            draw(points, path)
+            draw(points, path, "7B")
 
 
 @pytest.mark.slow
@@ -91,6 +92,10 @@ def test_the_command_runs_the_simulator_and_refuses_what_it_refuses(
         (["--model", "7X", *flags[2:]], "model is '7X'"),
         ([*flags[:3], "none", *flags[4:]], "--workers is 'none'"),
         ([*flags, "--mode", "sgd"], "sgd"),
+        ([*flags, "--compute-ms", "nan"], "--compute-ms is nan, must be 0.001 to 10000000"),
+        ([*flags, "--compute-ms", "inf"], "--compute-ms is inf, must be"),
+        ([*flags, "--failures", "inf"], "--failures is inf, must be"),
+        ([*flags, "--failures", "0"], "--failures is 0, must be"),
     ):
         monkeypatch.setattr(sys, "argv", ["psworker", "simulate", *wrong])
         with pytest.raises(SystemExit) as ended:
