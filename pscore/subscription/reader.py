@@ -223,6 +223,8 @@ class Reader:
         if self._reader.leaves:
             return
         self._reader.leaves = True
+        if os.getpid() != self._reader.pid:  # It is the other process's that reads.
+            return
         list(self._pool.map(lambda line: line.close(self._reader), self._lines))
         self._pool.shutdown()
 

@@ -34,16 +34,19 @@ class Mapped:
         words: `(8,) int64`, words of the owner, zeros at first.
     """
 
-    def __init__(self, nbytes: int, path: Path | None = None, seal: int = 0) -> None:
-        """Makes the memory; opens the file if there is one.
+    def __init__(
+        self, nbytes: int, path: Path | None = None, seal: int = 0, *, is_new: bool = True
+    ) -> None:
+        """Makes the memory, or opens that of a killed process.
 
         Args:
             nbytes: The most bytes that it can have.
             path: The file; None: on the heap.
             seal: Number of the job's journal.
+            is_new: Whether the file is made again if a killed process has made it.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file cannot be made, or is missing.
             ValueError: It is not whole, or of another journal.
         """
         self._fd = -1
@@ -54,10 +57,10 @@ class Mapped:
             self.data: ByteArray = np.frombuffer(self._map, np.uint8, count=nbytes)
             self.words: IntArray = np.zeros(NUM_WORDS, np.int64)
             return
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
+        made = os.O_CREAT | os.O_TRUNC if is_new else 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | made, 0o600)
         wanted = np.array([int.from_bytes(MAGIC, "little"), seal, nbytes], np.int64)
         try:
-            is_new = os.fstat(self._fd).st_size == 0
             if is_new:
                 os.posix_fallocate(self._fd, 0, PAGE)
                 os.ftruncate(self._fd, PAGE + nbytes)

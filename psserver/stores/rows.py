@@ -93,4 +93,4 @@ def _mapped(
         return Mapped(nbytes)
     folder: Path = journal.arena.path.parent
     path = folder / f"{table.index}.{part.index}.{name}"
-    return Mapped(nbytes, path, journal.arena.seal)
+    return Mapped(nbytes, path, journal.arena.seal, is_new=journal.is_new)

@@ -380,7 +380,7 @@ def test_wrong_arrays_and_steps_are_refused_and_the_publisher_goes_on(shards: Sh
 
 
 def require_refused_in_a_fork(subscriber: psworker.Subscriber) -> None:
-    """Requires that a process forked from a reader's is told, and does not wait for ever."""
+    """Requires that a process forked from a reader's is told, and waits for nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -388,6 +388,7 @@ def require_refused_in_a_fork(subscriber: psworker.Subscriber) -> None:
         try:
             subscriber.wait(timeout_s=1.0)
         except psworker.ConfigError as problem:
+            subscriber.close()
             os.write(writing, str(problem).encode())
         finally:
             os._exit(0)
@@ -395,6 +396,7 @@ def require_refused_in_a_fork(subscriber: psworker.Subscriber) -> None:
     os.waitpid(child, 0)
     assert b"was forked from" in os.read(reading, 1000)
     os.close(reading)
+    assert subscriber.wait(timeout_s=WAIT_S).step >= 2  # Its own reading goes on.
 
 
 def upper(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:

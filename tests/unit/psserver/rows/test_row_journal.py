@@ -152,6 +152,39 @@ def test_pushes_of_an_open_step_outlive_the_process(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found, rows)
 
 
+@pytest.mark.parametrize("ending", ["rows", "waiting", "undo"])
+def test_a_job_whose_rows_are_missing_is_lost_and_does_not_begin_again_without_them(
+    tmp_path: Path, ending: str
+) -> None:
+    shards = trained(SSGD(), tmp_path, GOING)
+    for step, worker in pushes():
+        push(shards, step, worker)
+    next(tmp_path.glob(f"*/*/*.{ending}")).unlink()
+    with pytest.raises(AssertionError):
+        shards.kill(0)
+    ((name, reason),) = shards.engines[0].shard.lifetimes.lost.values()
+    assert name == JOB
+    assert ending in reason
+
+
+@pytest.mark.parametrize("length", [0, PAGE, 2 * PAGE])
+def test_a_shard_killed_while_it_makes_the_files_of_a_table_makes_them_again(
+    tmp_path: Path, length: int
+) -> None:
+    """Such a file has no header yet, and may be of any length."""
+    spec = row_spec(*TABLES, optimizer="sparse_adam", rule=SSGD())
+    calm, shards = trained(SSGD(), None), RowShards(spec, WORKERS, tmp_path)
+    for path in tmp_path.glob("*/*/*.rows"):
+        path.write_bytes(bytes(length))
+    shards.kill(0)
+    shards.begin()
+    for step, worker in pushes():
+        for each in (calm, shards):
+            push(each, step, worker)
+    for found, rows in zip(shards.pull(ALL), calm.pull(ALL), strict=True):
+        np.testing.assert_array_equal(found, rows)
+
+
 def full(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
