@@ -135,7 +135,7 @@ def metrics() -> str:
     ends = {"counter": "_total", "info": "_info"}
     rows = []
     engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
-    published = PublicationCollector(Publications(engine, {}, None))
+    published = PublicationCollector(Publications(engine, {}))
     parts = (ShardCollector(engine), published, StandbyCollector(StandbyView))
     for family in (family for part in parts for family in part.collect()):
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))

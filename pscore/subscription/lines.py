@@ -6,6 +6,7 @@ can pace them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -27,6 +28,8 @@ log = logging.getLogger("paceline")
 PAUSE_S = 0.1  # After a call that was not answered.
 CALL_S = 5.0
 SILENCE_S = 20.0
+MAY_MOVE_S = 3.0  # The longest wait for a shard that may be at its next address meanwhile.
+ELSEWHERE_S = 1.0  # Timeout of a question to that address.
 ANSWER_S = 1.5  # A shard has at least so long for an answer, also once the reader's time is up.
 
 
@@ -47,6 +50,8 @@ class ReaderLine:
     table: str
     trouble: str = ""
     _is_checked: bool = False  # Whether the address is that of the shard.
+    _instance: int = 0  # Number of the shard; 0: not known, or a relay.
+    _next: str = ""  # Where it will soon be, or its standby is; empty: it stays.
     _channel: grpc.Channel = field(init=False)
     _stub: publish_pb2_grpc.PublicationsStub = field(init=False)
     _stream: tls.Stream | None = None
@@ -54,6 +59,9 @@ class ReaderLine:
     _number: int = 0
 
     def __post_init__(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
         self._channel = self.credentials.channel(self.address)
         self._stub = publish_pb2_grpc.PublicationsStub(self._channel)
 
@@ -77,6 +85,9 @@ class ReaderLine:
             ShardMapError: The address is that of another shard.
             PacelineError: The shard refuses it.
         """
+        limit_s = wait_s + CALL_S
+        if self._next:
+            wait_s, limit_s = min(wait_s, ELSEWHERE_S), MAY_MOVE_S
         request = publish_pb2.WatchRequest(
             job=self.job,
             table=self.table,
@@ -89,10 +100,17 @@ class ReaderLine:
         try:
             if not self._is_checked:
                 self._describe(patience_s(CALL_S, end_s))
-            reply = self._stub.Watch(request, timeout=patience_s(wait_s + CALL_S, end_s))
+            reply = self._stub.Watch(request, timeout=patience_s(limit_s, end_s))
         except grpc.RpcError as failure:
-            self._note(rpc.error_of(failure, self.address))
+            if not self._has_moved(end_s):
+                self._note(rpc.error_of(failure, self.address))
             return None
+        is_same = self._instance in (0, reply.instance, reply.former_instance)
+        if not is_same and not reply.lineage:  # An empty process is there.
+            if self._has_moved(end_s):
+                return None
+        else:
+            self._instance, self._next = reply.instance, reply.next_address
         self.trouble = reply.waiting_for
         return reply
 
@@ -124,11 +142,15 @@ class ReaderLine:
         envelope = data_pb2.Envelope(id=self._number, fetch=header)
         try:
             return self._exchange(envelope, end_s)
-        except (DamagedError, TransportError) as problem:
+        except (DamagedError, TransportError) as failure:
             self._drop()
-            self._note(TransportError(str(problem)))
+            problem: PacelineError = TransportError(str(failure))
         except grpc.RpcError as failure:
-            self._note(rpc.error_of(failure, self.address))
+            problem = rpc.error_of(failure, self.address)
+        except PacelineError as refusal:  # An empty process may be there.
+            problem = refusal
+        if not self._has_moved(end_s):
+            self._note(problem)
         return None
 
     def _exchange(
@@ -138,7 +160,7 @@ class ReaderLine:
             self._stream = self._connect(patience_s(CALL_S, end_s))
             self._reader = sockets.ReadAhead(self._stream)
         assert self._reader is not None
-        silence_s = patience_s(SILENCE_S, end_s)
+        silence_s = patience_s(MAY_MOVE_S if self._next else SILENCE_S, end_s)
         sockets.limit_silence(self._stream, silence_s)
         sockets.send_all(self._stream, sockets.frame_parts(envelope.SerializeToString(), ()))
         while True:
@@ -174,8 +196,30 @@ class ReaderLine:
         self._is_checked = True
         return about
 
+    def _has_moved(self, end_s: float | None) -> bool:
+        """Follows the shard to its next address; returns whether it is there."""
+        address, limit_s = self._next, patience_s(ELSEWHERE_S, end_s)
+        if not address:
+            return False
+        with contextlib.suppress(grpc.RpcError), self.credentials.channel(address) as channel:
+            control = control_pb2_grpc.ControlStub(channel)
+            about = control.Describe(control_pb2.DescribeRequest(), timeout=limit_s)
+            if about.instance == self._instance and not about.moved_to:
+                self._follow(address)
+        return self.address == address
+
+    def _follow(self, address: str) -> None:
+        log.warning("the shard at %s has moved to %s", self.address, address)
+        self._drop()
+        self._channel.close()
+        self.address, self._next, self._is_checked = address, "", False
+        self._open()
+
     def _connect(self, timeout_s: float) -> tls.Stream:
         about = self._describe(timeout_s)
+        if about.moved_to:
+            self._follow(about.moved_to)
+            about = self._describe(timeout_s)
         place = Endpoint(
             host=self.address.rpartition(":")[0].strip("[]"),
             port=about.data_port,

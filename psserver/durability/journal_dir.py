@@ -8,6 +8,7 @@
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
     JOB/0.weights       its weights, as workers of this host map them
     JOB/residuals       residuals of a checkpoint that workers have not fetched yet
+    JOB/published.json  what readers get of it, and since when
     JOB/lost.json       why only the name of the job is left
 
 JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file has a
@@ -54,8 +55,9 @@ from psserver.slices.arena import Arena
 
 log = structlog.get_logger()
 FORMAT = 3
-STAMP, LOCK, CLOSED, JOB, ARENA, RESIDUALS, LOST = (
-    "stamp.json", "lock", "closed.json", "job.json", "arena", "residuals", "lost.json",
+STAMP, LOCK, CLOSED, JOB, ARENA, RESIDUALS, PUBLISHED, LOST = (
+    "stamp.json", "lock", "closed.json", "job.json", "arena", "residuals", "published.json",
+    "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
 BLOCK_NBYTES = 512  # Unit of `st_blocks`, on every file system.
@@ -173,6 +175,17 @@ class JobJournal:
             return {}
         except (SafetensorError, OSError) as problem:
             raise ValueError(f"{self.folder / RESIDUALS}: {problem}") from problem
+
+    def write_published(self, meta: Meta) -> None:
+        """Records what is published of the job; raises OSError if the disk is full."""
+        write_json(self.folder / PUBLISHED, meta)
+        self._note(self.folder / PUBLISHED)
+
+    def read_published(self) -> Meta:
+        """Returns the record of `write_published`; nothing if there is none that is whole."""
+        with contextlib.suppress(OSError, ValueError):
+            return read_json(self.folder / PUBLISHED)
+        return {}
 
     def remove(self) -> None:
         """Deletes the journal."""

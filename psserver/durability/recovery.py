@@ -129,6 +129,15 @@ class JobRecorder:
         """Returns the arrays of `note_residuals`; raises ValueError if they cannot be read."""
         return {} if self._journal is None else self._journal.read_residuals()
 
+    def note_published(self, meta: Meta) -> None:
+        """Records what is published of the job; raises OSError if the disk is full."""
+        if self._journal is not None:
+            self._journal.write_published(meta)
+
+    def read_published(self) -> Meta:
+        """Returns the record of `note_published`; empty without a whole one."""
+        return {} if self._journal is None else self._journal.read_published()
+
     def make_memory(
         self, table: Table, free_one: Callable[[], bool] = lambda: False
     ) -> TableMemory:

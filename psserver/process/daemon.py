@@ -137,7 +137,6 @@ class Daemon:
         self._publications = Publications(
             self.engine,
             parse_every(plan.publish),
-            None if self._journals is None else self._journals.folder,
             executor=self._executor,
             rate=plan.publish_mbit * MBIT_NBYTES,
         )
@@ -200,7 +199,7 @@ class Daemon:
         checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(
             Checkpointer(self.engine, self._last), server
         )
-        published = PublicationsServicer(self.engine, self._publications)
+        published = PublicationsServicer(self.engine, self._publications, self._servicer.locate)
         publish_pb2_grpc.add_PublicationsServicer_to_server(published, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pscore.memory.segment import WeightsMap
-from psserver.durability.journal_dir import JOB, LOST, RESIDUALS, ignore
+from psserver.durability.journal_dir import JOB, LOST, PUBLISHED, RESIDUALS, ignore
 from psserver.standby.pieces import SentSpan
 from psserver.standby.spans import SliceSpans, Span, arena_head, digest_of_span
 from psserver.standby.stream import JournalStream, Sender
@@ -180,7 +180,7 @@ class FollowedShard:
         for folder in self._journals.found():
             names = [JOB, LOST]
             if folder in running:
-                names += [RESIDUALS, *(path.name for path in folder.glob("[0-9]*.json"))]
+                names += [RESIDUALS, PUBLISHED, *(path.name for path in folder.glob("[0-9]*.json"))]
             found += [folder / name for name in names if (folder / name).exists()]
         for job in self._engine.jobs.values():
             for table in job.tables.values():

@@ -56,6 +56,7 @@ class Publication:
         *,
         on_version: Callable[[], None],
         new_lineage: Callable[[], int],
+        on_lineage: Callable[[], None],
     ) -> None:
         """Publishes nothing yet; called under the engine's lock.
 
@@ -64,6 +65,7 @@ class Publication:
             every: Updates from one version to the next; seconds in an asynchronous mode.
             on_version: Called from any thread when all slices have a new version.
             new_lineage: Returns the number of the next lineage.
+            on_lineage: Called when that has begun, before it has a version.
 
         Raises:
             ConfigError: The table's value is not the weights of a model.
@@ -74,7 +76,7 @@ class Publication:
         self.lineage = lineage
         self.exact = running.table.spec.rule.by_step
         self._on_version = on_version
-        self._new_lineage = new_lineage
+        self._new_lineage, self._on_lineage = new_lineage, on_lineage
         self._rings = {index: VersionRing() for index in running.queues}
         self._loaded: set[int] = set()  # Slices with weights of this lineage.
         self._slot = -1  # Number of the last version by time.
@@ -107,6 +109,7 @@ class Publication:
             self._reached.clear()
         self._loaded.clear()
         self._slot = -1
+        self._on_lineage()
 
     def begin(self, *, at_multiples: bool) -> None:
         """Publishes weights that the table has already.

@@ -1,8 +1,8 @@
 """All that one shard publishes, and its readers. A reader has no rank and no lease.
 
 The number of a lineage is the time of its start in milliseconds since 1970, larger than that of any
-lineage before. It is kept beside the journals: a killed shard continues the lineages of the jobs
-that it resumes.
+lineage before. It is kept in the journal of the job: a killed shard continues the lineages of the
+jobs that it resumes, and so does the process to which a shard moves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from pathlib import Path
 
 import numpy as np
 import structlog
@@ -23,7 +22,7 @@ from pscore.publish import codec
 from pscore.publish.codec import Form
 from pscore.publish.possible import PUBLISH_EVERY_MAX
 from pscore.table_spec import GROWN
-from psserver.durability.sealed import read_json, write_json
+from psserver.durability.recovery import JobRecorder
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.publish.publication import Publication
@@ -33,8 +32,7 @@ log = structlog.get_logger()
 
 TABLE = "model"  # The table of an optimizer; a model that has grown has others, `model+1`.
 ALL = "*"  # Stands for all jobs.
-FILE = "publications.json"
-Kept = dict[str, tuple[int, int, int]]  # By "job/table": lineage, `every`, that of the settings.
+Kept = dict[str, list[int]]  # By table: its lineage, `every`, and that of the settings.
 
 
 class Publications(PublishedTables[Publication]):
@@ -44,7 +42,6 @@ class Publications(PublishedTables[Publication]):
         self,
         engine: Engine,
         every: Mapping[str, int],
-        folder: Path | None,
         *,
         executor: Executor | None = None,
         rate: int = 0,
@@ -55,7 +52,6 @@ class Publications(PublishedTables[Publication]):
         Args:
             engine: The shard, before anything else happens to it.
             every: By job, or `ALL`: updates from one version to the next.
-            folder: Where lineages are kept; None: nowhere.
             executor: Compiles the loops of publications, at once if `every` names a job, else
                 before the first; None: the first does.
             rate: Most bytes per second to all readers on other hosts; 0: no limit.
@@ -65,35 +61,20 @@ class Publications(PublishedTables[Publication]):
         self._executor = executor
         self._engine = engine
         self._every = dict(every)
-        self._path = None if folder is None else folder / FILE
         self._now_s = now_s
-        self._kept: Kept = {}  # In the file.
+        self._recorders: dict[str, JobRecorder] = {}  # By job.
+        self._kept: dict[str, tuple[JobRecorder, Kept]] = {}  # By job: in its journal.
         self._is_kept = True  # Whether there was room for it the last time.
-        self._former: Kept | None = self._read()  # From a former process, until `begin`.
-        self._newest_lineage = max((entry[0] for entry in self._former.values()), default=0)
+        self._newest_lineage = 0
         engine.on_table = self._on_table
         if self._every:
             self._warm_up()
 
     def begin(self) -> None:
-        """Continues the lineages of the jobs that the engine has resumed from its journals."""
+        """Publishes the jobs that the engine has resumed from its journals."""
         with self._engine.lock:
-            for job in self._engine.jobs.values():
-                for running in job.tables.values():
-                    self._resume(job.name, running)
-            self._former = None
-            self._write()
-
-    def _resume(self, job: str, running: RunningTable) -> None:
-        name = running.table.spec.name
-        lineage, every, given = (self._former or {}).get(f"{job}/{name}", (0, 0, 0))
-        found = self._published.get((job, name))
-        if every and given == self._given(job) and (not found or found.publication.every != every):
-            found = self._replace(job, running, every)  # A worker has asked for it.
-        if found is not None:
-            if every == found.publication.every:  # Else its numbers have another meaning now.
-                found.publication.lineage = lineage
-            found.publication.begin(at_multiples=True)
+            for found in self._published.values():
+                found.publication.begin(at_multiples=True)
 
     # ----- what is published
 
@@ -111,44 +92,49 @@ class Publications(PublishedTables[Publication]):
         with self._engine.lock:
             running = job.table(index)
             found = self._published.get((job.name, running.table.spec.name))
-            if found is not None and found.publication.running is running:  # noqa: SIM102
+            if found is not None and found.publication.running is running:
                 if found.publication.every == every:
                     return
-            added = self._replace(job.name, running, every)
+                running.observers.remove(found.publication)
+            added = self._add(job, running, every)
             added.publication.begin(at_multiples=running.table.step > 0)
             self._write()
-
-    def _replace(self, job: str, running: RunningTable, every: int) -> Published[Publication]:
-        found = self._published.get((job, running.table.spec.name))
-        if found is not None and found.publication.running is running:
-            running.observers.remove(found.publication)
-        return self._add(job, running, every)
 
     def _given(self, job: str) -> int:
         return self._every.get(job, self._every.get(ALL, 0))
 
     def _on_table(self, job: RunningJob, running: RunningTable) -> None:
-        every = self._given(job.name)
-        if not every or running.table.spec.name.partition(GROWN)[0] != TABLE:
+        name = running.table.spec.name
+        lineage, former, settings = _kept_of(job, name)
+        self._newest_lineage = max(self._newest_lineage, lineage)
+        every = 0 if name.partition(GROWN)[0] != TABLE else self._given(job.name)
+        if former and settings == self._given(job.name):  # A worker may have asked for it.
+            every = former
+        if not every:
             return
         try:
-            self._add(job.name, running, every)
-            self._write()
+            found = self._add(job, running, every)
         except ConfigError as problem:
             log.warning("not published", job=job.name, reason=str(problem))
+            return
+        if every == former:  # Else its numbers have another meaning now.
+            found.publication.lineage = lineage
+        self._write()
 
-    def _add(self, job: str, running: RunningTable, every: int) -> Published[Publication]:
+    def _add(self, job: RunningJob, running: RunningTable, every: int) -> Published[Publication]:
         publication = Publication(
             running,
             every,
             self._new_lineage(),
             on_version=lambda: self.on_version(),
             new_lineage=self._new_lineage,
+            on_lineage=self._write,
         )
         self._warm_up()
         running.observers.append(publication)
-        found = self._published[job, running.table.spec.name] = Published(publication)
-        log.info("published", job=job, table=running.table.spec.name, every=every)
+        self._recorders[job.name] = job.recorder
+        found = self._published[job.name, running.table.spec.name] = Published(publication)
+        log.info("published", job=job.name, table=running.table.spec.name, every=every)
         return found
 
     def _warm_up(self) -> None:
@@ -208,42 +194,38 @@ class Publications(PublishedTables[Publication]):
             f"--publish {job}:every=1"
         )
 
-    # ----- lineages on the disk
-
-    def _read(self) -> Kept:
-        if self._path is None:
-            return {}
-        kept: Kept = {}
-        with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
-            for key, (lineage, every, given) in read_json(self._path).items():
-                kept[key] = (
-                    count_of(lineage, "a lineage"),
-                    count_of(every, "publish_every", least=1, most=PUBLISH_EVERY_MAX),
-                    count_of(given, "publish"),
-                )
-        return kept
+    # ----- lineages in the journals
 
     def _write(self) -> None:
         """Writes the lineages, if they have changed; without room again at the next tick."""
-        kept = {
-            f"{job}/{table}": (
-                found.publication.lineage,
-                found.publication.every,
-                self._given(job),
-            )
-            for (job, table), found in self._published.items()
-        }
-        if kept == self._kept or self._former is not None:
-            return
+        kept: dict[str, tuple[JobRecorder, Kept]] = {}
+        for (job, table), found in self._published.items():
+            _, tables = kept.setdefault(job, (self._recorders[job], {}))
+            publication = found.publication
+            tables[table] = [publication.lineage, publication.every, self._given(job)]
         try:
-            if self._path is not None:
-                write_json(self._path, kept)
+            for job, entry in kept.items():
+                if self._kept.get(job) != entry:
+                    entry[0].note_published(entry[1])
+                    self._kept[job] = entry
         except OSError as problem:
             if self._is_kept:
-                log.error("lineages are not kept beside the journals", reason=str(problem))
+                log.error("lineages are not kept in the journals", reason=str(problem))
             self._is_kept = False
         else:
             self._kept, self._is_kept = kept, True
+
+
+def _kept_of(job: RunningJob, table: str) -> tuple[int, int, int]:
+    """Returns lineage, `every` and settings of a resumed table; zeros where there is no record."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, ConfigError):
+        lineage, every, settings = job.recorder.read_published()[table]
+        return (
+            count_of(lineage, "a lineage"),
+            count_of(every, "publish_every", least=1, most=PUBLISH_EVERY_MAX),
+            count_of(settings, "publish"),
+        )
+    return 0, 0, 0
 
 
 def warm_up() -> None:

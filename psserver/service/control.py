@@ -31,6 +31,7 @@ from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
+from pscore.pb.ps.v1.publish_pb2 import WatchReply
 from pscore.table_spec import TableSpec, content_to_proto, rule_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray, Origin
@@ -223,6 +224,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Names the address at which this shard will be in heartbeats; empty: it stays."""
         self._next = address
         self.told.clear()
+
+    def locate(self, reply: WatchReply) -> None:
+        """Adds to an answer for a reader which shard this is, and where it will be."""
+        reply.instance, reply.former_instance = self._instance, self._former
+        reply.next_address = self._next
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Returns the shard's index and cluster, once it serves as the one that is awaited."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pscore.pb.ps.v1 import publish_pb2 as pb
@@ -75,10 +76,22 @@ class ReadersServicer(publish_pb2_grpc.PublicationsServicer):
 class PublicationsServicer(ReadersServicer):
     """The service of published weights of one shard, for workers too."""
 
-    def __init__(self, engine: Engine, publications: Publications) -> None:
-        """Serves what `publications` has, and adds tables of `engine` to it."""
+    def __init__(
+        self, engine: Engine, publications: Publications, locate: Callable[[pb.WatchReply], None]
+    ) -> None:
+        """Serves what `publications` has, and adds tables of `engine` to it.
+
+        Args:
+            locate: Adds to an answer which shard this is, and where it will be.
+        """
         super().__init__(publications)
-        self._engine, self._tables = engine, publications
+        self._engine, self._tables, self._locate = engine, publications, locate
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> pb.WatchReply:
+        """Returns the newest version as for any reader, and where the shard will be."""
+        reply = await super().Watch(request, context)
+        self._locate(reply)
+        return reply
 
     async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
         """Publishes a table of a worker."""

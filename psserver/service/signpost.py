@@ -16,13 +16,19 @@ from google.protobuf.message import DecodeError
 
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1.publish_pb2 import WatchReply
 from psserver.access.authorizer import CONTROL, DATA, HEALTH
 
 HERE = ("/ps.v1.Standby/", HEALTH, CONTROL + "Drain")  # Always answered by this process.
 # Calls that change the journals of a job.
 CHANGED = ("Join", "Define", "Change", "Choose", "Barrier", "Meet", "Leave", "Forget")
-CHANGES = {*(CONTROL + name for name in CHANGED), "/ps.v1.Checkpoints/Finish"}
+CHANGES = {
+    *(CONTROL + name for name in CHANGED),
+    "/ps.v1.Checkpoints/Finish",
+    "/ps.v1.Publications/Begin",
+}
 DESCRIBE = CONTROL + "Describe"
+WATCH = "/ps.v1.Publications/Watch"
 HOLD_S = 8.0  # A call waits so long at most; then it is to be repeated.
 KEPT_KEYS = ("user-agent", "grpc-")  # Keys of metadata that each connection sets itself.
 
@@ -148,6 +154,10 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             about = pb.DescribeReply.FromString(raw)
             about.moved_to = about.moved_to or self.address
             return about.SerializeToString()
+        if method == WATCH:
+            news = WatchReply.FromString(raw)
+            news.next_address = news.next_address or self.address
+            return news.SerializeToString()
         if method == CONTROL + "Status":
             status = pb.StatusReply.FromString(raw)
             status.shard.moved_to = status.shard.moved_to or self.address

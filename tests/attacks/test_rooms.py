@@ -109,7 +109,7 @@ class Rooms:
 
     def __init__(self, front: Front) -> None:
         self.front = front
-        self.publications = Publications(front.engine, {JOB: 1}, None)
+        self.publications = Publications(front.engine, {JOB: 1})
         self.service = DataService(front.engine, fetches=self.publications)
 
     async def prepare(self) -> None:
@@ -374,7 +374,9 @@ class Caller:
         self.services: dict[str, Any] = {
             "Control": rooms.front.control,
             "Checkpoints": Refusing(Checkpointer(engine, LastCheckpoint())),
-            "Publications": Refusing(PublicationsServicer(engine, rooms.publications)),
+            "Publications": Refusing(
+                PublicationsServicer(engine, rooms.publications, lambda reply: None)
+            ),
             "Standby": Refusing(standby),
         }
         spec = row_spec(("plain", 0, DIM, TABLES["plain"])).to_json()

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import Popen
@@ -85,14 +85,26 @@ class Scene:
     """Two shards, an empty process for the second, and two workers."""
 
     def __init__(
-        self, folder: Path, stack: ExitStack, pause: int = 0, numel: int = 1 << 17
+        self,
+        folder: Path,
+        stack: ExitStack,
+        pause: int = 0,
+        numel: int = 1 << 17,
+        more: Sequence[object] = (),
     ) -> None:
+        """Starts them.
+
+        Args:
+            pause: The step after which the workers wait; 0: none.
+            numel: The elements of each parameter.
+            more: Further options of all three processes.
+        """
         ports = free_ports(3)
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
         saving = ["--checkpoint-s", 1, "--shard-addresses", addresses]
-        self.first = Place(folder, 0, ports[0], "a", *(saving if pause else ()))
-        self.second = Place(folder, 1, ports[1], "b")
-        self.empty = Place(folder, 1, ports[2], "c")
+        self.first = Place(folder, 0, ports[0], "a", *(saving if pause else ()), *more)
+        self.second = Place(folder, 1, ports[1], "b", *more)
+        self.empty = Place(folder, 1, ports[2], "c", *more)
         self.stack = stack
         self.starts = [stack.enter_context(self.first.running())]
         self.source = stack.enter_context(self.second.running())

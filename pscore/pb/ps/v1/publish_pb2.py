@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pscore.pb.ps.v1 import control_pb2 as ps_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13ps/v1/publish.proto\x12\x05ps.v1\x1a\x13ps/v1/control.proto\"\x81\x01\n\x06Reader\x12\n\n\x02id\x18\x01 \x01(\x06\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07lineage\x18\x04 \x01(\x04\x12\x0e\n\x06number\x18\x05 \x01(\x03\x12\x0f\n\x07resyncs\x18\x06 \x01(\x04\x12\x0e\n\x06leaves\x18\x07 \x01(\x08\x12\x0e\n\x06relays\x18\x08 \x01(\x08\"\x8f\x01\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x04\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x1d\n\x06reader\x18\x07 \x01(\x0b\x32\r.ps.v1.Reader\"}\n\nWatchReply\x12\x0f\n\x07lineage\x18\x01 \x01(\x04\x12\x0e\n\x06newest\x18\x02 \x01(\x03\x12\r\n\x05\x65very\x18\x03 \x01(\r\x12\r\n\x05\x65xact\x18\x04 \x01(\x08\x12\x1b\n\x05table\x18\x05 \x01(\x0b\x32\x0c.ps.v1.Table\x12\x13\n\x0bwaiting_for\x18\x06 \x01(\t\"^\n\x0c\x42\x65ginRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\r\n\x05table\x18\x04 \x01(\r\x12\r\n\x05\x65very\x18\x05 \x01(\r\"\x0c\n\nBeginReply\"\r\n\x0bListRequest\"n\n\x0cReaderStatus\x12\x1d\n\x06reader\x18\x01 \x01(\x0b\x32\r.ps.v1.Reader\x12\x10\n\x08silent_s\x18\x02 \x01(\x01\x12\x0b\n\x03lag\x18\x03 \x01(\x03\x12\x11\n\tlag_steps\x18\x04 \x01(\x03\x12\r\n\x05lag_s\x18\x05 \x01(\x01\"\x9e\x02\n\x11PublicationStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x04\x12\x0e\n\x06newest\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05\x65very\x18\x06 \x01(\r\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x34\n\x06nbytes\x18\x08 \x03(\x0b\x32$.ps.v1.PublicationStatus.NbytesEntry\x12\x15\n\rmemory_nbytes\x18\t \x01(\x04\x12$\n\x07readers\x18\n \x03(\x0b\x32\x13.ps.v1.ReaderStatus\x1a-\n\x0bNbytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\";\n\tListReply\x12.\n\x0cpublications\x18\x01 \x03(\x0b\x32\x18.ps.v1.PublicationStatus2\x9e\x01\n\x0cPublications\x12/\n\x05Watch\x12\x13.ps.v1.WatchRequest\x1a\x11.ps.v1.WatchReply\x12/\n\x05\x42\x65gin\x12\x13.ps.v1.BeginRequest\x1a\x11.ps.v1.BeginReply\x12,\n\x04List\x12\x12.ps.v1.ListRequest\x1a\x10.ps.v1.ListReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13ps/v1/publish.proto\x12\x05ps.v1\x1a\x13ps/v1/control.proto\"\x81\x01\n\x06Reader\x12\n\n\x02id\x18\x01 \x01(\x06\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07lineage\x18\x04 \x01(\x04\x12\x0e\n\x06number\x18\x05 \x01(\x03\x12\x0f\n\x07resyncs\x18\x06 \x01(\x04\x12\x0e\n\x06leaves\x18\x07 \x01(\x08\x12\x0e\n\x06relays\x18\x08 \x01(\x08\"\x8f\x01\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x04\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x1d\n\x06reader\x18\x07 \x01(\x0b\x32\r.ps.v1.Reader\"\xbe\x01\n\nWatchReply\x12\x0f\n\x07lineage\x18\x01 \x01(\x04\x12\x0e\n\x06newest\x18\x02 \x01(\x03\x12\r\n\x05\x65very\x18\x03 \x01(\r\x12\r\n\x05\x65xact\x18\x04 \x01(\x08\x12\x1b\n\x05table\x18\x05 \x01(\x0b\x32\x0c.ps.v1.Table\x12\x13\n\x0bwaiting_for\x18\x06 \x01(\t\x12\x10\n\x08instance\x18\x07 \x01(\x06\x12\x17\n\x0f\x66ormer_instance\x18\x08 \x01(\x06\x12\x14\n\x0cnext_address\x18\t \x01(\t\"^\n\x0c\x42\x65ginRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\r\n\x05table\x18\x04 \x01(\r\x12\r\n\x05\x65very\x18\x05 \x01(\r\"\x0c\n\nBeginReply\"\r\n\x0bListRequest\"n\n\x0cReaderStatus\x12\x1d\n\x06reader\x18\x01 \x01(\x0b\x32\r.ps.v1.Reader\x12\x10\n\x08silent_s\x18\x02 \x01(\x01\x12\x0b\n\x03lag\x18\x03 \x01(\x03\x12\x11\n\tlag_steps\x18\x04 \x01(\x03\x12\r\n\x05lag_s\x18\x05 \x01(\x01\"\x9e\x02\n\x11PublicationStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\x04\x12\x0e\n\x06newest\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05\x65very\x18\x06 \x01(\r\x12\r\n\x05\x65xact\x18\x07 \x01(\x08\x12\x34\n\x06nbytes\x18\x08 \x03(\x0b\x32$.ps.v1.PublicationStatus.NbytesEntry\x12\x15\n\rmemory_nbytes\x18\t \x01(\x04\x12$\n\x07readers\x18\n \x03(\x0b\x32\x13.ps.v1.ReaderStatus\x1a-\n\x0bNbytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\";\n\tListReply\x12.\n\x0cpublications\x18\x01 \x03(\x0b\x32\x18.ps.v1.PublicationStatus2\x9e\x01\n\x0cPublications\x12/\n\x05Watch\x12\x13.ps.v1.WatchRequest\x1a\x11.ps.v1.WatchReply\x12/\n\x05\x42\x65gin\x12\x13.ps.v1.BeginRequest\x1a\x11.ps.v1.BeginReply\x12,\n\x04List\x12\x12.ps.v1.ListRequest\x1a\x10.ps.v1.ListReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,22 +38,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READER']._serialized_end=181
   _globals['_WATCHREQUEST']._serialized_start=184
   _globals['_WATCHREQUEST']._serialized_end=327
-  _globals['_WATCHREPLY']._serialized_start=329
-  _globals['_WATCHREPLY']._serialized_end=454
-  _globals['_BEGINREQUEST']._serialized_start=456
-  _globals['_BEGINREQUEST']._serialized_end=550
-  _globals['_BEGINREPLY']._serialized_start=552
-  _globals['_BEGINREPLY']._serialized_end=564
-  _globals['_LISTREQUEST']._serialized_start=566
-  _globals['_LISTREQUEST']._serialized_end=579
-  _globals['_READERSTATUS']._serialized_start=581
-  _globals['_READERSTATUS']._serialized_end=691
-  _globals['_PUBLICATIONSTATUS']._serialized_start=694
-  _globals['_PUBLICATIONSTATUS']._serialized_end=980
-  _globals['_PUBLICATIONSTATUS_NBYTESENTRY']._serialized_start=935
-  _globals['_PUBLICATIONSTATUS_NBYTESENTRY']._serialized_end=980
-  _globals['_LISTREPLY']._serialized_start=982
-  _globals['_LISTREPLY']._serialized_end=1041
-  _globals['_PUBLICATIONS']._serialized_start=1044
-  _globals['_PUBLICATIONS']._serialized_end=1202
+  _globals['_WATCHREPLY']._serialized_start=330
+  _globals['_WATCHREPLY']._serialized_end=520
+  _globals['_BEGINREQUEST']._serialized_start=522
+  _globals['_BEGINREQUEST']._serialized_end=616
+  _globals['_BEGINREPLY']._serialized_start=618
+  _globals['_BEGINREPLY']._serialized_end=630
+  _globals['_LISTREQUEST']._serialized_start=632
+  _globals['_LISTREQUEST']._serialized_end=645
+  _globals['_READERSTATUS']._serialized_start=647
+  _globals['_READERSTATUS']._serialized_end=757
+  _globals['_PUBLICATIONSTATUS']._serialized_start=760
+  _globals['_PUBLICATIONSTATUS']._serialized_end=1046
+  _globals['_PUBLICATIONSTATUS_NBYTESENTRY']._serialized_start=1001
+  _globals['_PUBLICATIONSTATUS_NBYTESENTRY']._serialized_end=1046
+  _globals['_LISTREPLY']._serialized_start=1048
+  _globals['_LISTREPLY']._serialized_end=1107
+  _globals['_PUBLICATIONS']._serialized_start=1110
+  _globals['_PUBLICATIONS']._serialized_end=1268
 # @@protoc_insertion_point(module_scope)

@@ -46,20 +46,26 @@ class WatchRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., lineage: _Optional[int] = ..., after: _Optional[int] = ..., wait_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., reader: _Optional[_Union[Reader, _Mapping]] = ...) -> None: ...
 
 class WatchReply(_message.Message):
-    __slots__ = ("lineage", "newest", "every", "exact", "table", "waiting_for")
+    __slots__ = ("lineage", "newest", "every", "exact", "table", "waiting_for", "instance", "former_instance", "next_address")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     lineage: int
     newest: int
     every: int
     exact: bool
     table: _control_pb2.Table
     waiting_for: str
-    def __init__(self, lineage: _Optional[int] = ..., newest: _Optional[int] = ..., every: _Optional[int] = ..., exact: bool = ..., table: _Optional[_Union[_control_pb2.Table, _Mapping]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    instance: int
+    former_instance: int
+    next_address: str
+    def __init__(self, lineage: _Optional[int] = ..., newest: _Optional[int] = ..., every: _Optional[int] = ..., exact: bool = ..., table: _Optional[_Union[_control_pb2.Table, _Mapping]] = ..., waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., former_instance: _Optional[int] = ..., next_address: _Optional[str] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table", "every")

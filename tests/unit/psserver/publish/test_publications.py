@@ -17,9 +17,10 @@ from pscore.net.connection import Connection
 from pscore.net.shared_rate import SharedRate
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray
+from psserver.durability.journal_dir import PUBLISHED, JobJournal, JournalDir
 from psserver.durability.sealed import read_json
-from psserver.publish import publications
-from psserver.publish.publications import FILE, Publications
+from psserver.engine.resume import recover
+from psserver.publish.publications import Publications
 from psserver.service.data_socket import DataService
 from tests.unit.psserver.front import JOB, Front, play
 
@@ -34,15 +35,16 @@ def test_a_killed_shard_continues_as_often_as_a_worker_has_asked(
     """Unless its operator has chosen another number since then."""
     lineages: list[int] = []
 
-    async def scene(front: Front, *, asks: bool) -> None:
+    async def scene(_: Front, *, asks: bool) -> None:
         settings = given if asks else later
-        publications = Publications(front.engine, {JOB: settings} if settings else {}, tmp_path)
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
+        publications = Publications(front.engine, {JOB: settings} if settings else {})
         if asks:
-            publications.begin()
-        await front.ready(num_workers=1)
-        if asks:
+            await front.ready(num_workers=1)
             publications.publish(front.running, 0, 2)
         else:
+            recover(front.engine)
             publications.begin()
         await asyncio.wrap_future(front.executor.submit(lambda: None))
         ((_, _, found),) = publications.listed()
@@ -50,6 +52,8 @@ def test_a_killed_shard_continues_as_often_as_a_worker_has_asked(
         assert found.publication.every == (2 if asks else every)
         with front.engine.lock:
             assert len(front.running.table(0).observers) == 1
+        front.executor.shutdown()
+        journals.close()
 
     play(lambda front: scene(front, asks=True))
     play(lambda front: scene(front, asks=False))
@@ -61,23 +65,29 @@ def test_a_lineage_that_had_no_room_on_the_disk_is_written_when_there_is_room(
 ) -> None:
     """A killed shard would continue an older lineage else, which readers take for a late answer."""
 
-    def full(path: Path, meta: object) -> None:
+    def full(self: JobJournal, meta: object) -> None:
         raise OSError("No space left on device")
 
-    async def scene(front: Front) -> None:
-        table = Publications(front.engine, {JOB: 4}, tmp_path, now_s=lambda: 1e6)
-        table.begin()
+    async def scene(_: Front) -> None:
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
+        table = Publications(front.engine, {JOB: 4}, now_s=lambda: 1e6)
         with monkeypatch.context() as disk, capture_logs() as lines:
-            disk.setattr(publications, "write_json", full)
+            disk.setattr(JobJournal, "write_published", full)
             await front.ready(num_workers=1)
             for _ in range(3):
                 table.tick()
         assert [line["log_level"] for line in lines].count("error") == 1
-        assert not (tmp_path / FILE).exists()
+        assert not list(tmp_path.glob(f"*/{PUBLISHED}"))
         table.tick()
         ((_, _, found),) = table.listed()
-        kept = read_json(tmp_path / FILE)
-        assert kept == {f"{JOB}/model": [found.publication.lineage, 4, 4]}
+        (path,) = tmp_path.glob(f"*/{PUBLISHED}")
+        assert read_json(path) == {"model": [found.publication.lineage, 4, 4]}
+        with front.engine.lock:
+            found.publication.begin_lineage()
+        assert read_json(path)["model"][0] == found.publication.lineage
+        front.executor.shutdown()
+        journals.close()
 
     play(scene)
 

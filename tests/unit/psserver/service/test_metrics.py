@@ -348,7 +348,7 @@ def test_head_has_no_body() -> None:
 def test_the_dashboard_and_the_alerts_name_metrics_that_exist() -> None:
     engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
     there = set()
-    published = PublicationCollector(Publications(engine, {}, None))
+    published = PublicationCollector(Publications(engine, {}))
     parts = (ShardCollector(engine), published, StandbyCollector(StandbyView))
     for family in (family for part in parts for family in part.collect()):
         ends = {

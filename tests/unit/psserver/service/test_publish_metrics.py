@@ -38,8 +38,8 @@ async def make_step(front: Front, step: int) -> None:
 
 @played
 async def test_the_page_shows_each_reader_its_lag_and_the_bytes_by_form(front: Front) -> None:
-    publications = Publications(front.engine, {JOB: 2}, None)
-    servicer: Any = PublicationsServicer(front.engine, publications)
+    publications = Publications(front.engine, {JOB: 2})
+    servicer: Any = PublicationsServicer(front.engine, publications, front.servicer.locate)
     await front.ready(num_workers=1)
 
     async def read(number: int, reader: int, resyncs: int = 0) -> pb.WatchReply:
