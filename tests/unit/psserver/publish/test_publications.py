@@ -35,7 +35,7 @@ def test_a_killed_shard_continues_as_often_as_a_worker_has_asked(
     """Unless its operator has chosen another number since then."""
     lineages: list[int] = []
 
-    async def scene(_: Front, *, asks: bool) -> None:
+    async def scene(outer: Front, *, asks: bool) -> None:
         settings = given if asks else later
         journals = JournalDir(tmp_path)
         front = Front(journals)
@@ -68,7 +68,7 @@ def test_a_lineage_that_had_no_room_on_the_disk_is_written_when_there_is_room(
     def full(self: JobJournal, meta: object) -> None:
         raise OSError("No space left on device")
 
-    async def scene(_: Front) -> None:
+    async def scene(outer: Front) -> None:
         journals = JournalDir(tmp_path)
         front = Front(journals)
         table = Publications(front.engine, {JOB: 4}, now_s=lambda: 1e6)
