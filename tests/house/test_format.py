@@ -92,7 +92,7 @@ def test_the_folder_of_a_journal() -> None:
     }
     own = {
         getattr(journal_dir, name)
-        for name in ("STAMP", "LOCK", "CLOSED", "JOB", "ARENA", "RESIDUALS", "LOST")
+        for name in ("STAMP", "LOCK", "CLOSED", "JOB", "ARENA", "RESIDUALS", "PUBLISHED", "LOST")
     }
     assert files == own | {"T.json", "T.weights", "T.S.R.rows", "T.S.undo"}
     assert f"format ({journal_dir.FORMAT})" in PAGE
