@@ -38,7 +38,7 @@ def subscriber(scene: Scene) -> Iterator[psworker.Subscriber]:
 
 
 def require_the_rest(scene: Scene, subscriber: psworker.Subscriber) -> None:
-    """Lets the workers go on; requires versions of one lineage, the last one that of the end."""
+    """Sends the workers on, and requires versions of one lineage, the last one that of the end."""
     lineage, number = subscriber.wait().version
     for worker in scene.workers:
         worker.tell()
