@@ -22,6 +22,7 @@ from psworker.gossip.mixing import Mixing
 from psworker.gossip.pairs import Pairs
 from tests.inside import gossip_of
 from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.command import eventually
 
 Array = npt.NDArray[Any]
 NUM, NUMEL, STEPS = 3, 1000, 40
@@ -60,6 +61,9 @@ class RecordedPairs(Pairs):
     """AD-PSGD's worker with a log; events are noted under the model's lock."""
 
     events: list[Event]
+
+    def has_answer(self) -> bool:
+        return not self._open
 
     def start(self) -> Waits:
         self.events, self._about = [], threading.local()
@@ -133,10 +137,13 @@ def train(me: Station, mode: str, job: str) -> Any:
 
     gossip.post.offer = record_offer
     curvature, target = (torch.from_numpy(part[me.rank]).float() for part in (CURVATURE, TARGET))
-    for _ in range(STEPS):
+    for step in range(STEPS):
         time.sleep(0.002 * (1 + me.rank))  # Workers of three speeds; answers come in between.
+        if step % 4 in (0, 3) and isinstance(gossip, RecordedPairs):
+            eventually(gossip.has_answer)  # On a busy machine all steps may be over before one.
         weights.grad = curvature * (weights.detach() - target)
         optimizer.step()
+    psworker.barrier()  # One that has ended refuses the offers of others.
     psworker.shutdown()
     if isinstance(gossip, RecordedMixing):
         return gossip.models
