@@ -118,7 +118,7 @@ def model(num_workers: int = 2) -> Any:
 
 def status(shards: Shards, job: str) -> pb.JobStatus:
     with grpc.insecure_channel(shards.addresses[0]) as channel:
-        reply = control_pb2_grpc.ControlStub(channel).Status(pb.StatusRequest(), timeout=10)
+        reply = control_pb2_grpc.ControlStub(channel).Status(pb.StatusRequest(), timeout=200)
     return next(one for one in reply.jobs if one.job == job)
 
 

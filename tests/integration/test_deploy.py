@@ -328,9 +328,9 @@ def look_at_page(shard: str, token: str) -> None:
             assert found is not None
             url = f"http://127.0.0.1:{found[1]}/api/view"
             with pytest.raises(urllib.error.HTTPError, match="401"):
-                urllib.request.urlopen(url, timeout=20)
+                urllib.request.urlopen(url, timeout=200)
             request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=200) as answer:
                 assert json.load(answer)["status"]["shards"]
         finally:
             page.terminate()

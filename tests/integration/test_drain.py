@@ -161,7 +161,7 @@ def test_a_shard_moves_and_its_old_process_is_stopped_meanwhile_bits_stay(
     assert status_of(scene.second.address).shard.moved_to == scene.empty.address
     assert [job.job for job in status_of(scene.empty.address).jobs] == ["night"]
     ask.drain([scene.second.address], 1.0)
-    assert scene.source.wait(60) == 0
+    assert scene.source.wait(DEADLINE_S) == 0
     assert scene.results() == undisturbed
 
 

@@ -154,7 +154,8 @@ def test_a_machine_that_comes_back_empty_does_not_set_back_a_job_that_its_standb
         stack.enter_context(Place(tmp_path, 1, port, "back").running())
         if schedule == "is killed afterwards":
             keeper.kill()
-        keeper.resume()
+        else:
+            keeper.resume()
         former = saved()
         for worker in scene.workers:
             worker.tell()
