@@ -1,5 +1,6 @@
 """Runs `psserver` as a user does, on free ports, and leaves no process behind."""
 
+import functools
 import itertools
 import json
 import os
@@ -20,8 +21,9 @@ from tests.integration import warm
 
 T = TypeVar("T")
 WAIT_S = 200.0
-PORT_FIRST, NUM_PORTS = 10_000, 20_000  # Below those that the system chooses from.
-PORTS = itertools.count(997 * os.getpid())  # Far from those of the processes beside this one.
+# Below the ports that the system chooses from; each process of the tests has a block of its own.
+PORT_FIRST, NUM_PORTS, BLOCK = 10_000, 20_000, 500
+_guards: list[socket.socket] = []
 
 
 def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:
@@ -149,20 +151,36 @@ def live_shards(folder: Path) -> list[int]:
     return eventually(found)
 
 
+def bound(port: int) -> socket.socket | None:
+    """Returns a socket at a port of loopback; None: the port is taken."""
+    found = socket.socket()
+    try:
+        found.bind(("127.0.0.1", port))
+    except OSError:
+        found.close()
+        return None
+    return found
+
+
+@functools.cache
+def own_ports() -> Iterator[int]:
+    """Yields the ports of a block, over and over; a socket at its first one keeps others out."""
+    for first in range(PORT_FIRST, PORT_FIRST + NUM_PORTS, BLOCK):
+        if (guard := bound(first)) is not None:
+            _guards.append(guard)
+            return itertools.cycle(range(first + 1, first + BLOCK))
+    raise AssertionError("no block of ports is free")
+
+
 def taken_port() -> socket.socket:
-    """Returns a socket that listens on a port of loopback that the system gives to nobody.
+    """Returns a socket that listens on a port that neither the system nor another test gives away.
 
     So a process may listen there long after the socket was closed, and again after its end.
     """
-    for number in itertools.islice(PORTS, NUM_PORTS):
-        listener = socket.socket()
-        try:
-            listener.bind(("127.0.0.1", PORT_FIRST + number % NUM_PORTS))
-        except OSError:
-            listener.close()
-            continue
-        listener.listen()
-        return listener
+    for port in itertools.islice(own_ports(), BLOCK):
+        if (listener := bound(port)) is not None:
+            listener.listen()
+            return listener
     raise AssertionError("no port is free")
 
 
@@ -176,6 +194,15 @@ def free_row(count: int) -> int:
     """Returns the first of so many such ports in a row."""
     ports = free_ports(count)
     return ports[0] if ports[-1] - ports[0] == count - 1 else free_row(count)
+
+
+def lasting_ports(num_shards: int = 2) -> tuple[object, ...]:
+    """Returns flags of `psserver start` for a test that kills shards.
+
+    The ports of `--port 0` are those of the system, which may give them to another process before
+    the next process of a shard listens there.
+    """
+    return "--port", free_row(num_shards), "--metrics-port", free_row(num_shards)
 
 
 def require_started(process: subprocess.Popen[str]) -> None:

@@ -26,7 +26,8 @@ class Machine:
         self._command = Command(folder)
         options = ["--shards", 2, "--shard-index", index, "--cluster", "night"]
         options += ["--lease-s", lease_s]
-        ports = ["--port", addresses[index].rpartition(":")[2], "--metrics-port", 0]
+        port = int(addresses[index].rpartition(":")[2])
+        ports = ["--port", port, "--metrics-port", *free_ports(1)]
         places = ["--state-dir", self.state, "--shard-addresses", ",".join(addresses)]
         self._line = [*options, *ports, *places, "--checkpoint-s", 1, "--log-level", "warning"]
         if second is not None:

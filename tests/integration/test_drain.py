@@ -63,7 +63,7 @@ class Place:
         (folder / name).mkdir()
         self.address = f"127.0.0.1:{port}"
         options = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 20]
-        ports = ["--port", port, "--metrics-port", 0, "--log-level", "warning"]
+        ports = ["--port", port, "--metrics-port", *free_ports(1), "--log-level", "warning"]
         self._line = [*options, *ports, "--state-dir", folder / name / "state", *more]
 
     @contextmanager

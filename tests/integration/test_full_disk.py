@@ -17,7 +17,7 @@ import torch
 import psworker
 from psserver.remote import ask
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import Command, eventually, gone, require_started
+from tests.integration.command import Command, eventually, gone, lasting_ports, require_started
 
 DEADLINE_S = 200.0
 SIZE_MB = 64
@@ -125,8 +125,9 @@ def fill(folder: Path) -> Path:
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
 def test_one_killed_shard_on_a_full_disk_comes_back_and_nobody_else_ends(tmp_path: Path) -> None:
     command = OnSmallDisk(tmp_path)
-    ports = ("--port", 0, "--metrics-port", 0)
-    with command.spawn("start", "--shards", 2, *ports, "--state-dir", tmp_path) as process:
+    with command.spawn(
+        "start", "--shards", 2, *lasting_ports(), "--state-dir", tmp_path
+    ) as process:
         require_started(process)
         state = Path(f"/proc/{process.pid}/root{tmp_path}")
         run = run_file(state)
@@ -155,7 +156,7 @@ def test_workers_report_exactly_the_steps_that_had_no_journal(tmp_path: Path) ->
     journal is a matter of luck. A limit of the process leaves no room at all.
     """
     command = Command(tmp_path)
-    places = ("--port", 0, "--metrics-port", 0, "--state-dir", tmp_path)
+    places = (*lasting_ports(), "--state-dir", tmp_path)
     options = ("--shards", 2, "--lease-s", 100, "--checkpoint-s", 1, "--log-level", "warning")
     with ExitStack() as stack:
         process = stack.enter_context(command.spawn("start", *places, *options))

@@ -12,7 +12,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command, live_shards, require_started
+from tests.integration.command import Command, lasting_ports, live_shards, require_started
 
 DEADLINE_S = 200.0
 STEPS = 60
@@ -40,7 +40,7 @@ class Shards:
 @pytest.fixture
 def shards(tmp_path: Path) -> Iterator[Shards]:
     command = Command(tmp_path)
-    with command.spawn("start", "--shards", 2, "--port", 0, "--metrics-port", 0) as process:
+    with command.spawn("start", "--shards", 2, *lasting_ports()) as process:
         require_started(process)
         yield Shards(command)
 

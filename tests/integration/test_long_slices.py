@@ -22,7 +22,7 @@ from psserver.remote.checkpoint_files import TableState
 from psworker.connection.exchange.exchange import Exchange
 from tests.inside import table_of
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import Command, eventually, gone, require_started
+from tests.integration.command import Command, eventually, gone, lasting_ports, require_started
 from tests.integration.test_journal import Shards
 
 STEPS, HALF = 8, 4
@@ -115,7 +115,7 @@ def test_a_shard_that_is_killed_in_a_push_or_a_checkpoint_changes_no_bit(
 ) -> None:
     """Journals hold each slice as of its last acknowledged push; workers send others again."""
     command = Command(tmp_path)
-    with command.spawn("start", "--shards", 1, "--port", 0, "--metrics-port", 0) as process:
+    with command.spawn("start", "--shards", 1, *lasting_ports(1)) as process:
         require_started(process)
         shards = Shards(command)
         calm, other = run(shards, "calm", modes, kills=False)

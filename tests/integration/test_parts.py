@@ -10,7 +10,7 @@ import pytest
 
 from pscore.errors import ShardMapError
 from psworker.connection.membership.session import Session
-from tests.integration.command import Command, eventually, gone
+from tests.integration.command import Command, eventually, gone, lasting_ports
 
 
 @contextlib.contextmanager
@@ -47,8 +47,8 @@ def test_shards_of_several_names_are_no_cluster(tmp_path: Path) -> None:
 
 
 def test_a_killed_shard_comes_back_as_the_same_part(tmp_path: Path) -> None:
-    command = Command(tmp_path)
-    with command.detached("--shards", 2, "--shard-index", 1, "--cluster", "c") as run:
+    command, flags = Command(tmp_path), ("--shards", 2, "--shard-index", 1, "--cluster", "c")
+    with command.detached(*flags, *lasting_ports(1)) as run:
         pid = run["shards"][0]["pid"]
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: gone(pid))

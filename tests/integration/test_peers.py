@@ -27,7 +27,7 @@ from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
 from tests.inside import gossip_of, peers_of, table_of, wrapped_by
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
-from tests.integration.command import Command, eventually
+from tests.integration.command import Command, eventually, lasting_ports
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
 STEPS = 50
@@ -689,7 +689,7 @@ def test_a_worker_of_adpsgd_stops_while_its_elastic_job_has_fewer_workers_than_i
 @pytest.mark.parametrize("mode", MODES)
 def test_training_continues_when_shard_0_is_killed(tmp_path: Path, mode: str) -> None:
     command = Command(tmp_path)
-    with command.detached("--shards", 2) as run:
+    with command.detached("--shards", 2, *lasting_ports()) as run:
         job = new_job()
         where = {"PACELINE_SERVERS": ",".join(run["addresses"])}
         workers = []

@@ -11,7 +11,7 @@ from torch import nn
 
 import psworker
 from tests.integration.cluster import Station, Worker, new_job
-from tests.integration.command import Command, eventually
+from tests.integration.command import Command, eventually, lasting_ports
 from tests.paper import test_pipeline as model
 from tests.paper.test_pipeline_flush import one_process
 
@@ -48,7 +48,7 @@ def train(me: Station, schedule: str) -> Any:
 @pytest.mark.parametrize("schedule", ["1f1b", "ScheduleGPipe"])
 def test_training_continues_when_shard_0_is_killed(tmp_path: Path, schedule: str) -> None:
     command, workers = Command(tmp_path), []
-    with command.detached("--shards", 2, "--lease-s", 60) as run:
+    with command.detached("--shards", 2, *lasting_ports(), "--lease-s", 60) as run:
         where = {"PACELINE_SERVERS": ",".join(run["addresses"]), "PACELINE_JOB": new_job()}
         try:
             for rank in range(sum(REPLICAS)):

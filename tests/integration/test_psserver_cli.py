@@ -20,7 +20,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pscore.net.rpc import RETRYABLE
 from pscore.pb.ps.v1 import data_pb2
-from tests.integration.command import Command, eventually, free_ports, gone, taken_port
+from tests.integration.command import (
+    Command,
+    eventually,
+    free_ports,
+    gone,
+    lasting_ports,
+    taken_port,
+)
 from tests.integration.worker import Worker, nested
 
 
@@ -249,7 +256,7 @@ def test_python_without_assertions_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_shard_comes_back_on_its_port(fresh: Command) -> None:
-    with fresh.detached("--shards", 2) as run:
+    with fresh.detached("--shards", 2, *lasting_ports()) as run:
         victim = run["shards"][1]["pid"]
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: fresh.run_file()["shards"][1]["pid"] != victim)
@@ -263,7 +270,7 @@ def test_a_killed_shard_comes_back_on_its_port(fresh: Command) -> None:
 
 @pytest.mark.slow
 def test_a_spare_process_takes_the_place_of_a_killed_shard(fresh: Command) -> None:
-    with fresh.detached("--shards", 2, "--spare") as run:
+    with fresh.detached("--shards", 2, *lasting_ports(), "--spare") as run:
         supervisor, shards = psutil.Process(run["pid"]), {each["pid"] for each in run["shards"]}
         (spare,) = eventually(lambda: {each.pid for each in supervisor.children()} - shards)
         os.kill(run["shards"][1]["pid"], signal.SIGKILL)

@@ -31,7 +31,7 @@ from psworker.connection.exchange.publishing import begin_publication
 from psworker.training import table
 from tests.inside import forget_worker, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, wait_until
-from tests.integration.command import Command, eventually
+from tests.integration.command import Command, eventually, lasting_ports
 from tests.integration.models import backward, batch, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
@@ -468,7 +468,7 @@ def publishes_always(station: Station) -> int:
 @pytest.mark.slow
 def test_no_version_is_torn_and_none_falls_while_shards_are_killed(tmp_path: Path) -> None:
     job, kills, commits = new_job(), 0, 0
-    with Command(tmp_path).detached("--shards", 2) as run:
+    with Command(tmp_path).detached("--shards", 2, *lasting_ports()) as run:
         addresses = run["addresses"]
         launched = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_SERVERS": ",".join(addresses)}
         worker = Worker(publishes_always, 0, (), launched | {"PACELINE_JOB": job})

@@ -11,7 +11,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command, require_started
+from tests.integration.command import Command, lasting_ports, require_started
 
 MODES = (
     "diloco(steps=2, quorum=2, window=0.1)",
@@ -67,7 +67,7 @@ def after(each: Worker, since_s: float) -> int:
 def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path, mode: str) -> None:
     """The lease is far longer than the test: without a quorum the others would wait for it."""
     command = Command(tmp_path)
-    options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", LEASE_S)
+    options = ("--shards", 2, *lasting_ports(), "--lease-s", LEASE_S)
     with command.spawn("start", *options) as process:
         require_started(process)
         (found,) = command.folder.glob("paceline/*/run.json")

@@ -11,7 +11,7 @@ import pytest
 
 import psworker
 from tests.integration.cluster import Worker, new_job
-from tests.integration.command import Command, eventually, free_row
+from tests.integration.command import Command, eventually, free_row, lasting_ports
 from tests.integration.test_publish import WAIT_S, publishes_always, why_none
 
 pytestmark = pytest.mark.timeout(400)
@@ -55,7 +55,7 @@ def test_readers_behind_two_relays_get_the_bytes_of_the_shards_while_all_are_kil
 ) -> None:
     job, command, commits = new_job(), Command(tmp_path), 0
     with ExitStack() as stack:
-        run = stack.enter_context(command.detached("--shards", 2))
+        run = stack.enter_context(command.detached("--shards", 2, *lasting_ports()))
         servers = ",".join(run["addresses"])
         launched = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_SERVERS": servers}
         worker = Worker(publishes_always, 0, (), launched | {"PACELINE_JOB": job})

@@ -13,7 +13,7 @@ import torch
 import psworker
 from pscore.net.channel import FrameChannel
 from tests.integration.cluster import Station, Worker, new_job
-from tests.integration.command import Command, eventually, gone
+from tests.integration.command import Command, eventually, gone, lasting_ports
 from tests.integration.test_journal import Shards
 
 NUMEL = 1 << 20  # One slice of 4 MiB: more than the kernel keeps of it.
@@ -49,7 +49,7 @@ def train(me: Station, steps: int) -> list[float]:
 def test_a_shard_may_be_killed_while_its_worker_sends_again(tmp_path: Path, plane: str) -> None:
     steps = 100
     command = Command(tmp_path)
-    with command.spawn("start", "--shards", 1, "--port", 0, "--metrics-port", 0) as process:
+    with command.spawn("start", "--shards", 1, *lasting_ports(1)) as process:
         assert process.stdout is not None
         servers = process.stdout.readline().strip().partition("=")[2]
         shards = Shards(command)

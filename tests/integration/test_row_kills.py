@@ -15,7 +15,7 @@ import torch
 
 import psworker
 from tests.integration.cluster import Station, Worker
-from tests.integration.command import Command, live_shards, require_started
+from tests.integration.command import Command, lasting_ports, live_shards, require_started
 from tests.integration.row_models import Net, batch, make_tables
 from tests.integration.test_rows import Rows, require_same, values_of, wrap
 
@@ -42,7 +42,7 @@ def shards(tmp_path: Path) -> Iterator[Killed]:
     command = Command(tmp_path)
     # No worker may be lost on a busy machine: its steps would close without it, and it would end
     # before others, which then wait for its steps while it waits for them at the barrier.
-    options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", 3000)
+    options = ("--shards", 2, *lasting_ports(), "--lease-s", 3000)
     with command.spawn("start", *options) as process:
         require_started(process)
         yield Killed(command)

@@ -22,7 +22,7 @@ import psworker
 from pscore.net.channel import FrameChannel
 from psworker.rows.row_exchange import RowExchange
 from tests.integration.cluster import Station, Worker, new_job
-from tests.integration.command import Command, eventually, gone, live_shards
+from tests.integration.command import Command, eventually, gone, lasting_ports, live_shards
 
 GO = "go"
 PER_STEP, STEPS_MAX = 16, 64  # Ids of a step, some of them on each shard; steps of a worker.
@@ -205,7 +205,7 @@ class Job:
 @contextmanager
 def job(folder: Path, num_shards: int, rows_mode: str, lease_s: float = 3000) -> Iterator[Job]:
     command = Command(folder)
-    options = ("--shards", num_shards, "--port", 0, "--metrics-port", 0, "--lease-s", lease_s)
+    options = ("--shards", num_shards, *lasting_ports(num_shards), "--lease-s", lease_s)
     with command.spawn("start", *options) as process:
         assert process.stdout is not None
         servers = process.stdout.readline().strip().partition("=")[2]

@@ -19,7 +19,7 @@ from psserver.exits import CommandError
 from psserver.remote import ask, checkpoint
 from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import require_started
+from tests.integration.command import lasting_ports, require_started
 from tests.integration.moments import Dying
 from tests.row_driver import crowded
 
@@ -119,7 +119,7 @@ def run(addresses: list[str], name: str) -> list[Rows]:
 def shards(folder: Path) -> Iterator[tuple[Dying, list[str]]]:
     command = Dying(folder)
     # No worker is lost on a busy machine: its steps would close without it.
-    options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", 3000)
+    options = ("--shards", 2, *lasting_ports(), "--lease-s", 3000)
     with command.spawn("start", *options) as process:
         require_started(process)
         yield command, command.run_file()["addresses"]

@@ -21,7 +21,15 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, WorkerError
-from tests.integration.command import Command, eventually, free_ports, gone, live_shards, read_run
+from tests.integration.command import (
+    Command,
+    eventually,
+    free_ports,
+    gone,
+    lasting_ports,
+    live_shards,
+    read_run,
+)
 
 DEADLINE_S = 200.0
 JOB = "survivor"
@@ -99,14 +107,15 @@ class Start:
         for process in processes:
             eventually(lambda process=process: gone(process.pid))  # type: ignore[misc]
         shutil.rmtree(self.state / "journal", ignore_errors=True)
+        for path in self.state.glob("*/run.json"):  # Another start may have other ports.
+            path.unlink()
 
 
 @contextlib.contextmanager
 def start(tmp_path: Path, *options: object, state: str = "state") -> Iterator[Start]:
     """Starts two shards with a checkpoint now and then, or as `options` say."""
     command = Command(tmp_path)
-    port = () if "--port" in options else ("--port", 0)
-    ports = (*port, "--metrics-port", 0, "--state-dir", tmp_path / state)
+    ports = (*lasting_ports(3), "--state-dir", tmp_path / state)  # Options come behind them.
     log = tmp_path / f"{state}.log"
     with log.open("a") as file, command.spawn("start", *ports, *options, stderr=file) as process:
         assert process.stdout is not None

@@ -1,6 +1,7 @@
 """Optimizers that the shards do not run: the shards return the mean gradient, the workers step."""
 
 import io
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def train_until_told(me: Station) -> str:
     try:
         optimizer = wrap(Lion(model.parameters()), model.named_parameters())
         me.tell("ready")
-        for step in range(1000):
+        for step in itertools.count():
             optimizer.zero_grad()
             backward(model, *batch(me.rank, step))
             optimizer.step()
