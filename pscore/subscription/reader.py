@@ -13,6 +13,7 @@ fingerprints of all slices, and only then shows it.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -24,7 +25,7 @@ from functools import partial
 from typing import Protocol, Self
 
 from pscore.errors import ConfigError, DecodeError
-from pscore.net.addresses import parse_addresses
+from pscore.net.addresses import explain_silence, parse_addresses
 from pscore.net.credentials import read_credentials
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2, publish_pb2
@@ -37,8 +38,10 @@ from pscore.subscription.weights import Map, PublishedWeights, named, require_dt
 from pscore.table_spec import TableSpec
 from pscore.types import ByteArray
 
+log = logging.getLogger("paceline")
 WAIT_S = 5.0  # One long poll.
 FIRST_WAIT_S = 0.3  # One before the table is known.
+QUIET_S = 10.0  # Of a wait without an end; then its reason is logged.
 TABLE = "model"
 
 
@@ -147,6 +150,7 @@ class Reader:
         self._weights: PublishedWeights | None = None
         self._staged: PublishedWeights | None = None
         self._targets: list[Target] = []
+        self._told_s, self._told = 0.0, ""  # Time and text of the newest line in the log.
 
     # ----- what a user calls
 
@@ -247,6 +251,7 @@ class Reader:
         """
         self._require_usable()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._told_s, self._told = time.monotonic(), ""
         self._memory.prepare()
         looked = False  # Whether each shard has said in this call what it has.
         while True:
@@ -259,8 +264,8 @@ class Reader:
             if held is not None and (newer_than is None or held.version > newer_than):
                 if looked and (is_over or found is not None or not self._expects(asks)):
                     return held
-            elif is_over:
-                raise TimeoutError(self._reason(newer_than, timeout_s or 0.0))
+            elif is_over or end_s is None:
+                self._tell(newer_than, timeout_s)
             if found is not None:
                 self._staged = found
             wait_s = WAIT_S if looked else 0.0
@@ -307,15 +312,27 @@ class Reader:
             self._follower.taken(weights, source)
         return weights
 
-    def _reason(self, newer_than: WeightsVersion | None, timeout_s: float) -> str:
+    def _tell(self, newer_than: WeightsVersion | None, timeout_s: float | None) -> None:
+        """Logs now and then why a wait without an end lasts; raises TimeoutError after another."""
         than = "" if newer_than is None else f" newer than {tuple(newer_than)}"
+        what = f"no version of job {self.job!r}{than}"
+        if timeout_s is not None:
+            reason = self._reason()
+            raise TimeoutError(f"{what} within {timeout_s:g} s" + (reason and f": {reason}"))
+        if time.monotonic() - self._told_s >= QUIET_S:
+            self._told_s, former, self._told = time.monotonic(), self._told, self._reason()
+            if self._told not in ("", former):
+                log.warning("%s yet: %s", what, self._told)
+
+    def _reason(self) -> str:
+        """Returns why there is no newer version; empty: the job has not come to it."""
         asked = self._lines
         if self._assembly is not None:  # Other shards have no slice of the table.
             asked = [asked[shard] for shard in sorted(set(self._assembly.shard_of.values()))]
-        troubles = "; ".join(dict.fromkeys(line.trouble for line in asked if line.trouble))
-        return f"no version of job {self.job!r}{than} within {timeout_s:g} s" + (
-            f": {troubles}" if troubles else ""
-        )
+        troubles = [line.trouble for line in asked if line.trouble]
+        closed = [line.address for line in asked if "refused" in line.trouble]
+        troubles += filter(None, map(explain_silence, closed[:1]))
+        return "; ".join(dict.fromkeys(troubles))
 
     def _ask(self, index: int) -> Ask | None:
         if self._assembly is None:

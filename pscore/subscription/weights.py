@@ -93,7 +93,7 @@ def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> di
             stays as it is.
 
     Raises:
-        ConfigError: The mapping gives two arrays one name.
+        ConfigError: The mapping gives two arrays one name, or no pairs.
     """
     flat: Array = bits
     if dtype != "bf16":
@@ -105,11 +105,23 @@ def named(layout: Layout, bits: BitArray, dtype: str, mapping: Map | None) -> di
     arrays: dict[str, Array] = {}
     for spec, begin in tensors_of(layout):
         array = flat[begin : begin + spec.numel].reshape(spec.shape)
-        for name, given in [(spec.name, array)] if mapping is None else mapping(spec.name, array):
+        found = [(spec.name, array)] if mapping is None else mapping(spec.name, array)
+        for name, given in _pairs(found, spec.name):
             if name in arrays:
                 raise ConfigError(f"map gives {name!r} to two arrays, the second of {spec.name!r}")
             arrays[name] = given
     return arrays
+
+
+def _pairs(found: Any, name: str) -> list[tuple[str, Array]]:
+    """Returns the result of a mapping as pairs; raises ConfigError if it has none."""
+    try:
+        return [(each, array) for each, array in found]
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"map returns a {type(found).__name__} for {name!r}, must return pairs of a name and "
+            "an array, in a list"
+        ) from problem
 
 
 def require_dtype(dtype: str) -> None:

@@ -55,7 +55,7 @@ class VersionsFolder:
             model: Folder whose other files (configuration, tokenizer) each version gets too.
 
         Raises:
-            ConfigError: `model` is not a folder.
+            ConfigError: `model` is not a folder, or `latest` is there and no link.
             OSError: The folder cannot be written.
         """
         if model is not None and not model.is_dir():
@@ -63,6 +63,7 @@ class VersionsFolder:
         self._to, self._keep, self._nbytes_max, self._model = to, keep, nbytes_max, model
         there = next(path for path in (to, *to.parents) if path.exists() or path.is_symlink())
         tempfile.TemporaryFile(dir=there).close()
+        self._require_link()
         for path in to.glob(f"{WRITING}*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
@@ -77,16 +78,19 @@ class VersionsFolder:
             The folder of the version.
 
         Raises:
-            ConfigError: An array has a type that other programs would not read.
+            ConfigError: An array has a type that other programs would not read, or `latest` is no
+                link.
             OSError: There is no room for it; former versions are as they were.
         """
+        self._require_link()
         path = self._path(weights.version)
         writing = self._draft()
         writing.mkdir(parents=True)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, writing, ignore_errors=True)  # Unless it has its name.
             self._copy_model(writing)
-            files = _write_tensors(writing, weights.arrays, self._nbytes_max)
+            arrays = {name: np.asarray(array) for name, array in weights.arrays.items()}
+            files = _write_tensors(writing, arrays, self._nbytes_max)
             about = {
                 "job": job,
                 "lineage": weights.version.lineage,
@@ -122,6 +126,12 @@ class VersionsFolder:
             for path in self._model.iterdir():
                 if path.is_file() and ".safetensors" not in path.name and path.suffix != ".bin":
                     shutil.copy2(path, to)
+
+    def _require_link(self) -> None:
+        """Refuses a `latest` that this program has not made: it could not be replaced."""
+        latest = self._to / LATEST
+        if latest.exists() and not latest.is_symlink():
+            raise ConfigError(f"{latest} is no link to a version: give another --to, or move it")
 
     def _point_to(self, path: Path) -> None:
         link = self._draft()

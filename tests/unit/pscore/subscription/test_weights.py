@@ -1,5 +1,7 @@
 """One version as arrays: steps of any length, and names that a reader gives."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,3 +34,11 @@ def test_a_map_names_each_array_once() -> None:
     assert set(found) == {"a", "a1", "b", "b1"}
     with pytest.raises(ConfigError, match="gives 'x' to two arrays, the second of 'b'"):
         named(layout, bits, "float32", lambda name, array: [("x", array)])
+
+
+@pytest.mark.parametrize("found", [None, 3, [1], ["abc"]])
+def test_a_map_without_pairs_is_told_what_it_must_return(found: Any) -> None:
+    layout = make_layout([TensorSpec(name="a", shape=(2,), dtype="float32")], 1)
+    message = rf"map returns a {type(found).__name__} for 'a', must return pairs"
+    with pytest.raises(ConfigError, match=message):
+        named(layout, np.zeros(layout.numel, np.uint16), "float32", lambda *_: found)

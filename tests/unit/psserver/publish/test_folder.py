@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,32 @@ def test_an_array_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is float64: --map has to return uint16"):
         folder.write(replace(weights, arrays=wide), "night")
     assert not list(tmp_path.iterdir())
+
+
+def test_arrays_of_a_map_may_be_of_any_kind(tmp_path: Path) -> None:
+    weights = make_weights(1)
+    given: dict[str, Any] = {"a": torch.ones(2, 3), "b": np.float32(4.0)}
+    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
+    path = folder.write(replace(weights, arrays=given), "night")
+    found = safetensors.torch.load_file(path / "model.safetensors")
+    assert torch.equal(found["a"], torch.ones(2, 3))
+    assert found["b"] == 4.0
+    given["c"] = [1.0]
+    with pytest.raises(ConfigError, match="'c' is float64: --map has to return"):
+        folder.write(replace(make_weights(2), arrays=given), "night")
+
+
+def test_a_latest_that_is_no_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """As in a copy of the folder by a program that follows links."""
+    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
+    (tmp_path / "latest").mkdir()
+    for refused in (
+        lambda: folder.write(make_weights(1), "night"),
+        lambda: VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30),
+    ):
+        with pytest.raises(ConfigError, match="latest is no link to a version"):
+            refused()
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
 def test_the_first_version_makes_the_folder_and_the_next_one_again(tmp_path: Path) -> None:
