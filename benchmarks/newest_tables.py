@@ -226,9 +226,10 @@ def rows_by_id() -> str:
     if wire := found.get("wire_ms"):
         rows += [[label, _time(wire[key])] for key, label in labels.items()]
         rows.append(["bytes over the formula", f"{wire['bytes_of_formula']:.2f}"])
-        for number in (number for number in (2, 8) if f"rows_{number}" in wire):
-            pair = (wire[f"{way}_{number}"] for way in ("rows", "gloo_sparse"))
-            rows.append([f"{number} workers: both", ", ".join(map(_time, pair))])
+    for number in (2, 8) if (others := found.get("others_ms")) else ():
+        pair = (others[f"{way}_{number}"] for way in ("rows", "gloo_sparse"))
+        label = f"{number} workers: row tables, Gloo's sum of as many rows"
+        rows.append([label, ", ".join(map(_time, pair))])
     rows += _many_rows(found)
     later = {name: run for name, run in found.get("later", {}).items() if not run["is_quick"]}
     if later:

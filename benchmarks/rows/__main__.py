@@ -4,7 +4,8 @@
 data plane, and `bytes_of_formula` (benchmarks/rows/shard.py); `step_ms`: milliseconds of a step
 (benchmarks/rows/step.py); `auc`: AUC on a computed click log (benchmarks/rows/auc.py); `kills`:
 rows that were counted wrongly while shards and workers are killed (benchmarks/rows/kills.py), of
-which one makes the exit code 1; `wire_ms`: a step on links of 1 Gbit/s (benchmarks/rows/wire.py).
+which one makes the exit code 1; `wire_ms`: a step on links of 1 Gbit/s (benchmarks/rows/wire.py),
+and `others_ms`: with two hosts, and with eight.
 These are of many rows: `back` (back.py), time of a shard to come back after a kill; `journal`
 (journal.py), its share of a step; `copies` (copies.py), checkpoints of changes, and restoring them
 on other shards; `bounded` (bounded.py), rows that come late and go; `early` (early.py), prefetched
@@ -48,6 +49,7 @@ MEASURES: dict[str, Callable[[bool], Any]] = {
     "auc": auc.measure,
     "kills": kills.measure,
     "wire_ms": wire.measure,
+    "others_ms": wire.measure_others,
     "back": back.measure,
     "journal": journal.measure,
     "copies": copies.measure,

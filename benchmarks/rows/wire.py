@@ -1,7 +1,7 @@
 """Steps of row tables on links of 1 Gbit/s, beside sums over all workers: time, and bytes sent.
 
-Four hosts of `benchmarks.netlab` have a shard and a worker each; so have two hosts in `..._2`, and
-eight in `..._8`. `rows` is the step of step.py on them. `gloo_sparse` and `gloo_dense` are only the
+Four hosts of `benchmarks.netlab` have a shard and a worker each; `measure_others` has two and
+eight, as `..._2` and `..._8`. `rows` is the step of step.py. `gloo_sparse` and `gloo_dense` are the
 sum of a gradient over Gloo, of the rows of a batch and of the whole table: a step of DDP takes at
 least so long. `bytes_of_formula`: all bytes of the hosts, with headers, over the payload between
 hosts, which is for each row of a batch its id twice, its values, its gradient and a count.
@@ -137,6 +137,19 @@ def measure(quick: bool) -> dict[str, float] | None:
         found["bytes_of_formula"] = round(nbytes / payload / case["rounds"], 3)
         found["gloo_sparse"] = _run_sum(lab, NUM_HOSTS, case, GLOO_PORT)
         found["gloo_dense"] = _run_sum(lab, NUM_HOSTS, whole, GLOO_PORT + 1)
+    return found
+
+
+def measure_others(quick: bool) -> dict[str, float] | None:
+    """Returns milliseconds by way and number of hosts; None without hosts.
+
+    Args:
+        quick: Whether table and batches are small.
+    """
+    if available() is not None:
+        return None
+    case: dict[str, Any] = QUICK if quick else FULL
+    found: dict[str, float] = {}
     for number in OTHERS:
         with Lab(number, RATE) as lab:
             found[f"rows_{number}"] = _run_rows(lab, number, case)[0]
