@@ -437,13 +437,21 @@ def name_of(folder: Path) -> str:
 
 
 def _is_worth_it(folder: Path) -> bool:
-    """Whether something would be lost with a job: it had tables, and is not known to have ended."""
+    """Whether something would be lost with a job: it had slices, and is not known to have ended."""
     if (folder / LOST).exists():
         return True
     with contextlib.suppress(OSError, ValueError, KeyError):
         meta = read_json(folder / JOB)
-        return bool(meta["num_tables"]) and not meta["ended"]
+        tables = [folder / f"{index}.json" for index in range(meta["num_tables"])]
+        return not meta["ended"] and any(_may_have_slices(table) for table in tables)
     return any(folder.glob("*.weights")) or any(folder.glob("[0-9]*.json"))
+
+
+def _may_have_slices(table: Path) -> bool:
+    """Returns whether slices of a table lie on this shard, or its record cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return bool(read_json(table)["roots"])
+    return True
 
 
 class TemporaryJournalDir:

@@ -8,6 +8,7 @@ from subprocess import Popen
 
 import psutil
 
+from psserver.durability.sealed import read_json, write_json
 from tests.integration.command import Command, eventually, free_ports, gone, require_started
 
 
@@ -40,14 +41,20 @@ class Machine:
             require_started(process)
             yield process
 
-    def lose(self, supervisor: Popen[str]) -> None:
-        """Kills all processes, and deletes the folder."""
+    def crash(self, supervisor: Popen[str]) -> None:
+        """Kills all processes, and makes the journals those of another boot."""
         children = psutil.Process(supervisor.pid).children()
         supervisor.kill()
         for child in children:
             child.kill()
         for child in children:
             eventually(lambda child=child: gone(child.pid))  # type: ignore[misc]
+        for stamp in self.state.glob("journal/*/stamp.json"):
+            write_json(stamp, {**read_json(stamp), "boot": "another"})
+
+    def lose(self, supervisor: Popen[str]) -> None:
+        """Kills all processes, and deletes the folder."""
+        self.crash(supervisor)
         shutil.rmtree(self.state)
 
 

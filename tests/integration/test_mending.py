@@ -18,13 +18,16 @@ from tests.integration.machines import Machine, addresses_of_two
 DEADLINE_S = 200.0
 
 
-def count(station: Station) -> tuple[int, set[float]]:
+def count(station: Station, numel: int) -> tuple[int, set[float]]:
     """Subtracts 1 from each weight at each step, and says each step, until told to end.
+
+    Args:
+        numel: The elements of each of two parameters.
 
     Returns:
         Its clock, and the weights' values.
     """
-    parts = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(2)]
+    parts = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
     named = [(str(number), part) for number, part in enumerate(parts)]
     optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=1.0), named)
     while not station.is_told():
@@ -50,10 +53,16 @@ def mended(addresses: list[str]) -> list[StatusReply]:
     return found if len(found) == len(addresses) and found[-1].num_mended else []
 
 
-def start_workers(addresses: list[str], stack: ExitStack) -> list[Worker]:
+def with_jobs(addresses: list[str]) -> list[StatusReply]:
+    """Returns the status of all shards if each has the job; else nothing."""
+    found = [one for one in ask.answers(addresses) if isinstance(one, StatusReply)]
+    return found if [len(one.jobs) for one in found] == [1] * len(addresses) else []
+
+
+def start_workers(addresses: list[str], stack: ExitStack, numel: int = 1 << 18) -> list[Worker]:
     names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "120"}
     names["PACELINE_SERVERS"] = ",".join(addresses)
-    workers = [Worker(count, rank, (), {**names, "RANK": str(rank)}) for rank in range(2)]
+    workers = [Worker(count, rank, (numel,), {**names, "RANK": str(rank)}) for rank in range(2)]
     for worker in workers:
         stack.callback(worker.close)
     return workers
@@ -79,6 +88,33 @@ def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_pat
             worker.tell()
         for clock, values in results_of(workers):
             assert values == {-clock}  # No shard is ahead of the other, or of the workers.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["crash", "lose"])
+def test_a_shard_without_a_slice_comes_back_and_the_job_is_not_set_back(
+    how: str, tmp_path: Path
+) -> None:
+    """Of a small model; a crash leaves a journal that another boot does not believe."""
+    addresses = addresses_of_two()
+    first, second = (Machine(tmp_path, index, addresses) for index in range(2))
+    with ExitStack() as stack:
+        stack.enter_context(first.running())
+        there = stack.enter_context(second.running())
+        workers = start_workers(addresses, stack, numel=10)
+        reach(workers, 20)
+        eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
+        getattr(second, how)(there)
+        assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
+        stack.enter_context(second.running())
+        found = eventually(lambda: with_jobs(addresses))
+        reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
+        found += with_jobs(addresses)
+        assert [(one.num_mended, len(one.lost)) for one in found] == [(0, 0)] * 4
+        for worker in workers:
+            worker.tell()
+        for clock, values in results_of(workers):
+            assert values == {-clock}
 
 
 @pytest.mark.slow

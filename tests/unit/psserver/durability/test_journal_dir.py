@@ -79,6 +79,24 @@ def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     assert second.found() == []
 
 
+@pytest.mark.parametrize("roots", [{}, {"3": 64}, None], ids=["none", "one", "not known"])
+def test_of_a_job_without_slices_here_nothing_is_lost_with_the_boot(
+    tmp_path: Path, roots: dict[str, int] | None
+) -> None:
+    """All shards would be set back to a checkpoint for a job that is refused."""
+    first = JournalDir(tmp_path / "v")
+    job = first.make("a")
+    job.make_weights(0, 4096, 0)
+    if roots is not None:
+        job.write_table(0, {"roots": roots})
+    job.write_job({"name": "a", "num_tables": 1, "ended": False})
+    first.close()
+    other_boot(tmp_path / "v")
+    second = JournalDir(tmp_path / "v")
+    assert second.instance != first.instance
+    assert bool(second.found()) is (roots != {})
+
+
 def test_the_number_of_recoveries_outlives_the_process_and_not_the_boot(tmp_path: Path) -> None:
     for number in range(2):
         folder = JournalDir(tmp_path / "v")
