@@ -156,7 +156,7 @@ class ShardMoves:
             lag_s=0.0 if stream is None else stream.lag_s,
             epoch=0 if claim is None else claim.epoch,
             stands_by=self._servicer is not None and self._servicer.is_standby,
-            shares_memory=not self.mover.has_standby or self.mover.order.same_host,
+            shares_memory=self.mover.shares_memory,
         )
 
     @property

@@ -14,7 +14,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ import structlog
 from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.net import wire
 from pscore.net.credentials import Credentials
+from pscore.observe.boot import boot_id
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.durability.journal_dir import FORMAT
 from psserver.durability.sealed import read_json, write_json
@@ -36,6 +37,7 @@ from psserver.standby.target import MoveTarget
 
 log = structlog.get_logger()
 RETRY_S = 3.0  # Before a standby that was away is asked again.
+FAILOVER_S = 5.0  # Of a process that the shard moves to, where a register decides.
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
 UNDER_WAY = (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN, Giver.GIVEN)
@@ -145,13 +147,17 @@ class Mover:
         """
         self._folder, self._host, self._credentials = folder, host, credentials
         given, standby = mark_in(folder, GIVEN), mark_in(folder, STANDBY)
-        self.giving = Giving.resumed(is_given=bool(given), has_standby=bool(standby))
+        has_standby = bool(standby.get("id"))  # Else it is wanted, and was away.
+        self.giving = Giving.resumed(is_given=bool(given), has_standby=has_standby)
         mark = given or standby
         self._move = mark.pop("id", "")
         self.order = order_of(mark)
         self._parting = self._new_parting("")
         self._stream: JournalStream | None = None
         self._stays = False  # Whether the target is to be a standby.
+        self._wish = MoveOrder(to="") if given else self.order  # If it stays: for a standby.
+        self._is_offered = False  # Whether the target has answered.
+        self._is_near = False  # Whether it is on this process's machine.
         self._is_closed = False  # Whether answers have ended until it is known who has the shard.
         self._is_standing = False  # Whether the target is a standby, and workers know it.
         self._may_serve = False  # Whether the target may have been promoted.
@@ -169,34 +175,39 @@ class Mover:
         is_going = self.giving.phase in LEAVING and order.to == self.to and not order.stays
         if is_going or (order == self.order and self.giving.phase in UNDER_WAY):
             return
-        if self._stays and self.giving.phase in (Giver.COPYING, Giver.FOLLOWED):
-            self._change_standby(order)
+        has_standby = self._stays and self.giving.phase is not Giver.SERVING
+        if has_standby and order.to == self.to and not order.stays:
+            self._stays = False
+            self._wakes.set()
             return
+        if has_standby and self._is_offered:
+            raise ConfigError(
+                f"the shard has a standby at {self.to}: `psserver drain` moves it there; or stop "
+                "that process first, and the shard goes on alone"
+            )
         offer, credentials = self._host.offer(), self._credentials()
+        if has_standby:
+            self._end_try()
         self.giving.start()
         self._move = offer.id = secrets.token_hex(8)
         self._stays, self._may_serve = order.stays, False
+        self._is_offered = self._is_near = False
         self._wakes.clear()
+        if order.stays:
+            self._wish = order
+        else:
+            self._wakes.set()
         self._loop = asyncio.get_running_loop()
         self.order, self.problem, self.pause_s = order, "", 0.0
         self._parting = self._new_parting(self._host.address)
         run = self._run(offer, MoveTarget(order.to, credentials))
         self._task = asyncio.create_task(run)
 
-    def _change_standby(self, order: MoveOrder) -> None:
-        """Moves the shard to its standby, once that has everything.
-
-        Raises:
-            ConfigError: The order names another process, or the standby in another way.
-        """
-        if order.to == self.to and not order.stays:
-            self._stays = False
-            self._wakes.set()
-        else:
-            raise ConfigError(
-                f"the shard has a standby at {self.to}: `psserver drain` moves it there; or stop "
-                "that process first, and the shard goes on alone"
-            )
+    def _end_try(self) -> None:
+        """Ends a try to get a standby, which takes long if its machine is lost."""
+        assert self._task is not None
+        self._task.cancel()
+        self.giving.give_up()
 
     def _new_parting(self, source: str) -> Parting:
         """Returns how a standby would part; a shard that is in a register stays there."""
@@ -207,7 +218,7 @@ class Mover:
         if not place or self._folder is None:
             return PartingByPerson(order.to, self._credentials, lambda: self._host.renew())
         own = (source, self._move, order.to)
-        return PartingByRegister(self._folder, place, order.failover_s, *own)
+        return PartingByRegister(self._folder, place, order.failover_s or FAILOVER_S, *own)
 
     @property
     def to(self) -> str:
@@ -226,6 +237,12 @@ class Mover:
         return self._stays
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether new workers may share memory: they could not follow to another machine."""
+        is_leaving = self.giving.phase in (Giver.COPYING, Giver.FOLLOWED)
+        return self._is_near if is_leaving else self.order.same_host or not self._stays
+
+    @property
     def claim(self) -> Claim | None:
         """The newest claim in a register that is known here."""
         return self._parting.claim
@@ -233,7 +250,8 @@ class Mover:
     def restart(self) -> None:
         """Forgets that the shard was given away: it has come back."""
         self.giving, self._move = Giving.resumed(is_given=False), ""
-        self.order = MoveOrder(to="")
+        self._stays, self.order = False, MoveOrder(to="")
+        self._wish = self.order
 
     def resume(self) -> None:
         """Resumes where a former process had given the shard away, or had a standby."""
@@ -242,6 +260,8 @@ class Mover:
             self._task = asyncio.create_task(self._finish(time.monotonic()))
         elif self.giving.phase is Giver.ASKING:
             self._task = asyncio.create_task(self._ask_standby())
+        else:
+            self._want_standby()
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -259,17 +279,20 @@ class Mover:
 
     async def _run(self, offer: pb.OfferRequest, target: MoveTarget) -> None:
         began_s = 0.0
+        # The register is to know the process that gets the shard before that serves.
+        is_claimed = isinstance(self._parting, PartingByRegister)
         try:
-            if self._stays:
+            if is_claimed:
                 await self._parting.prepare(offer)
             reply = await asyncio.to_thread(target.offer, offer)
+            self._is_offered, self._is_near = True, reply.boot == boot_id()
             self._host.require_movable(reply.boot)
             if self._stays and not self.order.same_host:
                 self._host.require_apart(reply.boot)
             await self._copy(target, self.order.mbit)
-            if self._stays:
-                await self._stand(target)
-            await self._host.announce(self.to)
+            if self._stays or is_claimed:
+                await self._stand(target, reply.boot)
+            await self._announce(reply.boot)
             self.giving.freeze()
             began_s = time.monotonic()
             await self._give(target)
@@ -290,6 +313,11 @@ class Mover:
         self.giving.give()
         await self._finish(began_s)
 
+    async def _announce(self, boot: str) -> None:
+        """Names the target to workers; those that have joined meanwhile must reach it too."""
+        await self._host.announce(self.to)
+        self._host.require_movable(boot)
+
     async def _go_on_alone(self) -> None:
         self._host.unfollow()
         await self._host.announce("")
@@ -297,18 +325,23 @@ class Mover:
             self._is_closed = False
             await self._host.thaw()
         self.giving.give_up()
-        self._stays = self.order.stays  # Also if the shard was to move to its standby.
-        if self._stays:
-            self._task = asyncio.create_task(self._follow_again())
+        self._want_standby()
 
-    async def _follow_again(self) -> None:
-        """Tries to get the standby back, again and again."""
+    def _want_standby(self) -> None:
+        """Tries to get the standby that a person wants, also after another order was given up."""
+        self._stays = self._wish.stays
+        if self._stays:
+            self._task = asyncio.create_task(self._follow_again(self._wish))
+
+    async def _follow_again(self, wish: MoveOrder) -> None:
+        """Tries to get the standby back, again and again, until there is another order."""
+        own = asyncio.current_task()
         while True:
             await asyncio.sleep(RETRY_S)
-            if self.giving.phase is not Giver.SERVING:
+            if self._task is not own:
                 return
             try:
-                self.start(replace(self.order, stays=True))
+                self.start(wish)
             except PacelineError as problem:
                 self.problem = str(problem)
             else:
@@ -316,14 +349,14 @@ class Mover:
 
     # ----- a standby
 
-    async def _stand(self, target: MoveTarget) -> None:
+    async def _stand(self, target: MoveTarget, boot: str) -> None:
         """Keeps the target as a standby, until the shard is to move there.
 
         Raises:
             PacelineError: It does not follow any more.
         """
         assert self._folder is not None
-        await self._host.announce(self.to)
+        await self._announce(boot)
         write_json(self._folder / STANDBY, self._mark)
         self._may_serve = True  # From here on a failure of the stream is left to this task.
         self._require_stream()
@@ -371,7 +404,11 @@ class Mover:
         assert self._folder is not None
         if not await self._parting.part(self._close):
             return False
-        (self._folder / STANDBY).unlink(missing_ok=True)
+        if self._wish.stays:
+            with contextlib.suppress(OSError):  # Then the next process asks as this one did.
+                write_json(self._folder / STANDBY, asdict(self._wish))
+        else:
+            (self._folder / STANDBY).unlink(missing_ok=True)
         self._may_serve = False
         return True
 
@@ -387,6 +424,7 @@ class Mover:
         write_json(self._folder / GIVEN, self._mark)
         await self._host.fence()
         self._host.unfollow()
+        self._stays = False
         self.giving.lose()
         await self._finish(began_s)
 
@@ -397,8 +435,7 @@ class Mover:
             return
         self._host.reopen()
         self.giving.give_up()
-        self._stays = True
-        self._task = asyncio.create_task(self._follow_again())
+        self._want_standby()
 
     # ----- the copy, and the end
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.standby import mover, parting
 from psserver.standby.handover import Giver
 from psserver.standby.mover import MoveOrder, Mover
+from psserver.standby.parting import keep_name
+from psserver.standby.registers import register_of
 from psserver.standby.stream import JournalStream
 
 STANDBY = MoveOrder(to="b:1", stays=True, same_host=True)
@@ -25,19 +28,24 @@ STANDBY = MoveOrder(to="b:1", stays=True, same_host=True)
 class Target:
     """The other process, whose calls fail as a test says."""
 
-    failing: ClassVar[set[str]] = set()
+    failing: ClassVar[set[str]] = set()  # Also with an address: only there.
+    hanging: ClassVar[set[str]] = set()  # Likewise.
     calls: ClassVar[list[str]] = []
     serves = False
 
     def __init__(self, address: str, credentials: object) -> None:
-        pass
+        self._address = address
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         def call(*_: object) -> object:
             if name == "close":
                 return None
             self.calls.append(name)
-            if name in self.failing:
+            names = {name, f"{name} {self._address}"}
+            end_s = time.monotonic() + 30.0
+            while names & self.hanging and time.monotonic() < end_s:
+                time.sleep(0.01)
+            if names & self.failing:
                 raise TransportError(f"{name} fails")
             return self.serves if name == "release" else SimpleNamespace(boot="another")
 
@@ -51,6 +59,7 @@ class Host:
 
     def __init__(self) -> None:
         self.is_open, self.done = True, list[str]()
+        self.has_local = False  # Whether a worker could not follow.
         self.stream: Any = None
         self.failed: Callable[[], None] = lambda: None
 
@@ -58,7 +67,8 @@ class Host:
         return pb.OfferRequest(source=self.address)
 
     def require_movable(self, boot: str) -> None:
-        pass
+        if self.has_local:
+            raise ConfigError("a worker shares memory")
 
     def follow(self, send: object, failed: Callable[[], None]) -> JournalStream:
         self.failed = failed
@@ -104,13 +114,14 @@ class Host:
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> type[Target]:
+def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Target]]:
     for module in (mover, parting):
         monkeypatch.setattr(module, "MoveTarget", Target)
     monkeypatch.setattr(parting, "PART_S", 0.0)
     monkeypatch.setattr(mover, "RETRY_S", 1e6)
     Target.failing, Target.calls, Target.serves = set(), [], False
-    return Target
+    yield Target
+    Target.hanging.clear()
 
 
 async def until(claim: Callable[[], bool]) -> None:
@@ -132,7 +143,7 @@ def test_a_standby_that_fails_in_the_last_step_of_a_move_leaves_the_shard_open(
         await until(lambda: moves.giving.phase is Giver.SERVING)
         assert host.is_open
         assert host.done[-3:] == ["renew", "unfollow", "announce"]
-        assert not (tmp_path / "standby.json").exists()
+        assert Mover(tmp_path, cast(Any, host), lambda: ANYONE).giving.serves  # Also after a kill.
         assert moves.has_standby  # It is to be one again.
 
     asyncio.run(asyncio.wait_for(scene(), 60))
@@ -248,5 +259,121 @@ def test_a_shard_that_was_killed_asks_its_standby_first(
                 await asyncio.sleep(0)
             assert host.is_open is not serves
             (tmp_path / "standby.json").write_bytes(mark)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_standby_that_does_not_answer_is_replaced_by_another_one(
+    target: type[Target], tmp_path: Path
+) -> None:
+    """Its machine is lost: a connection there takes long to fail."""
+
+    async def scene() -> None:
+        for order in (replace(STANDBY, to="c:1"), MoveOrder(to="c:1")):
+            folder = tmp_path / str(order.stays)
+            folder.mkdir()
+            moves = Mover(folder, cast(Any, Host()), lambda: ANYONE)
+            target.hanging.add("offer b:1")
+            moves.start(STANDBY)
+            number = target.calls.count("offer")
+            await until(lambda: target.calls.count("offer") > number)  # noqa: B023
+            moves.start(order)
+            await until(lambda: moves.phase == ("followed" if order.stays else "moved"))  # noqa: B023
+            assert moves.to == "c:1"
+            target.hanging.clear()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_that_does_not_move_elsewhere_wants_its_standby_again(
+    target: type[Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "RETRY_S", 0.0)
+
+    async def scene() -> None:
+        moves = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        target.failing = {"offer"}
+        moves.start(STANDBY)
+        await until(lambda: bool(moves.problem))
+        moves.start(MoveOrder(to="c:1"))
+        await until(lambda: moves.to == "b:1")
+        target.failing.clear()
+        await until(lambda: moves.phase == "followed")
+        assert (moves.to, moves.has_standby) == ("b:1", True)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_that_is_killed_while_its_standby_is_away_wants_it_afterwards(
+    target: type[Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        host.fail()
+        await until(lambda: moves.giving.phase is Giver.SERVING)
+        monkeypatch.setattr(mover, "RETRY_S", 0.0)
+        again = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        assert again.giving.serves  # The standby was told that the shard goes on without it.
+        again.resume()
+        await until(lambda: again.phase == "followed")
+        assert again.has_standby
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_register_names_the_process_that_gets_a_shard_before_that_serves(
+    target: type[Target], tmp_path: Path
+) -> None:
+    """So that also the new process can write that it has the shard, if the old one is lost."""
+    journals, place = tmp_path / "shard-1-of-2", tmp_path / "register"
+    journals.mkdir()
+    place.mkdir()
+    keep_name(journals, str(place), "p", 0)  # As a process that has taken the shard over.
+
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(journals, cast(Any, host), lambda: ANYONE)
+        target.hanging.add("begin")
+        moves.start(MoveOrder(to="b:1"))
+        await until(lambda: "begin" in target.calls)
+        newest = register_of(str(place), journals.name).newest()
+        assert newest is not None
+        assert (newest.holder, newest.heir_address) == ("p", "b:1")
+        target.hanging.clear()
+        await until(lambda: moves.giving.phase is Giver.MOVED)
+        assert not moves.has_standby
+        newest = register_of(str(place), journals.name).newest()
+        assert newest is not None
+        assert (newest.address, newest.heir) == ("b:1", "")
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+@pytest.mark.parametrize("order", [MoveOrder(to="b:1"), STANDBY], ids=["move", "standby"])
+def test_a_shard_does_not_leave_a_worker_behind_that_joins_meanwhile(
+    order: MoveOrder, target: type[Target], tmp_path: Path
+) -> None:
+    """One that shares memory with the shard, or has begun to before it heard of the move."""
+
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+        assert moves.shares_memory
+        target.hanging.add("offer")
+        moves.start(order)
+        await until(lambda: "offer" in target.calls)
+        assert not moves.shares_memory
+
+        async def announce(address: str) -> None:
+            host.has_local = bool(address)  # Its first heartbeat says so.
+
+        host.announce = announce  # type: ignore[method-assign]
+        target.hanging.clear()
+        await until(lambda: moves.giving.phase is Giver.SERVING)
+        assert moves.problem == "a worker shares memory"
+        assert not {"followed", "prepare"} & set(target.calls)
 
     asyncio.run(asyncio.wait_for(scene(), 60))
