@@ -99,6 +99,7 @@ class Member:
     pace: ReportedPace = NO_PACE  # Pace of its newest heartbeat.
     data_plane: str = ""  # Name in its newest heartbeat; between it and this shard.
     stage: StageReport | None = None  # Of a worker of a pipeline, in its newest heartbeat.
+    reached: tuple[int, ...] = ()  # By shard: number if it answers, or 0; in its newest heartbeat.
 
 
 class Attendance(NamedTuple):

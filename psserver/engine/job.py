@@ -326,6 +326,7 @@ class RunningJob:
         pace: ReportedPace | None = None,
         data_plane: str = "",
         stage: StageReport | None = None,
+        reached: Sequence[int] = (),
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -337,6 +338,7 @@ class RunningJob:
             pace: Pace of its steps and waits; None: it reports it to another shard.
             data_plane: Name of that between it and this shard; empty: not chosen yet.
             stage: Its part in a pipeline; None: it has none, or reports it to another shard.
+            reached: The number of each shard that answers it; else 0.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
@@ -351,6 +353,7 @@ class RunningJob:
                 member.data_plane = data_plane
             if stage is not None:
                 member.stage = stage
+            member.reached = tuple(reached)
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(

@@ -103,6 +103,7 @@ class WorkerView:
     waited_for_s: float = 0.0  # Seconds in which the others waited for it: a mean over them.
     data_plane: str = ""  # Between it and this shard; empty: it has not said yet.
     stage: StageReport | None = None  # Its part in a pipeline.
+    reached: tuple[int, ...] = ()  # By shard: its number if that answers it; else 0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +284,7 @@ def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
             waited_for_s=waits.waited_for_s.get(member.rank, 0.0),
             data_plane=member.data_plane,
             stage=member.stage,
+            reached=member.reached,
         )
         for _, member in sorted(job.membership.members.items())
     )

@@ -3,7 +3,8 @@
 A shard's `instance` stays the same while its journals do, so another one means that all is lost
 which was not saved elsewhere. A shard that refuses its journal of a job reports that. A job that
 was forgotten or has ended is missing nowhere, nor is one whose weights the workers have: they fill
-the shard again.
+the shard again. Nor is one whose workers reach the shard: then a standby has it, which nobody has
+heard of here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.decisions.job_state import State
+from psserver.decisions.membership import Presence
 from psserver.remote.checkpoint import holds_weights
 
 
@@ -27,10 +29,15 @@ class _HeldJobs:
 
 
 class Losses:
-    """The jobs that the shards of a cluster have had, and have lost."""
+    """The jobs that the shards of a cluster have had, and have lost.
+
+    Attributes:
+        elsewhere: The shards that workers reach, with a job that the process here lacks.
+    """
 
     def __init__(self) -> None:
         self._shards: dict[int, _HeldJobs] = {}
+        self.elsewhere: set[int] = set()
 
     @property
     def has_any(self) -> bool:
@@ -59,11 +66,15 @@ class Losses:
         tables = _tables(jobs)
         on_workers = {job.job for job in jobs if is_held(job)}
         missing: dict[str, list[int]] = {}
+        self.elsewhere = set()
         for index, answer in there:
             shard = self._shards[index]
             whole = {job.job for job in answer.jobs if _is_whole(job, tables)}
             shard.lost = (shard.lost & kept) - whole
-            for job in sorted(shard.lost - on_workers):
+            others = {job.job for job in jobs if _is_reached(job, index, answer.shard.instance)}
+            if shard.lost & others:
+                self.elsewhere.add(index)
+            for job in sorted(shard.lost - on_workers - others):
                 missing.setdefault(job, []).append(index)
         return missing
 
@@ -113,6 +124,12 @@ def _is_whole(job: pb.JobStatus, tables: Mapping[str, set[str]]) -> bool:
     return there >= tables.get(job.job, there) and not any(
         table.num_slices and table.version_min < 0 for table in job.tables
     )
+
+
+def _is_reached(job: pb.JobStatus, index: int, instance: int) -> bool:
+    """Returns whether a live worker reaches a shard, and not the process with this instance."""
+    live = [one.reached for one in job.workers if one.state == Presence.LIVE.value]
+    return any(len(found) > index and found[index] not in (0, instance) for found in live)
 
 
 def is_held(job: pb.JobStatus) -> bool:

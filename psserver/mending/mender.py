@@ -59,6 +59,7 @@ class Mender:
         self._asked_s = time.monotonic()
         self._is_late = False  # Whether it did not ask for a while since the last look.
         self._said = ""  # The last problem that was logged.
+        self._elsewhere: set[int] = set()  # The shards of which that was logged.
 
     def look(self) -> None:
         """Mends what shards have lost, if anything; a problem is logged once, and tried again."""
@@ -70,12 +71,25 @@ class Mender:
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]
             found = self._successors.look(found)
             is_late, self._is_late = self._is_late, False
-            self._mend_all(self._losses.look(found, is_late=is_late), credentials)
+            missing = self._losses.look(found, is_late=is_late)
+            self._note_elsewhere()
+            self._mend_all(missing, credentials)
         except (PacelineError, OSError, ValueError, LookupError, MemoryError) as error:
             problem = str(error) or type(error).__name__
         if problem and problem != self._said and self._losses.has_any:
             log.error("a job cannot be restored; it is tried again", reason=problem)
         self._said = problem
+
+    def _note_elsewhere(self) -> None:
+        """Logs once which shards the workers reach, and this process does not."""
+        for shard in self._losses.elsewhere - self._elsewhere:
+            log.error(
+                "a shard came back empty, and is not restored: workers reach it elsewhere; start "
+                "shard 0 again with the address where it is",
+                shard=shard,
+                address=self._addresses[shard],
+            )
+        self._elsewhere = self._losses.elsewhere
 
     def _ask(self, credentials: Credentials) -> list[pb.StatusReply | CommandError]:
         """Asks all shards, which learn what this process knows of their standbys."""

@@ -342,8 +342,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         plane = printable(request.data_plane, PLANE_LENGTH_MAX)
         stage = stage_of(request.stage) if request.HasField("stage") else None
         view = job.heartbeat(
-            request.worker, text, left_out, request.reported, peers, pace, plane, stage
-        )
+            request.worker, text, left_out, request.reported, peers, pace, plane, stage,
+            reached=request.reached[: self._engine.shard.num_shards],
+        )  # fmt: skip
         if request.instance in (0, self._instance):  # Else it learns the number by this answer.
             self.told.add((request.job, request.incarnation))
         wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]

@@ -67,6 +67,7 @@ class Link:
         self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
         self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
         self.num_beats = 0  # Heartbeats answered.
+        self._is_there = False  # Whether the last one was, or a standby may have the shard.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
@@ -141,13 +142,18 @@ class Link:
                     return
             time.sleep(AGAIN_S)
 
-    def _look_elsewhere(self, failure: grpc.RpcError) -> None:
-        """Follows the shard to its next address, if the present one is gone and it is there."""
+    def _look_elsewhere(self, failure: grpc.RpcError) -> bool:
+        """Follows the shard to its next address, if the present one is gone and it is there.
+
+        Returns:
+            Whether it is there, or a standby that may have everything.
+        """
         address = self._next
-        if address and failure.code() in SILENT:
-            reply = self._ask(address)
-            if reply is not None and reply.instance == self.instance and not reply.moved_to:
-                self._follow(address)
+        reply = self._ask(address) if address and failure.code() in SILENT else None
+        is_there = reply is not None and reply.instance == self.instance and not reply.moved_to
+        if is_there:
+            self._follow(address)
+        return is_there or (reply is not None and reply.stands_by)
 
     def _ask(self, address: str) -> pb.DescribeReply | None:
         """Returns the description of the process at another address; None: it does not answer."""
@@ -183,18 +189,26 @@ class Link:
                 self._expect("" if reply.next_address == self.address else reply.next_address)
             self.fastest_step_s = reply.fastest_step_s
             self.num_beats += 1
+            self._is_there = True
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
                 with contextlib.suppress(ServerUnavailableError):
                     self._require_same(failure, address)
+                    self._is_there = False
                     raise error from None
+                self._is_there = True
                 return ()
-            self._look_elsewhere(failure)
+            self._is_there = self._look_elsewhere(failure) or self.address != address
             return ()
         except ServerUnavailableError:
             return ()
         return reply.residual_requests
+
+    @property
+    def reached(self) -> int:
+        """The shard's number while it answers this worker, or a standby may have it; else 0."""
+        return self.instance if self._is_there and not self.is_bare else 0
 
     @property
     def silent_s(self) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -87,17 +88,25 @@ class Hosts:
         own = ["--shards", 2, "--shard-index", index, "--cluster", "night", "--lease-s", 60]
         ports = ["--insecure", "--port", 7070, "--metrics-port", 0, "--log-level", "warning"]
         places = ["--host", self._lab.address(host), "--state-dir", self._folder / name / "state"]
-        process = self._run(host, name, "start", *own, *ports, *places)
+        saving = ["--checkpoint-s", 1, "--shard-addresses", self.servers] if host == FIRST else []
+        process = self._run(host, name, "start", *own, *ports, *places, *saving)
         self._stack.callback(process.terminate)
         return process
 
+    @property
+    def checkpoints(self) -> Path:
+        return self._folder / f"host{FIRST}" / "state" / "checkpoints"
+
+    @property
+    def servers(self) -> str:
+        return f"{self.address(FIRST)},{self.address(OLD)}"
+
     def begin(self, mode: str) -> None:
-        """Starts the workers, and gives the second shard its standby."""
+        """Starts the workers."""
         for host, process in enumerate(self.shards):
             assert process.stdout is not None
             assert process.stdout.readline().startswith("PACELINE_SERVERS="), self.log(host)
-        servers = f"{self.address(FIRST)},{self.address(OLD)}"
-        env = {"WORLD_SIZE": "2", "PACELINE_SERVERS": servers, "PACELINE_TIMEOUT_S": "120"}
+        env = {"WORLD_SIZE": "2", "PACELINE_SERVERS": self.servers, "PACELINE_TIMEOUT_S": "120"}
         env |= {"PACELINE_JOB": "night", "PACELINE_DATA_PLANE": "tcp"}
         for rank, host in enumerate((NEAR, FAR)):
             args = (self._lab.name(host), mode)
@@ -106,9 +115,12 @@ class Hosts:
             self.workers.append(worker)
         for rank in range(2):
             self.go_on(5, rank)
+
+    def stand(self) -> None:
+        """Gives the second shard its standby."""
         words = ["standby", self.address(STANDBY), "--servers", self.address(OLD), "--same-host"]
         own = ["--register", str(self.register), "--failover-s", "1"]
-        command = self._run(FIRST, "command", *words, *own)
+        command = self._run(NEAR, "command", *words, *own)
         assert command.wait() == 0, (self._folder / "command" / "log").read_text()
 
     def go_on(self, number: int, rank: int) -> None:
@@ -150,6 +162,17 @@ class Hosts:
     def _on_mounts(self, host: int, *words: str) -> None:
         pid = self.shards[host].pid
         subprocess.run(["nsenter", "-t", str(pid), "-m", *words], check=True)
+
+    def lose(self, host: int) -> None:
+        """Kills all processes of a shard's host, and starts an empty one in their place."""
+        supervisor = psutil.Process(self.shards[host].pid)
+        supervisor.suspend()
+        for child in supervisor.children():
+            child.kill()
+        supervisor.kill()
+        self.shards[host].wait()
+        (self._folder / f"host{host}" / "state").rename(self._folder / f"lost{host}")
+        self.shards[host] = self._shard(1, host)
 
     def log(self, host: int) -> str:
         return (self._folder / f"host{host}" / "log").read_text()
@@ -193,6 +216,7 @@ def test_a_process_that_is_cut_off_acknowledges_nothing_that_its_standby_lacks(
     cuts, how = CUTS[name]
     cuts = (*cuts, (NEAR, STANDBY), (STANDBY, NEAR))
     hosts.begin("asgd")
+    hosts.stand()
     if how:
         hosts.hide_register(OLD, how=how)
         cuts = (*cuts, (FAR, OLD), (OLD, FAR))
@@ -215,5 +239,28 @@ def test_a_process_that_is_cut_off_acknowledges_nothing_that_its_standby_lacks(
     if how:
         hosts.show_register(OLD, how=how)
     hosts.go_on(20, 0)
+    (near, *by_near), (far, *by_far) = hosts.results()
+    assert by_near == by_far == [near, near, far, far]
+
+
+@pytest.mark.slow
+def test_a_job_is_not_set_back_where_nobody_has_heard_of_the_standby_that_has_it(
+    hosts: Hosts,
+) -> None:
+    """The host that restores lost jobs is cut off from the shard until all is over."""
+    hosts.begin("asgd")
+    eventually(lambda: any(hosts.checkpoints.glob("night-*")))
+    cuts = ((FIRST, OLD), (OLD, FIRST))
+    for ends in cuts:
+        hosts.cut(*ends)
+    hosts.stand()  # Once the shard takes that host for gone.
+    hosts.lose(OLD)
+    for rank in range(2):
+        hosts.go_on(20, rank)
+    for ends in cuts:
+        hosts.heal(*ends)
+    eventually(lambda: "workers reach it elsewhere" in hosts.log(FIRST))
+    for rank in range(2):
+        hosts.go_on(20, rank)
     (near, *by_near), (far, *by_far) = hosts.results()
     assert by_near == by_far == [near, near, far, far]

@@ -266,7 +266,7 @@ class ChooseReply(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +287,7 @@ class HeartbeatRequest(_message.Message):
     DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -300,7 +301,8 @@ class HeartbeatRequest(_message.Message):
     data_plane: str
     stage: StageReport
     instance: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ...) -> None: ...
+    reached: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")
@@ -582,7 +584,7 @@ class StatusRequest(_message.Message):
     def __init__(self, mender: _Optional[str] = ..., next_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers", "pace", "waited_for_s", "data_plane", "stage")
+    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers", "pace", "waited_for_s", "data_plane", "stage", "reached")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -603,6 +605,7 @@ class WorkerStatus(_message.Message):
     WAITED_FOR_S_FIELD_NUMBER: _ClassVar[int]
     DATA_PLANE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -616,7 +619,8 @@ class WorkerStatus(_message.Message):
     waited_for_s: float
     data_plane: str
     stage: StageReport
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ...) -> None: ...
+    reached: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., reached: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint", "rounds", "minibatches", "num_exposed", "lead", "held", "on_workers")

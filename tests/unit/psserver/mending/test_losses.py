@@ -106,3 +106,18 @@ def test_a_change_that_is_seen_late_may_have_another_reason() -> None:
     assert losses.look([shard(1, a=7, b=7), shard(5, b=7)]) == {"a": [1]}
     assert losses.look([shard(1, a=7, b=7), shard(6)], is_late=True) == {"a": [1]}
     assert losses.look([shard(1, a=7, b=7), shard(6)]) == {"a": [1]}
+
+
+def test_a_shard_that_workers_reach_elsewhere_has_lost_nothing() -> None:
+    """It got a standby while this process was cut off from it, which has taken over."""
+    losses, first, empty = Losses(), shard(1, a=7, b=3), shard(5)
+    losses.look([shard(1, a=7, b=3), shard(2, a=7, b=3)])
+    worker = first.jobs[0].workers.add(state="live", reached=[1, 2])
+    assert losses.look([first, empty]) == {"b": [1]}
+    assert losses.elsewhere == {1}
+    for reached in ([1, 0], [1, 5], [1], []):  # The last two are of another version.
+        worker.reached[:] = reached
+        assert losses.look([first, empty]) == {"a": [1], "b": [1]}
+    worker.reached[:], worker.state = [1, 2], "lost"
+    assert losses.look([first, empty]) == {"a": [1], "b": [1]}
+    assert not losses.elsewhere

@@ -275,10 +275,11 @@ def test_a_standby_that_does_not_answer_is_replaced_by_another_one(
             moves = Mover(folder, cast(Any, Host()), lambda: ANYONE)
             target.hanging.add("offer b:1")
             moves.start(STANDBY)
-            number = target.calls.count("offer")
-            await until(lambda: target.calls.count("offer") > number)  # noqa: B023
+            target.calls.clear()
+            await until(lambda: "offer" in target.calls)
             moves.start(order)
-            await until(lambda: moves.phase == ("followed" if order.stays else "moved"))  # noqa: B023
+            wanted = "followed" if order.stays else "moved"
+            await until(lambda: moves.phase == wanted)  # noqa: B023
             assert moves.to == "c:1"
             target.hanging.clear()
 
@@ -370,7 +371,7 @@ def test_a_shard_does_not_leave_a_worker_behind_that_joins_meanwhile(
         async def announce(address: str) -> None:
             host.has_local = bool(address)  # Its first heartbeat says so.
 
-        host.announce = announce  # type: ignore[method-assign]
+        host.announce = announce
         target.hanging.clear()
         await until(lambda: moves.giving.phase is Giver.SERVING)
         assert moves.problem == "a worker shares memory"

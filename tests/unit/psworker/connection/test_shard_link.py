@@ -1,5 +1,6 @@
 """Calls to one shard: repeated while the network fails, never when the shard refuses."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 
 from pscore.errors import (
     ConfigError,
+    PacelineError,
     RankTakenError,
     ReplacedError,
     ServerUnavailableError,
@@ -233,6 +235,25 @@ def test_a_shard_that_went_on_without_its_standby_is_known_by_its_new_number() -
     assert control.known == [5, 7]
 
 
+def test_a_shard_is_reached_while_it_answers_heartbeats_as_the_one_joined() -> None:
+    link, control = Link(ADDRESS, patience_s=0.0), Control(None)
+    link.instance = 7
+    link.control = control  # type: ignore[assignment]
+    refused = Failure(grpc.StatusCode.NOT_FOUND, "no job", "UnknownJobError")
+    found = [link.reached]
+    for control.failure, control.instance in ((None, 7), (DOWN, 7), (None, 7), (refused, 7)):
+        with contextlib.suppress(PacelineError):
+            link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+        found.append(link.reached)
+    control.failure, control.instance = None, 7
+    link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+    control.instance = 6
+    with pytest.raises(ReplacedError):
+        link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+    link.close()
+    assert [*found, link.reached] == [0, 7, 0, 7, 0, 0]
+
+
 class Awaiting(control_pb2_grpc.ControlServicer):
     """A process that takes over once it is asked for that."""
 
@@ -314,9 +335,11 @@ def test_a_standby_that_does_not_answer_for_a_while_may_still_have_the_shard(
             control.instance = 6  # An empty process.
             for _ in range(2):
                 link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+                assert link.reached == 7
             monkeypatch.setattr(shard_link, "AWAY_S", 0.0)
             with pytest.raises(ReplacedError, match="has been restarted"):
                 link.beat(pb.HeartbeatRequest(), timeout_s=2.0)
+            assert not link.reached
         finally:
             link.close()
 
