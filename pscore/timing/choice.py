@@ -15,6 +15,7 @@ from pscore.rules import parse_mode
 from pscore.timing.closed import StepTime, closed_form
 from pscore.timing.deployment import Deployment
 from pscore.timing.evidence import ALONE, DDP, EVIDENCE, LOW_POINTS, Evidence
+from pscore.timing.plans import warmup_of
 
 RISKS = ("none", "low", "any")
 NEARLY = 1.05  # Modes within 5 % are equal: the one that changes nothing else is advised.
@@ -86,6 +87,11 @@ class AdviceRow:
         return self.mode.partition("(")[0] in MEASURED_MODES
 
     @property
+    def warmup(self) -> int:
+        """Steps at the beginning that take as long as those of `ssgd`; 0: there are none."""
+        return warmup_of(parse_mode(self.mode)) if self.num_shards else 0
+
+    @property
     def name(self) -> str:
         """Its name in tables."""
         packed = "" if self.compression == "none" else f" + {self.compression}"
@@ -98,6 +104,7 @@ class AdviceRow:
             "compression": self.compression,
             "host_is_a_worker": self.grouped,
             "step_ms": round(1e3 * self.time.step_s, 1),
+            "warmup_steps": self.warmup,
             "limit": self.time.limit,
             "waited": round(self.time.waited, 3),
             "parts_ms": {name: round(1e3 * s, 2) for name, s in self.time.parts_s.items()},

@@ -22,7 +22,15 @@ from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.timing.deployment import GBIT
 from pscore.timing.shown import in_ms, three_figures
 from pscore.timing.waiting import PaceSums, advice_line
-from psworker.advice.situation import GBIT_MAX, OPTIMIZER, Situation, Sourced, read_situation
+from psworker.advice.situation import (
+    GBIT_MAX,
+    OPTIMIZER,
+    Situation,
+    Sourced,
+    counted,
+    read_situation,
+)
+from psworker.connection.accounts.pace import sums_of
 
 ASK_TIMEOUT_S = 10.0
 LIVE = "live"
@@ -38,9 +46,10 @@ class ObservedJob:
     Attributes:
         optimizer: Optimizer of its shards.
         nbytes: Bytes of its weights.
-        hosts: Host of each live worker.
-        paces: Sums of each live worker, in the same order.
+        hosts: Host of each live worker; if none is live, of each that was.
+        paces: Sums of the same workers, in the same order.
         moved_nbytes: Bytes pushed and pulled by all workers so far.
+        has_ended: Whether no worker is live.
     """
 
     name: str
@@ -50,6 +59,7 @@ class ObservedJob:
     hosts: Sequence[str]
     paces: Sequence[PaceSums]
     moved_nbytes: int
+    has_ended: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -87,25 +97,16 @@ def read_job(addresses: Sequence[str], credentials: Credentials, name: str) -> O
     if not tables:
         raise ConfigError(f"job {name!r} has declared no model yet")
     live = [worker for worker in parts[0].workers if worker.state == LIVE]
+    workers = live or [worker for worker in parts[0].workers if worker.pace.num_steps]
     return ObservedJob(
         name=name,
         mode=tables[0].mode,
         optimizer=tables[0].optimizer,
         nbytes=sum(table.nbytes for table in tables),
-        hosts=[worker.host for worker in live],
-        paces=[_sums(worker) for worker in live],
+        hosts=[worker.host for worker in workers],
+        paces=[sums_of(worker.rank, worker.pace) for worker in workers],
+        has_ended=not live,
         moved_nbytes=sum(part.pushed_nbytes + part.pulled_nbytes for part in parts),
-    )
-
-
-def _sums(worker: pb.WorkerStatus) -> PaceSums:
-    return PaceSums(
-        rank=worker.rank,
-        num_steps=worker.pace.num_steps,
-        steps_s=worker.pace.steps_s,
-        waits_s=worker.pace.waits_s,
-        requests_s=worker.pace.requests_s,
-        step_s=worker.pace.step_s,
     )
 
 
@@ -131,11 +132,14 @@ def situation_of_job(
         ConfigError: Its workers have made too few steps.
     """
     if not job.is_ready:
-        raise ConfigError(f"the workers of job {job.name!r} have made too few steps: ask later")
+        when = "before they were gone" if job.has_ended else "yet: ask later"
+        raise ConfigError(
+            f"the workers of job {job.name!r} have made fewer than {1 + STEPS_MIN} steps {when}"
+        )
     computing = sorted(pace.step_s for pace in job.paces)
     median_s = computing[(len(computing) - 1) // 2]
     groups = tuple(Counter(job.hosts).values())
-    measured = f"measured: job {job.name!r}"
+    measured = f"measured: job {job.name!r}" + (", whose workers are gone" if job.has_ended else "")
     carried, link = gbit, Sourced(f"{gbit} Gbit/s each way", "given")
     if carried is None:
         carried = min(max(GBIT_LEAST, _carried_gbit(job, len(groups))), GBIT_MAX)
@@ -163,13 +167,14 @@ def situation_of_job(
     }
     sources = situation.sources | {
         "parameters": Sourced(f"{situation.numel:,}", measured),
-        "workers": Sourced(f"{len(job.hosts)} on {len(groups)} hosts", measured),
+        "workers": Sourced(f"{len(job.hosts)} on {counted(len(groups), 'host')}", measured),
         "computing": Sourced(
             f"{in_ms(median_s)} a step, the slowest {in_ms(computing[-1])}", measured
         ),
         "a step now": Sourced(f"{in_ms(job.step_s)} in {job.mode}", measured),
         "waits": Sourced(advice_line(job.mode, job.paces) or "workers hardly wait", measured),
         "link": link,
+        "optimizer": Sourced(situation.sources["optimizer"].value, measured),
     }
     return replace(situation, slow=slow, sources=sources)
 
@@ -196,7 +201,7 @@ def await_job(
             found = None
         if found is not None and found.paces:
             newest = found
-        elif newest is not None:
-            break  # Its workers have left.
+            if found.has_ended:
+                break
         time.sleep(0.5)
     return newest

@@ -77,6 +77,9 @@ def _notes(report: AdviceReport) -> list[str]:
     """Returns what the table and the shards mean, a paragraph each."""
     rows, shards = report.rows, report.shards
     notes = []
+    if warmups := {row.mode.partition("(")[0]: row.warmup for row in rows if row.warmup}:
+        steps = ", ".join(f"{mode} {number:,}" for mode, number in warmups.items())
+        notes.append(f"ms a step: behind the warm-up, whose steps are those of ssgd: {steps} steps")
     if any(row.grouped for row in rows):
         notes.append(
             f'{GROUPED.strip()}: the processes of a host are one worker, local_group="host"'

@@ -217,7 +217,7 @@ def read_situation(
     num_state, has_sites = len(OPTIMIZERS[optimizer].state_names), between_gbit is not None
     trip_ms = TRIP_MS if latency_ms is None else latency_ms
     rates = _rates_of(trip_ms, on_gpu=on_gpu, paces=paces)
-    places = _counted(len(groups), "site" if has_sites else "host")
+    places = counted(len(groups), "site" if has_sites else "host")
     sources = {
         "parameters": Sourced(f"{numel:,}", source),
         "workers": Sourced(f"{sum(groups)} on {places}", GIVEN),
@@ -227,7 +227,7 @@ def read_situation(
         ),
         "computing": Sourced(f"{in_ms(compute_ms / 1e3)} a step", GIVEN),
         "optimizer": Sourced(
-            f"{optimizer}, {_counted(num_state, 'array')} of state",
+            f"{optimizer}, {counted(num_state, 'array')} of state",
             ASSUMED if optimizer == OPTIMIZER else GIVEN,
         ),
         **_of_machine(rates, overlap=overlap, on_gpu=on_gpu),
@@ -250,7 +250,8 @@ def read_situation(
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: `1 host`, `2 hosts`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

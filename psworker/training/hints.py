@@ -1,4 +1,4 @@
-"""Hints about two mistakes of a script that raise no error, each given once.
+"""Hints about mistakes of a script that raise no error, and about its waits, each given once.
 
 A step without any gradient usually means that `backward` was left out, or came before `zero_grad`.
 And a gradient that was changed between `backward` and `step` was usually clipped with torch's
@@ -10,16 +10,22 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import grpc
 import torch
 
+from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import takes_all
 from pscore.timing.waiting import PaceSums, advice_line
+from psworker.connection.accounts.pace import sums_of
+from psworker.connection.membership.session import Session
 from psworker.job.phases import graph_nodes
 from psworker.model.dtensors import is_dtensor, local
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.table import TrainingTable
 
 log = logging.getLogger("paceline")
+ASK_TIMEOUT_S = 2.0
+KNOWN = ("live", "left")  # States of workers whose sums count.
 WATCHED_MAX = 10  # Passes of a sharded model: a GPU has to be waited for in each.
 NO_GRADIENT = (
     "step() found no gradient in any parameter: did backward() run since zero_grad()? The step "
@@ -85,19 +91,15 @@ class Hints:
                 self._give(CHANGED)
 
     def sum_up(self) -> None:
-        """Logs, on the first worker, the share of its waits and a mode that would take less."""
-        session, pace = self._table.session, self._table.session.pace.message()
-        own = PaceSums(
-            rank=session.rank,
-            num_steps=pace.num_steps,
-            steps_s=pace.steps_s,
-            waits_s=pace.waits_s,
-            requests_s=pace.requests_s,
-            step_s=pace.step_s,
-        )
-        line = advice_line(str(self._table.rule), [own])
-        if line and session.rank == 0:
-            log.info("%s", line)
+        """Warns, on the first worker, of the share of waits, with a mode that would take less."""
+        session = self._table.session
+        if session.process_rank:
+            return
+        paces = _paces(session)
+        # One worker cannot tell a slow network from a slow worker.
+        mode = str(self._table.rule) if len(paces) == session.num_workers else ""
+        if line := advice_line(mode, paces):
+            log.warning("%s", line)
 
     def end(self) -> None:
         """Watches no gradient any more."""
@@ -128,6 +130,24 @@ class Hints:
         if hint not in self._given:
             self._given.add(hint)
             log.warning("%s", hint)
+
+
+def _paces(session: Session) -> list[PaceSums]:
+    """Returns the sums of this worker, and those of others that the first shard knows."""
+    own = sums_of(session.rank, session.pace.message())
+    if session.num_workers == 1:
+        return [own]
+    try:
+        status = session.links[0].control.Status(pb.StatusRequest(), timeout=ASK_TIMEOUT_S)
+    except grpc.RpcError:
+        return [own]
+    others = [
+        sums_of(worker.rank, worker.pace)
+        for job in status.jobs
+        for worker in job.workers
+        if job.job == session.job and worker.rank != session.rank and worker.state in KNOWN
+    ]
+    return [own, *others]
 
 
 def _mark(grad: torch.Tensor) -> int | torch.Tensor:

@@ -286,11 +286,13 @@ def test_a_log_of_the_changes_makes_them_again_at_the_same_steps(
         assert (weights == found[0][0]).all()
 
 
-def recorded(me: Station, mode: str, path: Path) -> Any:
+def recorded(
+    me: Station, mode: str, path: Path, compression: str = "none", number: int = 8 * WINDOW
+) -> Any:
     """Trains as a script that keeps what it prints by default: warnings."""
     if me.rank == 0:
         logging.getLogger().addHandler(logging.FileHandler(path))
-    return train(me, mode, {}, 8 * WINDOW)
+    return train(me, mode, {"compression": compression}, number)
 
 
 @pytest.mark.slow
@@ -309,3 +311,28 @@ def test_a_recorded_job_makes_its_changes_again_where_nothing_would_cause_them(
     assert ran[0][0] == ["ssgd"] * 6 + ["allreduce"] * 18
     assert read_switches(first.read_text().splitlines()) == {6: "allreduce"}
     assert read_switches(second.read_text().splitlines()) == {6: "allreduce"}
+
+
+@pytest.mark.slow
+def test_the_log_of_a_first_worker_that_came_later_has_the_changes_before_it(
+    slow: tuple[Shards, dict[str, str]], tmp_path: Path
+) -> None:
+    """The log of the one that was killed may be lost with its host."""
+    shards, env = slow
+    job, mode = new_job(), f"auto(steps={WINDOW}, risk=any)"
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    with shards.workers(recorded, mode, first, "fp16", job=job, env=env) as workers:
+        heard(workers)
+        workers[0].kill()
+        shards.wait_until_lost(job, 0)
+        to = recorded, mode, second, "fp16", 16 * WINDOW
+        with shards.workers(*to, ranks=[0], job=job, env=env) as others:
+            assert others[0].hear() == "joined"  # Else the job would end, and start over.
+            workers[1].tell()
+            workers[1].result()
+            others[0].hear()
+            end(others)
+    switches = read_switches(first.read_text().splitlines())
+    assert 6 in switches
+    known = read_switches(second.read_text().splitlines())
+    assert known.items() & switches.items()

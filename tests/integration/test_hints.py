@@ -1,14 +1,18 @@
 """Hints about scripts that do something else than they seem to."""
 
 import logging
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import psworker
+from pscore.errors import ConfigError
+from pscore.net.credentials import EVERY, read_credentials
+from psworker.advice.running import ObservedJob, read_job, situation_of_job
 from psworker.training import hints
-from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import batch, make_model, same, sgd, weights_of
 
 MODES = ("ssgd", "ssd(steps=3, warmup=1)", "asgd", "ssp(bound=2)", "local(steps=2)", "dcasgd")
@@ -148,3 +152,67 @@ def test_a_clip_before_the_mean_is_told_once(
 ) -> None:
     told = shards.run(train, new_job(), how, mode, num_workers=num_workers)
     assert told == [expected] * num_workers
+
+
+def wait_for_the_slow_one(me: Station, job: str) -> list[str]:
+    """Trains, worker 1 with pauses; returns the warnings."""
+    psworker.init(job=job)
+    model, lines = make_model(), Lines()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    for step in range(60):
+        optimizer.zero_grad()
+        inputs, classes = batch(me.rank, step)
+        torch.autograd.backward(torch.nn.functional.cross_entropy(model(inputs), classes))
+        time.sleep(0.05 * me.rank)
+        optimizer.step()
+    psworker.shutdown()
+    return lines.end()
+
+
+@pytest.mark.slow
+def test_at_its_end_the_first_worker_names_the_one_that_it_waited_for() -> None:
+    """Its own waits look like those for a slow network, which a mode with rounds would hide."""
+    with Shards(1, lease_s=1.5) as shards:
+        first, second = shards.run(wait_for_the_slow_one, new_job(), num_workers=2)
+    (line,) = first
+    assert "most of it for worker 1, which computes for" in line
+    assert "would take" not in line
+    assert second == []
+
+
+def train_and_wait(me: Station, job: str) -> None:
+    """Trains, and leaves when it is told to."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    for step in range(30):
+        optimizer.zero_grad()
+        inputs, classes = batch(me.rank, step)
+        torch.autograd.backward(torch.nn.functional.cross_entropy(model(inputs), classes))
+        optimizer.step()
+    me.tell("trained")
+    me.hear()
+    psworker.shutdown()
+
+
+def test_advice_reads_a_job_that_runs_and_one_that_has_ended(shards: Shards) -> None:
+    job, credentials = new_job(), read_credentials({}, job=EVERY)
+
+    def read() -> ObservedJob:
+        return read_job(shards.addresses, credentials, job)
+
+    with shards.workers(train_and_wait, job) as workers:
+        for worker in workers:
+            worker.hear()
+        wait_until(lambda: read().is_ready)  # Sums come with heartbeats.
+        assert not read().has_ended
+        for worker in workers:
+            worker.tell()
+            worker.result()
+    ended = read()
+    assert ended.has_ended
+    situation = situation_of_job(ended, 1.0)
+    assert situation.sources["workers"].value == "2 on 1 host"
+    assert situation.sources["optimizer"].source.endswith(f"{job!r}, whose workers are gone")
+    with pytest.raises(ConfigError, match=r"no job 'nobody' at .*; there are .*"):
+        read_job(shards.addresses, credentials, "nobody")

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.timing.waiting import PaceSums
 
 SMOOTHING = 0.1  # Share of the newest step in the seconds of a step.
 
@@ -123,3 +124,15 @@ class Pace:
                 step_s=self._step_s,
                 round_steps=self.round_steps,
             )
+
+
+def sums_of(rank: int, pace: pb.Pace) -> PaceSums:
+    """Returns the sums of a worker's pace."""
+    return PaceSums(
+        rank=rank,
+        num_steps=pace.num_steps,
+        steps_s=pace.steps_s,
+        waits_s=pace.waits_s,
+        requests_s=pace.requests_s,
+        step_s=pace.step_s,
+    )

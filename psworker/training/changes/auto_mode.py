@@ -119,8 +119,9 @@ class ModeWish:
         rule = modes[number - 1] if number else table.rule
         changes = rule != table.rule
         if text and text != self._said and session.process_rank == 0:
-            # A change is seen in every script's output, from which `replay` reads it.
-            log.log(logging.WARNING if changes else logging.INFO, "%s", text)
+            # A change is seen in every script's output, from which `replay` reads it: also in that
+            # of a process that came later, if the output of the one before is lost.
+            log.log(logging.WARNING if read_switches([text]) else logging.INFO, "%s", text)
         self._said = text
         return rule if changes else None
 

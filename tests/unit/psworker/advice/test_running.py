@@ -93,7 +93,7 @@ def test_a_job_on_cpus_is_said_to_be_one() -> None:
 
 
 def test_a_job_that_has_just_begun_is_asked_later() -> None:
-    with pytest.raises(ConfigError, match="too few steps"):
+    with pytest.raises(ConfigError, match="fewer than 4 steps yet: ask later"):
         situation_of_job(job([pace(0, 0.1, 0.1, 0.1, num=1)], hosts=["a"]), 1.0, tls=False)
 
 

@@ -60,6 +60,15 @@ def test_a_table_has_the_times_with_three_figures_and_marks_what_is_advised() ->
     assert any(line.split() == ["ddp", "5,660", "?", "links", "same", "updates"] for line in lines)
 
 
+def test_the_warm_up_that_takes_longer_is_said() -> None:
+    """A run of 100 steps in ssd takes as long as in ssgd."""
+    report = advise(SITUATIONS["two hosts"])
+    text = " ".join(" ".join(lines_of(report)).split())
+    assert "behind the warm-up, whose steps are those of ssgd: od 200, ssd 500, cd 1,000" in text
+    assert {row.mode: row.warmup for row in report.rows}["ssgd"] == 0
+    assert report.verdict.row.as_json()["warmup_steps"] == 500
+
+
 def test_a_measured_number_has_three_figures() -> None:
     assert situation(compute_ms=183.671234).sources["computing"].value == "184 ms a step"
 
