@@ -66,6 +66,16 @@ from pscore.memory import kernels
 assert kernels.all_finite(numpy.zeros(1, numpy.float32))
 print(sum(kernels.all_finite_loop.stats.cache_hits.values()) == 1)
 """
+# Compiles the kernels for a GPU of 2022; that needs none.
+COMPILED = """
+import cupy, torch
+from cupy.cuda import nvrtc
+from pscore.cuda.runtime import compiled
+print(
+    "torch", torch.__version__, "CuPy", cupy.__version__,
+    "NVRTC", ".".join(map(str, nvrtc.getVersion())), "kernels of", len(compiled((9, 0))), "bytes",
+)
+"""
 IMAGE_USER = 10001  # User of the images.
 PAIR = 2  # Shards and workers of a job here.
 PAUSE_S = 30  # Longer than a lease.
@@ -193,23 +203,32 @@ def build_target(target: str, name: str, *options: str, check: bool = True) -> s
     return run("docker", "build", *words, *options, "-t", name, ".", check=check)
 
 
-def cuda(log: Log) -> None:
-    """Builds the image for NVIDIA GPUs with the torch of PyPI, imports what it has, removes it."""
+def cuda(log: Log, version: str = "13", torch: str = PYPI_TORCH) -> None:
+    """Builds the image for NVIDIA GPUs with a torch of PyPI, compiles our kernels, removes it."""
     start_s = time.monotonic()
-    build_target("cuda", CUDA_IMAGE, "--build-arg", f"TORCH={PYPI_TORCH}")
+    words = ("--build-arg", f"CUDA={version}", "--build-arg", f"TORCH={torch}")
+    build_target("cuda", CUDA_IMAGE, *words)
     try:
         size = json.loads(run("docker", "image", "inspect", CUDA_IMAGE))[0]["Size"]
         # Read-only as in the compose files: CuPy makes a folder when it is imported.
         places = ("--network", "none", "--read-only", "--tmpfs", "/tmp")
         look = ("docker", "run", "--rm", *places, CUDA_IMAGE, "python", "-c")
-        versions = "import cupy, torch; print('torch', torch.__version__, 'CuPy', cupy.__version__)"
+        found = run(*look, COMPILED).splitlines()[-1]
         log.say(
-            f"      {CUDA_IMAGE} has {run(*look, versions).splitlines()[-1]}, {size / 1e9:.2f} GB, "
+            f"      {CUDA_IMAGE} has {found}, {size / 1e9:.2f} GB, "
             f"in {time.monotonic() - start_s:.0f} s"
         )
-        note_sizes({"cuda": size})
+        if f"NVRTC {version}." not in found:
+            raise CheckError(f"that is not CUDA {version}")
+        note_sizes({"cuda" if version == "13" else f"cuda, CUDA={version}": size})
     finally:
         run("docker", "rmi", CUDA_IMAGE, check=False)
+
+
+def cuda12(log: Log) -> None:
+    """Builds that image for CUDA 12, with the torch that the page names for it."""
+    (torch,) = re.findall(r"`TORCH=(torch==[\d.]+)`", PAGE.read_text())
+    cuda(log, "12", torch)
 
 
 def refusals(log: Log) -> None:
@@ -1011,6 +1030,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     "digests": digests,
     "refusals": refusals,
     "cuda": cuda,
+    "cuda12": cuda12,
     "compiler": compiler,
     "training": train,
     "loader": loader,

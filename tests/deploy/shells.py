@@ -83,4 +83,7 @@ def two_hosts(folder: Path) -> Iterator[dict[str, Shell]]:
             for shell in made.values():  # A failed test leaves workers and shards.
                 for process in shell.started:
                     process.terminate()
-                shell.run("psserver stop --state-dir state || psserver stop --port 7070")
+                shell.run(
+                    "unset PACELINE_SERVERS; psserver stop --port 7070 || true; "
+                    "for state in state anew; do psserver stop --state-dir $state || true; done"
+                )

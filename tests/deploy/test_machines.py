@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -91,6 +92,60 @@ def test_the_commands_of_the_page_train_on_both_hosts(shells: dict[str, Shell]) 
     assert list(saved.glob("night-*/manifest.json"))
     done = shells[FIRST].run("psserver status")
     assert "nothing answers" in done[1]
+
+
+def test_a_lost_machine_without_its_folder(shells: dict[str, Shell]) -> None:
+    """By the row of the page, with a machine in place of the lost one."""
+    (row,) = re.findall(r"^\| a machine is lost .*", PAGE, re.MULTILINE)
+    (stop,) = re.findall("`(psserver stop .*?)`", row)
+    (option,) = re.findall("`(--state-dir .*?)`", row)
+    (restore,) = re.findall("`(psserver restore .*?)`", row)
+    (night,) = re.findall("`(psworker run --elastic [^`]* train.py)`", PAGE)
+    first, second = shells[FIRST], shells[SECOND]
+    for shell in (first, second):  # A model of which each shard has a part.
+        (shell.folder / "train.py").write_text(SCRIPT.replace("Linear(4, 1)", "Linear(4, 8192)"))
+    first.exports.append("export PACELINE_CHECKPOINT_S=1")
+    start_shards(shells)
+    training = first.start(f"PACELINE_TIMEOUT_S=2 STEPS=1000000 exec {night}")
+    await_workers(first, "night", 2)
+    saved = first.folder / "state" / "checkpoints"
+    wait("a checkpoint", lambda: list(saved.glob("night-*/manifest.json")))
+    pids = subprocess.check_output(["ip", "netns", "pids", second.inside[-1]], text=True).split()
+    assert pids
+    for pid in pids:
+        os.kill(int(pid), signal.SIGKILL)
+    shutil.rmtree(second.folder / "state")
+    said = training.communicate()[0]
+    assert training.returncode != 0, said
+    assert f"{SECOND}:7070" in said
+    for command in (stop, restore):
+        code, said = first.run(command)
+        assert code == 0, said
+        if command == stop:
+            start_shards(shells, option)
+    code, said = first.run("psserver status --json 2>/dev/null")
+    (job,) = json.loads(said)["jobs"]
+    assert job["step"] > 0
+    code, said = second.run(f"STEPS={job['step'] + 50} {night}")
+    assert code == 0, said
+    assert re.findall(r"from (\d+)", said) == [str(job["step"])] * 2
+
+
+def start_shards(shells: dict[str, Shell], option: str = "") -> None:
+    """Runs the page's commands before those that train, again with another option for state."""
+    for hosts, lines in blocks():
+        if "psworker run" in lines:
+            return
+        if option and "psserver certs" in lines:
+            continue
+        again = lines.replace("--state-dir state", option or "--state-dir state")
+        pending = [shells[host].start(again) for host in hosts]
+        for each in pending:
+            said = each.communicate()[0]
+            assert each.returncode == 0, said
+        if "psserver certs" in lines:  # As the page says, with its modes.
+            copied = shells[SECOND].folder / "secrets"
+            shutil.copytree(shells[FIRST].folder / "secrets", copied)
 
 
 def check_machines_that_differ(shells: dict[str, Shell], command: str) -> None:

@@ -57,3 +57,21 @@ def test_wheel_and_chart_of_a_release_are_built(checkout: Path) -> None:
     made = {path.name for path in (checkout / "dist").iterdir()}
     assert {f"paceline-{VERSION}-py3-none-any.whl", f"paceline-{VERSION}.tar.gz"} <= made
     assert f"paceline-{VERSION}.tgz" in made
+
+
+@pytest.mark.parametrize(("said", "code"), [("sha256:0a1b", 0), ("", 1)])
+def test_the_images_of_a_release_have_one_base_pinned_by_its_digest(
+    checkout: Path, tmp_path: Path, said: str, code: int
+) -> None:
+    """A program that is called docker stands for the registry's answer."""
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(f"#!/bin/sh\necho {said}\n")
+    docker.chmod(0o755)
+    output = tmp_path / "output"
+    output.touch()
+    path = f"{docker.parent}:{os.environ['PATH']}"
+    assert run(checkout, "base", "Pin the base", PATH=path, GITHUB_OUTPUT=str(output)) == code
+    assert output.read_text() == (f"image=python:3.11-slim@{said}\n" if said else "")
+    (build,) = [step for step in JOBS["images"]["steps"] if step.get("id") == "build"]
+    assert "BASE=${{ needs.base.outputs.image }}" in build["with"]["build-args"].splitlines()

@@ -246,6 +246,14 @@ def test_a_build_argument_that_is_not_set_has_the_default_of_the_dockerfile(name
         assert value == f"${{{argument}:-{default}}}"
 
 
+def test_a_release_builds_the_image_for_cuda_12_with_the_torch_of_the_page() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    images = release["jobs"]["images"]["strategy"]["matrix"]["include"]
+    (torch,) = [image["torch"] for image in images if image["cuda"] == "12"]
+    assert f"`TORCH={torch}`" in page
+
+
 @pytest.mark.parametrize("name", [*SHARDS, *ALL_WORKERS])
 def test_every_client_has_a_certificate_and_a_token(name: str) -> None:
     side = "shard" if name in SHARDS else "worker"
@@ -352,7 +360,7 @@ def test_the_image_is_checked_unprivileged_and_pinned() -> None:
     for library in ("NUMBA", "CUPY"):  # The root is read-only, and the home with it.
         assert f" {library}_CACHE_DIR=/tmp/" in stages["base"]
     # All versions of the file hold; for torch another one may be asked for.
-    assert "sed '/^torch==/d' constraints.txt > without-torch.txt" in DOCKERFILE
+    assert "sed -E '/^(torch|cuda-bindings)==/d' constraints.txt > without-torch.txt" in DOCKERFILE
     assert "PIP_CONSTRAINT=/src/without-torch.txt" in DOCKERFILE
     assert DOCKERFILE.count('"${TORCH:-$(grep ^torch== constraints.txt)}"') == 1
     assert not re.search(r"https?://|index-url|find-links", DOCKERFILE)
