@@ -75,7 +75,7 @@ def _points(request: ScanRequest) -> Iterator[dict[str, Any]]:
                     "gbit": gbit,
                     "mode": mode,
                     "step_ms": round(1e3 * found.step_s, 2),
-                    "simulated_ms": _simulated_ms(request, situation, shards.hosts, mode),
+                    **_simulated(request, situation, shards.hosts, mode),
                     "limit": found.limit,
                     **_losses(request, deployment, mode, found.step_s),
                     "shards": len(shards.hosts),
@@ -136,17 +136,25 @@ def break_even_gbit(request: ScanRequest, workers: int, mode: str) -> float | No
     return float(f"{high:.4g}")
 
 
-def _simulated_ms(
+def _simulated(
     request: ScanRequest, situation: Situation, hosts: Sequence[int], mode: str
-) -> float | None:
-    """Returns the ms of a step in which every message is simulated; None: it was not wanted."""
+) -> dict[str, Any]:
+    """Returns the ms of a step in which every message is simulated; None: it was not wanted.
+
+    With few slices of a shard a step takes longer than in a job, where pulls of some overlap with
+    pushes of others; their number stands beside.
+    """
     if not request.every_message:
-        return None
+        return {"simulated_ms": None}
     deployment = situation.deployment(hosts, grouped=request.per_host > 1)
-    per_shard = max(1, MESSAGES_MAX // (deployment.num_workers * deployment.num_shards))
+    messages = deployment.num_workers * deployment.num_shards
+    per_shard = min(SLICES_MAX, max(1, MESSAGES_MAX // messages))
     coarse = dataclasses.replace(
         deployment,
-        slices=cut_slices(situation.numel, deployment.num_shards, min(per_shard, SLICES_MAX)),
+        slices=cut_slices(situation.numel, deployment.num_shards, per_shard),
     )
     run = run_in_time(coarse, parse_fixed_mode(mode), num_steps=2)
-    return round(1e3 * run.step_s, 2)
+    return {
+        "simulated_ms": round(1e3 * run.step_s, 2),
+        "simulated_slices_per_shard": min(per_shard, len(coarse.slices) // deployment.num_shards),
+    }

@@ -23,6 +23,7 @@ from psworker.advice.situation import (
 
 USER_ERROR = 2  # Exit code of the simulator.
 FAILURE_HOURS_MIN, FAILURE_HOURS_MAX = 1e-3, 1e7
+FEW = 4  # Slices of a shard: with fewer of them pulls and pushes hardly overlap.
 LEFT = ("mode", "limit")  # Columns whose cells begin at the left.
 WINS = "*"
 MODULE = "pssim.timing"  # The simulator runs both sides; workers and shards never import it.
@@ -132,6 +133,9 @@ def lines_of(points: Sequence[dict[str, Any]]) -> list[str]:
     ]
     if any(point["all_reduce_wins"] for point in points):
         lines.append(f"{WINS} all-reduce takes no longer than the mode")
+    few = [point.get("simulated_slices_per_shard", FEW) for point in points]
+    if min(few) < FEW:
+        lines.append(f"simulated: longer than in a job where it is with {min(few)} slices a shard")
     if "lost" in columns:
         lines.append("lost: share of the time, by processes that die")
     if any(columns["beyond"]):

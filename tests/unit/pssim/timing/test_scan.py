@@ -75,6 +75,7 @@ def test_every_message_agrees_with_the_closed_form() -> None:
     points = scan(replace(REQUEST, workers=(64,), gbits=(10.0,), every_message=True))
     for point in points:
         assert point["simulated_ms"] == pytest.approx(point["step_ms"], rel=0.2)
+        assert point["simulated_slices_per_shard"] == 8
 
 
 @pytest.mark.slow
