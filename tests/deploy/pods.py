@@ -68,6 +68,7 @@ class Pod:
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    more: dict[str, str] = field(default_factory=dict)  # Variables beside those of the document.
 
     @property
     def boot(self) -> Path:
@@ -166,7 +167,7 @@ class Cluster:
             environment[each["name"]] = re.sub(
                 r"\$\((\w+)\)", lambda found: environment[found[1]], value
             )
-        pod.environment = environment
+        pod.environment = environment | pod.more
         # The command is process 1 of its namespace, which no signal ends that it does not handle,
         # unless the pod's containers share one with the pod's own process.
         is_shared = pod.spec.get("shareProcessNamespace", False)
@@ -175,7 +176,7 @@ class Cluster:
             pod.process = subprocess.Popen(
                 ["ip", "netns", "exec", self._namespace_of(name),
                  "unshare", "--mount", *first, "sh", "-c", script],
-                env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=pod.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -241,6 +242,13 @@ class Cluster:
             self._kill(pod, signal.SIGKILL)
             return pod.process.wait()
 
+    def kill(self, name: str) -> None:
+        """Kills a pod, as a node without memory does; returns when it has ended."""
+        pod = self.pods[name]
+        assert pod.process is not None
+        self._kill(pod, signal.SIGKILL)
+        pod.process.wait()
+
     def move(self, name: str) -> None:
         """Moves a drained pod to another node: with another boot, and another address."""
         pod = self.pods[name]
@@ -271,14 +279,26 @@ class Cluster:
         if "lifecycle" not in pod.container:
             return
         command = pod.container["lifecycle"]["preStop"]["exec"]["command"]
-        inside = ["nsenter", f"--target={self._first(pod)}", "--mount", "--pid", "--net", "--"]
-        user = [f"--reuid={pod.security['runAsUser']}", f"--regid={pod.security['runAsGroup']}"]
-        words = [*inside, "setpriv", *user, f"--groups={pod.security['fsGroup']}", *command]
+        words = [*self._inside(pod), *command]
         with (pod.folder / "pre-stop").open("wb") as log:
             limit_s = pod.spec["terminationGracePeriodSeconds"]
             subprocess.run(
                 words, env=pod.environment, stdout=log, stderr=log, timeout=limit_s, check=False
             )
+
+    def execute(self, name: str, *command: str) -> str:
+        """Returns the standard output of a command in a pod, as `kubectl exec` does."""
+        pod = self.pods[name]
+        words = [*self._inside(pod), *command]
+        return subprocess.check_output(words, env=pod.environment, text=True)
+
+    def _inside(self, pod: Pod) -> list[str]:
+        """Returns the words in front of a command that run it in a container, as its user."""
+        user = [f"--reuid={pod.security['runAsUser']}", f"--regid={pod.security['runAsGroup']}"]
+        return [
+            *("nsenter", f"--target={self._first(pod)}", "--mount", "--pid", "--net", "--"),
+            *("setpriv", *user, f"--groups={pod.security['fsGroup']}"),
+        ]
 
     def _first(self, pod: Pod) -> int:
         """Returns the container's first process, which unshare has forked."""

@@ -1,5 +1,6 @@
 """The chart's shards and the examples' workers, run as pods: a drained node, an elastic job."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -97,6 +99,37 @@ def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
             assert list(pool.map(cluster.drain, shards)) == [0, 0]
         (claim,) = cluster.pods[shards[0]].claims.iterdir()
         assert list(claim.glob("checkpoints/mnist-*/manifest.json"))
+
+
+@pytest.mark.timeout(1800)
+def test_pods_that_are_killed_when_they_are_ready_and_before_the_first_pull(tmp_path: Path) -> None:
+    """A fault keeps all pulls of a worker from the shards, until it and a shard are killed."""
+    with started(tmp_path, rendered("indexed-job.yaml")) as cluster:
+        shards = [name for name in cluster.pods if name.startswith("paceline-")]
+        first, second = (name for name in cluster.pods if name.startswith("mnist-"))
+        servers = ",".join(f"{name}.paceline:7070" for name in shards)
+
+        def job() -> dict[str, Any]:
+            said = cluster.execute(shards[0], "psserver", "status", "--json", "--servers", servers)
+            return dict((json.loads(said)["jobs"] or [{"workers": []}])[0])
+
+        def states() -> list[str]:
+            return [worker["state"] for worker in job()["workers"]]
+
+        cluster.pods[second].more["PACELINE_FAULTS"] = "drop=1@pull"
+        for name in (first, second):
+            cluster.start(name)
+        cluster.wait("a worker has not joined", lambda: len(job()["workers"]) == 2)
+        cluster.kill(shards[1])
+        cluster.start(shards[1])
+        cluster.wait("the shard is not ready", partial(cluster.is_ready, shards[1]))
+        assert [each["step"] for each in job()["workers"] if each["rank"] == 1] == [0]
+        cluster.kill(second)
+        cluster.wait("its lease is not over", lambda: states() == ["live", "lost"])
+        del cluster.pods[second].more["PACELINE_FAULTS"]
+        cluster.start(second)
+        for name in (first, second):
+            assert "accuracy" in end(cluster, name)
 
 
 @pytest.mark.timeout(1800)
