@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import psutil
 import pytest
@@ -91,6 +92,7 @@ class Scene:
         pause: int = 0,
         numel: int = 1 << 17,
         more: Sequence[object] = (),
+        work: Callable[[Station], Any] | None = None,
     ) -> None:
         """Starts them.
 
@@ -98,6 +100,7 @@ class Scene:
             pause: The step after which the workers wait; 0: none.
             numel: The elements of each parameter.
             more: Further options of all three processes.
+            work: Done by the workers; None: `train`.
         """
         ports = free_ports(3)
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
@@ -109,14 +112,17 @@ class Scene:
         self.starts = [stack.enter_context(self.first.running())]
         self.source = stack.enter_context(self.second.running())
         self.target = stack.enter_context(self.empty.running())
-        names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "60"}
+        args = (STEPS, pause, numel) if work is None else ()
+        self.workers = self.begin("night", work or train, *args)
+
+    def begin(self, job: str, work: Callable[..., Any], *args: object) -> list[Worker]:
+        """Starts two workers of a job, which know the shards' first addresses."""
+        names = {"WORLD_SIZE": "2", "PACELINE_JOB": job, "PACELINE_TIMEOUT_S": "60"}
         names["PACELINE_SERVERS"] = f"{self.first.address},{self.second.address}"
-        self.workers = [
-            Worker(train, rank, (STEPS, pause, numel), {**names, "RANK": str(rank)})
-            for rank in range(2)
-        ]
-        for worker in self.workers:
-            stack.callback(worker.close)
+        workers = [Worker(work, rank, args, {**names, "RANK": str(rank)}) for rank in range(2)]
+        for worker in workers:
+            self.stack.callback(worker.close)
+        return workers
 
     def reach(self, step: int) -> None:
         for worker in self.workers:
