@@ -29,23 +29,25 @@ class SlabCopy:
         Args:
             since: Only rows of a later version are copied; -1: all.
         """
-        self._slab, self._since = slab, since
+        self._slab = slab
         self._high, most = slab.high, slab.count
         if since >= 0:
             most = min(most, kernels.GROUP * len(slab.groups_since(since)))
-        self._ids = np.empty(most, np.uint64)
-        self._values = np.empty(most * slab.width, np.float32)
-        self._versions = np.empty(most, np.int64)
-        self._is_copied = np.zeros(self._high, np.uint8)
-        self._at = self._count = 0
+        self._copied = kernels.CopiedRows(
+            since=since,
+            is_copied=np.zeros(self._high, np.uint8),
+            ids=np.empty(most, np.uint64),
+            values=np.empty(most * slab.width, np.float32),
+            versions=np.empty(most, np.int64),
+            num_rows=np.zeros(1, np.int64),
+        )
+        self._at = 0
         self.is_whole = not self._high
 
     def advance(self) -> None:
         """Copies the next portion of the walk."""
         stop = min(self._high, self._at + max(1, PORTION_NBYTES // (4 * self._slab.stride)))
-        self._count = self._slab.copy_range(
-            self._at, stop, self._since, self._is_copied, self._arrays(), self._count
-        )
+        self._slab.copy_range(self._at, stop, self._copied)
         self._at = stop
         self.is_whole = stop == self._high
 
@@ -53,16 +55,12 @@ class SlabCopy:
         """Copies the rows that a step changes or removes, before it begins."""
         if self.is_whole:
             return
-        self._count = self._slab.copy_places(
-            plan.before, self._at, self._since, self._is_copied, self._arrays(), self._count
-        )
+        kernels.copy_places(self._slab.arrays, plan.before, self._at, self._copied)
         new = plan.places[plan.is_new]
-        self._is_copied[new[new < self._high]] = 1
-
-    def _arrays(self) -> kernels.CopiedRows:
-        return self._ids, self._values, self._versions
+        self._copied.is_copied[new[new < self._high]] = 1
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns ids, rows with their state, and versions."""
-        count = self._count
-        return self._ids[:count], self._values[: count * self._slab.width], self._versions[:count]
+        copied, count = self._copied, int(self._copied.num_rows[0])
+        values = copied.values[: count * self._slab.width]
+        return copied.ids[:count], values, copied.versions[:count]

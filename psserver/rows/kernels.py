@@ -7,7 +7,7 @@ use. An id's position is that of the low bits of its hash with the index's own s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from pscore.memory.kernels import floats_at, inlined, kernel, prefetch
 from pscore.rows.hashing import IdArray, mix
 from pscore.rows.init import Init, fill
 from pscore.rows.optimizers import FLAGS_WORD, FRESH, HEADER_WORDS, USED, VERSION_WORD
-from pscore.types import FloatArray, IntArray
+from pscore.types import ByteArray, FloatArray, IntArray
 
 WordArray = npt.NDArray[np.uint32]
 PlaceArray = npt.NDArray[np.int32]  # A place and 1; 0: none.
@@ -25,7 +25,58 @@ AHEAD = 16  # Turns of a loop: so many rows or positions come from memory at the
 LINE, FETCHED_NBYTES = 64, 256
 GROUP = 8  # Places that share one note of their newest change.
 NO_VERSION = np.uint32((1 << 32) - 1)
-CopiedRows = tuple[IdArray, FloatArray, IntArray]  # Ids, rows with their state, versions.
+
+
+class SlabArrays(NamedTuple):
+    """The memory of a slab, the same bytes in three types.
+
+    Attributes:
+        floats: As numbers.
+        words: As words of 32 bits.
+        longs: As words of 64 bits.
+        stride: Words of a place.
+    """
+
+    floats: FloatArray
+    words: WordArray
+    longs: IdArray
+    stride: int
+
+
+class CopiedRows(NamedTuple):
+    """The copy of rows of a slab, as far as it has come.
+
+    Attributes:
+        since: Only rows of a later version are copied.
+        is_copied: `(num_places,) uint8`, the rows that are not to be copied (any more).
+        ids: The ids of the rows.
+        values: The rows with their state.
+        versions: The version of each.
+        num_rows: `(1,) int64`, the rows that there are.
+    """
+
+    since: int
+    is_copied: ByteArray
+    ids: IdArray
+    values: FloatArray
+    versions: IntArray
+    num_rows: IntArray
+
+
+class OldestRows(NamedTuple):
+    """Rows by bucket, those of a bucket in the order in which they go.
+
+    Attributes:
+        heads: `(num_buckets,) int64`, the first row of each bucket; moves on.
+        stops: `(num_buckets,) int64`, that behind the last one.
+        places: The place of each row.
+        versions: The version of each when it was found.
+    """
+
+    heads: IntArray
+    stops: IntArray
+    places: IntArray
+    versions: IntArray
 
 
 @inlined
@@ -161,13 +212,8 @@ def note_change(newest: WordArray, places: IntArray, version: np.uint32) -> None
 
 @kernel
 def take_oldest(
-    words: WordArray,
-    longs: IdArray,
-    stride: int,
-    heads: IntArray,
-    stops: IntArray,
-    places: IntArray,
-    versions: IntArray,
+    slab: SlabArrays,
+    found: OldestRows,
     surplus: IntArray,
     version: int,
     ids: IdArray,
@@ -176,18 +222,15 @@ def take_oldest(
     """Writes the places of the oldest rows of each bucket that have not changed since a look.
 
     Args:
-        words: The slab, as words of 32 bits.
-        longs: The slab, as words of 64 bits.
-        stride: Words of a place.
-        heads: `(num_buckets,) int64`, the first row of each bucket in `places`; moves on.
-        stops: `(num_buckets,) int64`, that behind the last one.
-        places: Found rows, those of a bucket in the order in which they go.
-        versions: The version of each at the look.
+        slab: The slab.
+        found: The rows of the look.
         surplus: `(num_buckets,) int64`, rows wanted of each bucket; falls by those found.
         version: All rows up to this one are wanted.
         ids: Those of rows that are not wanted, ascending.
         out: Receives places; returns their number.
     """
+    heads, stops, places, versions = found
+    words, longs, stride = slab.words, slab.longs, slab.stride
     count = 0
     for bucket in range(len(heads)):
         at = heads[bucket]
@@ -274,86 +317,52 @@ def bring_back(words: WordArray, stride: int, places: IntArray, saved: WordArray
 
 
 @inlined
-def _copy_row(
-    floats: Any, words: Any, longs: Any, place: Any, stride: Any, arrays: Any, count: Any
-) -> None:
-    """Copies a row with its id and version behind `count` others."""
-    ids, values, versions = arrays
-    base, width = place * stride, len(values) // max(1, len(ids))
-    ids[count] = longs[base // 2]
-    versions[count] = words[base + VERSION_WORD]
+def _copy_row(slab: Any, place: Any, copied: Any) -> None:
+    """Copies a row with its id and version behind the others."""
+    count = copied.num_rows[0]
+    base, width = place * slab.stride, len(copied.values) // max(1, len(copied.ids))
+    copied.ids[count] = slab.longs[base // 2]
+    copied.versions[count] = slab.words[base + VERSION_WORD]
     begin = base + HEADER_WORDS
-    _copy(floats[begin : begin + width], values[count * width : (count + 1) * width])
+    _copy(slab.floats[begin : begin + width], copied.values[count * width : (count + 1) * width])
+    copied.num_rows[0] = count + 1
 
 
 @kernel
 def copy_range(
-    floats: FloatArray,
-    words: WordArray,
-    longs: IdArray,
-    stride: int,
-    newest: WordArray,
-    start: int,
-    stop: int,
-    since: int,
-    is_copied: npt.NDArray[np.uint8],
-    arrays: CopiedRows,
-    count: int,
-) -> int:
+    slab: SlabArrays, newest: WordArray, start: int, stop: int, copied: CopiedRows
+) -> None:
     """Copies the rows from place `start` to before `stop` that are not copied yet.
 
     Args:
-        floats: The slab, as numbers; `words` and `longs` are the same.
-        words: As words of 32 bits.
-        longs: As words of 64 bits.
-        stride: Words of a place.
+        slab: The slab.
         newest: By group of places: the newest change.
         start: The first place.
         stop: That behind the last one.
-        since: Only rows of a later version are copied.
-        is_copied: `(num_places,) uint8`.
-        arrays: Receive them.
-        count: Rows that they have.
-
-    Returns:
-        Rows that they have then.
+        copied: Receives them.
     """
     for place in range(start, stop):
-        if since >= 0 and newest[place // GROUP] <= since:
+        if copied.since >= 0 and newest[place // GROUP] <= copied.since:
             continue
-        base = place * stride
-        is_used = words[base + FLAGS_WORD] & USED
-        if is_used and not is_copied[place] and words[base + VERSION_WORD] > since:
-            _copy_row(floats, words, longs, place, stride, arrays, count)
-            count += 1
-    return count
+        base = place * slab.stride
+        is_used = slab.words[base + FLAGS_WORD] & USED
+        is_new = slab.words[base + VERSION_WORD] > copied.since
+        if is_used and not copied.is_copied[place] and is_new:
+            _copy_row(slab, place, copied)
 
 
 @kernel
-def copy_places(
-    floats: FloatArray,
-    words: WordArray,
-    longs: IdArray,
-    stride: int,
-    places: IntArray,
-    start: int,
-    since: int,
-    is_copied: npt.NDArray[np.uint8],
-    arrays: CopiedRows,
-    count: int,
-) -> int:
+def copy_places(slab: SlabArrays, places: IntArray, start: int, copied: CopiedRows) -> None:
     """Copies the rows of places from `start` on that are not copied yet, and notes that they are.
 
-    The arguments are those of `copy_range`; returns the rows that the arrays have then.
+    The arguments are those of `copy_range`.
     """
     for i in range(len(places)):
         place = places[i]
-        if start <= place < len(is_copied) and not is_copied[place]:
-            is_copied[place] = 1
-            if words[place * stride + VERSION_WORD] > since:
-                _copy_row(floats, words, longs, place, stride, arrays, count)
-                count += 1
-    return count
+        if start <= place < len(copied.is_copied) and not copied.is_copied[place]:
+            copied.is_copied[place] = 1
+            if slab.words[place * slab.stride + VERSION_WORD] > copied.since:
+                _copy_row(slab, place, copied)
 
 
 @kernel

@@ -245,8 +245,8 @@ class Oldest:
 
     def forget(self) -> None:
         """Forgets all rows."""
-        self._places = self._versions = NO_PLACES
-        self._heads = self._stops = np.zeros(len(self._buckets), np.int64)
+        none = np.zeros(len(self._buckets), np.int64)
+        self._found = kernels.OldestRows(none, none, NO_PLACES, NO_PLACES)
         self._until = -1  # Every row of a version up to this one was found.
         self._held: IntArray | None = None  # Rows of each bucket; None: they are not counted.
 
@@ -310,12 +310,8 @@ class Oldest:
 
     def _pop(self, version: int, surplus: IntArray, ids: IdArray) -> tuple[IntArray, bool]:
         """Returns places of rows that go, and whether a bucket may have more to give."""
-        out = np.empty(len(self._places), np.int64)
-        slab = self._slab
-        count = kernels.take_oldest(
-            slab.words, slab.longs, slab.stride, self._heads, self._stops, self._places,
-            self._versions, surplus, version, read_only(ids), out,
-        )  # fmt: skip
+        out, slab = np.empty(len(self._found.places), np.int64), self._slab.arrays
+        count = kernels.take_oldest(slab, self._found, surplus, version, read_only(ids), out)
         return out[:count], bool((surplus > 0).any())
 
     def _until_of(self, count: int) -> int:
@@ -331,7 +327,11 @@ class Oldest:
         ids = self._slab.ids_at(places)
         numbers = self._numbers_of(ids)
         order = np.lexsort((ids, ages[places], numbers))
-        self._places, self._versions = places[order], ages[places][order]
         edges = np.searchsorted(numbers[order], np.arange(len(self._buckets) + 1))
-        self._heads, self._stops = edges[:-1].copy(), edges[1:]
+        self._found = kernels.OldestRows(
+            heads=edges[:-1].copy(),
+            stops=edges[1:],
+            places=places[order],
+            versions=ages[places][order],
+        )
         self._until = until  # Rows that change from now on are of later versions.

@@ -14,7 +14,7 @@ from pscore.rows.hashing import IdArray
 from pscore.rows.init import make_init
 from pscore.rows.optimizers import FRESH, KNOWN, NEW, USED, RowOptimizer, RowStep
 from pscore.rows.spec import FLOAT_NBYTES, RowTable, stride_of
-from pscore.types import ByteArray, FloatArray, HyperArray, IntArray
+from pscore.types import FloatArray, HyperArray, IntArray
 from psserver.rows import kernels
 from psserver.rows.mapped import Mapped
 
@@ -337,54 +337,14 @@ class Slab:
         """
         return np.flatnonzero(self._newest > version)
 
-    def copy_range(
-        self,
-        start: int,
-        stop: int,
-        since: int,
-        is_copied: ByteArray,
-        arrays: kernels.CopiedRows,
-        count: int,
-    ) -> int:
-        """Copies the rows of places in a range, as `kernels.copy_range`."""
-        found = kernels.copy_range(
-            self.floats,
-            self.words,
-            self.longs,
-            self.stride,
-            self._newest,
-            start,
-            stop,
-            since,
-            is_copied,
-            arrays,
-            count,
-        )
-        return int(found)
+    @property
+    def arrays(self) -> kernels.SlabArrays:
+        """The memory, as loops take it."""
+        return kernels.SlabArrays(self.floats, self.words, self.longs, self.stride)
 
-    def copy_places(
-        self,
-        places: IntArray,
-        start: int,
-        since: int,
-        is_copied: ByteArray,
-        arrays: kernels.CopiedRows,
-        count: int,
-    ) -> int:
-        """Copies the rows of places, as `kernels.copy_places`."""
-        found = kernels.copy_places(
-            self.floats,
-            self.words,
-            self.longs,
-            self.stride,
-            places,
-            start,
-            since,
-            is_copied,
-            arrays,
-            count,
-        )
-        return int(found)
+    def copy_range(self, start: int, stop: int, copied: kernels.CopiedRows) -> None:
+        """Copies the rows of places in a range, as `kernels.copy_range`."""
+        kernels.copy_range(self.arrays, self._newest, start, stop, copied)
 
     def check_invariants(self) -> None:
         """Asserts that index and slab are one to one, for tests and the simulator."""
