@@ -5,10 +5,8 @@ writes frames to the port behind which their receiver is. Frames carry the kerne
 (`PACKET_VNET_HDR`), so that those of up to 64 KiB pass whole. Each port sends through its own
 shaped queue, as without the relay.
 
-Paced connections (BBR) send many small frames, and each costs this process as much as a large one.
-On 2 cores plain sockets, all to all between four hosts 10 ms apart, so carried 92 % of links of
-100 Mbit/s, 27 % of 500 Mbit/s and 12 % of 1 Gbit/s; without pacing 95 % of 1 Gbit/s, and without
-the delay 91 %. A step over such links then takes as long as the relay needs.
+Paced connections (BBR) seem to be too much for it at 500 Mbit/s and more: plain sockets over 10 ms,
+all to all between four hosts, do not fill such links on 2 cores, without pacing they do.
 """
 
 from __future__ import annotations
