@@ -77,7 +77,7 @@ class Popen(subprocess.Popen[Any]):
     @staticmethod
     def _kind(words: Sequence[str]) -> str:
         """Returns the server for a program."""
-        return "psserver" if "psserver" in words[1] else "psworker"
+        return "psserver" if any("psserver" in word for word in words[1:2]) else "psworker"
 
 
 def run(
