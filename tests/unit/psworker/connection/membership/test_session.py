@@ -60,7 +60,7 @@ class FakeLink:
             Leave="Leave",
             Heartbeat="Heartbeat",
         )
-        self.instance = 0
+        self.instance = self.reached = 0
         self.data_plane = ""
         self.requests: list[tuple[str, Any]] = []
         self.opened: list[str] = []
