@@ -441,9 +441,9 @@ def _is_worth_it(folder: Path) -> bool:
     if (folder / LOST).exists():
         return True
     with contextlib.suppress(OSError, ValueError, KeyError):
-        meta = read_json(folder / JOB)
-        tables = [folder / f"{index}.json" for index in range(meta["num_tables"])]
-        return not meta["ended"] and any(_may_have_slices(table) for table in tables)
+        meta, tables = read_json(folder / JOB), list(folder.glob("[0-9]*.json"))
+        are_there = meta["num_tables"] in (len(tables), len(tables) - 1)  # It may count one less.
+        return not meta["ended"] and (not are_there or any(map(_may_have_slices, tables)))
     return any(folder.glob("*.weights")) or any(folder.glob("[0-9]*.json"))
 
 
