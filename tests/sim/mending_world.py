@@ -56,6 +56,7 @@ class Keeper:
     def look(self, world: World) -> bool:
         """Asks all shards; returns whether the second one's job is to be restored."""
         is_late, self.asked_s = world.now_s - self.asked_s > LATE_S, world.now_s
+        world.has_excuse |= is_late and not world.is_somewhere
         there = self.addresses[1]
         second = world.answer(there)
         if second is not None:
@@ -151,7 +152,8 @@ class World:
         at = self.rng.choice(PLACES)
         if (lost := self.at.get(at)) is None:
             return
-        if lost.has_job and not any(one.stands_by for one in self.at.values()):
+        is_copy = lost.has_job or lost.stands_by
+        if is_copy and sum(one.has_job or one.stands_by for one in self.at.values()) == 1:
             if self.rng.random() < 0.8:
                 return
             self.has_excuse |= bool(self.cut) or self.keeper.stopped_until_s > 0
