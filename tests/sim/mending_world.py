@@ -56,7 +56,7 @@ class Keeper:
     def look(self, world: World) -> bool:
         """Asks all shards; returns whether the second one's job is to be restored."""
         is_late, self.asked_s = world.now_s - self.asked_s > LATE_S, world.now_s
-        world.has_excuse |= is_late and not world.is_somewhere
+        world.has_excuse |= is_late and world.holder != self.addresses[1]
         there = self.addresses[1]
         second = world.answer(there)
         if second is not None:
