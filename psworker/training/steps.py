@@ -73,6 +73,7 @@ class Steps:
                 self._left_out.ended()
                 # For a scheduler that was made before the wrapper, which warns without it.
                 self._inner._opt_called = True  # type: ignore[attr-defined]
+                recovery.look_around()
             else:
                 recovery.come_back()
                 self._left_out.given_up()

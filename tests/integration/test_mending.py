@@ -104,10 +104,16 @@ def test_a_shard_without_a_slice_comes_back_and_the_job_is_not_set_back(
         workers = start_workers(addresses, stack, numel=10)
         reach(workers, 20)
         eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
+
+        def back() -> list[StatusReply]:
+            """Returns what `with_jobs` does; drops what workers tell, who wait for room else."""
+            assert not any([worker.is_over() for worker in workers])
+            return with_jobs(addresses)
+
         getattr(second, how)(there)
-        assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
+        back()
         stack.enter_context(second.running())
-        found = eventually(lambda: with_jobs(addresses))
+        found = eventually(back)
         reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
         found += with_jobs(addresses)
         assert [(one.num_mended, len(one.lost)) for one in found] == [(0, 0)] * 4

@@ -136,6 +136,27 @@ class WorkerRecovery:
                 self.note(problem, is_between=not self._gradients.have_left)
             raise
 
+    def look_around(self) -> None:
+        """Joins again, between two steps, where a shard no longer has this worker.
+
+        A step notices that itself if it waits, or sends something there; a short one on other
+        shards does neither. Processes of a group go on, as they may not part.
+        """
+        table = self._table
+        if not table.group.is_alone:
+            return
+        try:
+            table.session.check()
+        except LOST as problem:
+            try:
+                table.session.refilling.mend(problem)
+            except LOST:
+                if table.means is None:
+                    self.note(problem, is_between=True)
+                    self.come_back()
+        except PacelineError:
+            return  # The next wait raises it.
+
     def come_back(self) -> None:
         """Joins the job again; the slices that shards have counted of the failed step stay counted.
 
