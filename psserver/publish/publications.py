@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from typing import Any, cast
 
 import numpy as np
 import structlog
@@ -32,7 +33,7 @@ log = structlog.get_logger()
 
 TABLE = "model"  # The table of an optimizer; a model that has grown has others, `model+1`.
 ALL = "*"  # Stands for all jobs.
-Kept = dict[str, list[int]]  # By table: its lineage, `every`, and that of the settings.
+Kept = dict[str, Any]  # By table: its lineage, `every`, and that of the settings.
 
 
 class Publications(PublishedTables[Publication]):
@@ -62,8 +63,7 @@ class Publications(PublishedTables[Publication]):
         self._engine = engine
         self._every = dict(every)
         self._now_s = now_s
-        self._recorders: dict[str, JobRecorder] = {}  # By job.
-        self._kept: dict[str, tuple[JobRecorder, Kept]] = {}  # By job: in its journal.
+        self._kept: dict[str, tuple[JobRecorder, Kept]] = {}  # By job: its journal has that.
         self._is_kept = True  # Whether there was room for it the last time.
         self._newest_lineage = 0
         engine.on_table = self._on_table
@@ -105,7 +105,7 @@ class Publications(PublishedTables[Publication]):
 
     def _on_table(self, job: RunningJob, running: RunningTable) -> None:
         name = running.table.spec.name
-        lineage, former, settings = _kept_of(job, name)
+        lineage, former, settings = _numbers_of(self._kept_of(job).get(name))
         self._newest_lineage = max(self._newest_lineage, lineage)
         every = 0 if name.partition(GROWN)[0] != TABLE else self._given(job.name)
         if former and settings == self._given(job.name):  # A worker may have asked for it.
@@ -132,7 +132,7 @@ class Publications(PublishedTables[Publication]):
         )
         self._warm_up()
         running.observers.append(publication)
-        self._recorders[job.name] = job.recorder
+        self._kept_of(job)
         found = self._published[job.name, running.table.spec.name] = Published(publication)
         log.info("published", job=job.name, table=running.table.spec.name, every=every)
         return found
@@ -161,6 +161,8 @@ class Publications(PublishedTables[Publication]):
                 publication.begin(at_multiples=False)
                 publication.tick(self._now_s())
             self._write()
+            names = {job for job, _ in self._published}
+            self._kept = {job: kept for job, kept in self._kept.items() if job in names}
         self.forget_silent()
 
     def _get(self, job: str, table: str) -> Published[Publication] | None:
@@ -196,30 +198,37 @@ class Publications(PublishedTables[Publication]):
 
     # ----- lineages in the journals
 
+    def _kept_of(self, job: RunningJob) -> Kept:
+        """Returns what the journal of a job has, which is read once: all of its tables need it."""
+        if self._kept.get(job.name, (None,))[0] is not job.recorder:
+            self._kept[job.name] = job.recorder, job.recorder.read_published()
+        return self._kept[job.name][1]
+
     def _write(self) -> None:
         """Writes the lineages, if they have changed; without room again at the next tick."""
-        kept: dict[str, tuple[JobRecorder, Kept]] = {}
+        new: dict[str, Kept] = {}
         for (job, table), found in self._published.items():
-            _, tables = kept.setdefault(job, (self._recorders[job], {}))
             publication = found.publication
-            tables[table] = [publication.lineage, publication.every, self._given(job)]
+            entry = [publication.lineage, publication.every, self._given(job)]
+            new.setdefault(job, {})[table] = entry
         try:
-            for job, entry in kept.items():
-                if self._kept.get(job) != entry:
-                    entry[0].note_published(entry[1])
-                    self._kept[job] = entry
+            for job, tables in new.items():
+                recorder, kept = self._kept[job]
+                if kept | tables != kept:
+                    recorder.note_published(kept | tables)
+                    self._kept[job] = recorder, kept | tables
         except OSError as problem:
             if self._is_kept:
                 log.error("lineages are not kept in the journals", reason=str(problem))
             self._is_kept = False
         else:
-            self._kept, self._is_kept = kept, True
+            self._is_kept = True
 
 
-def _kept_of(job: RunningJob, table: str) -> tuple[int, int, int]:
+def _numbers_of(kept: object) -> tuple[int, int, int]:
     """Returns lineage, `every` and settings of a resumed table; zeros where there is no record."""
-    with contextlib.suppress(ValueError, TypeError, LookupError, ConfigError):
-        lineage, every, settings = job.recorder.read_published()[table]
+    with contextlib.suppress(ValueError, TypeError, ConfigError):
+        lineage, every, settings = cast("list[int]", kept)
         return (
             count_of(lineage, "a lineage"),
             count_of(every, "publish_every", least=1, most=PUBLISH_EVERY_MAX),

@@ -60,6 +60,29 @@ def test_a_killed_shard_continues_as_often_as_a_worker_has_asked(
     assert (lineages[0] == lineages[1]) == continues
 
 
+def test_a_killed_shard_continues_all_tables_of_a_job(tmp_path: Path) -> None:
+    async def scene(outer: Front, *, asks: bool) -> dict[str, tuple[int, int]]:
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
+        publications = Publications(front.engine, {JOB: 1}, now_s=lambda: 2e6 - 1e6 * asks)
+        if asks:
+            await front.ready(num_workers=1)
+            await front.define(name="store")
+            publications.publish(front.running, 1, 3)
+        else:
+            recover(front.engine)
+            publications.begin()
+        await asyncio.wrap_future(front.executor.submit(lambda: None))
+        front.executor.shutdown()
+        journals.close()
+        listed = publications.listed()
+        return {name: (it.publication.lineage, it.publication.every) for _, name, it in listed}
+
+    before = play(lambda front: scene(front, asks=True))
+    assert set(before) == {"model", "store"}
+    assert play(lambda front: scene(front, asks=False)) == before
+
+
 def test_a_lineage_that_had_no_room_on_the_disk_is_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
