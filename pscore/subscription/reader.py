@@ -264,8 +264,12 @@ class Reader:
             if held is not None and (newer_than is None or held.version > newer_than):
                 if looked and (is_over or found is not None or not self._expects(asks)):
                     return held
-            elif is_over or end_s is None:
-                self._tell(newer_than, timeout_s)
+            elif is_over:
+                raise TimeoutError(
+                    self._missing(newer_than, f"within {timeout_s:g} s", self._reason())
+                )
+            elif end_s is None:
+                self._tell(newer_than)
             if found is not None:
                 self._staged = found
             wait_s = WAIT_S if looked else 0.0
@@ -312,17 +316,17 @@ class Reader:
             self._follower.taken(weights, source)
         return weights
 
-    def _tell(self, newer_than: WeightsVersion | None, timeout_s: float | None) -> None:
-        """Logs now and then why a wait without an end lasts; raises TimeoutError after another."""
-        than = "" if newer_than is None else f" newer than {tuple(newer_than)}"
-        what = f"no version of job {self.job!r}{than}"
-        if timeout_s is not None:
-            reason = self._reason()
-            raise TimeoutError(f"{what} within {timeout_s:g} s" + (reason and f": {reason}"))
+    def _tell(self, newer_than: WeightsVersion | None) -> None:
+        """Logs now and then why a wait without an end lasts, if that is another reason."""
         if time.monotonic() - self._told_s >= QUIET_S:
             self._told_s, former, self._told = time.monotonic(), self._told, self._reason()
             if self._told not in ("", former):
-                log.warning("%s yet: %s", what, self._told)
+                log.warning("%s", self._missing(newer_than, "yet", self._told))
+
+    def _missing(self, newer_than: WeightsVersion | None, until: str, reason: str) -> str:
+        """Returns the sentence that there is no newer version."""
+        than = "" if newer_than is None else f" newer than {tuple(newer_than)}"
+        return f"no version of job {self.job!r}{than} {until}" + (reason and f": {reason}")
 
     def _reason(self) -> str:
         """Returns why there is no newer version; empty: the job has not come to it."""

@@ -98,8 +98,8 @@ def _show_numbers(axes: Axes) -> None:
     """Shows plain numbers beside the axes, and where there are few decades those between too."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
+    plain = FuncFormatter(lambda value, _: three_figures(value))
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: three_figures(value)))
-        few = FuncFormatter(lambda value, _: three_figures(value))
-        axis.set_minor_formatter(few if high < 5 * low else NullFormatter())
+        axis.set_major_formatter(plain)
+        axis.set_minor_formatter(plain if high < 5 * low else NullFormatter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pscore.rules import parse_mode
 from pscore.timing.choice import AdviceRow
 from pscore.timing.evidence import ALONE, DDP
 from psworker.advice.situation import Situation
@@ -40,7 +41,7 @@ def lines_to_write(situation: Situation, shard_hosts: Sequence[int], row: Advice
     arguments = [f'mode="{row.mode}"']
     if row.compression != "none":
         arguments.append(f'compression="{row.compression}"')
-    if situation.overlap and not row.mode.startswith(("local", "diloco")):
+    if situation.overlap and not parse_mode(row.mode).outer_optimizer:
         arguments.append("overlap=True")
     if max(situation.groups) > 1:
         arguments.append('local_group="host"' if row.grouped else "local_group=None")
