@@ -135,7 +135,8 @@ class Lab:
         _ip("netns", "add", name)
         self._names.append(name)
         if not self._has_bridge:  # A program is too slow for the small frames of paced ones.
-            _ip("netns", "exec", name, "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={UNPACED}")
+            setting = f"net.ipv4.tcp_congestion_control={UNPACED}"
+            _ip("netns", "exec", name, "sysctl", "-qw", setting)
         return name
 
     def _shape(self, namespace: str, device: str, rate: str, verb: str) -> None:
