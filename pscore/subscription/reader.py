@@ -19,7 +19,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
@@ -32,7 +33,7 @@ from pscore.pb.ps.v1 import data_pb2, publish_pb2
 from pscore.publish import codec
 from pscore.publish.codec import Delta, form_of
 from pscore.subscription.assembly import EMPTY, Ask, Assembly, Fetch, WatchFor, WeightsVersion
-from pscore.subscription.lines import ReaderLine, this_process
+from pscore.subscription.lines import ANSWER_S, ReaderLine, this_process
 from pscore.subscription.memory import VersionMemory
 from pscore.subscription.weights import Map, PublishedWeights, named, require_dtype, step_of
 from pscore.table_spec import TableSpec
@@ -137,6 +138,7 @@ class Reader:
             for index, address in enumerate(addresses)
         ]
         self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="subscriber")
+        self._calls: list[Future[Callable[[], None] | None]] = []  # The newest, one of a shard.
         self._dtype, self._map, self._follower = dtype, map, follower
         self._reader.relays = follower is not None
         self._spec: TableSpec | None = None
@@ -251,6 +253,7 @@ class Reader:
         """
         self._require_usable()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._await_former(timeout_s)
         self._told_s, self._told = time.monotonic(), ""
         self._memory.prepare()
         looked = False  # Whether each shard has said in this call what it has.
@@ -294,6 +297,16 @@ class Reader:
             )
         if self._reader.leaves:
             raise ConfigError("this reader is closed: make another one")
+
+    def _await_former(self, timeout_s: float | None) -> None:
+        """Waits for the calls of a wait that an error or Ctrl-C has ended.
+
+        Raises:
+            TimeoutError: One was not answered in time.
+        """
+        patience_s = None if timeout_s is None else timeout_s + ANSWER_S
+        if wait_for_all(self._calls, patience_s).not_done:
+            raise TimeoutError("a shard has yet to answer a call of the wait before")
 
     def _take(self) -> PublishedWeights | None:
         assembly = self._assembly
@@ -353,7 +366,8 @@ class Reader:
                 # Those that have what others lack are asked again at once.
                 others = any(isinstance(other, Fetch) for other in asks)
                 calls.append(partial(self._watch, index, ask, 0.0 if others else wait_s, end_s))
-        for note in list(self._pool.map(lambda call: call(), calls)):
+        self._calls = [self._pool.submit(call) for call in calls]
+        for note in [call.result() for call in self._calls]:
             if note is not None:
                 note()
 

@@ -1,9 +1,11 @@
-"""A reader that waits says why, also if its wait has no end."""
+"""A reader that waits says why, and asks a shard one thing at a time."""
 
 import logging
+import threading
 
 import pytest
 
+from pscore.errors import ShardMapError
 from pscore.subscription import reader
 from pscore.subscription.reader import Reader
 
@@ -29,3 +31,35 @@ def test_a_wait_for_a_server_that_is_not_there_says_so(monkeypatch: pytest.Monke
             found.wait(timeout_s=0.0)
         with pytest.raises(ToldError, match=message % " yet"):
             found.wait()
+
+
+def test_a_wait_behind_one_that_has_failed_waits_for_its_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shard refuses while another has yet to answer, whose line is used by one thread only."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    asked: list[int] = []
+
+    def watch(line: reader.ReaderLine, *_: object) -> None:
+        asked.append(line.index)
+        if line.index == 0:
+            is_asked.wait()
+            raise ShardMapError("another shard")
+        is_asked.set()
+        may_answer.wait()
+
+    monkeypatch.setattr(reader.ReaderLine, "watch", watch)
+    monkeypatch.setattr(reader.ReaderLine, "close", lambda *_: None)
+    monkeypatch.setattr(reader, "ANSWER_S", 0.0)
+    with Reader("127.0.0.1:1,127.0.0.1:2", job="night") as found:
+        try:
+            with pytest.raises(ShardMapError):
+                found.wait()
+            with pytest.raises(TimeoutError, match="yet to answer a call of the wait before"):
+                found.wait(timeout_s=0.0)
+            assert sorted(asked) == [0, 1]
+        finally:
+            may_answer.set()
+        with pytest.raises(ShardMapError):
+            found.wait()
+        assert sorted(asked) == [0, 0, 1, 1]
