@@ -7,6 +7,7 @@ import pytest
 
 from pscore.errors import ShardMapError
 from pscore.subscription import reader
+from pscore.subscription.lines import ReaderLine
 from pscore.subscription.reader import Reader
 
 
@@ -40,7 +41,7 @@ def test_a_wait_behind_one_that_has_failed_waits_for_its_calls(
     is_asked, may_answer = threading.Event(), threading.Event()
     asked: list[int] = []
 
-    def watch(line: reader.ReaderLine, *_: object) -> None:
+    def watch(line: ReaderLine, *_: object) -> None:
         asked.append(line.index)
         if line.index == 0:
             is_asked.wait()
@@ -48,8 +49,8 @@ def test_a_wait_behind_one_that_has_failed_waits_for_its_calls(
         is_asked.set()
         may_answer.wait()
 
-    monkeypatch.setattr(reader.ReaderLine, "watch", watch)
-    monkeypatch.setattr(reader.ReaderLine, "close", lambda *_: None)
+    monkeypatch.setattr(ReaderLine, "watch", watch)
+    monkeypatch.setattr(ReaderLine, "close", lambda *_: None)
     monkeypatch.setattr(reader, "ANSWER_S", 0.0)
     with Reader("127.0.0.1:1,127.0.0.1:2", job="night") as found:
         try:
