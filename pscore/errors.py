@@ -13,7 +13,7 @@
     |   |-- AccessError             no token, a wrong one, or one of another job
     |   |-- TLSError                a certificate is not good, or only one side speaks TLS
     |   |-- RankTakenError          another live process holds this rank
-    |   |   `-- NotOverError        this process's former run of the job continues with others
+    |   |   `-- NotOverError        the rank is not free yet: waiting helps
     |   |-- LimitError              a limit of the shard would be passed
     |   |   `-- TableFullError      a table has all the rows that it was declared for
     |   |-- UnknownJobError         the shard does not know this job or table
@@ -89,7 +89,10 @@ class RankTakenError(RemoteProtocolError):
 
 
 class NotOverError(RankTakenError):
-    """This process has finished a run of the job in which others still train; waiting helps."""
+    """The rank may be a dead worker's, or others still train in a run that this process finished.
+
+    Waiting helps.
+    """
 
 
 class LimitError(RemoteProtocolError):

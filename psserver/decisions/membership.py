@@ -17,11 +17,12 @@ of another machine.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
+from pscore.errors import ConfigError, NotOverError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.directory import PeerReport
 from psserver.decisions.worker_reports import NO_PACE, ReportedPace, StageReport
 
@@ -89,6 +90,7 @@ class Member:
     reason: str = ""  # The reason for which it left.
     returns: bool = False  # It was part of the job before: a job without live workers continues.
     refills: bool = False  # It brings its part of the job to a shard that has lost that.
+    asked_s: float = -math.inf  # Time at which it first asked, if it waits for a dead one's rank.
     waits: str = ""  # The shard that does not answer it, as the worker describes it.
     news: str = ""  # Message about the job, for a worker that joins.
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
@@ -154,6 +156,7 @@ class Membership:
 
         Raises:
             RankTakenError: Another live process holds the rank, or no rank is free.
+            NotOverError: The process that holds it was not heard since `member` asks for it.
             ReplacedError: Another process has taken it over since, or this incarnation is over.
         """
         self.require_new(member)
@@ -177,7 +180,8 @@ class Membership:
                 )
             is_live = held.presence is Presence.LIVE and not (is_itself or held.is_suspect)
             if is_live and held.restart >= member.restart:
-                raise RankTakenError(
+                kind = NotOverError if held.heard_s <= member.asked_s else RankTakenError
+                raise kind(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
                     f"{member.heard_s - held.heard_s:.1f} s ago"
                 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -262,6 +263,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 f"worker speaks protocol {request.protocol}, shard "
                 f"{self._engine.shard.index} speaks {wire.PROTOCOL}: install one version"
             )
+        now_s = self._engine.now()
         member = Member(
             rank=request.rank,
             incarnation=request.incarnation,
@@ -270,9 +272,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             restart=request.restart,
             host=printable(request.host, HOST_LENGTH_MAX),
             pid=request.pid,
-            heard_s=self._engine.now(),
+            heard_s=now_s,
             returns=request.returns,
             refills=request.refills,
+            asked_s=now_s - request.waited_ms / 1000 if request.waited_ms else -math.inf,
         )
         job = self._engine.join(
             request.job, request.num_workers, member, request.min_workers, request.life

@@ -14,7 +14,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.shard_link import Link
-from tests.integration.cluster import Shards, Station, new_job, wait_until
+from tests.integration.cluster import Shards, Station, WorkerError, new_job, wait_until
 
 NUMEL = 10_000  # A slice on each of two shards.
 ALONE, TOGETHER = 3, 2  # Steps.
@@ -149,3 +149,38 @@ def test_the_next_run_under_a_name_waits_for_the_end_of_the_one_before(shards: S
         wait_until(has_begun)
         second.tell()
         assert [worker.result() for worker in (first, second)] == [([-3.0], 2)] * 2
+
+
+def _stands(me: Station) -> int:
+    """Joins, and sends neither a push nor a pull."""
+    psworker.init()
+    me.tell()
+    me.hear()
+    return psworker.rank()
+
+
+def test_the_process_that_follows_a_killed_worker_gets_its_rank() -> None:
+    """As a pod that is created again at once; no connection of gradients tells of its death."""
+    job = new_job()
+    with Shards(2, lease_s=2.0) as shards, shards.workers(_stands, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[1].kill()
+        with shards.workers(_stands, job=job, ranks=[1]) as (follower,):
+            follower.hear()
+            for worker in (workers[0], follower):
+                worker.tell()
+            assert [worker.result() for worker in (workers[0], follower)] == [0, 1]
+
+
+def test_a_process_learns_soon_that_its_rank_is_a_live_workers() -> None:
+    job = new_job()
+    with Shards(1, lease_s=30.0) as shards, shards.workers(_stands, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        refused = pytest.raises(WorkerError, match="RankTakenError: rank 1 is held by process")
+        with shards.workers(_stands, job=job, ranks=[1]) as (other,), refused:
+            other.hear()
+        for worker in workers:
+            worker.tell()
+            worker.result()

@@ -329,18 +329,22 @@ class Joining:
             undo.pop_all()
 
     def _join_patiently(self, link: Link, *, returns: bool) -> None:
-        """Joins one shard; waits for shards that lag behind the first one.
+        """Joins one shard; waits while a dead worker may have the rank, and for shards that lag.
 
-        They may not have noticed yet that the process that had this rank is gone. A worker of an
-        elastic job does not wait for one rank: it may take another. Each shard may still have
-        workers of the run before this one, which end at one shard after the other.
+        The process that had this rank may have been killed a moment ago: the first shard tells it
+        from one that lives, by its heartbeats. The other shards may lag behind the first one. A
+        worker of an elastic job does not wait for one rank: it may take another. Each shard may
+        still have workers of the run before this one, which end at one shard after the other.
         """
-        waits = link is not self._links[0] and not self._member.min_workers
+        is_first = link is self._links[0]
+        waits = not is_first and not self._member.min_workers
+        is_first_ask = is_first and not returns and self._member.rank >= 0
+        asks_s = time.monotonic() if is_first_ask else None
         run = PlaceWait(self._member.job, self._patience_s)
         until_s = time.monotonic() + (self._patience_s if waits else 0.0)
         while True:
             try:
-                self._join_one(link, returns=returns)
+                self._join_one(link, returns=returns, asks_s=asks_s)
             except NotOverError as problem:
                 run.wait(problem)
             except RankTakenError:
@@ -362,10 +366,12 @@ class Joining:
             with contextlib.suppress(PacelineError):  # The next request raises it as well.
                 joined.beat(request, timeout_s=self._member.interval_s)
 
-    def _join_one(self, link: Link, *, returns: bool) -> None:
+    def _join_one(self, link: Link, *, returns: bool, asks_s: float | None = None) -> None:
         member, is_first = self._member, link is self._links[0]
-        life = 0 if is_first else self.known.life
-        reply = link.call(link.control.Join, self._request(returns=returns, life=life))
+        request = self._request(returns=returns, life=0 if is_first else self.known.life)
+        if asks_s is not None:
+            request.waited_ms = 1 + round(1000 * (time.monotonic() - asks_s))
+        reply = link.call(link.control.Join, request)
         member.rank, member.lease_s = reply.rank, reply.lease_s
         link.joined(reply.instance, member.rank, member.incarnation)
         self.known.add(reply, is_first=is_first)

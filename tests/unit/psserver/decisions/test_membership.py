@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
+from pscore.errors import ConfigError, NotOverError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.membership import (
     SPENT_MAX,
     TRANSITIONS,
@@ -93,6 +93,22 @@ def test_a_rank_is_given_to_one_process() -> None:
     membership = joined(2, 0)
     with pytest.raises(RankTakenError, match=r"rank 0 is held by process 70 on gpu7, last heard 3"):
         membership.join(member(0, 2, heard_s=3.0))
+
+
+def test_a_process_that_waits_gets_the_rank_of_a_dead_one_and_learns_of_one_that_lives() -> None:
+    membership = joined(2, 0)
+    asks = replace(member(0, 2, heard_s=3.0), asked_s=3.0)
+    with pytest.raises(NotOverError, match="rank 0 is held by process 70"):
+        membership.join(asks)
+    membership.heard(0, 1, 4.0)
+    with pytest.raises(RankTakenError) as refused:
+        membership.join(replace(asks, heard_s=5.0))
+    assert refused.type is RankTakenError  # Waiting does not help.
+    later = replace(member(0, 3, heard_s=6.0), asked_s=6.0)
+    with pytest.raises(NotOverError):
+        membership.join(replace(later, heard_s=13.9))
+    membership.expire(14.1)
+    assert membership.join(replace(later, heard_s=14.1)) == 0
 
 
 def test_a_rank_beyond_the_job_is_refused() -> None:

@@ -324,6 +324,25 @@ def test_a_process_that_begins_another_run_says_so_and_waits_for_the_end_of_the_
     third.leave()
 
 
+def test_a_worker_says_to_the_first_shard_that_it_waits_and_how_long_when_it_first_joins(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, joined = NotOverError("rank 3 is held"), pb.JoinReply(rank=3, lease_s=LEASE_S)
+
+    def answers(made: list[FakeLink]) -> None:
+        made[0].answers["Join"] = [held, joined, joined]
+
+    prepare(answers, monkeypatch)
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.01)
+    session = begin()
+    waited = [request.waited_ms for request in links[0].sent("Join")]
+    assert 0 < waited[0] < waited[1]
+    assert [request.waited_ms for request in links[1].sent("Join")] == [0]
+    session.rejoin()
+    assert [link.sent("Join")[-1].waited_ms for link in links] == [0, 0]
+    session.leave()
+
+
 def test_a_process_that_was_forked_from_the_worker_is_refused(links: list[FakeLink]) -> None:
     session = begin()
     session.require_own()
