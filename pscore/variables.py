@@ -46,7 +46,7 @@ OF_OTHER_SHARDS = re.findall(
 """,
 )
 WHOLE_MAX = (1 << 31) - 1
-NEAR = 0.75  # RNAK is as near to RANK, by difflib.
+NEAR = 0.75  # RNAK is as near to RANK, by difflib; and PIPELINE to PACELINE.
 # Kubernetes sets them in each pod for a Service whose name begins with paceline.
 OF_SERVICES = re.compile(r"(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT_\d+_(TCP|UDP)(_.*)?")
 
@@ -60,8 +60,11 @@ def require_known(variables: Mapping[str, str]) -> None:
         ConfigError: There is one; it names the variable, argument or option that was meant.
     """
     for name, value in variables.items():
-        word = name.removeprefix(PREFIX)
-        if word in (name, *NAMES) or _is_of_service(word, value):
+        prefix, _, word = name.partition("_")
+        is_ours = name.startswith(PREFIX)
+        if not (is_ours or _is_near(prefix, word)):
+            continue
+        if is_ours and (word in NAMES or _is_of_service(word, value)):
             continue
         if word in ELSEWHERE:
             raise ConfigError(
@@ -103,6 +106,12 @@ def require_name(job: str) -> None:
             f"the name of the job is {printable(job, 40)!r}: it must not begin or end with a blank "
             "(PACELINE_JOB, --job)"
         )
+
+
+def _is_near(prefix: str, word: str) -> bool:
+    """Returns whether a variable would be one of Paceline's but for a slip in its prefix."""
+    wanted = PREFIX.rstrip("_")
+    return word in NAMES and difflib.SequenceMatcher(None, prefix, wanted).ratio() > NEAR
 
 
 def _is_of_service(word: str, value: str) -> bool:

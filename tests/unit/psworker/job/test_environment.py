@@ -42,6 +42,8 @@ def test_an_empty_environment_is_one_worker_without_servers() -> None:
         ("PACELINE_WORKERS", "PACELINE_NUM_WORKERS"),
         ("PACELINE_TLS_CERTS", "PACELINE_TLS_CERT"),
         ("PACELINE_STATEDIR", "PACELINE_STATE_DIR"),
+        ("PACLINE_SERVERS", "PACELINE_SERVERS"),
+        ("PACELINES_RANK", "PACELINE_RANK"),
     ],
 )
 def test_a_misspelt_variable_is_refused_and_the_one_that_was_meant_is_named(
@@ -83,6 +85,13 @@ def test_variables_of_the_user_and_those_of_a_service_of_kubernetes_are_left_alo
         "PACELINE_SHARD_SERVICE_PORT": "7070",
     }
     own = {"PACELINE_FOLDER": "/jobs/7", "PACELINE_VERSION": "3", "MY_PACELINE_RNAK": "1"}
+    own |= {
+        "PACELINE": "1",
+        "PIPELINE_RANK": "1",
+        "MACHINE_PORT": "1",
+        "PACLINE_FOLDER": "1",
+        "RANK_": "1",
+    }
     assert Environment.read(service | own) == Environment.read({})
     assert caplog.messages == [
         f"{name} is set, which is no variable of Paceline: it is ignored" for name in list(own)[:2]
