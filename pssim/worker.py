@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def is_load(header: data_pb2.PushHeader) -> bool:
 class SimulatedTransport(Transport):
     """The data plane from one worker to one shard."""
 
-    name: ClassVar[str] = "simulated"
+    name = "simulated"
 
     def __init__(self, worker: Worker, shard: SimulatedShard) -> None:
         self._worker = worker

@@ -14,7 +14,6 @@ up for the 8 bits of precision; sums are made in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy import uint32
@@ -33,8 +32,8 @@ LARGEST = uint32(0x7F7F)
 class BF16(Compressor):
     """bfloat16 with error feedback."""
 
-    name: ClassVar[str] = "bf16"
-    source: ClassVar[str] = "Kalamkar et al., arXiv:1905.12322"
+    name = "bf16"
+    source = "Kalamkar et al., arXiv:1905.12322"
 
     def payload_nbytes_max(self, numel: int) -> int:
         """2 bytes per element."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -61,12 +60,9 @@ class DGC(Compressor):
         select: `sampled` or `exact`.
     """
 
-    name: ClassVar[str] = "dgc"
-    source: ClassVar[str] = "Lin et al., arXiv:1712.01887"
-    examples: ClassVar[tuple[str, ...]] = (
-        "(ratio=0.03)",
-        "(ratio=0.03, momentum=0.0, select=exact)",
-    )
+    name = "dgc"
+    source = "Lin et al., arXiv:1712.01887"
+    examples = ("(ratio=0.03)", "(ratio=0.03, momentum=0.0, select=exact)")
 
     ratio: float = 0.001
     momentum: float = 0.9

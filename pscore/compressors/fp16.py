@@ -14,7 +14,6 @@ feedback, arXiv:1901.09847), so that no loss scale is needed, and sums are made 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy import uint32
@@ -39,8 +38,8 @@ REBIAS = uint32((127 - 15) << 23)
 class FP16(Compressor):
     """IEEE half precision with error feedback."""
 
-    name: ClassVar[str] = "fp16"
-    source: ClassVar[str] = "Micikevicius et al., arXiv:1710.03740"
+    name = "fp16"
+    source = "Micikevicius et al., arXiv:1710.03740"
 
     def payload_nbytes_max(self, numel: int) -> int:
         """2 bytes per element."""

@@ -17,7 +17,6 @@ the residual (arXiv:1901.09847).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,8 +36,8 @@ ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds t
 class Int8(Compressor):
     """One byte an element."""
 
-    name: ClassVar[str] = "int8"
-    source: ClassVar[str] = "Dettmers et al., arXiv:2110.02861"
+    name = "int8"
+    source = "Dettmers et al., arXiv:2110.02861"
 
     def payload_nbytes_max(self, numel: int) -> int:
         """One byte per element, and the scales."""

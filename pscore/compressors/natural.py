@@ -18,7 +18,6 @@ the sign: numbers above 2^17 are sent as 2^17, those that round below 2^-109 as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy import int32, uint32
@@ -43,9 +42,9 @@ class Natural(Compressor):
         feedback: Whether the rounding error is kept and sent later.
     """
 
-    name: ClassVar[str] = "natural"
-    source: ClassVar[str] = "Horvath et al., arXiv:1905.10988"
-    examples: ClassVar[tuple[str, ...]] = ("", "(feedback=True)")
+    name = "natural"
+    source = "Horvath et al., arXiv:1905.10988"
+    examples = ("", "(feedback=True)")
 
     feedback: bool = False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from pscore.types import ByteArray, FloatArray
 class NoCompression(Compressor):
     """float32 as it is: 4 bytes per element, nothing lost."""
 
-    name: ClassVar[str] = "none"
-    is_raw: ClassVar[bool] = True
+    name = "none"
+    is_raw = True
 
     def payload_nbytes_max(self, numel: int) -> int:
         """4 bytes per element."""

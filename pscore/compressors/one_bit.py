@@ -18,7 +18,6 @@ the shard's optimizer's, behind the mean; the learning rate is applied there as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -34,8 +33,8 @@ from pscore.types import ByteArray, FloatArray
 class OneBit(Compressor):
     """One bit an element."""
 
-    name: ClassVar[str] = "1bit"
-    source: ClassVar[str] = "Zheng et al., arXiv:1905.10936; Karimireddy et al., arXiv:1901.09847"
+    name = "1bit"
+    source = "Zheng et al., arXiv:1905.10936; Karimireddy et al., arXiv:1901.09847"
 
     def payload_nbytes_max(self, numel: int) -> int:
         """An eighth of a byte per element, and the scales."""

@@ -20,7 +20,6 @@ since they travel in full precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -43,9 +42,9 @@ def mask_nbytes(numel: int) -> int:
 class PulseLoCo(Compressor):
     """The elements that change a weight in bfloat16."""
 
-    name: ClassVar[str] = "pulseloco"
-    source: ClassVar[str] = "Miahi and Belilovsky, arXiv:2602.03839"
-    needs_origin: ClassVar[bool] = True
+    name = "pulseloco"
+    source = "Miahi and Belilovsky, arXiv:2602.03839"
+    needs_origin = True
 
     def payload_nbytes_max(self, numel: int) -> int:
         """All elements, and their bits."""

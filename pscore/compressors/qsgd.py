@@ -23,7 +23,6 @@ workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy import int32
@@ -53,9 +52,9 @@ class QSGD(Compressor):
         feedback: Whether the rounding error is kept and sent later.
     """
 
-    name: ClassVar[str] = "qsgd"
-    source: ClassVar[str] = "Alistarh et al., arXiv:1610.02132"
-    examples: ClassVar[tuple[str, ...]] = ("", "(levels=5, feedback=True)")
+    name = "qsgd"
+    source = "Alistarh et al., arXiv:1610.02132"
+    examples = ("", "(levels=5, feedback=True)")
 
     levels: int = 127
     feedback: bool = False

@@ -18,7 +18,6 @@ step, so that workers send different elements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -41,9 +40,9 @@ class RandomK(Compressor):
         ratio: Share of the elements that are sent.
     """
 
-    name: ClassVar[str] = "randomk"
-    source: ClassVar[str] = "Stich et al., arXiv:1809.07599"
-    examples: ClassVar[tuple[str, ...]] = ("(ratio=0.03)",)
+    name = "randomk"
+    source = "Stich et al., arXiv:1809.07599"
+    examples = ("(ratio=0.03)",)
 
     ratio: float = 0.01
 

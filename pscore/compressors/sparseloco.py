@@ -30,7 +30,7 @@ is as small as a push; the paper's peers each receive the payloads of all the ot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -67,9 +67,9 @@ class SparseLoCo(Compressor):
         decay: b, factor on the residual at each push, 0 to 1; 1 forgets nothing.
     """
 
-    name: ClassVar[str] = "sparseloco"
-    source: ClassVar[str] = "Sarfi et al., arXiv:2508.15706"
-    examples: ClassVar[tuple[str, ...]] = ("(k=5)", "(decay=1.0)")
+    name = "sparseloco"
+    source = "Sarfi et al., arXiv:2508.15706"
+    examples = ("(k=5)", "(decay=1.0)")
 
     k: int = 64
     decay: float = 0.95

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy import int32
@@ -45,9 +44,9 @@ class TernGrad(Compressor):
         feedback: Whether the error is kept and sent later.
     """
 
-    name: ClassVar[str] = "terngrad"
-    source: ClassVar[str] = "Wen et al., arXiv:1705.07878"
-    examples: ClassVar[tuple[str, ...]] = ("", "(feedback=True)")
+    name = "terngrad"
+    source = "Wen et al., arXiv:1705.07878"
+    examples = ("", "(feedback=True)")
 
     feedback: bool = False
 

@@ -14,7 +14,6 @@ Differs from the papers: the k largest of each slice and not of each tensor or o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.compressors import blocks, sparse
 from pscore.compressors.base import RESIDUAL, Compressor, State, note_largest
@@ -34,9 +33,9 @@ class TopK(Compressor):
         select: `exact`, or `sampled`, which is faster and sends about as many.
     """
 
-    name: ClassVar[str] = "topk"
-    source: ClassVar[str] = "Stich et al., arXiv:1809.07599"
-    examples: ClassVar[tuple[str, ...]] = ("(ratio=0.03)", "(ratio=0.03, select=sampled)")
+    name = "topk"
+    source = "Stich et al., arXiv:1809.07599"
+    examples = ("(ratio=0.03)", "(ratio=0.03, select=sampled)")
 
     ratio: float = 0.01
     select: str = "exact"

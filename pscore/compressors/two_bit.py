@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -53,9 +52,9 @@ class TwoBit(Compressor):
         threshold: In units of mean gradients; 0 adapts it to each block.
     """
 
-    name: ClassVar[str] = "2bit"
-    source: ClassVar[str] = "MXNet gradient compression; Strom, Interspeech 2015"
-    examples: ClassVar[tuple[str, ...]] = ("", "(threshold=0.02)")
+    name = "2bit"
+    source = "MXNet gradient compression; Strom, Interspeech 2015"
+    examples = ("", "(threshold=0.02)")
 
     threshold: float = 0.0
 

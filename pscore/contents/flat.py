@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pscore.compressors.base import Compressor
 from pscore.content import Content, Stepping
@@ -24,7 +24,7 @@ class Flat(Content):
         long: Whether slices have up to 16 MiB of weights, for shared memory (pscore/partition.py).
     """
 
-    name: ClassVar[str] = "flat"
+    name = "flat"
     long: bool = False
 
     @classmethod

@@ -21,7 +21,7 @@ that the learning rate is `lr_scale` times the optimizer's and follows its sched
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class DC(ElementwiseUpdate):
         variance_control: lambda, without unit.
     """
 
-    name: ClassVar[str] = "dc"
-    device_kernel: ClassVar[str] = "local_dc"
+    name = "dc"
+    device_kernel = "local_dc"
 
     def __init__(self, lr_scale: float = 1.0, variance_control: float = 0.04) -> None:
         require_range("dc.lr_scale", lr_scale, 0.0, FACTOR_MAX)
@@ -101,9 +101,9 @@ class AdaptiveDC(DC):
         decay: How much of the mean square is kept from one step to the next.
     """
 
-    name: ClassVar[str] = "dc_adaptive"
-    device_kernel: ClassVar[str] = "local_dc_adaptive"
-    num_arrays: ClassVar[int] = 2
+    name = "dc_adaptive"
+    device_kernel = "local_dc_adaptive"
+    num_arrays = 2
 
     def __init__(
         self, lr_scale: float = 1.0, adaptive_control: float = 2.0, decay: float = 0.0

@@ -30,7 +30,7 @@ starts over with p, and with the largest rate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -62,8 +62,8 @@ class GLU(ElementwiseUpdate):
         steps: k, steps from one pull to the next.
     """
 
-    name: ClassVar[str] = "glu"
-    device_kernel: ClassVar[str] = "local_glu"
+    name = "glu"
+    device_kernel = "local_glu"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ Duchi, "Distributed Delayed Stochastic Optimization", NeurIPS 2011.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local.base import LocalSlice, LocalUpdate
 
@@ -16,7 +16,7 @@ from pscore.local.base import LocalSlice, LocalUpdate
 class NoLocalUpdate(LocalUpdate):
     """Leaves the weights as they are."""
 
-    name: ClassVar[str] = "none"
+    name = "none"
 
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Leaves the weights unchanged."""

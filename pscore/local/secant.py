@@ -25,7 +25,7 @@ treated as if it were decoupled; with AdamW it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -57,8 +57,8 @@ class Secant(ElementwiseUpdate):
         local_warmup: Local steps over which that rate rises to its full size.
     """
 
-    name: ClassVar[str] = "secant"
-    device_kernel: ClassVar[str] = "local_secant"
+    name = "secant"
+    device_kernel = "local_secant"
 
     def __init__(
         self, alpha: float = 2.0, beta: float = 0.5, lr_scale: float = 1.0, local_warmup: int = 0

@@ -13,7 +13,7 @@ optimizer's and follows its schedule; the authors set both by hand, for summed g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local.base import (
     ElementwiseUpdate,
@@ -36,8 +36,8 @@ class PlainSGD(ElementwiseUpdate):
         lr_scale: Learning rate of the local step over the optimizer's.
     """
 
-    name: ClassVar[str] = "sgd"
-    device_kernel: ClassVar[str] = "local_sgd"
+    name = "sgd"
+    device_kernel = "local_sgd"
 
     def __init__(self, lr_scale: float = 1.0) -> None:
         require_range("sgd.lr_scale", lr_scale, 0.0, LR_SCALE_MAX)

@@ -14,9 +14,6 @@ torch: a parameter group may have an initial_accumulator_value of its own; torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import numpy as np
 
 from pscore.memory.kernels import kernel
@@ -30,19 +27,12 @@ LR, LR_DECAY, WEIGHT_DECAY, INITIAL, EPS, MAXIMIZE = range(6)
 class Adagrad(Optimizer):
     """`torch.optim.Adagrad`: lr_decay, weight decay, initial_accumulator_value, eps, maximize."""
 
-    name: ClassVar[str] = "adagrad"
-    adds: ClassVar[bool] = True
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"Adagrad": frozenset()}
-    hyper_names: ClassVar[tuple[str, ...]] = (
-        "lr",
-        "lr_decay",
-        "weight_decay",
-        "initial_accumulator_value",
-        "eps",
-        "maximize",
-    )
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
-    torch_has_step: ClassVar[bool] = True
+    name = "adagrad"
+    adds = True
+    torch_classes = {"Adagrad": frozenset()}
+    hyper_names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")
+    state_names = ("sum",)
+    torch_has_step = True
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""

@@ -34,19 +34,12 @@ class Adam(Optimizer):
         keeps_largest: The third state array is the largest second moment so far (`amsgrad.py`).
     """
 
-    name: ClassVar[str] = "adam"
-    adds: ClassVar[bool] = True
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"Adam": frozenset()}
-    hyper_names: ClassVar[tuple[str, ...]] = (
-        "lr",
-        "beta1",
-        "beta2",
-        "eps",
-        "weight_decay",
-        "maximize",
-    )
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    torch_has_step: ClassVar[bool] = True
+    name = "adam"
+    adds = True
+    torch_classes = {"Adam": frozenset()}
+    hyper_names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
+    state_names = ("exp_avg", "exp_avg_sq")
+    torch_has_step = True
     decoupled: ClassVar[bool] = False
     keeps_largest: ClassVar[bool] = False
 

@@ -10,18 +10,15 @@ Differs from the paper: the decay is multiplied by the learning rate, as in torc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from pscore.optimizers.adam import Adam
 
 
 class AdamW(Adam):
     """`torch.optim.AdamW`, and `torch.optim.Adam` with `decoupled_weight_decay=True`."""
 
-    name: ClassVar[str] = "adamw"
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {
+    name = "adamw"
+    torch_classes = {
         "AdamW": frozenset(),
         "Adam": frozenset({"decoupled_weight_decay"}),
     }
-    decoupled: ClassVar[bool] = True
+    decoupled = True

@@ -12,9 +12,6 @@ Differs from the paper: the corrections of the bias, weight decay and eps, as in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import numpy as np
 
 from pscore.memory.kernels import kernel
@@ -27,10 +24,10 @@ from pscore.types import FloatArray
 class AMSGrad(Adam):
     """`torch.optim.Adam` with `amsgrad=True` in every group."""
 
-    name: ClassVar[str] = "amsgrad"
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"Adam": frozenset({"amsgrad"})}
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    keeps_largest: ClassVar[bool] = True
+    name = "amsgrad"
+    torch_classes = {"Adam": frozenset({"amsgrad"})}
+    state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    keeps_largest = True
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""
@@ -40,12 +37,12 @@ class AMSGrad(Adam):
 class AMSGradW(AMSGrad):
     """`torch.optim.AdamW` with `amsgrad=True`, and `Adam` with decoupled weight decay as well."""
 
-    name: ClassVar[str] = "amsgradw"
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {
+    name = "amsgradw"
+    torch_classes = {
         "AdamW": frozenset({"amsgrad"}),
         "Adam": frozenset({"amsgrad", "decoupled_weight_decay"}),
     }
-    decoupled: ClassVar[bool] = True
+    decoupled = True
 
 
 @kernel

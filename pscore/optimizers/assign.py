@@ -8,7 +8,7 @@ Paceline's own: it has no learning rate and no state.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from pscore.types import FloatArray, IntArray
 class Assign(Optimizer):
     """The mean of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
 
-    name: ClassVar[str] = "assign"
-    adds: ClassVar[bool] = True
-    hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
+    name = "assign"
+    adds = True
+    hyper_names = ("lr",)
 
     @classmethod
     def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:

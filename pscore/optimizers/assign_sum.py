@@ -8,8 +8,6 @@ a mean has lost the last bits of the sum.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pscore.optimizers.assign import Assign
 from pscore.optimizers.base import SliceStep
 
@@ -17,7 +15,7 @@ from pscore.optimizers.base import SliceStep
 class AssignSum(Assign):
     """The sum of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
 
-    name: ClassVar[str] = "assign_sum"
+    name = "assign_sum"
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""

@@ -11,7 +11,7 @@ Before the first update the value is what rank 0 has uploaded: its weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,10 @@ from pscore.types import FloatArray, IntArray
 class Mean(Optimizer):
     """The mean of the pushes takes the value's place; `lr` is there by protocol and is 0."""
 
-    name: ClassVar[str] = "mean"
-    adds: ClassVar[bool] = True
-    hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
-    holds_weights: ClassVar[bool] = False
+    name = "mean"
+    adds = True
+    hyper_names = ("lr",)
+    holds_weights = False
 
     @classmethod
     def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:

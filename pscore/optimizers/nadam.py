@@ -21,8 +21,6 @@ Differs from the paper: weight decay, which the paper does not have.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,10 +35,10 @@ LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MOMENTUM_DECAY, DECOUPLED, MAXIMIZE = range
 class NAdam(Optimizer):
     """`torch.optim.NAdam`: betas, eps, weight decay of both kinds, momentum_decay, maximize."""
 
-    name: ClassVar[str] = "nadam"
-    adds: ClassVar[bool] = True
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"NAdam": frozenset()}
-    hyper_names: ClassVar[tuple[str, ...]] = (
+    name = "nadam"
+    adds = True
+    torch_classes = {"NAdam": frozenset()}
+    hyper_names = (
         "lr",
         "beta1",
         "beta2",
@@ -50,9 +48,9 @@ class NAdam(Optimizer):
         "decoupled_weight_decay",
         "maximize",
     )
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "mu_product")
-    scalar_names: ClassVar[tuple[str, ...]] = ("mu_product",)
-    torch_has_step: ClassVar[bool] = True
+    state_names = ("exp_avg", "exp_avg_sq", "mu_product")
+    scalar_names = ("mu_product",)
+    torch_has_step = True
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""

@@ -19,8 +19,6 @@ in torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 
@@ -36,10 +34,10 @@ RHO_MIN = 5.0  # Steps at or below it are not adaptive.
 class RAdam(Optimizer):
     """`torch.optim.RAdam`: betas, eps, weight decay of both kinds, maximize."""
 
-    name: ClassVar[str] = "radam"
-    adds: ClassVar[bool] = True
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"RAdam": frozenset()}
-    hyper_names: ClassVar[tuple[str, ...]] = (
+    name = "radam"
+    adds = True
+    torch_classes = {"RAdam": frozenset()}
+    hyper_names = (
         "lr",
         "beta1",
         "beta2",
@@ -48,8 +46,8 @@ class RAdam(Optimizer):
         "decoupled_weight_decay",
         "maximize",
     )
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    torch_has_step: ClassVar[bool] = True
+    state_names = ("exp_avg", "exp_avg_sq")
+    torch_has_step = True
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""

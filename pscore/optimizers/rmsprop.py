@@ -38,19 +38,12 @@ class RMSprop(Optimizer):
         is_centered: The gradient is divided by its standard deviation and not by its size.
     """
 
-    name: ClassVar[str] = "rmsprop"
-    adds: ClassVar[bool] = True
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"RMSprop": frozenset()}
-    hyper_names: ClassVar[tuple[str, ...]] = (
-        "lr",
-        "alpha",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "maximize",
-    )
-    state_names: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer")
-    torch_has_step: ClassVar[bool] = True
+    name = "rmsprop"
+    adds = True
+    torch_classes = {"RMSprop": frozenset()}
+    hyper_names = ("lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
+    state_names = ("square_avg", "momentum_buffer")
+    torch_has_step = True
     is_centered: ClassVar[bool] = False
 
     @classmethod
@@ -86,10 +79,10 @@ class RMSprop(Optimizer):
 class CenteredRMSprop(RMSprop):
     """`torch.optim.RMSprop` with `centered=True` in every group."""
 
-    name: ClassVar[str] = "centered_rmsprop"
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"RMSprop": frozenset({"centered"})}
-    state_names: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
-    is_centered: ClassVar[bool] = True
+    name = "centered_rmsprop"
+    torch_classes = {"RMSprop": frozenset({"centered"})}
+    state_names = ("square_avg", "momentum_buffer", "grad_avg")
+    is_centered = True
 
     def step(self, step: SliceStep) -> None:
         """Makes one step on the CPU in one pass over memory."""

@@ -13,8 +13,8 @@ Differs from the paper: momentum is applied to the gradient and not to `lr * gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,18 +29,11 @@ LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, MAXIMIZE = range(6)
 class SGD(Optimizer):
     """`torch.optim.SGD`: momentum, dampening, Nesterov, weight decay, maximize."""
 
-    name: ClassVar[str] = "sgd"
-    adds: ClassVar[bool] = True
-    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"SGD": frozenset()}
-    hyper_names: ClassVar[tuple[str, ...]] = (
-        "lr",
-        "momentum",
-        "dampening",
-        "weight_decay",
-        "nesterov",
-        "maximize",
-    )
-    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    name = "sgd"
+    adds = True
+    torch_classes = {"SGD": frozenset()}
+    hyper_names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    state_names = ("momentum_buffer",)
 
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether there is no momentum in any group."""

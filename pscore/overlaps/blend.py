@@ -12,7 +12,7 @@ compressor does it. The form is that of a digest; the paper's own text was not r
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local.base import LocalSlice
 from pscore.overlaps.base import Overlap
@@ -25,8 +25,8 @@ class Blend(Overlap):
         mix: a, weight of the worker's own weights when the answer lands, 0 to 1.
     """
 
-    name: ClassVar[str] = "blend"
-    mixes: ClassVar[bool] = True
+    name = "blend"
+    mixes = True
 
     def __init__(self, mix: float = 0.5) -> None:
         self.mix = mix

@@ -19,7 +19,7 @@ zero.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local.base import LocalSlice, optimizer_state
 from pscore.overlaps.base import Overlap, step_outer
@@ -30,9 +30,9 @@ OWN, OTHERS = "own move", "others"
 class Eager(Overlap):
     """An outer optimizer on each worker, with the others' moves one round late."""
 
-    name: ClassVar[str] = "eager"
-    follows: ClassVar[bool] = True
-    takes_all: ClassVar[bool] = True
+    name = "eager"
+    follows = True
+    takes_all = True
 
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes this worker's own outer step."""

@@ -15,7 +15,7 @@ Differs from the source: the abstract was read only; the form is the one that
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local.base import LocalSlice
 from pscore.overlaps.base import LANDED, Overlap
@@ -24,7 +24,7 @@ from pscore.overlaps.base import LANDED, Overlap
 class Late(Overlap):
     """The next round starts from the weights that landed last."""
 
-    name: ClassVar[str] = "late"
+    name = "late"
 
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Starts from the newest weights that have landed: W^r, without this round."""

@@ -21,7 +21,7 @@ Computation and Communication Decoupled Stochastic Gradient Descent", arXiv:1906
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local.base import LocalSlice, optimizer_state
 from pscore.overlaps.base import LANDED, Overlap, step_outer
@@ -36,8 +36,8 @@ class Mirror(Overlap):
         control: c, 0 to 1; above 0 costs memory for two moves.
     """
 
-    name: ClassVar[str] = "mirror"
-    follows: ClassVar[bool] = True
+    name = "mirror"
+    follows = True
 
     def __init__(self, control: float = 0.0) -> None:
         self.control = control

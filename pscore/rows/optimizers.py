@@ -246,8 +246,8 @@ def _signed(step: RowStep, maximize: float) -> RowStep:
 class RowSGD(RowOptimizer):
     """Stochastic gradient descent; weight decay of the rows of a step only."""
 
-    name: ClassVar[str] = "sgd"
-    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "maximize")
+    name = "sgd"
+    hyper_names = ("lr", "weight_decay", "maximize")
 
     def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, weight_decay, maximize = hyper.tolist()
@@ -257,11 +257,11 @@ class RowSGD(RowOptimizer):
 class RowAdagrad(RowOptimizer):
     """torch's Adagrad of sparse gradients."""
 
-    name: ClassVar[str] = "adagrad"
-    hyper_names: ClassVar[tuple[str, ...]] = (
-        "lr", "lr_decay", "eps", "initial_accumulator_value", "maximize",
+    name = "adagrad"
+    hyper_names = (
+        "lr", "lr_decay", "eps", "initial_accumulator_value", "maximize"
     )  # fmt: skip
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    state_names = ("sum",)
 
     def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, lr_decay, eps, _, maximize = hyper.tolist()
@@ -272,12 +272,12 @@ class RowAdagrad(RowOptimizer):
 class RowAdagradByRow(RowOptimizer):
     """Adagrad with one accumulator for each row."""
 
-    name: ClassVar[str] = "rowwise_adagrad"
-    hyper_names: ClassVar[tuple[str, ...]] = (
-        "lr", "eps", "initial_accumulator_value", "maximize",
+    name = "rowwise_adagrad"
+    hyper_names = (
+        "lr", "eps", "initial_accumulator_value", "maximize"
     )  # fmt: skip
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
-    is_rowwise: ClassVar[bool] = True
+    state_names = ("sum",)
+    is_rowwise = True
 
     def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, eps, _, maximize = hyper.tolist()
@@ -287,9 +287,9 @@ class RowAdagradByRow(RowOptimizer):
 class RowSparseAdam(RowOptimizer):
     """torch's SparseAdam: its t is the table's, its eps stands outside the bias correction."""
 
-    name: ClassVar[str] = "sparse_adam"
-    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta1", "beta2", "eps", "maximize")
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    name = "sparse_adam"
+    hyper_names = ("lr", "beta1", "beta2", "eps", "maximize")
+    state_names = ("exp_avg", "exp_avg_sq")
 
     def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, beta1, beta2, eps, maximize = hyper.tolist()
@@ -306,10 +306,10 @@ class RowSparseAdam(RowOptimizer):
 class RowFTRL(RowOptimizer):
     """Follow the regularised leader, proximal, with a rate for each coordinate."""
 
-    name: ClassVar[str] = "ftrl"
-    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "beta", "l1", "l2", "maximize")
-    state_names: ClassVar[tuple[str, ...]] = ("z", "n")
-    divisors: ClassVar[tuple[str, ...]] = ("lr",)
+    name = "ftrl"
+    hyper_names = ("lr", "beta", "l1", "l2", "maximize")
+    state_names = ("z", "n")
+    divisors = ("lr",)
 
     def _move(self, step: RowStep, t: int, hyper: HyperArray) -> None:
         lr, beta, l1, l2, maximize = hyper.tolist()

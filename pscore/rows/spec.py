@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pscore.compressors.base import Compressor
 from pscore.content import Content, Stepping
@@ -76,7 +76,7 @@ class Rows(Content):
             be longer than a frame's payload.
     """
 
-    name: ClassVar[str] = "rows"
+    name = "rows"
     tables: tuple[RowTable, ...] = ()
     parts: int = 1
 

@@ -24,7 +24,6 @@ exchanges, behind their gradients, and wait for the answers; those of the other 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.errors import ConfigError
 from pscore.graphs import graph_of, require_joined
@@ -57,9 +56,9 @@ class ADPSGD(Warmed):
     average_every: int = 50
     warmup: int = 0
 
-    name: ClassVar[str] = "adpsgd"
-    source: ClassVar[str] = "Lian et al., arXiv:1710.06952"
-    gossip: ClassVar[str] = "pairs"
+    name = "adpsgd"
+    source = "Lian et al., arXiv:1710.06952"
+    gossip = "pairs"
 
     def __post_init__(self) -> None:
         super().__post_init__()

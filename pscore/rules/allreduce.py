@@ -17,7 +17,6 @@ them had its result already, the result stands. Gradients are weighed by `sample
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.errors import ConfigError
 from pscore.plugins import require_one_of
@@ -45,10 +44,10 @@ class AllReduce(Decentralised):
     backend: str = "frames"
     average_every: int = 50
 
-    name: ClassVar[str] = "allreduce"
-    source: ClassVar[str] = "Patarasu and Yuan, 2009"
-    gossip: ClassVar[str] = "ring"
-    alike: ClassVar[bool] = True
+    name = "allreduce"
+    source = "Patarasu and Yuan, 2009"
+    gossip = "ring"
+    alike = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,6 @@ the user's, where the paper has Adagrad.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.rules.base import Rule
 
@@ -24,5 +23,5 @@ from pscore.rules.base import Rule
 class ASGD(Rule):
     """Asynchronous SGD."""
 
-    name: ClassVar[str] = "asgd"
-    source: ClassVar[str] = "Dean et al., NeurIPS 2012"
+    name = "asgd"
+    source = "Dean et al., NeurIPS 2012"

@@ -24,7 +24,6 @@ gradients, where the code's 0.5 is for sums over a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import Plan
@@ -55,9 +54,9 @@ class CD(OD):
     steps: int = 5
     correction: str = "raw"
 
-    name: ClassVar[str] = "cd"
-    source: ClassVar[str] = "Yu et al., arXiv:2106.10796"
-    examples: ClassVar[tuple[str, ...]] = ("(steps=3, warmup=5)",)
+    name = "cd"
+    source = "Yu et al., arXiv:2106.10796"
+    examples = ("(steps=3, warmup=5)",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,6 @@ correction would have to turn, which a rule cannot see: do not combine them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -48,11 +47,11 @@ class DCASGD(Rule):
     adaptive_control: float = 2.0
     decay: float = 0.95
 
-    name: ClassVar[str] = "dcasgd"
-    source: ClassVar[str] = "Zheng et al., arXiv:1609.08326"
-    examples: ClassVar[tuple[str, ...]] = ("(variance_control=0.5)", "(adaptive=True)")
-    compensates: ClassVar[bool] = True
-    remembers_pulls: ClassVar[bool] = True
+    name = "dcasgd"
+    source = "Zheng et al., arXiv:1609.08326"
+    examples = ("(variance_control=0.5)", "(adaptive=True)")
+    compensates = True
+    remembers_pulls = True
 
     def __post_init__(self) -> None:
         require_range("dcasgd.variance_control", self.variance_control, 0.0, 1e6)

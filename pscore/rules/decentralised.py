@@ -15,7 +15,6 @@ and workers that come in new. No worker waits for it or trains on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.plugins import require_range
 from pscore.rules.base import Plan
@@ -35,8 +34,8 @@ class Decentralised(Synchronous):
 
     average_every: int = 50
 
-    outer_optimizer: ClassVar[str] = "assign"
-    round_role: ClassVar[Role] = Role.MODEL
+    outer_optimizer = "assign"
+    round_role = Role.MODEL
 
     def __post_init__(self) -> None:
         require_range(f"{self.name}.average_every", self.average_every, 1, EVERY_MAX)

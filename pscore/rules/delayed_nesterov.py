@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
@@ -58,10 +58,10 @@ class DelayedNesterov(WithSpeed):
     activation: float = 0.0
     steps_min: int = 0
 
-    name: ClassVar[str] = "delayed_nesterov"
-    source: ClassVar[str] = "Liu et al., arXiv:2401.09135"
-    examples: ClassVar[tuple[str, ...]] = ("(steps=4)",)
-    outer_optimizer: ClassVar[str] = "delayed_nesterov"
+    name = "delayed_nesterov"
+    source = "Liu et al., arXiv:2401.09135"
+    examples = ("(steps=4)",)
+    outer_optimizer = "delayed_nesterov"
 
     def __post_init__(self) -> None:
         self.read_steps(STEPS_MAX)

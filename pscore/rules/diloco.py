@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.plugins import require_range
 from pscore.rules.local import LocalSGD
@@ -44,9 +44,9 @@ class DiLoCo(LocalSGD):
     outer_momentum: float = 0.9
     nesterov: bool = True
 
-    name: ClassVar[str] = "diloco"
-    source: ClassVar[str] = "Douillard et al., arXiv:2311.08105"
-    examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
+    name = "diloco"
+    source = "Douillard et al., arXiv:2311.08105"
+    examples = ("(steps=4, warmup=5)",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

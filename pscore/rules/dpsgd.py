@@ -20,7 +20,6 @@ workers continue from the mean of all models now and then, as in BlueFog (2021).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.errors import ConfigError
 from pscore.graphs import graph_of, require_joined
@@ -53,9 +52,9 @@ class DPSGD(Warmed):
     average_every: int = 50
     warmup: int = 0
 
-    name: ClassVar[str] = "dpsgd"
-    source: ClassVar[str] = "Lian et al., arXiv:1705.09056"
-    gossip: ClassVar[str] = "mixing"
+    name = "dpsgd"
+    source = "Lian et al., arXiv:1705.09056"
+    gossip = "mixing"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.compressors.base import RESIDUAL, Compressor
 from pscore.errors import ConfigError
@@ -86,10 +86,10 @@ class LocalSGD(WithSpeed, WithQuorum):
     pattern: str = SEQUENTIAL
     steps_min: int = 0
 
-    name: ClassVar[str] = "local"
-    source: ClassVar[str] = "Stich, arXiv:1805.09767"
-    examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
-    outer_optimizer: ClassVar[str] = "sgd"
+    name = "local"
+    source = "Stich, arXiv:1805.09767"
+    examples = ("(steps=4, warmup=5)",)
+    outer_optimizer = "sgd"
 
     def __post_init__(self) -> None:
         self.read_steps(STEPS_MAX)

@@ -25,7 +25,6 @@ Any optimizer makes the move v_i at z_i.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.graphs import directed_graph_of, require_joined
 from pscore.plugins import require_range
@@ -49,9 +48,9 @@ class SGP(Warmed):
     average_every: int = 50
     warmup: int = 0
 
-    name: ClassVar[str] = "sgp"
-    source: ClassVar[str] = "Assran et al., arXiv:1811.10792"
-    gossip: ClassVar[str] = "push_sum"
+    name = "sgp"
+    source = "Assran et al., arXiv:1811.10792"
+    gossip = "push_sum"
 
     def __post_init__(self) -> None:
         super().__post_init__()

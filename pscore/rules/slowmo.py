@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.plugins import require_range
 from pscore.rules.local import LocalSGD
@@ -42,10 +42,10 @@ class SlowMo(LocalSGD):
     slow_lr: float = 1.0
     slow_momentum: float = 0.5
 
-    name: ClassVar[str] = "slowmo"
-    source: ClassVar[str] = "Wang et al., arXiv:1910.00643"
-    examples: ClassVar[tuple[str, ...]] = ("(steps=4, warmup=5)",)
-    outer_optimizer: ClassVar[str] = "slowmo"
+    name = "slowmo"
+    source = "Wang et al., arXiv:1910.00643"
+    examples = ("(steps=4, warmup=5)",)
+    outer_optimizer = "slowmo"
 
     def __post_init__(self) -> None:
         super().__post_init__()

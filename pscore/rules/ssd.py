@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from pscore.local import LOCAL_UPDATES, make_local_update
 from pscore.plugins import require_one_of, require_range
@@ -71,9 +71,9 @@ class SSD(Synchronous):
     mirror: str = "exact"
     spread: int = 0
 
-    name: ClassVar[str] = "ssd"
-    source: ClassVar[str] = "Xu et al., arXiv:2012.05396"
-    examples: ClassVar[tuple[str, ...]] = (
+    name = "ssd"
+    source = "Xu et al., arXiv:2012.05396"
+    examples = (
         "(steps=3, warmup=5)",
         "(steps=4, warmup=5, local=glu)",
         "(steps=4, warmup=5, spread=2)",

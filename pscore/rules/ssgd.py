@@ -19,7 +19,6 @@ takes all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.errors import ConfigError
 from pscore.plugins import require_range
@@ -79,8 +78,8 @@ class SSGD(WithBackup):
 
     backup: int = 0
 
-    name: ClassVar[str] = "ssgd"
-    source: ClassVar[str] = "Chen et al., arXiv:1604.00981"
+    name = "ssgd"
+    source = "Chen et al., arXiv:1604.00981"
 
     @property
     def workers_may_step(self) -> bool:

@@ -21,7 +21,6 @@ paper adds updates; here the user's optimizer makes them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.plugins import require_range
 from pscore.rules.base import Rule, SliceClocks
@@ -41,9 +40,9 @@ class SSP(Rule):
 
     bound: int = 3
 
-    name: ClassVar[str] = "ssp"
-    source: ClassVar[str] = "Ho et al., NeurIPS 2013"
-    examples: ClassVar[tuple[str, ...]] = ("(bound=2)", "(bound=0)")
+    name = "ssp"
+    source = "Ho et al., NeurIPS 2013"
+    examples = ("(bound=2)", "(bound=0)")
 
     def __post_init__(self) -> None:
         require_range("ssp.bound", self.bound, NO_BOUND, 1 << 40)

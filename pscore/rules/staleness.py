@@ -19,7 +19,6 @@ update takes as many gradients as there are workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.errors import ConfigError
 from pscore.plugins import require_range
@@ -37,9 +36,9 @@ class Staleness(Rule):
 
     splits: int = 1
 
-    name: ClassVar[str] = "staleness"
-    source: ClassVar[str] = "Zhang et al., arXiv:1511.05950"
-    examples: ClassVar[tuple[str, ...]] = ("(splits=2)",)
+    name = "staleness"
+    source = "Zhang et al., arXiv:1511.05950"
+    examples = ("(splits=2)",)
 
     def __post_init__(self) -> None:
         require_range("staleness.splits", self.splits, 1, 4096)

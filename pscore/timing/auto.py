@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pscore.errors import ConfigError
 from pscore.plugins import Plugin, make_plugin, parse_plugin, require_one_of, require_range
@@ -36,7 +35,7 @@ class AutoMode(Plugin):
     risk: str = "none"
     replay: str = ""
 
-    name: ClassVar[str] = "auto"
+    name = "auto"
 
     def __post_init__(self) -> None:
         require_range("auto.steps", self.steps, 2, 1 << 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -47,7 +47,7 @@ class FlatRoom(Room):
 class FlatArchive(Archive):
     """Weights, optimizer state, a mode's memory and residuals, each as long as the model."""
 
-    name: ClassVar[str] = "flat"
+    name = "flat"
 
     def weights_only(self, arrays: Sequence[str]) -> list[str]:
         """Returns the weights."""

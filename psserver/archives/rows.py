@@ -19,7 +19,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -192,7 +192,7 @@ def _followed(first: Mapping[str, Tensors], second: Mapping[str, Tensors]) -> di
 class RowArchive(Archive):
     """Rows by id: a checkpoint fits any number of shards."""
 
-    name: ClassVar[str] = "rows"
+    name = "rows"
 
     def weights_only(self, arrays: Sequence[str]) -> list[str]:
         """Returns the rows: a row and its state are one."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pscore.content import Stepping
 from pscore.optimizers import Optimizer, warm_up
 from pscore.timing.memory import num_changing
@@ -19,7 +17,7 @@ from psserver.stores.base import RECORDS_NBYTES, SliceMemory, StoreKind
 class FlatKind(StoreKind):
     """Weights, optimizer state and sums as whole arrays."""
 
-    name: ClassVar[str] = "flat"
+    name = "flat"
 
     def arena_nbytes(self, table: Table) -> int:
         """Returns the bytes of optimizer state, sums and records."""

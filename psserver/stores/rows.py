@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 from pscore.content import Stepping
 from pscore.rows.optimizers import RowOptimizer
@@ -26,7 +25,7 @@ from psserver.stores.base import RECORDS_NBYTES, SliceMemory, StoreKind
 class RowKind(StoreKind):
     """Rows by id, with their state."""
 
-    name: ClassVar[str] = "rows"
+    name = "rows"
 
     def arena_nbytes(self, table: Table) -> int:
         """Returns the bytes of the records; rows lie in files of their own."""

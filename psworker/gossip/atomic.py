@@ -13,8 +13,6 @@ Parts of a large model are averaged one by one, each atomically.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pscore.graphs.sides import sides_of
 from psworker.gossip.base import Waits
 from psworker.gossip.pairs import Pairs
@@ -23,7 +21,7 @@ from psworker.gossip.pairs import Pairs
 class Atomic(Pairs):
     """AD-PSGD's worker, as published."""
 
-    name: ClassVar[str] = "atomic"
+    name = "atomic"
 
     def start(self) -> Waits:
         """Meets the others, once."""

@@ -8,8 +8,6 @@ round that is made again, or that somebody has ended already, holds as around th
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from pscore.errors import ConfigError
@@ -25,7 +23,7 @@ FAILURES_MAX = 3  # One after the other, among the same members; then they canno
 class Collective(Ring):
     """The worker of all-reduce by torch.distributed."""
 
-    name: ClassVar[str] = "collective"
+    name = "collective"
 
     @classmethod
     def require_fit(cls, rule: Decentralised, device: str, *, has_tls: bool) -> None:

@@ -9,8 +9,6 @@ optimizers' steps: all are equal then.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from pscore.graphs import GRAPHS, Edge, Graph, graph_of
@@ -36,7 +34,7 @@ MODEL = 1  # The kind of a message.
 class Mixing(Gossip):
     """D-PSGD's worker."""
 
-    name: ClassVar[str] = "mixing"
+    name = "mixing"
 
     def start(self) -> Waits:
         """Meets the others."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from psworker.gossip.mixing import Mixing
 class Pairs(Gossip):
     """AD-PSGD's worker."""
 
-    name: ClassVar[str] = "pairs"
+    name = "pairs"
 
     def start(self) -> Waits:
         """Meets the others, once; after the warm-up changes of the members need no agreement."""

@@ -10,8 +10,6 @@ gradient is computed. Shares under way belong to the sums of masses and weights 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import torch
 
@@ -28,7 +26,7 @@ class PushSum(Mixing):
         mass: `(numel,) float32`, the mass x; the model is x / w.
     """
 
-    name: ClassVar[str] = "push_sum"
+    name = "push_sum"
     weight = 1.0
 
     def start(self) -> Waits:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -45,7 +44,7 @@ PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it i
 class Ring(Gossip):
     """The worker of all-reduce."""
 
-    name: ClassVar[str] = "ring"
+    name = "ring"
 
     def start(self) -> Waits:
         """Meets the others."""

@@ -6,8 +6,6 @@ another worker's pull depends.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pscore.net import faults, rpc, wire
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import data_pb2
@@ -21,7 +19,7 @@ NUM_THREADS = 2  # Pushes, and pulls, under way at once.
 class GrpcTransport(Transport):
     """Unary calls, with a connection for pushes and one for pulls."""
 
-    name: ClassVar[str] = "grpc"
+    name = "grpc"
 
     def __init__(
         self, address: str, policy: RetryPolicy, credentials: Credentials = ANYONE

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 from pscore.memory import streaming
 from pscore.memory.segment import Segment, WeightsMap
@@ -46,7 +45,7 @@ class Attachment:
 class SharedMemoryTransport(SocketTransport):
     """Shared memory, and a Unix socket for notices and for tables that are not attached."""
 
-    name: ClassVar[str] = "local"
+    name = "local"
     shares_memory = True
 
     def __init__(self, endpoint: Callable[[], Endpoint], policy: RetryPolicy) -> None:

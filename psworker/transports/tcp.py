@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pscore.net import sockets, tls
 from pscore.net.endpoint import connect
 from pscore.placement import WORKER
@@ -13,7 +11,7 @@ from psworker.transports.socket_base import SocketTransport
 class TcpTransport(SocketTransport):
     """TCP: one connection for pushes to another host, more within one host."""
 
-    name: ClassVar[str] = "tcp"
+    name = "tcp"
 
     def _connect(self) -> tls.Stream:
         connection = connect(self._endpoint(), is_local=False)
