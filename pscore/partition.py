@@ -100,8 +100,6 @@ def fingerprint(
     """Returns 16 hexadecimal digits that differ when the declarations differ.
 
     Args:
-        tensors: The parameters of the model.
-        num_shards: The number of shards.
         content: Arguments of the table's content, where they count too; None: they do not.
     """
     declared = [[t.name, list(t.shape), t.dtype, t.group, t.compress] for t in tensors]

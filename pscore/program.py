@@ -17,7 +17,6 @@ def make_app(about: str, epilog: str, debug: str) -> typer.Typer:
     """Returns a program without commands.
 
     Args:
-        about: Its help.
         epilog: Text below the help of the program: its exit codes.
         debug: Help of `--debug`.
     """

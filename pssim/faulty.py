@@ -96,7 +96,6 @@ class FaultyCluster(Cluster):
 
         Args:
             folder: Empty; the journals lie in it.
-            trace: Whether a transcript is written.
         """
         self.case = case
         self.rng = random.Random(case.seed)

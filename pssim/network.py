@@ -180,7 +180,6 @@ class FaultyNetwork(Network):
 
         Args:
             cuts: Times without a connection.
-            rng: Decides.
         """
         super().__init__(loop)
         self._faults = faults

@@ -400,11 +400,9 @@ class PeerWorld:
         """Makes the workers; nothing runs yet.
 
         Args:
-            gradient: Returns a worker's gradient.
             start: Weights with which all workers begin, `(numel,) float32`.
             lr: Learning rate, or that of each step.
             make_optimizer: Makes each worker's optimizer; plain SGD if left out.
-            seed: Seed of all randomness.
             compute_s: Seconds of each worker's gradient; None: 0.1 for all.
             latency_s: Longest time of a message; each takes a random part of it.
             trouble: Faults; None: none.

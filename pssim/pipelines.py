@@ -48,7 +48,6 @@ class PipelineWorld:
         Args:
             stages: The layers of each stage.
             versions: Versions of the weights for a place.
-            make_optimizer: Makes the optimizer of a replica.
             loss: Loss of the last stage's output and the targets.
         """
         self.places = [Place.of_rank(rank, replicas) for rank in range(sum(replicas))]

@@ -87,7 +87,6 @@ class SimulatedReply:
         """Waits for the answer.
 
         Args:
-            respond: Sends it.
             sender: The request, for the observers.
             send_later: Delays answers that lie in leased weights; None: they are sent at once.
         """
@@ -147,7 +146,6 @@ class SimulatedShard:
         Args:
             now: Returns the virtual time in seconds.
             lease_s: Seconds of silence after which a worker is lost.
-            observers: See each decision.
             send_later: Delays answers that lie in leased weights; None: they are sent at once.
             folder: Journals; None: nothing survives a crash.
         """

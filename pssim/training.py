@@ -255,7 +255,6 @@ class TrainingCluster(Cluster):
         Args:
             loop: Order of the events; None: by virtual time.
             network: Between workers and shards; None: the links of the job.
-            observers: See each decision of a shard.
         """
         self.job = job
         loop = loop or Loop()

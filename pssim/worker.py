@@ -291,10 +291,8 @@ class Worker:
         """Sends a request once.
 
         Args:
-            shard: Its receiver.
             what: Description for the transcript.
             ask: Called with a function that takes the answer when the request arrives.
-            land: Called with the answer.
             is_pull: Whether the answer has a payload.
         """
 

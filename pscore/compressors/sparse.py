@@ -100,7 +100,6 @@ def encode(residual: FloatArray, k: int, select: str, out: ByteArray) -> tuple[i
     Args:
         residual: `(numel,) float32`, finite.
         select: `exact` or `sampled`.
-        out: Receives the payload.
 
     Returns:
         Its length in bytes, and the indices as a view on it.

@@ -38,7 +38,6 @@ class LocalKernels(StepKernels, Protocol):
 
         Args:
             kernel: Its name, `ElementwiseUpdate.device_kernel`.
-            part: The slice.
             arrays: `(numel,) float32` tensors behind the weights, in the kernel's order.
             factors: `(num_groups, n) float32`.
             whole: Whether segments without a gradient are changed too.
@@ -159,7 +158,6 @@ class LocalUpdate(ABC):
         """Stores a pull that has arrived; `part.version` is still the previous pull's.
 
         Args:
-            part: The slice.
             weights: `(numel,) float32` tensor, the global weights; only valid during the call. It
                 may be the array that `room` has returned.
             state: The optimizer's state arrays in the order of `state_names`, or empty. They may be
@@ -232,7 +230,6 @@ class ElementwiseUpdate(LocalUpdate):
         """Returns the factors of this step in the kernels' order, which round them to float32.
 
         Args:
-            part: The slice.
             group: Index of the group of parameters.
             sign: Factor of its gradients; -1 for maximize.
             decay: Its weight decay.

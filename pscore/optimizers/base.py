@@ -214,7 +214,6 @@ class Optimizer(ABC):
             before: `(numel,) float32` tensor, the weights before one step of the shards.
             after: Likewise, those after it; every segment was active.
             state: The state arrays before it, likewise; changed to those after it.
-            segments: The parameters in this slice.
             hyper: `(num_groups, len(hyper_names)) float64`, of the step.
 
         Returns:

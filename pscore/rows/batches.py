@@ -38,8 +38,6 @@ def divide(ids: IdArray, seed: int, num_slices: int) -> tuple[IntArray, list[int
 
     Args:
         ids: `(n,) uint64`.
-        seed: Seed of the table.
-        num_slices: Slices of all shards.
 
     Returns:
         `(n,) int64`, those of each slice in the order of the ids; and `num_slices + 1` bounds.

@@ -127,9 +127,7 @@ def initial_rows(init: str, seed: int, ids: IdArray, dim: int, max_norm: float =
 
     Args:
         init: `zeros`, `uniform(a)` or `normal(std)`.
-        seed: Seed of the table.
         ids: `(n,) uint64`.
-        dim: Elements of a row.
         max_norm: Largest norm; 0: none.
 
     Raises:

@@ -77,7 +77,6 @@ class ReaderLine:
 
         Args:
             ask: The version to wait for.
-            wait_s: The longest wait, in seconds.
             known: Fingerprint of the table's declaration that this reader knows; empty: none.
             end_s: Time by the monotonic clock at which the caller wants to be told; None: no time.
 
@@ -120,7 +119,6 @@ class ReaderLine:
         """Returns slices and their bytes; None: the shard does not answer.
 
         Args:
-            ask: The slices.
             reader: Number of the reader.
             end_s: As for `watch`; bytes that come then are waited for.
 

@@ -29,7 +29,6 @@ def relay_weights(
     Args:
         found: All shards of the job, or another relay.
         listen: Host, and port of shard 0; port 0 takes free ones.
-        trust: Certificates and tokens.
         mbit: Most Mbit/s to all readers on other hosts together; 0: no limit.
         data_port: Port of shard 0's data sockets, the others follow; 0 takes free ones.
         metrics_port: Port of the metrics page; 0 takes a free one, None is off.

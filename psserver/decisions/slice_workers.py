@@ -84,8 +84,6 @@ class SliceWorkers:
 
         Args:
             worker: Rank.
-            version: The newest version.
-            by_step: Whether the mode collects by step.
         """
         step = self.clock(worker)
         if by_step:
@@ -104,7 +102,6 @@ class SliceWorkers:
         Args:
             worker: Rank.
             version: The version that the worker is about to receive.
-            by_step: Whether the mode collects by step.
         """
         if by_step:
             self.newcomers.start(worker, self.next_step(worker, version, by_step=True))

@@ -148,7 +148,6 @@ def make_table(
 
     Args:
         index: Index of the table in its job.
-        shard: Index of the shard.
         is_kept: Whether the table outlives the process.
 
     Raises:

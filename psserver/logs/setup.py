@@ -54,7 +54,6 @@ def sparsely(
     Args:
         peer: The peer; one line in a while is written for each.
         kind: Name of the group of such lines, if that is not the event.
-        fields: Further fields of the line.
     """
     with _floods_lock:
         left_out = _floods.admit(kind or event, peer, time.monotonic())
@@ -87,7 +86,6 @@ def configure(
 
     Args:
         log_format: `text` or `json`.
-        level: The lowest level that is written.
         stream: Where lines go; else standard error.
         always: Keys that every line carries, such as `shard=0`.
     """

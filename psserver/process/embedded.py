@@ -68,7 +68,6 @@ def start_embedded(
 
     Args:
         lease_s: Silence until a worker is declared lost, in seconds.
-        log_level: The lowest level that is written.
         trust: Peers that may connect; None: all of this machine.
         journal_dir: Where they keep journals. By default nowhere, since a shard is not started
             again here.
@@ -135,9 +134,7 @@ def serve_parent(
     """Runs `psserver embedded`: serves until standard input ends, or the parent is gone.
 
     Args:
-        num_shards: Shards to start.
         lease_s: Seconds of silence until a worker is lost.
-        log_level: The lowest level that is logged.
         has_token: Make a token for these shards, in a file that only this user can read: loopback
             is open to every user of the machine.
 

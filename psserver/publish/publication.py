@@ -61,10 +61,8 @@ class Publication:
         """Publishes nothing yet; called under the engine's lock.
 
         Args:
-            running: The table.
             every: Updates from one version to the next; seconds in an asynchronous mode.
             on_version: Called from any thread when all slices have a new version.
-            new_lineage: Returns the number of the next lineage.
             on_lineage: Called when that has begun, before it has a version.
 
         Raises:

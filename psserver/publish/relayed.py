@@ -75,7 +75,6 @@ class RelayShard(PublishedTables[RelayedTable]):
         Args:
             coming: Guards the shard, and is notified of each slice that has come.
             now: Returns the time in seconds, of any beginning.
-            index: Number of the shard.
             rate: The rate that readers on other hosts share.
         """
         super().__init__(coming, now, index, rate)

@@ -133,7 +133,6 @@ class PublishedTables(Generic[P]):
         Args:
             lock: Guards all of it, and may be taken again by its owner.
             now: Returns the time in seconds, of any beginning.
-            index: Number of the shard.
             rate: The rate that readers on other hosts share; None: no limit.
         """
         self.now, self.rate = now, SharedRate(0) if rate is None else rate

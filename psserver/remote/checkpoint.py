@@ -378,7 +378,6 @@ def give_room(checkpoint: Checkpoint, wanted: Iterable[str]) -> None:
     """Changes the bounds of row tables in a checkpoint that is about to be restored.
 
     Args:
-        checkpoint: The checkpoint.
         wanted: For each row table `NAME=N`: the new `max_rows`.
 
     Raises:

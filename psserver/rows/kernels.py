@@ -222,7 +222,6 @@ def take_oldest(
     """Writes the places of the oldest rows of each bucket that have not changed since a look.
 
     Args:
-        slab: The slab.
         found: The rows of the look.
         surplus: `(num_buckets,) int64`, rows wanted of each bucket; falls by those found.
         version: All rows up to this one are wanted.
@@ -335,11 +334,8 @@ def copy_range(
     """Copies the rows from place `start` to before `stop` that are not copied yet.
 
     Args:
-        slab: The slab.
         newest: By group of places: the newest change.
-        start: The first place.
-        stop: That behind the last one.
-        copied: Receives them.
+        stop: The place behind the last one.
     """
     for place in range(start, stop):
         if copied.since >= 0 and newest[place // GROUP] <= copied.since:
@@ -419,10 +415,7 @@ def add_up(
 
     Args:
         addresses: `(k,) int64`, of the values of each push.
-        starts: As in `merge`.
-        at: Likewise.
         scales: `(k,) float32`.
-        dim: Elements of a row.
         out: `(num_ids * dim,) float32`.
     """
     is_begun = np.zeros(len(out) // dim, np.bool_)

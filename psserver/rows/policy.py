@@ -85,7 +85,6 @@ class RowPolicy:
 
         Args:
             waiting: The ids that wait; None: none do.
-            buckets: Those of the slice.
             room: Most ids that wait, in all buckets of all slices.
         """
         self.slab, self.waiting = slab, waiting
@@ -235,8 +234,7 @@ class Oldest:
 
         Args:
             table: The declaration: with a time to live rows are needed by their versions.
-            buckets: Those of the slice.
-            shares: `(len(buckets),) int64`, most rows of each; None: there is no bound.
+            shares: `(len(buckets),) int64`, most rows of each bucket; None: there is no bound.
         """
         self._slab, self._shares, self._ahead = slab, shares, table.ttl // SHARE
         self._seed, self._buckets = table.seed, buckets

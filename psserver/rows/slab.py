@@ -107,8 +107,6 @@ class Slab:
         """Starts with the rows in `memory`.
 
         Args:
-            dim: Elements of a row.
-            rows_max: Most rows.
             memory: `rows_max` places.
         """
         self.dim, self.rows_max, self._optimizer = dim, rows_max, optimizer
@@ -238,9 +236,7 @@ class Slab:
         """Makes a step of the optimizer on the rows of a plan that has begun, block by block.
 
         Args:
-            plan: Ids and places.
             grads: `(n * dim,) float32`, sums of gradients.
-            scale: Factor on them.
             version: Version of the rows after it.
             t: Steps of the table with this one.
             hyper: `(num_hyper,) float64`.
@@ -280,7 +276,6 @@ class Slab:
         """Sets the rows of a plan that has begun: weights, or weights and state.
 
         Args:
-            plan: Ids and places.
             values: `(n * width,) float32`.
             width: Numbers of a row: `dim` or `self.width`.
             versions: `(n,) int64`, the version of each row.
@@ -376,7 +371,6 @@ def sum_up(pushes: Sequence[tuple[IdArray, FloatArray, float]], dim: int) -> Sum
 
     Args:
         pushes: Ids, `(n * dim,) float32` and weight of each push, in the order of the ranks.
-        dim: Elements of a row.
     """
     given = [push for push in pushes if len(push[0])] or [NO_PUSH]
     if len(given) == 1 and given[0][2] == 1.0:

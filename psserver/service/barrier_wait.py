@@ -24,11 +24,8 @@ async def wait_at_barrier(
     """Arrives at round `number` of a barrier, and waits until it is open or time is up.
 
     Args:
-        job: The worker's job.
         now: The engine's clock, in seconds.
-        name: Name of the barrier.
         number: Number of the round.
-        rank: Rank of the worker.
         wait_s: The longest wait, in seconds; at most `WAIT_S_MAX`.
         value: The worker's number; all workers get the largest of a round.
     """

@@ -58,8 +58,6 @@ class Callers:
         """Notes that an admitted call begins, or that it was answered and not refused.
 
         Args:
-            method: Name of the method.
-            is_answered: Whether it was answered.
             peer: Other end of the connection, as gRPC names it; it has no address of IP if the
                 connection is over, or is a Unix socket.
         """

@@ -27,7 +27,6 @@ def to_proto(kind: type[M], value: object, **others: Any) -> M:
     """Returns a message whose fields are those of a value.
 
     Args:
-        kind: The type of the message.
         value: The value; it has each field of the message that is not among `others`.
         others: Fields that are not those of `value` as they are.
     """

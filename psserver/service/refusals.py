@@ -54,7 +54,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Calls `report` with each exception that is no refusal.
 
         Args:
-            report: Gets the exception.
             note_call: Called with the method and peer of each call before it, and again after one
                 that is not refused; `is_answered` tells which.
         """

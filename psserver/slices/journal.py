@@ -61,9 +61,7 @@ class SliceJournal:
         """Begins at a root of zeros, or resumes from the records of a killed process.
 
         Args:
-            arena: The mapped file that holds it.
             root: Place of the root, `ROOT_NBYTES` long.
-            payload_nbytes_max: Bytes of the longest payload.
             pool: Provides the arrays; None: one of arrays that are as long as the slice.
 
         Raises:
@@ -223,7 +221,6 @@ class SliceJournal:
 
         Args:
             cell: The step's sum; with `nbytes` the payload, where a step keeps all of them.
-            nbytes: Bytes of the payload.
         """
         for open_step in self.record.open_steps:
             if open_step.key == key:

@@ -124,9 +124,6 @@ class SliceStore:
         """Asserts bounds on memory, for tests and the simulator.
 
         Args:
-            sums_max: Most open sums.
-            cells_max: Most arrays in the pool.
-            buffers_max: Most copies of the weights.
             is_idle: Whether nothing is under way, so that no copy of the weights is leased.
         """
         assert len(self._sums) <= sums_max, f"{len(self._sums)} sums are open"

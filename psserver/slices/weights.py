@@ -139,7 +139,6 @@ class Weights:
         """Asserts that the newest weights are one of at most `buffers_max` copies, for tests.
 
         Args:
-            buffers_max: Most copies of the weights.
             is_idle: Whether no answer is being sent, so that no copy is leased.
         """
         assert any(buffer is self._newest for buffer in self._buffers)

@@ -52,7 +52,6 @@ class StoreKind(ABC):
         """Returns the journal of a slice: a new one, or that of a killed process.
 
         Args:
-            arena: The mapped file that holds it.
             root: Place of its root.
 
         Raises:

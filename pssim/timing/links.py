@@ -123,7 +123,6 @@ class HostLinks:
         Args:
             connection: Messages of one connection arrive in the order of sending.
             nbytes: Bytes of the message; 0: it takes no bandwidth.
-            deliver: Called at its arrival.
         """
         if source == target:
             self._loop.after(nbytes / self._memory, deliver)

@@ -81,7 +81,6 @@ def run_in_time(
     Args:
         rule: The mode; one whose weights are on shards.
         num_steps: Steps to measure, at least.
-        seed: Seed of computing times.
 
     Raises:
         ConfigError: The mode does not fit the number of workers or slices.
@@ -126,7 +125,6 @@ def make_job(
 
     Args:
         rule: The mode, without a warm-up.
-        seed: Seed of computing times.
     """
     loop = Loop()
     spec = table_of(deployment, rule, compressor)

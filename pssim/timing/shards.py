@@ -56,8 +56,6 @@ class TimedShard:
         Args:
             spec: The table, whose slices have the shards of the deployment.
             numels: Elements of each slice of the deployment.
-            rates: Costs of its machine.
-            threads: Its threads.
             secured: Returns whether the connection to a worker is encrypted.
         """
         self.threads = threads

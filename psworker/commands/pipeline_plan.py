@@ -124,7 +124,6 @@ def profile_of(
     Args:
         model: Known by name, `module:factory`, or a file that `--save-profile` wrote.
         inputs: A minibatch, as `8x3x224x224`, or `8x1024:50257` for numbers below 50257.
-        device: To measure on.
         optimizer: Makes the optimizer of some parameters, whose step is measured too.
 
     Raises:

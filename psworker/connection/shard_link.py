@@ -219,7 +219,7 @@ class Link:
         """Checks that the shard's process is the one that this worker has joined, or its heir.
 
         Args:
-            instance: Number of the shard.
+            instance: Number of the shard's process.
             former: Its number before it went on without its standby, which has that number still.
             address: Where it was when it was asked.
 
@@ -265,7 +265,6 @@ class Link:
         """Raises ServerUnavailableError if an empty process refused a call in the shard's place.
 
         Args:
-            failure: Why the call failed.
             address: Where the shard was when it was called.
         """
         if failure.code() in SILENT:

@@ -163,11 +163,7 @@ class Gossip(ABC):
     number: int = 0
 
     def __init__(self, rule: Decentralised, rank: int, model: Model, post: Post) -> None:
-        """Starts before the first meeting.
-
-        Args:
-            post: Sends to the others.
-        """
+        """Starts before the first meeting."""
         self.rule = rule
         self.rank = rank
         self.model = model

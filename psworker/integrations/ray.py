@@ -112,7 +112,6 @@ class Shards:
         """Starts the shards, and waits until all listen.
 
         Args:
-            num_shards: How many.
             strategy: Ray's, for the bundles: `SPREAD`, `STRICT_SPREAD`, `PACK`, `STRICT_PACK`.
             port: Port of shard 0; the others have the next ones, so that one node may have several.
             num_cpus: That Ray reserves for each.
@@ -181,7 +180,6 @@ class Shards:
         """Returns the variables by which a worker finds the shards.
 
         Args:
-            num_workers: Number of workers of the job.
             rank: Rank of the worker; None: the shards assign one.
         """
         variables = {

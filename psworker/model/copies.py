@@ -73,11 +73,7 @@ class Copies:
     """The copies of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams.
-
-        Args:
-            device: Where the tensors of the model are.
-        """
+        """Makes the streams."""
         self._device = device
         self._leaving = self._coming = None
         if device.type == "cuda":

@@ -184,11 +184,8 @@ def make_flat(
 
     Args:
         parameters: The parameters, in the order of the layout's tensors.
-        memory: Where the slices lie.
-        grads: As for `FlatModel`.
         routes: The parts of a sharded model; None: this process has the whole model.
         module: The model, if it is sharded.
-        has_views: As for `FlatModel`.
     """
     if routes is None:
         return FlatModel(parameters, memory, grads, has_views=has_views)

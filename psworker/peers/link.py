@@ -66,7 +66,6 @@ class PeerLink:
         """Starts to connect.
 
         Args:
-            peer: The worker, as the directory lists it.
             own_host: The address at which this worker listens.
         """
         self.peer = peer

@@ -43,8 +43,6 @@ class Mailbox:
 
         Args:
             sender: Incarnation of the sender.
-            tag: Its use.
-            values: The array.
             is_listed: Whether the directory has listed the sender; else `keep` may drop it.
         """
         key = sender, tag

@@ -13,7 +13,6 @@ def silence_limit_s(own: int, other: int, lease_s: float, limit_s: float) -> flo
     Args:
         own: Rank of this worker, which depends on the answer.
         other: Rank of the silent worker.
-        lease_s: Lease of all workers.
         limit_s: Longest wait of a call, PACELINE_TIMEOUT_S.
     """
     first_s = lease_s + limit_s
@@ -24,9 +23,7 @@ def has_no_end(waited_s: float, silent_s: float, lease_s: float, limit_s: float)
     """Returns whether a wait for another worker must fail: nobody would tell that it is gone.
 
     Args:
-        waited_s: Seconds since the wait began.
         silent_s: Seconds since the first shard, which tells who is lost, has answered.
-        lease_s: Lease of all workers.
         limit_s: Longest wait of a call, PACELINE_TIMEOUT_S.
     """
     return min(waited_s, silent_s) >= lease_s + limit_s
@@ -41,7 +38,6 @@ def is_cut_off(silent_s: float, lease_s: float, num_reached: int, min_workers: i
 
     Args:
         silent_s: Seconds since the first shard has answered.
-        lease_s: Lease of all workers.
         num_reached: Number of other workers to which there is a connection.
         min_workers: Least number of workers of the job; 0: it is not elastic.
     """

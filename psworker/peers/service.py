@@ -55,7 +55,6 @@ class PeerService:
 
         Args:
             secret: Others say hello with it.
-            mailbox: Gets the arrays.
         """
         self.budget = Budget(UNDER_WAY_NBYTES, "")
         self.failure: ThreadError | None = None

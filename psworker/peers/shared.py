@@ -37,8 +37,6 @@ class SharedSender:
         """Reserves memory and passes it to the other worker.
 
         Args:
-            endpoint: The other worker.
-            sender: This worker.
             nbytes: Length of the longest array.
 
         Raises:

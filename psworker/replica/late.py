@@ -22,7 +22,6 @@ def push_late(
     Args:
         step: Steps behind the others.
         values: Memory for the weights, as for `Replica.finish`.
-        push_pull: Sends them.
     """
     ends = replica.rule.step_after(replica.step - replica.num_inner, 1)
     if ends <= step:

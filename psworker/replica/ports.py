@@ -34,10 +34,8 @@ class PushPull(Protocol):
         """Sends `(numel,) float32`, which must not change until it has left.
 
         Args:
-            index: Index of the slice.
             push: The description of the push, for the shard's decision.
             grad: The gradient, or the move of the weights.
-            compress: Whether the job's compressor is used.
             flush: Whether the residual is added, uncompressed, and becomes zero.
         """
 

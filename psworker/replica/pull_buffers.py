@@ -100,9 +100,6 @@ class PullBuffers:
             room: Memory for its weights; None: a separate buffer.
             state_room: Memory for its state; empty: separate buffers.
             with_state: Whether state is pulled too.
-            exact: As in `PullBuffer`.
-            copy_on_wait: As in `PullBuffer`.
-            begins: As in `PullBuffer`.
         """
         weights = self.beside(index) if room is None else room
         buffer = self._buffers.setdefault(index, PullBuffer(weights=weights, state=[]))

@@ -24,7 +24,6 @@ class Pulls:
         """Starts without a pull.
 
         Args:
-            local: The weights that pulls are applied to.
             clocks: This worker's push counts, which its pulls wait for.
             round_: The open round; it records the weights of the last pull.
         """
@@ -102,10 +101,8 @@ class Pulls:
         Args:
             clock: Number of this worker's pushes that the answer waits for; None: all so far.
             oldest: The oldest version that will do; None: one with these pushes.
-            exact: As in `PullBuffer`.
             early: Whether the step's `finish` is still to come.
             in_use: Whether backward still reads the weights.
-            begins: As in `PullBuffer`.
         """
         if index in self.early:
             return

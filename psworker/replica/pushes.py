@@ -40,7 +40,6 @@ class Pushes:
         """Sends the next push of a slice.
 
         Args:
-            role: The kind of the values.
             values: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a value; -1 for all.
             samples: Weight in the mean of the step.

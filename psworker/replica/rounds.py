@@ -107,7 +107,6 @@ class Round:
         these are known. On a device this waits for the weights, once in a round.
 
         Args:
-            parts: The slices.
             values: Memory for the result, `(numel,) float32` each.
             indices: The slices whose round ends.
 

@@ -32,7 +32,6 @@ class RowCache:
 
         Args:
             rows: Most rows in it; those used longest ago make room.
-            staleness: As the attribute.
 
         Raises:
             ConfigError: An argument is less than 1.

@@ -66,9 +66,7 @@ def find(
 
     Args:
         batch: Ids, int64, on the CPU; of any shape.
-        dim: Elements of a row.
         padding: The id whose row is zero; None: there is none.
-        source: The place from which rows come.
         is_look: Whether nothing is trained on them.
 
     Raises:

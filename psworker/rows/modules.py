@@ -101,21 +101,11 @@ class EmbeddingTable(torch.nn.Module):
         """Makes a table; it is declared to the shards with the optimizer.
 
         Args:
-            num_embeddings: As the attribute.
-            embedding_dim: As the attribute.
             padding_idx: As the attribute; counts from the end if it is negative.
-            max_norm: As the attribute.
             norm_type: As in torch; only 2.
             scale_grad_by_freq: As in torch; only False.
             sparse: Ignored: a step sends the rows that it touches.
-            name: As the attribute.
-            init: As the attribute.
-            seed: As the attribute.
-            max_rows: As the attribute.
-            min_count: As the attribute.
-            ttl: As the attribute.
             lru: As the attribute; instead of `max_rows`.
-            cache: As the attribute.
             device: Device of the results.
             dtype: Type of the results; rows travel as float32.
 
@@ -357,14 +347,9 @@ class EmbeddingBag(EmbeddingTable):
         """Makes a table; it is declared to the shards with the optimizer.
 
         Args:
-            num_embeddings: As in `EmbeddingTable`.
-            embedding_dim: As in `EmbeddingTable`.
-            max_norm: As in `EmbeddingTable`.
             norm_type: As in torch; only 2.
             scale_grad_by_freq: As in torch; only False.
-            mode: As the attribute.
             sparse: Ignored: a step sends the rows that it touches.
-            include_last_offset: As the attribute.
             padding_idx: As in `EmbeddingTable`; its ids count in no mean and no maximum.
             options: The other arguments of `EmbeddingTable`.
 
@@ -425,12 +410,8 @@ class EmbeddingBag(EmbeddingTable):
 
         Args:
             embeddings: `(num_embeddings, embedding_dim)`, or a module with such a weight.
-            freeze: As for `Embedding`.
-            max_norm: As for `Embedding`.
             mode: As the attribute; None: that of the module; for a tensor `mean`, as in torch.
             include_last_offset: As the attribute; None: as in the module.
-            padding_idx: As for `Embedding`.
-            name: As for `Embedding`.
 
         Raises:
             ConfigError: The rows are no matrix, one is not finite, or that of `padding_idx` is not
@@ -454,11 +435,7 @@ class EmbeddingBag(EmbeddingTable):
 
 
 def dense_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yields the parameters of a model that are no placeholders of row tables.
-
-    Args:
-        model: The model.
-    """
+    """Yields the parameters of a model that are no placeholders of row tables."""
     rows = {id(table.weight) for table in model.modules() if isinstance(table, EmbeddingTable)}
     return (parameter for parameter in model.parameters() if id(parameter) not in rows)
 

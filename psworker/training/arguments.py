@@ -20,7 +20,6 @@ def require_optimizer(optimizer: object, named: object, wrapper: type) -> None:
     Args:
         optimizer: The first argument.
         named: The second one.
-        wrapper: The class of wrapped optimizers.
 
     Raises:
         ConfigError: The first argument cannot be wrapped; the message shows the right call.
@@ -71,7 +70,6 @@ def require_clip(optimizer: object, max_norm: object, wrapper: type) -> None:
     Args:
         optimizer: The first argument.
         max_norm: The second one.
-        wrapper: The class of wrapped optimizers.
 
     Raises:
         ConfigError: The first is no wrapper, or the second no number from 0; Inf clips nothing.
@@ -102,10 +100,6 @@ def require_model(model: object, parameters: Iterable[torch.nn.Parameter]) -> No
 
 def parse_rows_mode(rows: object, mode: str | Rule | None) -> Rule | None:
     """Returns the mode of row tables; None: it is that of the other parameters.
-
-    Args:
-        rows: The argument `rows=`.
-        mode: The argument `rows_mode=`.
 
     Raises:
         ConfigError: It is no mode, or there are no row tables.

@@ -128,7 +128,6 @@ class Lanes:
         """Returns flat, widened values in the tensors' shape and a dtype of theirs.
 
         Args:
-            values: Widened values.
             dtype: A dtype that is widened to the same.
             name: Name of the tensor, for people.
 

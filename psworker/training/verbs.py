@@ -276,7 +276,6 @@ def push(tensor: torch.Tensor, name: str) -> None:
 
     Args:
         tensor: A tensor of any dtype, with the same shape and dtype on every worker.
-        name: Its name.
 
     Raises:
         ConfigError: The name has tensors of another shape or dtype, or the arguments are swapped.
@@ -302,7 +301,6 @@ def pull(
     Args:
         out: A tensor of the shape and dtype of those that are pushed. It may also come second, as
             in former versions: `pull(name, out)`.
-        name: The name.
         average: Whether the value is the mean; else the sum of the tensors that were pushed.
 
     Returns:
@@ -331,7 +329,6 @@ def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch
     Args:
         tensor: A tensor with the same shape and dtype on every worker. Floats up to float32 are
             added in float32; integers, float64 and complex128 are added exactly in 64 bits.
-        name: Its name.
         average: Whether to return the mean; integers have none, as in torch.
 
     Raises:

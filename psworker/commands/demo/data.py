@@ -56,7 +56,6 @@ def load(folder: Path, num_images: int | None = None) -> tuple[Part, Part]:
     part's first 8,000 and last 2,000.
 
     Args:
-        folder: As `find_folder` returns it.
         num_images: Train on the first so many only.
 
     Raises:

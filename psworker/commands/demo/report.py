@@ -88,7 +88,6 @@ def plot(
 
     Args:
         results: By the name of the mode.
-        num_steps: Steps of each worker.
         epochs: Passes over the images that these are.
     """
     try:

@@ -59,7 +59,6 @@ class Payloads:
             shared: Memory for copies of gradients from a GPU; None: memory that no shard maps is
                 allocated when the first one comes.
             sender: Returns the table and this worker as they stand in messages; not to be changed.
-            traffic: Counts the pushes and their payload bytes.
             timeline: Records the time of each compression; None: nothing is recorded.
         """
         self._layout = layout
@@ -199,7 +198,6 @@ class Payloads:
 
         Args:
             header: The header of the push; it changes if the gradient is refused.
-            push: The push.
             encode: Returns the bytes of its payload, or raises GradientError.
 
         Returns:

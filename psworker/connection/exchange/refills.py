@@ -69,7 +69,6 @@ class Refills:
             shared: Memory of the gradients that shards of this host map; None: there is none.
             pushes: Answers to the pushes, by slice; a push is removed once its answer was handled.
             pulls: The last pulls, by slice.
-            push: Sends a push of a slice.
             pull: Sends a pull of a slice, in the place of the last one.
         """
         self._requests = requests

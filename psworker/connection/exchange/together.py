@@ -31,7 +31,6 @@ class Together:
         """Notes a request just before it leaves.
 
         Args:
-            transport: The data plane that sends it.
             nbytes: Bytes of its gradient; 0: it is a pull, which may leave with its push.
         """
         if not self._depth:

@@ -46,9 +46,6 @@ def change(session: Session, table: int, number: int, rule: Rule) -> None:
 def is_lowest(session: Session, name: str) -> bool:
     """Returns whether no process of a lower rank is in the job any more; waits as a barrier does.
 
-    Args:
-        name: Name of the barrier.
-
     Raises:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """

@@ -120,9 +120,7 @@ def agreed_plan(
 
     Args:
         session: The job of all stages; a worker that fails here leaves it.
-        blocks: The blocks of the model.
         example: One minibatch; rank 0 measures the blocks on its device.
-        limits: Link and memory of a worker.
         optimizer: Makes an optimizer; its state is part of the memory.
         rule: Mode between the replicas of a stage.
 
@@ -186,8 +184,6 @@ def find_plan(
     on all workers is then data parallelism.
 
     Args:
-        limits: Link and memory of a worker.
-        num_workers: Workers, each with a stage.
         num_shards: Shards, each behind a link as fast as a worker's.
         num_state: Arrays of the optimizer's state, as long as the parameters.
         rule: Mode between the replicas of a stage.

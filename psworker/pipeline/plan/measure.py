@@ -38,7 +38,6 @@ def measure(
     Args:
         model: Its name in the profile.
         blocks: Its blocks, in order, with parameters on that device.
-        example: One minibatch.
         budget_s: Seconds after which no further run begins, but for three.
         optimizer: Makes the optimizer of some parameters, whose step is measured too.
     """

@@ -143,7 +143,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     """Returns the state of an optimizer's parameters, as a checkpoint has it.
 
     Args:
-        optimizer: Optimizer of a stage.
         names: Name in the whole model of each parameter, by `id`.
 
     Raises:

@@ -100,12 +100,10 @@ class ContinuingDriver(Driver):
         """Meets the workers of all stages, and begins where the slices of all stages are.
 
         Args:
-            work: The layers, and how they are trained.
             place: Stage and replica of this worker, when all are there.
             session: Its part in the job of all stages.
             peers: Its connections to the workers of that job.
             first: Minibatches that the weights had behind them when the job began.
-            steps: The steps of its stage.
             declare: Declares the directory of the workers, and returns its table.
 
         Raises:

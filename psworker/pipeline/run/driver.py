@@ -82,8 +82,7 @@ class Driver:
         """Waits until the workers of all stages are there, and begins.
 
         Args:
-            work: The layers, and how they are trained.
-            session: Its part in the job of all stages.
+            session: Part of this worker in the job of all stages.
             peers: Its connections to the workers of that job.
             first: Minibatches that the weights have behind them.
 

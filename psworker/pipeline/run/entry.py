@@ -41,8 +41,7 @@ def require_tensor(result: object, what: str) -> None:
     """Refuses a result that cannot be passed on to the layers of another stage.
 
     Args:
-        result: The result.
-        what: The stage or block that has returned it, for people.
+        what: The stage or block that has returned the result, for people.
 
     Raises:
         ConfigError: It is not one tensor.

@@ -78,7 +78,6 @@ class Flush(Stash):
         """Counts for one replica.
 
         Args:
-            schedule: Order of forwards and backwards.
             minibatches: M; None: as few as give each replica one for each stage.
 
         Raises:

@@ -153,8 +153,7 @@ class Members:
         """Waits until all members have called it; returns what one of them decides then.
 
         Args:
-            decide: Called on that member; returns a number from 0 to 2**44.
-            leader: Its index.
+            decide: Called on the member at index `leader`; returns a number from 0 to 2**44.
 
         Raises:
             MembersChangedError: They have changed meanwhile.

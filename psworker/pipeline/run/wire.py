@@ -26,11 +26,6 @@ def send(
     """Sends a tensor to a rank; it may change afterwards.
 
     Args:
-        post: Sends it.
-        to: The rank.
-        kind: Its use.
-        minibatch: Its minibatch.
-        values: The tensor.
         epoch: Epoch of the members under which it holds; 0: under any.
 
     Raises:
@@ -56,9 +51,6 @@ def receive(
     Parts that came are kept by nobody then, so the caller gives up the run.
 
     Args:
-        source: The rank.
-        kind: Its use.
-        minibatch: Its minibatch.
         epoch: Epoch of the members under which it holds; 0: under any.
         missing: Called when the members have changed; returns how many have yet to enter the
             directory again, or None if one is gone. None: each change is such a one.

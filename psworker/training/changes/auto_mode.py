@@ -46,7 +46,6 @@ class ModeWish:
 
         Args:
             mode: A mode, or the wish that the job chooses one.
-            rows: The argument `rows=`.
 
         Raises:
             ConfigError: It is wrong, its log cannot be read or names no change, or it does not go

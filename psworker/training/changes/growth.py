@@ -138,7 +138,6 @@ def take_over(
     """Starts training with the next table where that with the former one ended.
 
     Args:
-        former: The former table.
         table: The next one, which holds all parameters of the former.
         kept: The state that `leave` has returned.
     """

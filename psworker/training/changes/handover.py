@@ -71,7 +71,6 @@ def hand_over(
 
     Args:
         former: The former table, to which no worker pushes any more.
-        recovery: Recovery of that table.
         kept: The result of `growth.leave`.
         optimizer: The shards' optimizer in it.
 

@@ -32,7 +32,6 @@ def run_in_group(
     Args:
         group: The processes; all of them call it.
         part: The part; returns numbers for the other processes.
-        count: How many.
         has_left: Returns whether a gradient of the step has left this process.
 
     Returns:

@@ -27,7 +27,6 @@ class Attempts:
         """Starts at the first attempt at the replica's next step.
 
         Args:
-            session: This worker's part in the job.
             replica: Its clock is that of the next push.
         """
         self._session = session

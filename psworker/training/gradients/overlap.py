@@ -27,7 +27,6 @@ class EarlyGradients:
 
         Args:
             overlap: Whether gradients leave during backward.
-            names: Names of the parameters.
             has_views: Whether a large `.grad` becomes a view of the flat vector (grad_views.py).
 
         Raises:

@@ -51,7 +51,6 @@ def find_overflow(
 
     Args:
         optimizer: The optimizer that the script gives to the scaler.
-        scaler: The scaler of the script.
         attempts: Numbers of this worker's attempts at its steps.
 
     Raises:

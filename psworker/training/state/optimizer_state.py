@@ -29,7 +29,6 @@ def unpack(
     Args:
         optimizer: Optimizer of the same class, with parameters of the same shapes.
         values: The vector; empty: the other optimizer has no state.
-        parameters: The trained parameters.
 
     Raises:
         ConfigError: The state has another length than this optimizer's.

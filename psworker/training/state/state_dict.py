@@ -187,7 +187,6 @@ def fill(
     Args:
         optimizer: The shards' optimizer whose state it is.
         flat: `(layout.numel,)`.
-        value: The tensor, or None.
 
     Raises:
         ConfigError: The tensor has another shape.
