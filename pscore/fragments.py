@@ -23,21 +23,13 @@ PATTERNS = {SEQUENTIAL: "parts of neighbouring layers", STRIDED: "each p-th slic
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps at which the rounds of each fragment end; fragment 0 of 1 is the whole model.
+    """The steps at which the rounds of each fragment end; fragment 0 of 1 is the whole model."""
 
-    Attributes:
-        number: p, fragments, 1..steps.
-        steps: H, steps of a round.
-        warmup: Steps before that which are rounds of their own.
-        pattern: The division of the slices, one of `PATTERNS`.
-        least: Least steps of a round of a slower worker; 0: each makes `steps`.
-    """
-
-    number: int
-    steps: int
-    warmup: int
-    pattern: str = SEQUENTIAL
-    least: int = 0
+    number: int  # p, fragments, 1..steps.
+    steps: int  # H, steps of a round.
+    warmup: int  # Steps before that which are rounds of their own.
+    pattern: str = SEQUENTIAL  # The division of the slices, one of `PATTERNS`.
+    least: int = 0  # Least steps of a round of a slower worker; 0: each makes `steps`.
 
     def offset(self, fragment: int) -> int:
         """Returns the step of a cycle, 1..H, that ends a fragment's round."""

@@ -27,22 +27,14 @@ RETRY_S = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierCase:
-    """One simulated job whose workers meet at a barrier.
+    """One simulated job whose workers meet at a barrier."""
 
-    Attributes:
-        seed: Seed of the network, and of the workers' numbers and paces.
-        num_rounds: Rounds that each worker passes before it leaves.
-        dies_s: Time when each worker falls silent; None: it does not.
-        crashes_s: Times when the shard is killed and started again.
-        faults: Faults of each message.
-    """
-
-    seed: int
+    seed: int  # Seed of the network, and of the workers' numbers and paces.
     num_workers: int
-    num_rounds: int
-    dies_s: tuple[float | None, ...]
-    crashes_s: tuple[float, ...] = ()
-    faults: MessageFaults = NO_FAULTS
+    num_rounds: int  # Rounds that each worker passes before it leaves.
+    dies_s: tuple[float | None, ...]  # Time when each worker falls silent; None: it does not.
+    crashes_s: tuple[float, ...] = ()  # Times when the shard is killed and started again.
+    faults: MessageFaults = NO_FAULTS  # Faults of each message.
 
 
 def draw(seed: int) -> BarrierCase:

@@ -21,17 +21,11 @@ INCARNATIONS = 10_000  # Distance between the incarnations of a rank: no two are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Failures of each worker.
+    """Failures of each worker."""
 
-    Attributes:
-        mean_s: Mean time from the start of a process to its failure, in virtual seconds.
-        restart_s: Time from a failure to the next process, which then joins.
-        seed: Seed of the times.
-    """
-
-    mean_s: float
-    restart_s: float
-    seed: int = 0
+    mean_s: float  # Mean time from the start of a process to its failure, in virtual seconds.
+    restart_s: float  # Time from a failure to the next process, which then joins.
+    seed: int = 0  # Seed of the times.
 
 
 class FailingWorker(TrainingWorker):

@@ -47,24 +47,16 @@ def poison_unreferenced(store: Store) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """The end of a simulation.
+    """The end of a simulation."""
 
-    Attributes:
-        weights: `(numel,) float32`: on the shards, at the end.
-        seconds: Virtual seconds.
-        trace: Lines of the transcript.
-        events: Events of steps, pushes, updates and pulls.
-        captures: Checkpoints during training.
-    """
-
-    weights: FloatArray
+    weights: FloatArray  # `(numel,) float32`: on the shards, at the end.
     ledger: Ledger
     workers: list[FaultyWorker]
     num_events: int
-    seconds: float
-    trace: list[str]
-    events: list[Event]
-    captures: Captures
+    seconds: float  # Virtual seconds.
+    trace: list[str]  # Lines of the transcript.
+    events: list[Event]  # Events of steps, pushes, updates and pulls.
+    captures: Captures  # Checkpoints during training.
 
     @property
     def num_updates(self) -> int:

@@ -60,27 +60,17 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message as the network sees it.
+    """A message as the network sees it."""
 
-    Attributes:
-        worker: Rank at one end.
-        shard: Index of the shard at the other end.
-        is_answer: Whether it goes to the worker.
-        what: Description for the transcript.
-        nbytes: Its size; None: it passes beside others and takes no bandwidth.
-        slice: Slice that it is about; -1 for none.
-        is_first: Whether it belongs to a worker's start, before its first weights have come.
-        surely: Whether it always arrives.
-    """
-
-    worker: int
-    shard: int
-    is_answer: bool
-    what: str = ""
-    nbytes: int | None = None
-    slice: int = -1
+    worker: int  # Rank at one end.
+    shard: int  # Index of the shard at the other end.
+    is_answer: bool  # Whether it goes to the worker.
+    what: str = ""  # Description for the transcript.
+    nbytes: int | None = None  # Its size; None: it passes beside others and takes no bandwidth.
+    slice: int = -1  # Slice that it is about; -1 for none.
+    # Whether it belongs to a worker's start, before its first weights have come.
     is_first: bool = False
-    surely: bool = False
+    surely: bool = False  # Whether it always arrives.
 
 
 class Network:

@@ -32,28 +32,17 @@ TOLERANCE = 1e-4  # Relative; float32 rounds some hundred times.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCase:
-    """A drawn case.
-
-    Attributes:
-        mode: As `mode=` takes it.
-        num: Workers.
-        steps: Steps of each.
-        is_still: Whether gradients are 0.
-        trouble: Faults of the network, and kills.
-        compute_s: Seconds of each worker's gradient.
-        latency_s: Longest time of a message.
-        min_workers: Least number of workers of an elastic job; 0: it is not elastic.
-    """
+    """A drawn case."""
 
     seed: int
-    mode: str
-    num: int
-    steps: int
-    is_still: bool
-    trouble: Trouble
-    compute_s: tuple[float, ...]
-    latency_s: float
-    min_workers: int = 0
+    mode: str  # As `mode=` takes it.
+    num: int  # Workers.
+    steps: int  # Steps of each.
+    is_still: bool  # Whether gradients are 0.
+    trouble: Trouble  # Faults of the network, and kills.
+    compute_s: tuple[float, ...]  # Seconds of each worker's gradient.
+    latency_s: float  # Longest time of a message.
+    min_workers: int = 0  # Least number of workers of an elastic job; 0: it is not elastic.
 
     @property
     def rule(self) -> Decentralised:

@@ -59,20 +59,14 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event at a worker's model, for a replay.
+    """One event at a worker's model, for a replay."""
 
-    Attributes:
-        what: `offer` (a snapshot is taken), `half` (moved to another's snapshot), `answer` (moved
-            by the answer), `read` or `write` (the optimizer's move is added).
-        rank: The worker.
-        other: The other worker of an exchange.
-        number: Number of the exchange; the step of a read or write.
-    """
-
+    # `offer` (a snapshot is taken), `half` (moved to another's snapshot), `answer` (moved by the
+    # answer), `read` or `write` (the optimizer's move is added).
     what: str
-    rank: int
-    other: int = -1
-    number: int = -1
+    rank: int  # The worker.
+    other: int = -1  # The other worker of an exchange.
+    number: int = -1  # Number of the exchange; the step of a read or write.
 
 
 class PeersStuckError(AssertionError):

@@ -40,37 +40,25 @@ SendLater: TypeAlias = Callable[[Callable[[], None], Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
-    """The sender of a push or pull, and which one of its requests it is.
+    """The sender of a push or pull, and which one of its requests it is."""
 
-    Attributes:
-        worker: Rank.
-        step: Step of a push on the wire, clock of a pull.
-        incarnation: Incarnation of the worker; None for a push that an earlier process has
-            acknowledged.
-        role: Role of a push.
-    """
-
-    worker: int
-    step: int
+    worker: int  # Rank.
+    step: int  # Step of a push on the wire, clock of a pull.
+    # Incarnation of the worker; None for a push that an earlier process has acknowledged.
     incarnation: int | None
-    role: Role = Role.GRADIENT
+    role: Role = Role.GRADIENT  # Role of a push.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One action that a shard has decided and is about to execute.
-
-    Attributes:
-        clock: The state of the slice after the decision.
-        sender: The request that it concerns; None for an update or a skip.
-    """
+    """One action that a shard has decided and is about to execute."""
 
     shard: str
     job: Job
     slice: int
-    clock: SliceClock
+    clock: SliceClock  # The state of the slice after the decision.
     action: Action
-    sender: Sender | None
+    sender: Sender | None  # The request that it concerns; None for an update or a skip.
 
 
 class ShardObserver(Protocol):

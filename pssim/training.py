@@ -41,21 +41,14 @@ OnStep = Callable[["TrainingCluster", int, int, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Time of one forward and backward pass.
+    """Time of one forward and backward pass."""
 
-    Attributes:
-        mean_s: Mean in seconds.
-        deviation: Standard deviation of the logarithm: 0.1 is about 10 % from step to step.
-        slow: Factors of the ranks that are slow.
-        hiccup: Probability that a step is slow.
-        hiccup_factor: Factor of such a step.
-    """
-
-    mean_s: float = 8e-3
+    mean_s: float = 8e-3  # Mean in seconds.
+    # Standard deviation of the logarithm: 0.1 is about 10 % from step to step.
     deviation: float = 0.1
-    slow: Mapping[int, float] = field(default_factory=dict)
-    hiccup: float = 0.0
-    hiccup_factor: float = 10.0
+    slow: Mapping[int, float] = field(default_factory=dict)  # Factors of the ranks that are slow.
+    hiccup: float = 0.0  # Probability that a step is slow.
+    hiccup_factor: float = 10.0  # Factor of such a step.
 
     def draw(self, rank: int, rng: np.random.Generator) -> float:
         """Returns the seconds of one step."""
@@ -70,42 +63,29 @@ ETHERNET, STEADY = NetworkLink(), Compute()
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """A training run: the model, its workers, and its length.
-
-    Attributes:
-        make_model: Returns the model, with the same weights at each call.
-        gradient: Computes one minibatch's gradients into `.grad`; returns the loss.
-        group: The user's parameter group, as torch has it.
-        optimizer: The user's optimizer by its name in `OPTIMIZERS`.
-        lr: Learning rate of a step; None: as in `group`.
-        make_inner: Returns the workers' own optimizer, in modes that have one.
-        steps: Steps of each worker; in a mode with rounds by speed, of the training.
-        compress_min_nbytes: Smaller tensors are not compressed.
-        link: Link of each worker and shard.
-        samples: Weight of a worker's step in the mean of its step; None: 1.
-        seed: Seed of the computing times.
-        on_step: Called after each step of each worker.
-        tick_s: Virtual seconds after which shards look at the windows of rounds with a quorum.
-    """
+    """A training run: the model, its workers, and its length."""
 
     rule: Rule
-    make_model: Callable[[], nn.Module]
-    gradient: Gradient
-    group: Mapping[str, Any]
-    optimizer: str = "sgd"
-    lr: Callable[[int], float] | None = None
+    make_model: Callable[[], nn.Module]  # Returns the model, with the same weights at each call.
+    gradient: Gradient  # Computes one minibatch's gradients into `.grad`; returns the loss.
+    group: Mapping[str, Any]  # The user's parameter group, as torch has it.
+    optimizer: str = "sgd"  # The user's optimizer by its name in `OPTIMIZERS`.
+    lr: Callable[[int], float] | None = None  # Learning rate of a step; None: as in `group`.
+    # Returns the workers' own optimizer, in modes that have one.
     make_inner: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     num_workers: int = 4
     num_shards: int = 2
-    steps: int = 100
+    steps: int = 100  # Steps of each worker; in a mode with rounds by speed, of the training.
     compressor: Compressor = RAW
     pull_compressor: Compressor = RAW
-    compress_min_nbytes: int = 1 << 10
-    link: NetworkLink = ETHERNET
+    compress_min_nbytes: int = 1 << 10  # Smaller tensors are not compressed.
+    link: NetworkLink = ETHERNET  # Link of each worker and shard.
     compute: Compute = STEADY
+    # Weight of a worker's step in the mean of its step; None: 1.
     samples: Callable[[int, int], float] | None = None
-    seed: int = 0
-    on_step: OnStep | None = None
+    seed: int = 0  # Seed of the computing times.
+    on_step: OnStep | None = None  # Called after each step of each worker.
+    # Virtual seconds after which shards look at the windows of rounds with a quorum.
     tick_s: float = 1e-3
 
 

@@ -38,36 +38,23 @@ USED, FRESH = np.uint32(1), np.uint32(2)  # Flags of a place: it has a row; the 
 
 
 class RowStep(NamedTuple):
-    """One step on the rows of one table.
+    """One step on the rows of one table."""
 
-    Attributes:
-        floats: `(rows_max * stride,) float32`, the slab of rows.
-        words: The same memory as uint32.
-        stride: Words from one row to the next.
-        dim: Elements of a row.
-        width: Elements of a row and its state.
-        places: `(n,) int64`, the places of the rows.
-        begins: `(n,) uint8`, `KNOWN` for a row with contents, `NEW` for one without, which begins
-            with its first values, `LOADED` for one with weights whose state begins.
-        ids: `(n,) uint64`.
-        grads: `(n * dim,) float32`, sums of gradients.
-        scale: Factor on them.
-        first_state: First value of each element of the state.
-    """
-
-    floats: FloatArray
-    words: npt.NDArray[np.uint32]
-    stride: int
-    dim: int
-    width: int
-    places: IntArray
+    floats: FloatArray  # `(rows_max * stride,) float32`, the slab of rows.
+    words: npt.NDArray[np.uint32]  # The same memory as uint32.
+    stride: int  # Words from one row to the next.
+    dim: int  # Elements of a row.
+    width: int  # Elements of a row and its state.
+    places: IntArray  # `(n,) int64`, the places of the rows.
+    # `(n,) uint8`, `KNOWN` for a row with contents, `NEW` for one without, which begins with its
+    # first values, `LOADED` for one with weights whose state begins.
     begins: npt.NDArray[np.uint8]
-    ids: IdArray
-    grads: FloatArray
-    scale: np.float32
+    ids: IdArray  # `(n,) uint64`.
+    grads: FloatArray  # `(n * dim,) float32`, sums of gradients.
+    scale: np.float32  # Factor on them.
     version: np.uint32
     init: Init
-    first_state: np.float32
+    first_state: np.float32  # First value of each element of the state.
 
 
 class RowOptimizer(ABC):

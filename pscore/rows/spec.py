@@ -44,25 +44,16 @@ MARGIN_DEVIATIONS, MARGIN_ROWS = 6.0, 64  # Above the mean number of rows in a s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """The declaration of a row table beside its name and shape.
+    """The declaration of a row table beside its name and shape."""
 
-    Attributes:
-        seed: Seed of the first values and of the buckets.
-        init: First values: `zeros`, `uniform(a)` for U(-a, a), or `normal(std)`.
-        max_rows: Most updated rows on all shards; 0: `num_rows` of a fixed table, else 2^20.
-        max_norm: Largest Euclidean norm of a row; 0: none.
-        min_count: Pushes with an id's gradient that make its row; 0 and 1: the first.
-        ttl: Updates after which a row goes that none of them has changed; 0: it stays.
-        lru: Most updated rows on all shards, above which the oldest go, in each bucket those above
-            its share; 0: there is no bound.
-    """
-
-    seed: int = 0
-    init: str = "normal(1)"
-    max_rows: int = 0
-    max_norm: float = 0.0
-    min_count: int = 0
-    ttl: int = 0
+    seed: int = 0  # Seed of the first values and of the buckets.
+    init: str = "normal(1)"  # First values: `zeros`, `uniform(a)` for U(-a, a), or `normal(std)`.
+    max_rows: int = 0  # Most updated rows on all shards; 0: `num_rows` of a fixed table, else 2^20.
+    max_norm: float = 0.0  # Largest Euclidean norm of a row; 0: none.
+    min_count: int = 0  # Pushes with an id's gradient that make its row; 0 and 1: the first.
+    ttl: int = 0  # Updates after which a row goes that none of them has changed; 0: it stays.
+    # Most updated rows on all shards, above which the oldest go, in each bucket those above its
+    # share; 0: there is no bound.
     lru: int = 0
 
 

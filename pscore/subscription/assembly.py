@@ -74,17 +74,12 @@ class _Shard:
 
 @dataclass(slots=True)
 class Assembly:
-    """The slices of a reader.
-
-    Attributes:
-        taken: The version that the reader uses; None: none yet.
-        resyncs: Slices that came whole though they were held before.
-    """
+    """The slices of a reader."""
 
     shard_of: Mapping[int, int]  # By slice.
     num_shards: int
-    taken: WeightsVersion | None = None
-    resyncs: int = 0
+    taken: WeightsVersion | None = None  # The version that the reader uses; None: none yet.
+    resyncs: int = 0  # Slices that came whole though they were held before.
     _slices: dict[int, _Slice] = field(default_factory=dict)
     _shards: list[_Shard] = field(default_factory=list)
     _lineages: tuple[int, ...] = ()  # Each shard's, at the version taken.

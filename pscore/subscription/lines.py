@@ -35,20 +35,15 @@ ANSWER_S = 1.5  # A shard has at least so long for an answer, also once the read
 
 @dataclass(slots=True, kw_only=True)
 class ReaderLine:
-    """One shard, as a reader sees it; used by one thread at a time.
+    """One shard, as a reader sees it; used by one thread at a time."""
 
-    Attributes:
-        address: Address of the shard's control plane.
-        trouble: Why the last call was not answered; empty: it was.
-    """
-
-    address: str
+    address: str  # Address of the shard's control plane.
     index: int
     num_shards: int
     credentials: Credentials
     job: str
     table: str
-    trouble: str = ""
+    trouble: str = ""  # Why the last call was not answered; empty: it was.
     _is_checked: bool = False  # Whether the address is that of the shard.
     _instance: int = 0  # Number of the shard; 0: not known, or a relay.
     _next: str = ""  # Where it will soon be, or its standby is; empty: it stays.

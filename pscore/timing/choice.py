@@ -25,21 +25,13 @@ MEASURED_MODES = ("ssgd", "od", "ssd", "cd", DDP)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mode that advice considers.
+    """A mode that advice considers."""
 
-    Attributes:
-        mode: The argument `mode=`.
-        evidence: Its key in `EVIDENCE`.
-        compression: The argument `compression=`.
-        least: Workers that it needs.
-        is_kin: Whether a learning rate means the same in it as in `ssgd`.
-    """
-
-    mode: str
-    evidence: str
-    compression: str = "none"
-    least: int = 1
-    is_kin: bool = True
+    mode: str  # The argument `mode=`.
+    evidence: str  # Its key in `EVIDENCE`.
+    compression: str = "none"  # The argument `compression=`.
+    least: int = 1  # Workers that it needs.
+    is_kin: bool = True  # Whether a learning rate means the same in it as in `ssgd`.
 
 
 CANDIDATES = (
@@ -63,23 +55,14 @@ def backup_candidate(num_workers: int) -> Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRow:
-    """One way to train: its time, limit and evidence.
+    """One way to train: its time, limit and evidence."""
 
-    Attributes:
-        mode: The argument `mode=`, `ddp`, or `one process`.
-        compression: The argument `compression=`.
-        grouped: Whether the processes of a host are one worker.
-        time: Its time in closed form.
-        evidence: Its effect on accuracy where that was measured.
-        num_shards: Its shards; 0: none.
-    """
-
-    mode: str
-    compression: str
-    grouped: bool
-    time: StepTime
-    evidence: Evidence
-    num_shards: int
+    mode: str  # The argument `mode=`, `ddp`, or `one process`.
+    compression: str  # The argument `compression=`.
+    grouped: bool  # Whether the processes of a host are one worker.
+    time: StepTime  # Its time in closed form.
+    evidence: Evidence  # Its effect on accuracy where that was measured.
+    num_shards: int  # Its shards; 0: none.
 
     @property
     def is_measured(self) -> bool:

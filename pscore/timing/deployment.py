@@ -25,40 +25,26 @@ GBIT = 125e6  # Bytes per second of 1 Gbit/s.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """Costs of a machine; `RATE_SOURCES` says where each number comes from.
+    """Costs of a machine; `RATE_SOURCES` says where each number comes from."""
 
-    Attributes:
-        link_share: Payload bytes that a link carries, over its nominal bandwidth.
-        far_share: Share of that which connections carry over a round trip beyond `FAR_S`: `PACED`
-            where the system paces them (BBR).
-        memory: Bytes per second between two processes of one host.
-        receive: Bytes per second that a thread of a shard receives and adds.
-        send: Bytes per second that a thread of a shard sends.
-        update: Bytes of weights per second of a shard's optimizer, on one thread.
-        worker: Bytes per second that a worker sends or receives.
-        ring: Bytes per second that a process exchanges in all-reduce, links aside.
-        local: Bytes per second of a local update, which reads or writes two arrays.
-        encode: Bytes of gradients per second that a worker compresses.
-        decode: Bytes of gradients per second that a thread of a shard decompresses and adds.
-        message_s: Seconds of a shard's thread for one push or pull, beside its bytes.
-        tls: Bytes per second that one thread encrypts or decrypts.
-        tree_hosts: Hosts, at most, between which all-reduce sends a model once each way: it adds
-            up within each host first. Between more hosts it is a ring of all processes.
-    """
-
-    link_share: float = 0.93
+    link_share: float = 0.93  # Payload bytes that a link carries, over its nominal bandwidth.
+    # Share of that which connections carry over a round trip beyond `FAR_S`: `PACED` where the
+    # system paces them (BBR).
     far_share: float = 1.0
-    memory: float = 3.2e9
-    receive: float = 2.0e9
-    send: float = 4.0e9
-    update: float = 2.5e9
-    worker: float = 2.5e9
-    ring: float = 2.5e9
-    local: float = 3.2e9
-    encode: float = 1.5e9
+    memory: float = 3.2e9  # Bytes per second between two processes of one host.
+    receive: float = 2.0e9  # Bytes per second that a thread of a shard receives and adds.
+    send: float = 4.0e9  # Bytes per second that a thread of a shard sends.
+    update: float = 2.5e9  # Bytes of weights per second of a shard's optimizer, on one thread.
+    worker: float = 2.5e9  # Bytes per second that a worker sends or receives.
+    ring: float = 2.5e9  # Bytes per second that a process exchanges in all-reduce, links aside.
+    local: float = 3.2e9  # Bytes per second of a local update, which reads or writes two arrays.
+    encode: float = 1.5e9  # Bytes of gradients per second that a worker compresses.
+    # Bytes of gradients per second that a thread of a shard decompresses and adds.
     decode: float = 2.0e9
-    message_s: float = 0.2e-3
-    tls: float = 0.6e9
+    message_s: float = 0.2e-3  # Seconds of a shard's thread for one push or pull, beside its bytes.
+    tls: float = 0.6e9  # Bytes per second that one thread encrypts or decrypts.
+    # Hosts, at most, between which all-reduce sends a model once each way: it adds up within each
+    # host first. Between more hosts it is a ring of all processes.
     tree_hosts: int = 0
 
 
@@ -102,44 +88,28 @@ class TimedSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Workers and shards on hosts, a model in slices, and the time that a step computes.
+    """Workers and shards on hosts, a model in slices, and the time that a step computes."""
 
-    Attributes:
-        worker_hosts: The host of each worker.
-        shard_hosts: The host of each shard.
-        slices: The slices, in the order of the flat vector: the first is ready first in backward.
-        link: Nominal bandwidth of each host's link, each way, in bytes per second.
-        link_factors: Factors on it, by host, where a link is slower or faster.
-        round_trip_s: Round trip between two hosts, in seconds.
-        compute_s: Seconds of forward and backward.
-        deviation: Standard deviation of them from step to step, over the mean.
-        slow: Factors on `compute_s`, by worker.
-        group: Processes of each worker, which share its slices.
-        overlap: Whether pushes leave during backward.
-        num_state: State arrays of the shards' optimizer.
-        threads: Threads of each shard.
-        cores: Cores that all hosts share, where one machine stands for them; None: no thread waits
-            for a core. The closed forms do not know it.
-        tls: Whether connections between hosts are encrypted.
-        rates: Costs of a machine.
-    """
-
-    worker_hosts: tuple[int, ...]
-    shard_hosts: tuple[int, ...]
+    worker_hosts: tuple[int, ...]  # The host of each worker.
+    shard_hosts: tuple[int, ...]  # The host of each shard.
+    # The slices, in the order of the flat vector: the first is ready first in backward.
     slices: tuple[TimedSlice, ...]
-    link: float
+    link: float  # Nominal bandwidth of each host's link, each way, in bytes per second.
+    # Factors on it, by host, where a link is slower or faster.
     link_factors: Mapping[int, float] = field(default_factory=dict)
-    round_trip_s: float = 0.2e-3
-    compute_s: float
-    deviation: float = 0.0
-    slow: Mapping[int, float] = field(default_factory=dict)
-    group: int = 1
-    overlap: bool = True
-    num_state: int = 1
-    threads: int = 2
+    round_trip_s: float = 0.2e-3  # Round trip between two hosts, in seconds.
+    compute_s: float  # Seconds of forward and backward.
+    deviation: float = 0.0  # Standard deviation of them from step to step, over the mean.
+    slow: Mapping[int, float] = field(default_factory=dict)  # Factors on `compute_s`, by worker.
+    group: int = 1  # Processes of each worker, which share its slices.
+    overlap: bool = True  # Whether pushes leave during backward.
+    num_state: int = 1  # State arrays of the shards' optimizer.
+    threads: int = 2  # Threads of each shard.
+    # Cores that all hosts share, where one machine stands for them; None: no thread waits for a
+    # core. The closed forms do not know it.
     cores: int | None = None
-    tls: bool = False
-    rates: MachineRates = MachineRates()
+    tls: bool = False  # Whether connections between hosts are encrypted.
+    rates: MachineRates = MachineRates()  # Costs of a machine.
 
     @property
     def num_workers(self) -> int:

@@ -16,20 +16,14 @@ LOW_POINTS = 0.5  # At `--risk low`: as much may have been lost.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The effect of a mode on accuracy where that was measured.
+    """The effect of a mode on accuracy where that was measured."""
 
-    Attributes:
-        points: Percentage points of test accuracy from `ssgd`; 0 for the same updates; None: it was
-            not measured.
-        source: The page, and the row in it.
-        seeds: Runs; 0: there was nothing to measure.
-        more: Another difference of these runs, or a need of the mode, for people.
-    """
-
+    # Percentage points of test accuracy from `ssgd`; 0 for the same updates; None: it was not
+    # measured.
     points: float | None
-    source: str
-    seeds: int = 0
-    more: str = ""
+    source: str  # The page, and the row in it.
+    seeds: int = 0  # Runs; 0: there was nothing to measure.
+    more: str = ""  # Another difference of these runs, or a need of the mode, for people.
 
     @property
     def short(self) -> str:

@@ -27,15 +27,10 @@ BACK_SOURCE = "docs/results/recovery.json: recovery_s of a worker and of a shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCost:
-    """The cost of one killed process, in seconds of the whole job.
+    """The cost of one killed process, in seconds of the whole job."""
 
-    Attributes:
-        worker_s: Seconds that a worker costs.
-        shard_s: Seconds that a shard costs.
-    """
-
-    worker_s: float
-    shard_s: float
+    worker_s: float  # Seconds that a worker costs.
+    shard_s: float  # Seconds that a shard costs.
 
     def lost_share(self, workers: int, shards: int, hours: float) -> float:
         """Returns the share of time that is lost, 0 to 1.

@@ -28,21 +28,15 @@ SYNCHRONOUS = "ssgd"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceSums:
-    """The sums of one worker since it joined.
-
-    Attributes:
-        steps_s: Seconds of these steps.
-        waits_s: Seconds in which it waited for answers of shards, or for other workers' arrays.
-        requests_s: Seconds in which pushes or pulls were under way.
-        step_s: Seconds of one step without its waits.
-    """
+    """The sums of one worker since it joined."""
 
     rank: int
     num_steps: int
-    steps_s: float
+    steps_s: float  # Seconds of these steps.
+    # Seconds in which it waited for answers of shards, or for other workers' arrays.
     waits_s: float
-    requests_s: float
-    step_s: float
+    requests_s: float  # Seconds in which pushes or pulls were under way.
+    step_s: float  # Seconds of one step without its waits.
 
     @property
     def mean_s(self) -> float:

@@ -42,23 +42,14 @@ LOSS = 0.02  # Share of the time of a job.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeReport:
-    """A worker's report at a step.
+    """A worker's report at a step."""
 
-    Attributes:
-        incarnation: The worker's; reports of two incarnations have no difference.
-        pace: Its sums.
-        near: By shard: whether that is on the worker's host.
-        possible: Modes that it can take.
-        overlaps: Whether its pushes leave during backward.
-        host: Its host.
-    """
-
-    incarnation: int
-    pace: ReportedPace
-    near: tuple[bool, ...]
-    possible: frozenset[str]
-    overlaps: bool
-    host: str = ""
+    incarnation: int  # The worker's; reports of two incarnations have no difference.
+    pace: ReportedPace  # Its sums.
+    near: tuple[bool, ...]  # By shard: whether that is on the worker's host.
+    possible: frozenset[str]  # Modes that it can take.
+    overlaps: bool  # Whether its pushes leave during backward.
+    host: str = ""  # Its host.
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,15 +71,10 @@ class Meeting:
 
 @dataclass(slots=True)
 class Directory:
-    """The peers of one table.
+    """The peers of one table."""
 
-    Attributes:
-        epoch: Counts the changes of the members.
-        peers: The members, by rank.
-    """
-
-    epoch: int = 0
-    peers: dict[int, Peer] = field(default_factory=dict)
+    epoch: int = 0  # Counts the changes of the members.
+    peers: dict[int, Peer] = field(default_factory=dict)  # The members, by rank.
     _parted: set[int] = field(default_factory=set)  # Incarnations that exchange no more.
     _stopped: set[int] = field(default_factory=set)  # Ranks, under the newest epoch.
     _meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MEETINGS_MAX))

@@ -28,55 +28,32 @@ NO_VERSION = np.uint32((1 << 32) - 1)
 
 
 class SlabArrays(NamedTuple):
-    """The memory of a slab, the same bytes in three types.
+    """The memory of a slab, the same bytes in three types."""
 
-    Attributes:
-        floats: As numbers.
-        words: As words of 32 bits.
-        longs: As words of 64 bits.
-        stride: Words of a place.
-    """
-
-    floats: FloatArray
-    words: WordArray
-    longs: IdArray
-    stride: int
+    floats: FloatArray  # As numbers.
+    words: WordArray  # As words of 32 bits.
+    longs: IdArray  # As words of 64 bits.
+    stride: int  # Words of a place.
 
 
 class CopiedRows(NamedTuple):
-    """The copy of rows of a slab, as far as it has come.
+    """The copy of rows of a slab, as far as it has come."""
 
-    Attributes:
-        since: Only rows of a later version are copied.
-        is_copied: `(num_places,) uint8`, the rows that are not to be copied (any more).
-        ids: The ids of the rows.
-        values: The rows with their state.
-        versions: The version of each.
-        num_rows: `(1,) int64`, the rows that there are.
-    """
-
-    since: int
-    is_copied: ByteArray
-    ids: IdArray
-    values: FloatArray
-    versions: IntArray
-    num_rows: IntArray
+    since: int  # Only rows of a later version are copied.
+    is_copied: ByteArray  # `(num_places,) uint8`, the rows that are not to be copied (any more).
+    ids: IdArray  # The ids of the rows.
+    values: FloatArray  # The rows with their state.
+    versions: IntArray  # The version of each.
+    num_rows: IntArray  # `(1,) int64`, the rows that there are.
 
 
 class OldestRows(NamedTuple):
-    """Rows by bucket, those of a bucket in the order in which they go.
+    """Rows by bucket, those of a bucket in the order in which they go."""
 
-    Attributes:
-        heads: `(num_buckets,) int64`, the first row of each bucket; moves on.
-        stops: `(num_buckets,) int64`, that behind the last one.
-        places: The place of each row.
-        versions: The version of each when it was found.
-    """
-
-    heads: IntArray
-    stops: IntArray
-    places: IntArray
-    versions: IntArray
+    heads: IntArray  # `(num_buckets,) int64`, the first row of each bucket; moves on.
+    stops: IntArray  # `(num_buckets,) int64`, that behind the last one.
+    places: IntArray  # The place of each row.
+    versions: IntArray  # The version of each when it was found.
 
 
 @inlined

@@ -38,21 +38,14 @@ NO_IDS: IdArray = np.empty(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowDecision:
-    """The rows of a step.
+    """The rows of a step."""
 
-    Attributes:
-        rows: Places of the rows that the step changes, and of those that go.
-        grads: `(n * dim,) float32`, their gradients.
-        waiting: Places of the ids that wait, and of those that wait no more; None: none wait.
-        times: `(m,) float32`, the pushes of the step that name each id that waits.
-        num_dropped: Gradients of rows that are not made: one of each push.
-    """
-
-    rows: Places
-    grads: FloatArray
+    rows: Places  # Places of the rows that the step changes, and of those that go.
+    grads: FloatArray  # `(n * dim,) float32`, their gradients.
+    # Places of the ids that wait, and of those that wait no more; None: none wait.
     waiting: Places | None
-    times: FloatArray
-    num_dropped: int
+    times: FloatArray  # `(m,) float32`, the pushes of the step that name each id that waits.
+    num_dropped: int  # Gradients of rows that are not made: one of each push.
 
     @property
     def plans(self) -> list[Places]:

@@ -34,19 +34,12 @@ def keep_nothing(start: int, stop: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The places of a step's rows.
+    """The places of a step's rows."""
 
-    Attributes:
-        ids: `(n,) uint64`, ascending.
-        places: `(n,) int64`.
-        is_new: `(n,) bool`.
-        removed: Places of the rows that are given up.
-    """
-
-    ids: IdArray
-    places: IntArray
-    is_new: np.ndarray
-    removed: IntArray
+    ids: IdArray  # `(n,) uint64`, ascending.
+    places: IntArray  # `(n,) int64`.
+    is_new: np.ndarray  # `(n,) bool`.
+    removed: IntArray  # Places of the rows that are given up.
 
     @property
     def before(self) -> IntArray:
@@ -60,16 +53,11 @@ class FoundPlaces:
 
     A row stays at its place until it goes, so they are right as long as none has gone; where an id
     had none it may have one now.
-
-    Attributes:
-        ids: `(n,) uint64`, ascending.
-        places: `(n,) int64`, or -1.
-        num_gone: Rows that had gone from the slab.
     """
 
-    ids: IdArray
-    places: IntArray
-    num_gone: int
+    ids: IdArray  # `(n,) uint64`, ascending.
+    places: IntArray  # `(n,) int64`, or -1.
+    num_gone: int  # Rows that had gone from the slab.
 
     def are_of(self, ids: IdArray) -> bool:
         """Returns whether these are the ids."""
@@ -78,19 +66,12 @@ class FoundPlaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedRows:
-    """The rows that pushes name.
+    """The rows that pushes name."""
 
-    Attributes:
-        ids: `(n,) uint64`, ascending.
-        values: `(n * dim,) float32`, the weighted sum of the rows of each.
-        times: `(n,) float32`, the pushes that name each.
-        at: By push: the positions of its ids among them.
-    """
-
-    ids: IdArray
-    values: FloatArray
-    times: FloatArray
-    at: Sequence[IntArray | slice]
+    ids: IdArray  # `(n,) uint64`, ascending.
+    values: FloatArray  # `(n * dim,) float32`, the weighted sum of the rows of each.
+    times: FloatArray  # `(n,) float32`, the pushes that name each.
+    at: Sequence[IntArray | slice]  # By push: the positions of its ids among them.
 
 
 class Slab:

@@ -19,19 +19,13 @@ RECORDS_NBYTES = 8192  # For the two records of a slice, with some workers.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceMemory:
-    """The memory of one slice.
+    """The memory of one slice."""
 
-    Attributes:
-        buffers: Two arrays for weights that workers can map.
-        versions: `(2,) int64`, where the versions of these buffers are published.
-        stamps: The same again at the end of their file; None: it does not outlive the process.
-        journal: Where every change is recorded; None: likewise.
-    """
-
-    buffers: Sequence[FloatArray]
-    versions: IntArray
+    buffers: Sequence[FloatArray]  # Two arrays for weights that workers can map.
+    versions: IntArray  # `(2,) int64`, where the versions of these buffers are published.
+    # The same again at the end of their file; None: it does not outlive the process.
     stamps: IntArray | None = None
-    journal: SliceJournal | None = None
+    journal: SliceJournal | None = None  # Where every change is recorded; None: likewise.
 
 
 class StoreKind(ABC):

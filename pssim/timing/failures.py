@@ -13,21 +13,13 @@ from pssim.timing.run import RAW, TimedJob, make_job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedKill:
-    """The death of a process.
+    """The death of a process."""
 
-    Attributes:
-        is_shard: Whether it is a shard; else it is a worker.
-        index: Its index or rank.
-        at_s: Its moment, in virtual seconds.
-        noticed_s: Seconds after which the shards no longer wait for a worker.
-        back_s: Seconds until another process is in its place.
-    """
-
-    is_shard: bool
-    index: int
-    at_s: float
-    noticed_s: float = 0.0
-    back_s: float
+    is_shard: bool  # Whether it is a shard; else it is a worker.
+    index: int  # Its index or rank.
+    at_s: float  # Its moment, in virtual seconds.
+    noticed_s: float = 0.0  # Seconds after which the shards no longer wait for a worker.
+    back_s: float  # Seconds until another process is in its place.
 
 
 def lost_s(deployment: Deployment, rule: Rule, kill: TimedKill, *, steps: int) -> float:

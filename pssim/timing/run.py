@@ -26,13 +26,9 @@ STEPS_MIN = 6  # Steps that are measured, at least.
 
 @dataclass(frozen=True)
 class OneElementTable(TableSpec):
-    """The table of a deployment, with one element in each slice.
+    """The table of a deployment, with one element in each slice."""
 
-    Attributes:
-        slices: Its slices.
-    """
-
-    slices: tuple[SliceSpec, ...] = ()
+    slices: tuple[SliceSpec, ...] = ()  # Its slices.
 
     def layout(self) -> Layout:
         """Returns the layout of these slices."""
@@ -48,19 +44,12 @@ class OneElementTable(TableSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        step_s: Seconds of a step of training, of the slowest worker that a step waits for.
-        waited: Share of the time in which workers waited after computing.
-        busy: Share of the time in which each part was busy, by its name.
-        num_events: Events of the whole run.
-    """
-
-    step_s: float
-    waited: float
-    busy: Mapping[str, float]
-    num_events: int
+    step_s: float  # Seconds of a step of training, of the slowest worker that a step waits for.
+    waited: float  # Share of the time in which workers waited after computing.
+    busy: Mapping[str, float]  # Share of the time in which each part was busy, by its name.
+    num_events: int  # Events of the whole run.
 
     @property
     def limit(self) -> str:
@@ -102,20 +91,13 @@ def run_in_time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedJob:
-    """The parts of a job in time, before any event.
-
-    Attributes:
-        links: The links between hosts.
-        shards: The shards, with all workers joined and the weights loaded.
-        workers: The workers, which have yet to be started.
-        make_worker: Returns another process for a rank.
-    """
+    """The parts of a job in time, before any event."""
 
     loop: Loop
-    links: HostLinks
-    shards: list[TimedShard]
-    workers: list[TimedWorker]
-    make_worker: Callable[[int], TimedWorker]
+    links: HostLinks  # The links between hosts.
+    shards: list[TimedShard]  # The shards, with all workers joined and the weights loaded.
+    workers: list[TimedWorker]  # The workers, which have yet to be started.
+    make_worker: Callable[[int], TimedWorker]  # Returns another process for a rank.
 
 
 def make_job(

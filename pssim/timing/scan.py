@@ -28,26 +28,16 @@ HALVINGS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRequest:
-    """The points of a scan.
+    """The points of a scan."""
 
-    Attributes:
-        model: A known name, or a number of parameters.
-        workers: Numbers of workers.
-        per_host: Workers of a host, which are one worker of the shards.
-        gbits: Bandwidths of hosts, in 10^9 bit/s.
-        modes: Modes, as text.
-        compute_ms: Milliseconds of forward and backward.
-        every_message: Whether each point is simulated too.
-        failure_hours: Mean hours from one death of a process to its next; None: none dies.
-    """
-
-    model: str
-    workers: Sequence[int]
-    per_host: int
-    gbits: Sequence[float]
-    modes: Sequence[str]
-    compute_ms: float
-    every_message: bool = False
+    model: str  # A known name, or a number of parameters.
+    workers: Sequence[int]  # Numbers of workers.
+    per_host: int  # Workers of a host, which are one worker of the shards.
+    gbits: Sequence[float]  # Bandwidths of hosts, in 10^9 bit/s.
+    modes: Sequence[str]  # Modes, as text.
+    compute_ms: float  # Milliseconds of forward and backward.
+    every_message: bool = False  # Whether each point is simulated too.
+    # Mean hours from one death of a process to its next; None: none dies.
     failure_hours: float | None = None
 
 

@@ -37,17 +37,11 @@ MEASURED = {"workers": (1, 4), "Gbit/s": (0.1, 1.0), "parameters": (1.6e6, 25.6e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlaces:
-    """Shards, their places, and the memory of each.
+    """Shards, their places, and the memory of each."""
 
-    Attributes:
-        hosts: The host, or site, of each shard.
-        nbytes: Memory of a shard in `ssgd`, with a journal as by default.
-        cpu_share: Share of an `ssgd` step in which a shard's threads are busy.
-    """
-
-    hosts: tuple[int, ...]
-    nbytes: float
-    cpu_share: float
+    hosts: tuple[int, ...]  # The host, or site, of each shard.
+    nbytes: float  # Memory of a shard in `ssgd`, with a journal as by default.
+    cpu_share: float  # Share of an `ssgd` step in which a shard's threads are busy.
 
 
 def plan_shards(situation: Situation) -> ShardPlaces:
@@ -128,17 +122,11 @@ def candidates_of(situation: Situation) -> tuple[Candidate, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceVerdict:
-    """The way to train that is advised, and the reason.
+    """The way to train that is advised, and the reason."""
 
-    Attributes:
-        row: The way to train.
-        text: The advice as one sentence.
-        also: A clearly faster way at a higher risk, as a sentence; empty: none.
-    """
-
-    row: AdviceRow
-    text: str
-    also: str = ""
+    row: AdviceRow  # The way to train.
+    text: str  # The advice as one sentence.
+    also: str = ""  # A clearly faster way at a higher risk, as a sentence; empty: none.
 
 
 def require_risk(risk: str) -> None:

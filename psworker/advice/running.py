@@ -41,25 +41,16 @@ STEPS_MIN = 3  # Steps that each worker has to have made.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedJob:
-    """A job as its shards know it.
-
-    Attributes:
-        optimizer: Optimizer of its shards.
-        nbytes: Bytes of its weights.
-        hosts: Host of each live worker; if none is live, of each that was.
-        paces: Sums of the same workers, in the same order.
-        moved_nbytes: Bytes pushed and pulled by all workers so far.
-        has_ended: Whether no worker is live.
-    """
+    """A job as its shards know it."""
 
     name: str
     mode: str
-    optimizer: str
-    nbytes: int
-    hosts: Sequence[str]
-    paces: Sequence[PaceSums]
-    moved_nbytes: int
-    has_ended: bool = False
+    optimizer: str  # Optimizer of its shards.
+    nbytes: int  # Bytes of its weights.
+    hosts: Sequence[str]  # Host of each live worker; if none is live, of each that was.
+    paces: Sequence[PaceSums]  # Sums of the same workers, in the same order.
+    moved_nbytes: int  # Bytes pushed and pulled by all workers so far.
+    has_ended: bool = False  # Whether no worker is live.
 
     @property
     def is_ready(self) -> bool:

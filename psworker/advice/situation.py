@@ -41,38 +41,23 @@ class Sourced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Workers on hosts, links, a model, and the time that a step computes.
+    """Workers on hosts, links, a model, and the time that a step computes."""
 
-    Attributes:
-        numel: Parameters of the model.
-        groups: Workers of each host; with sites, of each site.
-        link: Nominal bytes per second of a host's link, each way; with sites, of a site's.
-        near: Bytes per second between two processes of a host or site; None: memory.
-        round_trip_s: Round trip between two hosts.
-        compute_s: Seconds of forward and backward of a worker.
-        deviation: Standard deviation of them, over the mean.
-        slow: Factors on `compute_s`, by worker.
-        num_state: State arrays of the shards' optimizer.
-        tls: Whether connections between hosts are encrypted.
-        overlap: Whether pushes may leave during backward.
-        has_sites: Whether `groups` are sites of several hosts.
-        rates: Costs of a machine.
-        sources: Every number with its source, by name.
-    """
-
-    numel: int
-    groups: tuple[int, ...]
-    link: float
+    numel: int  # Parameters of the model.
+    groups: tuple[int, ...]  # Workers of each host; with sites, of each site.
+    link: float  # Nominal bytes per second of a host's link, each way; with sites, of a site's.
+    # Bytes per second between two processes of a host or site; None: memory.
     near: float | None = None
-    round_trip_s: float = TRIP_MS / 1e3
-    compute_s: float
-    deviation: float = 0.0
-    slow: dict[int, float] = field(default_factory=dict)
-    num_state: int = 1
-    tls: bool = False
-    overlap: bool = True
-    has_sites: bool = False
-    rates: MachineRates = GPU_RATES
+    round_trip_s: float = TRIP_MS / 1e3  # Round trip between two hosts.
+    compute_s: float  # Seconds of forward and backward of a worker.
+    deviation: float = 0.0  # Standard deviation of them, over the mean.
+    slow: dict[int, float] = field(default_factory=dict)  # Factors on `compute_s`, by worker.
+    num_state: int = 1  # State arrays of the shards' optimizer.
+    tls: bool = False  # Whether connections between hosts are encrypted.
+    overlap: bool = True  # Whether pushes may leave during backward.
+    has_sites: bool = False  # Whether `groups` are sites of several hosts.
+    rates: MachineRates = GPU_RATES  # Costs of a machine.
+    # Every number with its source, by name.
     sources: dict[str, Sourced] = field(default_factory=dict)
 
     @property

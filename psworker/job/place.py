@@ -28,21 +28,14 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlace:
-    """The workers that one launch starts.
+    """The workers that one launch starts."""
 
-    Attributes:
-        num_workers: Workers to start here.
-        first_rank: Rank of the first of them; the ranks of the others follow.
-        job_workers: Workers of the job on all machines.
-        elastic: Minimum and maximum of an elastic job, whose ranks come from the shards.
-        has_others: Whether other launches start workers or groups of this job.
-    """
-
-    num_workers: int
-    first_rank: int = 0
-    job_workers: int
+    num_workers: int  # Workers to start here.
+    first_rank: int = 0  # Rank of the first of them; the ranks of the others follow.
+    job_workers: int  # Workers of the job on all machines.
+    # Minimum and maximum of an elastic job, whose ranks come from the shards.
     elastic: tuple[int, int] | None = None
-    has_others: bool = False
+    has_others: bool = False  # Whether other launches start workers or groups of this job.
 
     @classmethod
     def alone(cls, num_workers: int) -> LaunchPlace:

@@ -17,17 +17,11 @@ from psworker.rows.lookups import IdArray, Lookup
 
 
 class RowGradient(NamedTuple):
-    """The gradient of some rows of a table; all others are zero.
+    """The gradient of some rows of a table; all others are zero."""
 
-    Attributes:
-        ids: `(u,) uint64`.
-        counts: `(u,) int64`, the number of times that each occurs in the batches.
-        values: `(u, dim) float32`.
-    """
-
-    ids: IdArray
-    counts: IntArray
-    values: FloatArray
+    ids: IdArray  # `(u,) uint64`.
+    counts: IntArray  # `(u,) int64`, the number of times that each occurs in the batches.
+    values: FloatArray  # `(u, dim) float32`.
 
     @classmethod
     def of_none(cls, dim: int) -> Self:

@@ -38,20 +38,14 @@ class RowSource(Protocol):
 
 
 class Lookup(NamedTuple):
-    """The rows that the ids of a batch need.
+    """The rows that the ids of a batch need."""
 
-    Attributes:
-        ids: `(u,) uint64`, strictly ascending, without the padding. The order is the same for any
-            number of shards: the bits of torch's sums depend on a row's place in memory.
-        counts: `(u,) int64`, the number of times that each occurs in the batch.
-        rows: `(u + 1, dim) float32`; the last row is zero, for the padding.
-        places: The row of each id of the batch, int64, in the shape of the batch.
-    """
-
+    # `(u,) uint64`, strictly ascending, without the padding. The order is the same for any number
+    # of shards: the bits of torch's sums depend on a row's place in memory.
     ids: IdArray
-    counts: IntArray
-    rows: torch.Tensor
-    places: torch.Tensor
+    counts: IntArray  # `(u,) int64`, the number of times that each occurs in the batch.
+    rows: torch.Tensor  # `(u + 1, dim) float32`; the last row is zero, for the padding.
+    places: torch.Tensor  # The row of each id of the batch, int64, in the shape of the batch.
 
     @property
     def padding(self) -> int:

@@ -29,20 +29,14 @@ def is_near(session: Session) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The arguments of a wrapper with which each of its tables is declared.
+    """The arguments of a wrapper with which each of its tables is declared."""
 
-    Attributes:
-        named: All named parameters of the model.
-        min_nbytes: Smaller parameters are not compressed; in bytes of float32.
-        exclude: Names or patterns of more parameters to leave out.
-        publish_every: Updates from one version for readers to the next; None: there are none.
-    """
-
-    named: Sequence[tuple[str, torch.nn.Parameter]]
+    named: Sequence[tuple[str, torch.nn.Parameter]]  # All named parameters of the model.
     compressor: Compressor
     pull_compressor: Compressor
-    min_nbytes: int
-    exclude: Sequence[str]
+    min_nbytes: int  # Smaller parameters are not compressed; in bytes of float32.
+    exclude: Sequence[str]  # Names or patterns of more parameters to leave out.
+    # Updates from one version for readers to the next; None: there are none.
     publish_every: int | None = None
 
     def __post_init__(self) -> None:

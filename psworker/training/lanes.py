@@ -31,19 +31,12 @@ HALF = 32  # Bits of a half of an int64.
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The way in which tensors of one shape and one widened dtype travel.
+    """The way in which tensors of one shape and one widened dtype travel."""
 
-    Attributes:
-        shape: Shape of the tensors.
-        wide: `torch.float32`, `float64` or `int64`, in which they are added up.
-        is_complex: Whether a tensor is complex; it is then widened to pairs of real numbers.
-        rows: Number of rows of bytes; 1: only one worker ever sends anything but zeros.
-    """
-
-    shape: torch.Size
-    wide: torch.dtype
-    is_complex: bool
-    rows: int
+    shape: torch.Size  # Shape of the tensors.
+    wide: torch.dtype  # `torch.float32`, `float64` or `int64`, in which they are added up.
+    is_complex: bool  # Whether a tensor is complex; it is then widened to pairs of real numbers.
+    rows: int  # Number of rows of bytes; 1: only one worker ever sends anything but zeros.
 
     @classmethod
     def of(cls, like: torch.Tensor, rows: int) -> Lanes:

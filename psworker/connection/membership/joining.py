@@ -43,29 +43,19 @@ FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a sh
 
 @dataclass(slots=True)
 class JobMember:
-    """This process as a member of a job.
-
-    Attributes:
-        num_workers: Number of workers of the job; the maximum of an elastic one.
-        min_workers: Minimum of an elastic job; 0: it is not elastic.
-        restart: Number of restarts of this worker.
-        rank: 0-based rank of this worker; -1: the first shard decides.
-        incarnation: Random number of this membership; 0: none yet.
-        former: Incarnations of this process before this one, oldest first.
-        after: The incarnation under which this process finished a run of the job; 0: none.
-        waits: A description of the shard that does not answer; the other shards report it.
-        lease_s: Seconds without a message after which the shards declare this worker lost.
-    """
+    """This process as a member of a job."""
 
     job: str
-    num_workers: int
-    min_workers: int
-    restart: int
-    rank: int
-    incarnation: int = 0
+    num_workers: int  # Number of workers of the job; the maximum of an elastic one.
+    min_workers: int  # Minimum of an elastic job; 0: it is not elastic.
+    restart: int  # Number of restarts of this worker.
+    rank: int  # 0-based rank of this worker; -1: the first shard decides.
+    incarnation: int = 0  # Random number of this membership; 0: none yet.
+    # Incarnations of this process before this one, oldest first.
     former: list[int] = field(default_factory=list)
-    after: int = 0
-    waits: str = ""
+    after: int = 0  # The incarnation under which this process finished a run of the job; 0: none.
+    waits: str = ""  # A description of the shard that does not answer; the other shards report it.
+    # Seconds without a message after which the shards declare this worker lost.
     lease_s: float = 0.0
 
     @property
@@ -92,21 +82,13 @@ class JobMember:
 
 @dataclass(slots=True)
 class Known:
-    """State of a job that the shards reported when this worker joined.
+    """State of a job that the shards reported when this worker joined."""
 
-    Attributes:
-        life: The life of the job, on the first shard.
-        progress: Step of each table that the job had.
-        rounds: The next round of each barrier.
-        modes: Mode of each table that the job had.
-        mends: Whether the shards restore a job of which one of them has lost its part.
-    """
-
-    life: int = 0
-    progress: dict[str, int] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
-    modes: dict[str, str] = field(default_factory=dict)
-    mends: bool = False
+    life: int = 0  # The life of the job, on the first shard.
+    progress: dict[str, int] = field(default_factory=dict)  # Step of each table that the job had.
+    rounds: dict[str, int] = field(default_factory=dict)  # The next round of each barrier.
+    modes: dict[str, str] = field(default_factory=dict)  # Mode of each table that the job had.
+    mends: bool = False  # Whether the shards restore a job of which one of them has lost its part.
 
     def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""

@@ -33,15 +33,10 @@ log = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """The arguments of `psworker.Pipeline` that a plan found by itself needs.
+    """The arguments of `psworker.Pipeline` that a plan found by itself needs."""
 
-    Attributes:
-        bandwidth: Bytes per second of a worker's link, in each direction.
-        memory_nbytes: Memory of a worker; infinite: no limit.
-    """
-
-    bandwidth: float
-    memory_nbytes: float
+    bandwidth: float  # Bytes per second of a worker's link, in each direction.
+    memory_nbytes: float  # Memory of a worker; infinite: no limit.
 
     @classmethod
     def parse(cls, bandwidth: str | None, memory: str | None) -> PlanLimits:

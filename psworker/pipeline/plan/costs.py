@@ -43,20 +43,14 @@ class ShardsCost:
     Activations pass on threads of their own, so they cost time only where the link is slower than
     the computing. A stage of one replica pushes nothing: its optimizer runs on the worker, which
     computes nothing else meanwhile.
-
-    Attributes:
-        pushed: Bytes pushed per byte of parameters, as a mean over the steps of the mode.
-        pulled: The same, pulled.
-        hides: Whether the mode computes while it pushes and pulls.
-        num_shards: Shards, each behind a link as fast as a worker's.
-        on_workers: Whether shard i is on the host of worker i, behind its link.
     """
 
+    # Bytes pushed per byte of parameters, as a mean over the steps of the mode.
     pushed: float = 1.0
-    pulled: float = 1.0
-    hides: bool = True
-    num_shards: int
-    on_workers: bool = False
+    pulled: float = 1.0  # The same, pulled.
+    hides: bool = True  # Whether the mode computes while it pushes and pulls.
+    num_shards: int  # Shards, each behind a link as fast as a worker's.
+    on_workers: bool = False  # Whether shard i is on the host of worker i, behind its link.
 
     def stage_s(self, load: StageLoad) -> float:
         """Returns the seconds between two minibatches that leave the stage."""

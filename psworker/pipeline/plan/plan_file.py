@@ -23,18 +23,12 @@ class PlanStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A plan, and its prediction.
-
-    Attributes:
-        stages: Stages, in order.
-        predicted_ms: Milliseconds between two minibatches.
-        verdict: `pipeline` or `do not pipeline`.
-    """
+    """A plan, and its prediction."""
 
     model: str
-    stages: tuple[PlanStage, ...]
-    predicted_ms: float
-    verdict: str
+    stages: tuple[PlanStage, ...]  # Stages, in order.
+    predicted_ms: float  # Milliseconds between two minibatches.
+    verdict: str  # `pipeline` or `do not pipeline`.
     reason: str
 
     @property

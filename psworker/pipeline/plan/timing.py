@@ -39,19 +39,12 @@ Message = tuple[int, int, int]  # Receiving rank, kind, minibatch.
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Bytes on their way.
+    """Bytes on their way."""
 
-    Attributes:
-        left: Bytes.
-        links: Part of the bytes on each link.
-        shares: Connections that carry it: its weight where it meets others.
-        ended: Called at its end.
-    """
-
-    left: float
-    links: dict[int, float]
-    shares: int
-    ended: Callable[[], None]
+    left: float  # Bytes.
+    links: dict[int, float]  # Part of the bytes on each link.
+    shares: int  # Connections that carry it: its weight where it meets others.
+    ended: Callable[[], None]  # Called at its end.
     rate: float = 0.0
 
 

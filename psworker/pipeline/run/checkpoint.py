@@ -34,17 +34,11 @@ PREFIX = "minibatch-"
 
 @dataclass(frozen=True, slots=True)
 class StageCheckpoint:
-    """The model after some minibatches.
+    """The model after some minibatches."""
 
-    Attributes:
-        minibatches: Minibatches behind it.
-        weights: Parameters and buffers, by name.
-        optimizer: State of the optimizers, by parameter's name, a slash and the key.
-    """
-
-    minibatches: int
-    weights: Tensors
-    optimizer: Tensors
+    minibatches: int  # Minibatches behind it.
+    weights: Tensors  # Parameters and buffers, by name.
+    optimizer: Tensors  # State of the optimizers, by parameter's name, a slash and the key.
 
     def write(self, folder: Path, keep: int) -> Path:
         """Writes it; returns its own folder in `folder`.

@@ -67,21 +67,13 @@ class ShardSteps(Protocol):
 
 @dataclass(slots=True)
 class _Save:
-    """A checkpoint that this worker's script asks for.
+    """A checkpoint that this worker's script asks for."""
 
-    Attributes:
-        number: Minibatches behind it.
-        write: Writes it.
-        is_over: Whether this worker knows the outcome.
-        is_written: Whether it is on the disk.
-        problem: The reason, if this worker could not write it.
-    """
-
-    number: int
-    write: Write
-    is_over: bool = False
-    is_written: bool = False
-    problem: OSError | None = None
+    number: int  # Minibatches behind it.
+    write: Write  # Writes it.
+    is_over: bool = False  # Whether this worker knows the outcome.
+    is_written: bool = False  # Whether it is on the disk.
+    problem: OSError | None = None  # The reason, if this worker could not write it.
 
 
 class ContinuingDriver(Driver):

@@ -37,17 +37,11 @@ ALIKE = SSGD()  # All replicas of a stage have the same weights.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A replica of a stage.
+    """A replica of a stage."""
 
-    Attributes:
-        stage: Index of the stage.
-        replica: Index among its replicas.
-        replicas: Numbers of replicas of all stages.
-    """
-
-    stage: int
-    replica: int
-    replicas: tuple[int, ...]
+    stage: int  # Index of the stage.
+    replica: int  # Index among its replicas.
+    replicas: tuple[int, ...]  # Numbers of replicas of all stages.
 
     @classmethod
     def of_rank(cls, rank: int, replicas: Sequence[int]) -> Place:
