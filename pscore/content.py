@@ -17,17 +17,11 @@ from pscore.types import ByteArray, SliceSpec, TensorSpec
 
 
 class Stepping(Protocol):
-    """The part of an optimizer that declarations, messages and checkpoints use.
+    """The part of an optimizer that declarations, messages and checkpoints use."""
 
-    Attributes:
-        name: Its name on the wire.
-        hyper_names: Columns of the hyper-parameters, the first `lr`.
-        state_names: Names of its state arrays.
-    """
-
-    name: ClassVar[str]
-    hyper_names: ClassVar[tuple[str, ...]]
-    state_names: ClassVar[tuple[str, ...]]
+    name: ClassVar[str]  # Its name on the wire.
+    hyper_names: ClassVar[tuple[str, ...]]  # Columns of the hyper-parameters, the first `lr`.
+    state_names: ClassVar[tuple[str, ...]]  # Names of its state arrays.
 
 
 class Content(ABC):

@@ -89,18 +89,13 @@ class BarrierLedger:
 
 
 class BarrierWorker:
-    """One worker: it computes, arrives, and passes.
-
-    Attributes:
-        number: The round that it is in.
-        is_over: Whether it has died, was declared lost, or has left.
-    """
+    """One worker: it computes, arrives, and passes."""
 
     def __init__(self, rank: int, cluster: "BarrierCluster") -> None:
         """Joins; its first round begins after a while."""
         self.rank = rank
-        self.number = 0
-        self.is_over = False
+        self.number = 0  # The round that it is in.
+        self.is_over = False  # Whether it has died, was declared lost, or has left.
         self._incarnation = 100 + rank
         self._cluster = cluster
         self._rng = random.Random(f"{cluster.case.seed} {rank}")

@@ -70,16 +70,11 @@ class Done:
 
 
 class Captures:
-    """The checkpoints of one simulated job.
-
-    Attributes:
-        book: The residuals that the workers had.
-        done: Complete parts, one for each shard and checkpoint.
-    """
+    """The checkpoints of one simulated job."""
 
     def __init__(self) -> None:
-        self.book = ResidualBook()
-        self.done: list[Done] = []
+        self.book = ResidualBook()  # The residuals that the workers had.
+        self.done: list[Done] = []  # Complete parts, one for each shard and checkpoint.
         self._open: list[tuple[SimulatedShard, TableCapture, int]] = []
 
     def begin(self, shards: Sequence[SimulatedShard]) -> None:

@@ -29,19 +29,14 @@ class Failures:
 
 
 class FailingWorker(TrainingWorker):
-    """A worker that fails and is started again.
+    """A worker that fails and is started again."""
 
-    Attributes:
-        cluster: Its job.
-        num_failures: Failures so far.
-    """
-
-    cluster: FailingCluster
+    cluster: FailingCluster  # Its job.
 
     def __init__(self, cluster: FailingCluster, rank: int, model: nn.Module) -> None:
         """Makes the worker; `join` comes next."""
         super().__init__(cluster, rank, model)
-        self.num_failures = 0
+        self.num_failures = 0  # Failures so far.
         self._is_dead = False
         self._draw = np.random.default_rng([cluster.failures.seed, rank, 1])
 
@@ -82,11 +77,7 @@ class FailingWorker(TrainingWorker):
 
 
 class FailingCluster(TrainingCluster):
-    """The workers and shards of a job with failures; `run` trains.
-
-    Attributes:
-        failures: Its failures.
-    """
+    """The workers and shards of a job with failures; `run` trains."""
 
     def __init__(self, job: TrainingJob, failures: Failures) -> None:
         """Makes them, with rank 0's weights on the shards.
@@ -94,7 +85,7 @@ class FailingCluster(TrainingCluster):
         Args:
             failures: The failures; a mean of infinity: none.
         """
-        self.failures = failures
+        self.failures = failures  # Its failures.
         self._failing: list[FailingWorker] = []
         super().__init__(job)
         for worker in self._failing:

@@ -19,18 +19,12 @@ class StuckError(AssertionError):
 
 
 class Loop:
-    """Events in the order of their time; those of one time in the order of their scheduling.
-
-    Attributes:
-        now_s: Virtual time in seconds.
-        num_events: Events so far.
-        is_stopped: Whether `stop` was called.
-    """
+    """Events in the order of their time; those of one time in the order of their scheduling."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        self.num_events = 0
-        self.is_stopped = False
+        self.now_s = 0.0  # Virtual time in seconds.
+        self.num_events = 0  # Events so far.
+        self.is_stopped = False  # Whether `stop` was called.
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
 

@@ -65,17 +65,13 @@ def _launcher(index: int) -> Launch | None:
 
 
 class Stream:
-    """A stream of torch, as CuPy's functions read it.
-
-    Attributes:
-        ptr: Its `cudaStream_t`.
-    """
+    """A stream of torch, as CuPy's functions read it."""
 
     __slots__ = ("ptr",)
 
     def __init__(self, ptr: int) -> None:
         """Keeps the address; the stream is torch's."""
-        self.ptr = ptr
+        self.ptr = ptr  # Its `cudaStream_t`.
 
 
 @functools.cache

@@ -16,20 +16,14 @@ WAIT_S = 0.02
 
 
 class Slots:
-    """The payloads of one sender's messages to one receiver; used from any thread.
-
-    Attributes:
-        number: Random number by which messages name this memory.
-        segment: The memory, of `nbytes` for each slot.
-        nbytes: Longest payload.
-    """
+    """The payloads of one sender's messages to one receiver; used from any thread."""
 
     def __init__(self, nbytes: int) -> None:
         """Reserves memory; raises OSError if the machine has too little memory."""
-        self.number = secrets.randbits(64)
-        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.number = secrets.randbits(64)  # Random number by which messages name this memory.
+        self.nbytes = -(-nbytes // PAGE) * PAGE  # Longest payload.
         num = min(max(TOTAL_NBYTES // self.nbytes, NUM_MIN), NUM_MAX)
-        self.segment = Segment.create(num * self.nbytes)
+        self.segment = Segment.create(num * self.nbytes)  # The memory, of `nbytes` for each slot.
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(num):
             self._free.put(slot)

@@ -58,19 +58,13 @@ class RowStep(NamedTuple):
 
 
 class RowOptimizer(ABC):
-    """One kind of step of rows.
+    """One kind of step of rows."""
 
-    Attributes:
-        name: Its name in `ROW_OPTIMIZERS` and on the wire.
-        hyper_names: Columns of the hyper-parameters.
-        state_names: Its state, each as long as the row or one number for a row.
-        divisors: Hyper-parameters by which a step divides.
-    """
-
-    name: ClassVar[str]
-    hyper_names: ClassVar[tuple[str, ...]]
+    name: ClassVar[str]  # Its name in `ROW_OPTIMIZERS` and on the wire.
+    hyper_names: ClassVar[tuple[str, ...]]  # Columns of the hyper-parameters.
+    # Its state, each as long as the row or one number for a row.
     state_names: ClassVar[tuple[str, ...]] = ()
-    divisors: ClassVar[tuple[str, ...]] = ()
+    divisors: ClassVar[tuple[str, ...]] = ()  # Hyper-parameters by which a step divides.
     is_rowwise: ClassVar[bool] = False  # Whether the state is one number for a row.
 
     def state_widths(self, dim: int) -> list[int]:

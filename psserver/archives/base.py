@@ -35,13 +35,9 @@ class Room(ABC):
 
 
 class Archive(ABC):
-    """The numbers of the tables of one content.
+    """The numbers of the tables of one content."""
 
-    Attributes:
-        name: Name of the content.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # Name of the content.
 
     @abstractmethod
     def weights_only(self, arrays: Sequence[str]) -> list[str]:

@@ -90,14 +90,10 @@ class Asker:
 
 
 class ShardWatch:
-    """A thread that asks the shards, and keeps the history of their answers.
-
-    Attributes:
-        history: The answers so far; guards itself.
-    """
+    """A thread that asks the shards, and keeps the history of their answers."""
 
     def __init__(self, asker: Asker, history: History) -> None:
-        self.history = history
+        self.history = history  # The answers so far; guards itself.
         self._asker = asker
         self._end = threading.Event()
         self._thread = OwnedThread(self._run, "watch", self._show_silence)

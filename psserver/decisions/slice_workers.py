@@ -11,16 +11,11 @@ from psserver.decisions.progress import Progress
 
 
 class SliceWorkers:
-    """Progress of each worker on one slice, and the ranks that its steps expect.
-
-    Attributes:
-        participants: The workers that take part in the table.
-        newcomers: Those of them that have not reached their first step.
-    """
+    """Progress of each worker on one slice, and the ranks that its steps expect."""
 
     def __init__(self, participants: Participants) -> None:
-        self.participants = participants
-        self.newcomers = Newcomers()
+        self.participants = participants  # The workers that take part in the table.
+        self.newcomers = Newcomers()  # Those of them that have not reached their first step.
         # By rank. Invariant: contains every push of an open step, and no parked one.
         self.counted: dict[int, Progress] = {}
         self._first_clock = 0  # Largest clock when the job began, or its present life.

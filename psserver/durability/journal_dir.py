@@ -458,14 +458,11 @@ class TemporaryJournalDir:
     """A folder in memory for the journals of one start; gone with its last process.
 
     Folders of former starts whose processes were all killed are deleted too.
-
-    Attributes:
-        path: The folder, or None if there is no place for it.
     """
 
     def __init__(self, name: str) -> None:
         """Makes the folder `name`, private to this user."""
-        self.path: Path | None = None
+        self.path: Path | None = None  # The folder, or None if there is no place for it.
         base = (SHM if os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())) / (
             f"paceline-{os.geteuid()}"
         )

@@ -36,11 +36,7 @@ HEAD_WORDS = 3  # Magic, seal, length.
 
 
 class WeightsFile:
-    """The weights of one table in a file.
-
-    Attributes:
-        segment: The part that workers map.
-    """
+    """The weights of one table in a file."""
 
     def __init__(
         self, path: Path, nbytes: int, num_slices: int, seal: int, *, is_new: bool
@@ -78,7 +74,7 @@ class WeightsFile:
             elif words[:HEAD_WORDS].tolist() != wanted.tolist():
                 raise ValueError(f"{path} is not the weights file of this journal")
             self._stamps: IntArray = words[HEAD_WORDS:].reshape(num_slices, BUFFERS)
-            self.segment = Segment(fd, nbytes)
+            self.segment = Segment(fd, nbytes)  # The part that workers map.
         except (OSError, ValueError):
             os.close(fd)
             raise

@@ -39,14 +39,7 @@ def require_published(running: RunningTable) -> None:
 
 
 class Publication:
-    """The versions of one table on this shard; an observer of its updates.
-
-    Attributes:
-        running: The table.
-        every: Updates from one version to the next; seconds in an asynchronous mode.
-        lineage: Number of the lineage.
-        exact: Whether all slices of a version are of one step.
-    """
+    """The versions of one table on this shard; an observer of its updates."""
 
     def __init__(
         self,
@@ -69,9 +62,10 @@ class Publication:
             ConfigError: The table's value is not the weights of a model.
         """
         require_published(running)
-        self.running = running
-        self.every = every
-        self.lineage = lineage
+        self.running = running  # The table.
+        self.every = every  # Updates from one version to the next; seconds in an asynchronous mode.
+        self.lineage = lineage  # Number of the lineage.
+        # Whether all slices of a version are of one step.
         self.exact = running.table.spec.rule.by_step
         self._on_version = on_version
         self._new_lineage, self._on_lineage = new_lineage, on_lineage

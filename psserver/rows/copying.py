@@ -17,11 +17,7 @@ PORTION_NBYTES = 2 << 20  # Bytes of a slab; a step waits for no more than one p
 
 
 class SlabCopy:
-    """The copy of one slab.
-
-    Attributes:
-        is_whole: Whether the walk is over.
-    """
+    """The copy of one slab."""
 
     def __init__(self, slab: Slab, since: int) -> None:
         """Begins with the rows as they are now.
@@ -42,7 +38,7 @@ class SlabCopy:
             num_rows=np.zeros(1, np.int64),
         )
         self._at = 0
-        self.is_whole = not self._high
+        self.is_whole = not self._high  # Whether the walk is over.
 
     def advance(self) -> None:
         """Copies the next portion of the walk."""

@@ -63,15 +63,10 @@ def make_listener(
 
 
 class Fetches(Protocol):
-    """Answers readers of published weights.
+    """Answers readers of published weights."""
 
-    Attributes:
-        rate: The rate that those on other hosts share.
-        answers: Bytes of answers that may be under way, apart from those of workers.
-    """
-
-    rate: SharedRate
-    answers: Budget
+    rate: SharedRate  # The rate that those on other hosts share.
+    answers: Budget  # Bytes of answers that may be under way, apart from those of workers.
 
     def fetch(self, header: pb.FetchHeader) -> tuple[pb.FetchReply, list[ByteArray]]:
         """Returns an answer, and arrays that are not changed any more."""

@@ -34,11 +34,7 @@ KEPT_KEYS = ("user-agent", "grpc-")  # Keys of metadata that each connection set
 
 
 class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers calls here, holds them, or passes them on to another process.
-
-    Attributes:
-        address: Where calls are passed on to; empty: nowhere.
-    """
+    """Answers calls here, holds them, or passes them on to another process."""
 
     def __init__(
         self, await_kept: Callable[[], Awaitable[None]], stands_by: Callable[[], bool]
@@ -50,7 +46,7 @@ class Signpost(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             stands_by: Returns whether this process is a standby: workers may await it.
         """
         self._await_kept, self._stands_by = await_kept, stands_by
-        self.address = ""
+        self.address = ""  # Where calls are passed on to; empty: nowhere.
         self._channel: grpc.Channel | None = None
         self._is_open = asyncio.Event()
         self._is_open.set()

@@ -51,16 +51,12 @@ class Buffer:
 
 
 class Pool:
-    """Cells of one size that are given and taken; on the heap.
-
-    Attributes:
-        places: Places of all cells, in use or free; each 0 on the heap.
-    """
+    """Cells of one size that are given and taken; on the heap."""
 
     def __init__(self, numel: int, nbytes: int) -> None:
         """Makes cells of `nbytes`, for arrays of `numel`."""
         self._nbytes = max(nbytes, 4 * numel)
-        self.places: list[int] = []
+        self.places: list[int] = []  # Places of all cells, in use or free; each 0 on the heap.
         self._numel = numel
         self._free: list[Cell] = []
 

@@ -22,12 +22,7 @@ from pscore.types import ByteArray, FloatArray
 
 
 class Estimate:
-    """The estimate of one slice; only the slice's queue uses it.
-
-    Attributes:
-        values: `(numel,) float32`, X.
-        fingerprint: Fingerprint of `values`.
-    """
+    """The estimate of one slice; only the slice's queue uses it."""
 
     def __init__(self, compressor: Compressor, weights: FloatArray, version: int) -> None:
         """Starts at the weights themselves.
@@ -36,8 +31,8 @@ class Estimate:
             weights: `(numel,) float32`; copied.
             version: Version of these weights, in updates.
         """
-        self.values = weights.copy()
-        self.fingerprint = fingerprint(self.values)
+        self.values = weights.copy()  # `(numel,) float32`, X.
+        self.fingerprint = fingerprint(self.values)  # Fingerprint of `values`.
         self._compressor = compressor
         self._version = version
         self._difference = np.empty_like(self.values)

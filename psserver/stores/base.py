@@ -29,13 +29,9 @@ class SliceMemory:
 
 
 class StoreKind(ABC):
-    """One kind of stores.
+    """One kind of stores."""
 
-    Attributes:
-        name: Name of the content whose stores it makes.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # Name of the content whose stores it makes.
 
     @abstractmethod
     def arena_nbytes(self, table: Table) -> int:

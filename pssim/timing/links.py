@@ -20,11 +20,7 @@ Call = Callable[[], None]
 
 
 class Turns:
-    """One direction of a link: it carries one piece at a time, of each connection in turn.
-
-    Attributes:
-        busy_s: Seconds in which it carried something.
-    """
+    """One direction of a link: it carries one piece at a time, of each connection in turn."""
 
     def __init__(self, loop: Loop, rate: float) -> None:
         """Starts idle.
@@ -32,7 +28,7 @@ class Turns:
         Args:
             rate: Bytes per second.
         """
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # Seconds in which it carried something.
         self._loop = loop
         self._rate = rate
         self._waiting: dict[Hashable, deque[tuple[float, Call]]] = {}  # In the order of turns.
@@ -65,11 +61,7 @@ class Turns:
 
 
 class Servers:
-    """Threads that take the oldest work first.
-
-    Attributes:
-        busy_s: Seconds in which they worked, added up.
-    """
+    """Threads that take the oldest work first."""
 
     def __init__(self, loop: Loop, number: int = 1, cores: Servers | None = None) -> None:
         """Starts idle.
@@ -78,7 +70,7 @@ class Servers:
             number: Threads.
             cores: The cores on which they run, with others; None: each has one of its own.
         """
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # Seconds in which they worked, added up.
         self._loop = loop
         self._free = number
         self._cores = cores

@@ -18,12 +18,7 @@ log = logging.getLogger("paceline")
 
 
 class PeerLinks:
-    """One connection to each other member.
-
-    Attributes:
-        members: Ranks of the members, with this worker's, in order.
-        incarnations: By rank, also of workers that are gone.
-    """
+    """One connection to each other member."""
 
     def __init__(self, session: Session, own_host: str, *, keeps: bool = False) -> None:
         """Begins without a connection.
@@ -33,8 +28,8 @@ class PeerLinks:
             keeps: Whether a connection stays open when the directory does not list its worker.
         """
         self._keeps = keeps
-        self.members: list[int] = []
-        self.incarnations: dict[int, int] = {}
+        self.members: list[int] = []  # Ranks of the members, with this worker's, in order.
+        self.incarnations: dict[int, int] = {}  # By rank, also of workers that are gone.
         self._session = session
         self._own_host = own_host
         self._limit_s = session.links[0].patience.limit_s

@@ -15,12 +15,7 @@ from psworker.model.finite import first_not_finite
 
 
 class Round:
-    """The open round of one worker; with fragments, that of each fragment.
-
-    Attributes:
-        role: The push that ends a round; None: the mode has no rounds.
-        is_last: Whether this worker makes no further step.
-    """
+    """The open round of one worker; with fragments, that of each fragment."""
 
     def __init__(self, layout: Layout, weights: torch.Tensor, *, role: Role | None) -> None:
         """Opens the first round.
@@ -29,8 +24,8 @@ class Round:
             weights: `(layout.numel,) float32` on the model's device.
             role: The push that ends a round; only one of moves needs a reference.
         """
-        self.role = role
-        self.is_last = False
+        self.role = role  # The push that ends a round; None: the mode has no rounds.
+        self.is_last = False  # Whether this worker makes no further step.
         self._open = [_Open()]  # By fragment.
         self._weights = weights
         self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]

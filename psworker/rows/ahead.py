@@ -21,11 +21,7 @@ Division = tuple[IntArray, list[int]]  # Places by slice, and where those of eac
 
 
 class RowsAhead:
-    """The rows of one batch, of all tables of one optimizer.
-
-    Attributes:
-        is_used: Whether a lookup has read from them.
-    """
+    """The rows of one batch, of all tables of one optimizer."""
 
     def __init__(
         self, exchange: RowExchange, ids: Sequence[IdArray], divisions: Sequence[Division]
@@ -36,7 +32,7 @@ class RowsAhead:
             ids: By table: `(u,) uint64`, ascending.
             divisions: By table: the places of the ids of each slice.
         """
-        self.is_used = False
+        self.is_used = False  # Whether a lookup has read from them.
         self._exchange = exchange
         self._ids, self._orders = ids, [order for order, _ in divisions]
         self._wanted = [each[order] for each, (order, _) in zip(ids, divisions, strict=True)]

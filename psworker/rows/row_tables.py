@@ -41,17 +41,12 @@ NO_BATCH = torch.zeros(0, dtype=torch.int64)
 
 
 class ShardRows:
-    """The rows of one table on the shards, as its module looks them up.
-
-    Attributes:
-        tables: The row tables of one optimizer, which it is one of.
-        index: Its number among them.
-    """
+    """The rows of one table on the shards, as its module looks them up."""
 
     def __init__(self, tables: RowTables, index: int) -> None:
         """Reads the table `index` of `tables`."""
-        self.tables = tables
-        self.index = index
+        self.tables = tables  # The row tables of one optimizer, which it is one of.
+        self.index = index  # Its number among them.
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Returns itself: a copy of a model looks its rows up in the same table."""
@@ -93,11 +88,7 @@ class EndedRows:
 
 
 class RowTables:
-    """The row tables of one optimizer.
-
-    Attributes:
-        exchange: Pushes and pulls.
-    """
+    """The row tables of one optimizer."""
 
     exchange: RowExchange
 
@@ -137,7 +128,7 @@ class RowTables:
             num_groups=len(optimizer.param_groups),
             content=Rows(tables=tuple(table.declaration(table.seed_number) for table in tables)),
         )
-        self.exchange = RowExchange(session, spec)
+        self.exchange = RowExchange(session, spec)  # Pushes and pulls.
         self._seeds = [table.seed_number for table in tables]
         self._ahead: list[RowsAhead] = []  # Batches to come, the oldest first.
         self._divided: dict[int, tuple[IdArray, dict[int, Places]]] = {}  # By table.

@@ -139,11 +139,7 @@ class PlaceWait:
 
 
 class Joining:
-    """Joins a member to every shard, or to none; all processes of its group make each call.
-
-    Attributes:
-        known: State of the job that the shards reported.
-    """
+    """Joins a member to every shard, or to none; all processes of its group make each call."""
 
     def __init__(
         self,
@@ -161,7 +157,7 @@ class Joining:
             patience_s: Seconds to wait for a rank that another process still holds.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
         """
-        self.known = Known()
+        self.known = Known()  # State of the job that the shards reported.
         self._member = member
         self._links = links
         self._group = group

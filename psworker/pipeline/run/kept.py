@@ -10,11 +10,7 @@ import torch
 
 
 class KeptTensors(contextlib.ExitStack):
-    """Counts the tensors that autograd keeps inside a `with` block; each storage counts once.
-
-    Attributes:
-        nbytes: Bytes so far.
-    """
+    """Counts the tensors that autograd keeps inside a `with` block; each storage counts once."""
 
     def __init__(self, left_out: Iterable[torch.Tensor] = ()) -> None:
         """Begins with none.
@@ -23,7 +19,7 @@ class KeptTensors(contextlib.ExitStack):
             left_out: Tensors that do not count: parameters.
         """
         super().__init__()
-        self.nbytes = 0
+        self.nbytes = 0  # Bytes so far.
         self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
         self._seen: dict[int, torch.Tensor] = {}
 
@@ -44,14 +40,10 @@ class KeptTensors(contextlib.ExitStack):
 
 
 class Activations:
-    """The activations of the minibatches in flight, measured once for each shape of an input.
-
-    Attributes:
-        nbytes: Bytes that are kept for their backwards now.
-    """
+    """The activations of the minibatches in flight, measured once for each shape of an input."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # Bytes that are kept for their backwards now.
         self._sizes: dict[torch.Size | None, int] = {}
 
     @contextlib.contextmanager

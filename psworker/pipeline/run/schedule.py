@@ -191,11 +191,7 @@ class TwoVersions(Stash):
 
 
 class Order:
-    """One replica's minibatches in flight: a state machine.
-
-    Attributes:
-        newest: Updates made.
-    """
+    """One replica's minibatches in flight: a state machine."""
 
     def __init__(self, versions: Stash) -> None:
         self._versions = versions
@@ -203,7 +199,7 @@ class Order:
         self._flying: deque[tuple[int, int]] = deque()  # Minibatch and version, oldest first.
         self._next = versions.place.replica
         self._ended = 0  # Backwards since the last update.
-        self.newest = 0
+        self.newest = 0  # Updates made.
 
     @property
     def num_flying(self) -> int:

@@ -34,12 +34,7 @@ LOCAL = "local"  # Data plane through memory.
 
 
 class ModeWish:
-    """The choice of a job's mode, as one worker waits for it.
-
-    Attributes:
-        first: The mode to begin with.
-        is_open: Whether the job still chooses its mode.
-    """
+    """The choice of a job's mode, as one worker waits for it."""
 
     def __init__(self, mode: str | Rule, rows: object = None) -> None:
         """Reads the argument `mode=`.
@@ -52,8 +47,8 @@ class ModeWish:
                 with the tables of rows.
         """
         self._wish = parse_wish(mode)
-        self.first = first_mode(mode)
-        self.is_open = self._wish is not None
+        self.first = first_mode(mode)  # The mode to begin with.
+        self.is_open = self._wish is not None  # Whether the job still chooses its mode.
         self._switches = _read(self._wish.replay) if self._wish and self._wish.replay else None
         self._replayed = -1  # Step of the switch that was made last.
         self._said = ""  # The sentence that was logged last.
