@@ -308,9 +308,7 @@ class FaultyWorker(BookedWorker):
     def _define(self) -> Program:
         for shard in self.shards:
             yield from self._call(
-                "define",
-                shard,
-                lambda shard: shard.define(self.rank, self.incarnation, self.spec),
+                "define", shard, lambda shard: shard.define(self.rank, self.incarnation, self.spec)
             )
 
     def _leave(self) -> Program:

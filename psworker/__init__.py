@@ -79,10 +79,7 @@ _FROM = {
     "psworker.subscription.publisher": ("Publisher",),
     "psworker.subscription.subscriber": ("Subscriber",),
     "psworker.training.modes": ("modes",),
-    "psworker.training.optimizer": (
-        "DistributedOptimizer",
-        "clip_grad_norm_",
-    ),
+    "psworker.training.optimizer": ("DistributedOptimizer", "clip_grad_norm_"),
     "psworker.training.verbs": (
         "barrier",
         "broadcast_parameters",

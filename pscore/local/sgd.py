@@ -15,12 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pscore.local.base import (
-    ElementwiseUpdate,
-    LocalSlice,
-    SegmentsStep,
-    change_segments,
-)
+from pscore.local.base import ElementwiseUpdate, LocalSlice, SegmentsStep, change_segments
 from pscore.memory.kernels import kernel
 from pscore.optimizers.driver import Arrays
 from pscore.plugins import require_range

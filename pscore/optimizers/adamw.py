@@ -17,8 +17,5 @@ class AdamW(Adam):
     """`torch.optim.AdamW`, and `torch.optim.Adam` with `decoupled_weight_decay=True`."""
 
     name = "adamw"
-    torch_classes = {
-        "AdamW": frozenset(),
-        "Adam": frozenset({"decoupled_weight_decay"}),
-    }
+    torch_classes = {"AdamW": frozenset(), "Adam": frozenset({"decoupled_weight_decay"})}
     decoupled = True

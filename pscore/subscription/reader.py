@@ -459,11 +459,7 @@ class Reader:
             self._assembly.broke(entry.slice)
             return
         self._assembly.landed(
-            entry.slice,
-            entry.number,
-            entry.fingerprint,
-            entry.step,
-            whole=entry.base == EMPTY,
+            entry.slice, entry.number, entry.fingerprint, entry.step, whole=entry.base == EMPTY
         )
         if self._follower is not None:
             self._follower.landed(entry, payload, self._assembly.lineages)

@@ -89,11 +89,7 @@ class Archive(ABC):
 
     @abstractmethod
     def exported(
-        self,
-        spec: TableSpec,
-        arrays: Mapping[str, Tensors],
-        tensor: str,
-        since: Path | None = None,
+        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str, since: Path | None = None
     ) -> tuple[Tensors, dict[str, str]]:
         """Returns the weights of one tensor as a file of their own has them, and its metadata.
 

@@ -116,11 +116,7 @@ class FlatArchive(Archive):
         }
 
     def exported(
-        self,
-        spec: TableSpec,
-        arrays: Mapping[str, Tensors],
-        tensor: str,
-        since: Path | None = None,
+        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str, since: Path | None = None
     ) -> tuple[Tensors, dict[str, str]]:
         """Returns the parameter under its name.
 

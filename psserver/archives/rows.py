@@ -275,11 +275,7 @@ class RowArchive(Archive):
         return found
 
     def exported(
-        self,
-        spec: TableSpec,
-        arrays: Mapping[str, Tensors],
-        tensor: str,
-        since: Path | None = None,
+        self, spec: TableSpec, arrays: Mapping[str, Tensors], tensor: str, since: Path | None = None
     ) -> tuple[Tensors, dict[str, str]]:
         """Returns `ids`, int64 as in torch, and `rows`; other rows follow from the metadata.
 
@@ -371,11 +367,7 @@ def _count(chosen: Sequence[IntArray]) -> list[int]:
 
 
 def _divide(
-    spec: TableSpec,
-    layout: Layout,
-    number: int,
-    arrays: Mapping[str, Tensors],
-    prefix: str = "",
+    spec: TableSpec, layout: Layout, number: int, arrays: Mapping[str, Tensors], prefix: str = ""
 ) -> list[IntArray]:
     """Returns the places of the rows of each slice, or of the ids that wait there."""
     content, tensor = spec.content, spec.tensors[number]

@@ -172,11 +172,7 @@ def top(
 
 
 @about_servers
-def jobs(
-    found: FoundServers,
-    *,
-    as_json: AsJson = False,
-) -> None:
+def jobs(found: FoundServers, *, as_json: AsJson = False) -> None:
     """List the jobs that the shards have, live ones first: state, step, workers, memory."""
     from psserver.remote import ask
     from psserver.remote import jobs as lister
@@ -186,11 +182,7 @@ def jobs(
 
 
 @about_servers
-def readers(
-    found: FoundServers,
-    *,
-    as_json: AsJson = False,
-) -> None:
+def readers(found: FoundServers, *, as_json: AsJson = False) -> None:
     """List published weights and their readers: version, lag, bytes by form, resyncs."""
     from psserver.remote import ask
     from psserver.remote import readers as lister
@@ -218,8 +210,7 @@ def relay(
         typer.Option(help="Most Mbit/s to all readers on other hosts together [no limit].", min=0),
     ] = 0,
     data_port: Annotated[
-        int,
-        typer.Option(help="Port of shard 0's data sockets; 0: free ones.", min=0),
+        int, typer.Option(help="Port of shard 0's data sockets; 0: free ones.", min=0)
     ] = 0,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of a page for Prometheus; 0: a free one.", min=0)
@@ -436,9 +427,7 @@ def standby(
 
 
 @app.command()
-def promote(
-    to: Annotated[str, typer.Argument(help="Address of the standby.")],
-) -> None:
+def promote(to: Annotated[str, typer.Argument(help="Address of the standby.")]) -> None:
     """Make a standby serve, whose shard's machine is lost: be sure that that is off."""
     from pscore.net.credentials import read_credentials
     from psserver.remote.drain import promote as promote_standby

@@ -30,12 +30,7 @@ PORT_MAX = 65535
 
 
 def run_page(
-    found: FoundServers,
-    listen: str,
-    cert: Path | None,
-    key: Path | None,
-    *,
-    is_insecure: bool,
+    found: FoundServers, listen: str, cert: Path | None, key: Path | None, *, is_insecure: bool
 ) -> None:
     """Serves the page until it is interrupted.
 

@@ -113,8 +113,7 @@ def end(run: StartedRun) -> None:
     while run.is_alive():
         if time.monotonic() > deadline_s:
             raise CommandError(
-                Exit.SHARD_DIED,
-                f"process {run.pid} has not ended within {wait_s:g} s",
+                Exit.SHARD_DIED, f"process {run.pid} has not ended within {wait_s:g} s"
             )
         time.sleep(POLL_S)
 

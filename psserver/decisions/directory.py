@@ -38,14 +38,7 @@ class Peer:
     @property
     def endpoint(self) -> tuple[int, str, int, str, bytes, str]:
         """The part that distinguishes one process from another."""
-        return (
-            self.incarnation,
-            self.host,
-            self.port,
-            self.local,
-            self.certificate,
-            self.secret,
-        )
+        return (self.incarnation, self.host, self.port, self.local, self.certificate, self.secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

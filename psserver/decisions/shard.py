@@ -12,13 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pscore.errors import (
-    ConfigError,
-    JobMismatchError,
-    LimitError,
-    PacelineError,
-    UnknownJobError,
-)
+from pscore.errors import ConfigError, JobMismatchError, LimitError, PacelineError, UnknownJobError
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, Pull, Push, Role

@@ -156,10 +156,7 @@ class Daemon:
             lambda: self.is_ready,
             self._authorizer,
             identity,
-            [
-                PublicationCollector(self._publications),
-                StandbyCollector(lambda: self._moves.view),
-            ],
+            [PublicationCollector(self._publications), StandbyCollector(lambda: self._moves.view)],
         )
         self._web = WebServer(
             page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)

@@ -87,12 +87,7 @@ class ShardMoves:
     def servicer(self) -> StandbyServicer:
         """Returns the service of these moves."""
         self._servicer = StandbyServicer(
-            self._engine,
-            self.mover,
-            self._incoming,
-            self._described,
-            self.take_over,
-            self._admit,
+            self._engine, self.mover, self._incoming, self._described, self.take_over, self._admit
         )
         return self._servicer
 

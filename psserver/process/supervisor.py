@@ -23,14 +23,7 @@ import structlog
 
 from psserver.exits import CommandError, Exit
 from psserver.process.notify import ServiceManager
-from psserver.process.shard_plan import (
-    ENDING,
-    Ready,
-    Refused,
-    Report,
-    ShardPlan,
-    report_from_json,
-)
+from psserver.process.shard_plan import ENDING, Ready, Refused, Report, ShardPlan, report_from_json
 from psserver.process.spare import SpareProcess, start_process
 
 log = structlog.get_logger()
@@ -315,11 +308,7 @@ class Supervisor:
             self._has_saved = True
             self.before_stop()
         if not was_ready and isinstance(process.report, Ready):
-            log.warning(
-                "shard restarted",
-                shard=process.plan.index,
-                pid=process.pid,
-            )
+            log.warning("shard restarted", shard=process.plan.index, pid=process.pid)
             self._all_ready()
         return True
 

@@ -265,10 +265,7 @@ class PublishedTables(Generic[P]):
         """Returns job and table of each publication, with a copy of its counts and readers."""
         with self._tables_lock:
             return [
-                (
-                    *key,
-                    replace(found, readers=dict(found.readers), nbytes=Counter(found.nbytes)),
-                )
+                (*key, replace(found, readers=dict(found.readers), nbytes=Counter(found.nbytes)))
                 for key, found in sorted(self._published.items())
             ]
 

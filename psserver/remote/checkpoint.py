@@ -52,10 +52,7 @@ class JobShards:
     """Connections to the shards of a job."""
 
     def __init__(
-        self,
-        addresses: Sequence[str],
-        credentials: Credentials,
-        options: ChannelOptions = (),
+        self, addresses: Sequence[str], credentials: Credentials, options: ChannelOptions = ()
     ) -> None:
         """Connects lazily; `options` are those of the channels."""
         self.addresses = addresses

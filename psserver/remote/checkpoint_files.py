@@ -790,8 +790,7 @@ def _choose(path: Path, found: list[Found], job: str | None) -> str:
             Exit.STATE_DIR, "; ".join(f"{one.path} cannot be used: {one.problem}" for one in found)
         )
     raise CommandError(
-        Exit.STATE_DIR,
-        f"there is no checkpoint in {path}; `psserver checkpoint {path}` writes one",
+        Exit.STATE_DIR, f"there is no checkpoint in {path}; `psserver checkpoint {path}` writes one"
     )
 
 

@@ -21,12 +21,7 @@ import psutil
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 from google.protobuf.message import Message
 
-from pscore.errors import (
-    DecodeError,
-    PacelineError,
-    ProtocolVersionError,
-    RemoteProtocolError,
-)
+from pscore.errors import DecodeError, PacelineError, ProtocolVersionError, RemoteProtocolError
 from pscore.net import faults, wire
 from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE

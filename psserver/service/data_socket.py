@@ -79,10 +79,7 @@ class DataService:
     """Admits workers to a shard and makes a handler for each of their connections."""
 
     def __init__(
-        self,
-        engine: Engine,
-        authorizer: Authorizer | None = None,
-        fetches: Fetches | None = None,
+        self, engine: Engine, authorizer: Authorizer | None = None, fetches: Fetches | None = None
     ) -> None:
         """Serves `engine`.
 

@@ -178,11 +178,7 @@ def _of_workers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
 
 def _of_pace(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
     """Yields the steps and waits of live workers, as their heartbeats report them."""
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        SummaryMetricFamily,
-    )
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
     labels = ["job", "worker"]
     steps = SummaryMetricFamily(

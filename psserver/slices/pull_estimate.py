@@ -65,11 +65,7 @@ class Estimate:
             state[ORIGIN] = self._difference.copy()
         try:
             nbytes = self._compressor.encode(
-                weights,
-                state,
-                self._buffer,
-                seed=self.fingerprint,
-                step=version,
+                weights, state, self._buffer, seed=self.fingerprint, step=version
             )
         except GradientError:  # Weights that diverge, beyond float32: they are shown as they are.
             np.copyto(self.values, weights)

@@ -140,8 +140,7 @@ def _simulated(
     messages = deployment.num_workers * deployment.num_shards
     per_shard = min(SLICES_MAX, max(1, MESSAGES_MAX // messages))
     coarse = dataclasses.replace(
-        deployment,
-        slices=cut_slices(situation.numel, deployment.num_shards, per_shard),
+        deployment, slices=cut_slices(situation.numel, deployment.num_shards, per_shard)
     )
     run = run_in_time(coarse, parse_fixed_mode(mode), num_steps=2)
     return {

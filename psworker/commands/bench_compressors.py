@@ -201,10 +201,7 @@ def measure_wire_to(servers: Sequence[str]) -> Wire:
     own = None if servers else start_shards()
     try:
         environment = replace(
-            Environment.read({}),
-            data_plane=Environment.read().data_plane,
-            job=new_job(),
-            rank=0,
+            Environment.read({}), data_plane=Environment.read().data_plane, job=new_job(), rank=0
         )
         session = open_session(own.addresses if own else servers, environment)
         try:
@@ -360,11 +357,7 @@ class Step:
         speed = self.wire.raw_up if is_raw else self.wire.packed_up
         send_s = cost.nbytes * self.packed / speed + 4.0 * self.rest / self.wire.raw_up
         add_s = (cost.add_s * self.packed + plain.add_s * self.rest) * self.num_workers
-        stages = (
-            cost.encode_s * self.packed,
-            send_s * self.crowd,
-            add_s / self.num_shards,
-        )
+        stages = (cost.encode_s * self.packed, send_s * self.crowd, add_s / self.num_shards)
         return pipeline_s(stages, self.num_slices) + self.wire.latency_s
 
     def pull_s(self, cost: CompressorCost, plain: CompressorCost, hash_s: float) -> float:

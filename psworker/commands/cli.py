@@ -94,8 +94,7 @@ def run(
     elastic: Elastic = None,
     pipeline: PipelineFile = None,
     servers: Annotated[
-        str | None,
-        typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
+        str | None, typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS].")
     ] = None,
     shards: Annotated[
         int | None,
@@ -436,8 +435,7 @@ def simulate(
         bool, typer.Option(help="Simulate every message too: minutes for 1,024 workers.")
     ] = False,
     failures: Annotated[
-        float | None,
-        typer.Option(help="Mean hours from one death of a process to its next."),
+        float | None, typer.Option(help="Mean hours from one death of a process to its next.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for a plot.")] = None,
     as_json: AsJson = False,

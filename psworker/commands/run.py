@@ -139,12 +139,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        *,
-        write: Write,
-        tell: Callable[[str], None],
-        is_quiet: bool = False,
+        self, plan: LaunchPlan, *, write: Write, tell: Callable[[str], None], is_quiet: bool = False
     ) -> None:
         """Prepares the job; starts nothing yet.
 

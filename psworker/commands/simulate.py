@@ -14,12 +14,7 @@ from typing import Any
 from pscore.errors import ConfigError, PacelineError
 from pscore.json_text import to_json
 from pscore.timing.shown import three_figures
-from psworker.advice.situation import (
-    COMPUTE_MS_MAX,
-    COMPUTE_MS_MIN,
-    WORKERS_MAX,
-    require_between,
-)
+from psworker.advice.situation import COMPUTE_MS_MAX, COMPUTE_MS_MIN, WORKERS_MAX, require_between
 
 USER_ERROR = 2  # Exit code of the simulator.
 FAILURE_HOURS_MIN, FAILURE_HOURS_MAX = 1e-3, 1e7

@@ -25,10 +25,7 @@ MATRIX_NDIM = 2  # Biases and the weights of norm layers have one dimension.
 
 
 def choose(
-    tensors: Sequence[TensorSpec],
-    *compressors: Compressor,
-    min_nbytes: int,
-    exclude: Sequence[str],
+    tensors: Sequence[TensorSpec], *compressors: Compressor, min_nbytes: int, exclude: Sequence[str]
 ) -> list[TensorSpec]:
     """Returns the declarations, with tensors marked that may be compressed.
 

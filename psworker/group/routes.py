@@ -189,14 +189,7 @@ def _pieces(index: int, held: Sequence[_Held], owner: int) -> Iterator[Piece]:
         has_own = (part.inner, part.numel) in own
         is_source = part.holder == owner if has_own else part.is_first
         yield Piece(
-            index,
-            part.tensor,
-            part.holder,
-            owner,
-            is_source,
-            part.local,
-            part.inner,
-            part.numel,
+            index, part.tensor, part.holder, owner, is_source, part.local, part.inner, part.numel
         )
 
 

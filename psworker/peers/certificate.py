@@ -42,9 +42,7 @@ def make() -> tuple[bytes, ssl.SSLContext]:
     )
     shown = certificate.public_bytes(serialization.Encoding.PEM)
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     with _in_memory(shown) as cert_path, _in_memory(private) as key_path:
         return shown, server_context(cert_path, key_path, None)

@@ -48,11 +48,7 @@ def open_listener(session: Session, service: PeerService) -> tuple[Listener, con
             problem = failure
             continue
         own = control_pb2.Peer(
-            host=host,
-            port=listener.port,
-            local=local,
-            certificate=shown,
-            secret=service.secret,
+            host=host, port=listener.port, local=local, certificate=shown, secret=service.secret
         )
         return listener, own
     raise ConfigError(_explain(session, host, problem)) from problem

@@ -261,10 +261,7 @@ class Peers:
     def _sender(self) -> data_pb2.Sender:
         session = self._session
         return data_pb2.Sender(
-            job=session.job,
-            table=self.table,
-            worker=session.rank,
-            incarnation=session.incarnation,
+            job=session.job, table=self.table, worker=session.rank, incarnation=session.incarnation
         )
 
     def _await(self, wanted: Wait) -> Any:

@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pscore.errors import (
-    AccessError,
-    DecodeError,
-    LimitError,
-    RemoteProtocolError,
-    ThreadError,
-)
+from pscore.errors import AccessError, DecodeError, LimitError, RemoteProtocolError, ThreadError
 from pscore.memory.segment import Segment
 from pscore.net.attach import ATTACH_SUFFIX, Attachments
 from pscore.net.budget import Budget

@@ -286,8 +286,5 @@ class RowExchange:
     def _sender(self) -> data_pb2.Sender:
         session = self.session
         return data_pb2.Sender(
-            job=session.job,
-            table=self._table,
-            worker=session.rank,
-            incarnation=session.incarnation,
+            job=session.job, table=self._table, worker=session.rank, incarnation=session.incarnation
         )

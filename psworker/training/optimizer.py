@@ -208,10 +208,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
     @not_traced
     def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        grad_scaler: GradScaler | None = None,
+        self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None
     ) -> Any:
         """Ends one step: sends the remaining gradients, and brings in the weights for the next.
 

@@ -344,8 +344,7 @@ def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch
 
 
 def broadcast_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
-    root_rank: int = 0,
+    parameters: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor], root_rank: int = 0
 ) -> None:
     """Copies one worker's tensors to all others, in place, exactly in every dtype.
 

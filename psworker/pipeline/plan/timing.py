@@ -334,10 +334,7 @@ class Run:
 
 
 def fastest(
-    layers: Sequence[Layer],
-    level: Level,
-    cost: ShardsCost,
-    memory: MemoryLimit,
+    layers: Sequence[Layer], level: Level, cost: ShardsCost, memory: MemoryLimit
 ) -> Partition | None:
     """Returns the pipeline on at most the given workers that is fastest on paper; None: none fits.
 

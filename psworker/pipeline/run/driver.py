@@ -314,11 +314,7 @@ def explain_unwritten(number: int, problem: Exception | None) -> PacelineError:
 
 
 def _replica(
-    work: Work,
-    place: Place,
-    send: Send,
-    take: Callable[..., torch.Tensor],
-    around: Around,
+    work: Work, place: Place, send: Send, take: Callable[..., torch.Tensor], around: Around
 ) -> StageReplica | FlushReplica:
     """Returns a replica at minibatch 0."""
     versions = work.versions(place)

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pscore.errors import (
-    LOST,
-    ConfigError,
-    GradientError,
-    GroupError,
-    PacelineError,
-    ReplacedError,
-)
+from pscore.errors import LOST, ConfigError, GradientError, GroupError, PacelineError, ReplacedError
 from psworker.group.local_group import LocalGroup
 
 NONE, OWN, REJOIN, OTHER = range(4)  # Kinds of errors; the largest one of a group counts.
 
 
 def run_in_group(
-    group: LocalGroup,
-    part: Callable[[], Sequence[float]],
-    count: int,
-    has_left: Callable[[], bool],
+    group: LocalGroup, part: Callable[[], Sequence[float]], count: int, has_left: Callable[[], bool]
 ) -> list[list[float]]:
     """Runs a part of a step in each process of a group.
 

@@ -28,10 +28,7 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        table: TrainingTable,
-        overlap: EarlyGradients,
-        begin: Callable[[], object],
+        self, table: TrainingTable, overlap: EarlyGradients, begin: Callable[[], object]
     ) -> None:
         """Starts before the first step.
 

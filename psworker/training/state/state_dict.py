@@ -175,12 +175,7 @@ def _state_of(table: TrainingTable, flat: torch.Tensor, index: int, name: str) -
 
 
 def fill(
-    table: TrainingTable,
-    optimizer: Optimizer,
-    flat: FloatArray,
-    value: Any,
-    index: int,
-    name: str,
+    table: TrainingTable, optimizer: Optimizer, flat: FloatArray, value: Any, index: int, name: str
 ) -> None:
     """Copies one state tensor into its part of a flat array; an absent one stays zero.
 
