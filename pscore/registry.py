@@ -38,11 +38,6 @@ class Registry(Mapping[str, type[T]]):
 
     Installed packages are looked at once, when a name is asked for that is not Paceline's own, or
     all names are; then all their plug-ins of this kind are imported, whichever name was asked for.
-
-    Attributes:
-        kind: Name of the kind in messages: "mode", "compression".
-        group: The group of its entry points.
-        own: Paceline's own, by name.
     """
 
     def __init__(self, kind: str, group: str, base: Any, own: Iterable[type[T]]) -> None:
@@ -54,9 +49,10 @@ class Registry(Mapping[str, type[T]]):
             base: The class that each of them derives from.
             own: Their classes; each has a `name`.
         """
-        self.kind = kind
-        self.group = group
+        self.kind = kind  # Name of the kind in messages: "mode", "compression".
+        self.group = group  # The group of its entry points.
         self._base = base
+        # Paceline's own, by name.
         self.own: Mapping[str, type[T]] = {str(_name_of(plugin)): plugin for plugin in own}
 
     @cached_property

@@ -59,17 +59,12 @@ class KilledError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A death.
+    """A death."""
 
-    Attributes:
-        at: Number of the action before which it happens.
-        returns: Whether it starts again.
-        is_stop: Whether it is only stopped, and continues where it was when it has been lost.
-    """
-
-    at: int
+    at: int  # Number of the action before which it happens.
     rank: int
-    returns: bool = True
+    returns: bool = True  # Whether it starts again.
+    # Whether it is only stopped, and continues where it was when it has been lost.
     is_stop: bool = False
 
 
@@ -361,17 +356,7 @@ class Line:
 
 
 class ContinuedWorld:
-    """A pipeline, its shards and its deaths.
-
-    Attributes:
-        stages: Shards of each stage.
-        directory: The workers that take part.
-        live: Incarnation of each worker of the job of all stages, by rank.
-        mail: Arrays under way, by receiver, sender and use.
-        num_actions: Actions so far.
-        num_minibatches: Minibatches of the training.
-        saved: Minibatches behind each checkpoint that was written.
-    """
+    """A pipeline, its shards and its deaths."""
 
     def __init__(
         self, replicas: tuple[int, ...], minibatches: int, seed: int, kills: list[Kill]
@@ -383,7 +368,7 @@ class ContinuedWorld:
             kills: The deaths; one of a worker that is dead already does nothing.
         """
         self._replicas, self._rng = replicas, random.Random(seed)
-        self.num_minibatches = minibatches
+        self.num_minibatches = minibatches  # Minibatches of the training.
         self._kills = sorted(kills, key=lambda kill: kill.at)
         self._events: list[tuple[int, Callable[[], None]]] = []  # By action: later ones.
         self._turn = threading.Semaphore(0)
@@ -392,12 +377,14 @@ class ContinuedWorld:
         self._pool = futures.ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="simulated")
         self._works: dict[int, futures.Future[None]] = {}  # By incarnation.
         self._yet_to_come = set(range(sum(replicas)))
-        self.stages = [StageShards(number) for number in replicas]
-        self.directory = Directory()
+        self.stages = [StageShards(number) for number in replicas]  # Shards of each stage.
+        self.directory = Directory()  # The workers that take part.
+        # Incarnation of each worker of the job of all stages, by rank.
         self.live: dict[int, int] = {}
+        # Arrays under way, by receiver, sender and use.
         self.mail: dict[tuple[int, int, Tag], FloatArray] = {}
-        self.num_actions = 0
-        self.saved: list[int] = []
+        self.num_actions = 0  # Actions so far.
+        self.saved: list[int] = []  # Minibatches behind each checkpoint that was written.
 
     def run(self) -> None:
         """Runs to the end.

@@ -40,18 +40,13 @@ Parts: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The time of a step of a mode, and the parts that it consists of.
+    """The time of a step of a mode, and the parts that it consists of."""
 
-    Attributes:
-        parts_s: Seconds of a step, as a mean over the period of the mode, by the part that they are
-            spent on; time hidden behind another part is not among them.
-        pushed_nbytes: Payload bytes that a worker pushes, as a mean per step.
-        pulled_nbytes: The same, of its pulls.
-    """
-
+    # Seconds of a step, as a mean over the period of the mode, by the part that they are spent on;
+    # time hidden behind another part is not among them.
     parts_s: Parts
-    pushed_nbytes: float
-    pulled_nbytes: float
+    pushed_nbytes: float  # Payload bytes that a worker pushes, as a mean per step.
+    pulled_nbytes: float  # The same, of its pulls.
 
     @property
     def step_s(self) -> float:

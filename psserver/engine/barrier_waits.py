@@ -11,17 +11,11 @@ from psserver.decisions.shard import Job, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """The state of a barrier for one worker that has arrived at it.
+    """The state of a barrier for one worker that has arrived at it."""
 
-    Attributes:
-        waiting_for: The workers that are missing; empty if the barrier is open.
-        largest: The largest value that workers have brought to this round.
-        newest: Number of the newest round at which a worker has arrived.
-    """
-
-    waiting_for: str
-    largest: float
-    newest: int
+    waiting_for: str  # The workers that are missing; empty if the barrier is open.
+    largest: float  # The largest value that workers have brought to this round.
+    newest: int  # Number of the newest round at which a worker has arrived.
 
     @property
     def is_open(self) -> bool:

@@ -44,33 +44,19 @@ PENDING = (CaptureState.WAITING, CaptureState.COLLECTING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureView:
-    """A copy at one moment.
+    """A copy at one moment."""
 
-    Attributes:
-        state: Its progress.
-        missing: Ranks whose residuals are missing.
-        version_min: Smallest version of the table's slices now.
-        version_max: Likewise.
-        waiting_for: The table's longest wait.
-        by_step: Whether the table's slices have steps in common.
-        about: The copy's entry in a manifest, once it is done.
-    """
-
-    state: CaptureState
-    missing: tuple[int, ...]
-    version_min: int
-    version_max: int
-    waiting_for: str
-    by_step: bool
-    about: dict[str, Any] | None
+    state: CaptureState  # Its progress.
+    missing: tuple[int, ...]  # Ranks whose residuals are missing.
+    version_min: int  # Smallest version of the table's slices now.
+    version_max: int  # Likewise.
+    waiting_for: str  # The table's longest wait.
+    by_step: bool  # Whether the table's slices have steps in common.
+    about: dict[str, Any] | None  # The copy's entry in a manifest, once it is done.
 
 
 class TableCapture:
-    """A copy of one table.
-
-    Attributes:
-        slices: The arrays that are copied already, by slice.
-    """
+    """A copy of one table."""
 
     def __init__(
         self,
@@ -88,7 +74,7 @@ class TableCapture:
             base: By slice: the mark of an earlier copy, since which the changes will do.
         """
         self.job = job.name
-        self.slices: dict[int, Arrays] = {}
+        self.slices: dict[int, Arrays] = {}  # The arrays that are copied already, by slice.
         self._job = job
         self._running = table
         self._table = table.table

@@ -103,23 +103,17 @@ NAMES = ("", "liveness", "readiness")
 
 
 class Daemon:
-    """One shard that listens.
-
-    Attributes:
-        code: The exit code so far.
-        grace_s: Seconds that requests under way may take at the end.
-        callers: The peers on its port of gRPC.
-    """
+    """One shard that listens."""
 
     def __init__(self, plan: ShardPlan) -> None:
         """Makes the shard; nothing is bound yet. Must be called inside the event loop."""
         self.plan = plan
-        self.code = Exit.OK
+        self.code = Exit.OK  # The exit code so far.
         self._loop = asyncio.get_running_loop()
         self._is_short = False  # Whether descriptors are short: connections are refused.
         self._ending = asyncio.Event()
         self._last = LastCheckpoint()
-        self.grace_s = plan.grace_s
+        self.grace_s = plan.grace_s  # Seconds that requests under way may take at the end.
         self._parent = os.getppid()
         self._claim = _claim(plan)
         self._journals = _open_journals(plan)
@@ -144,6 +138,7 @@ class Daemon:
         self._connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         self._moves = ShardMoves(plan, self.engine, self._journals, self._took_over)
         self._moves.stop_data, self._moves.start_data = self.close, self._start_data
+        # The peers on its port of gRPC.
         self.callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
         self._instance = secrets.randbits(63)
         self._data: Listener | None = None

@@ -42,13 +42,7 @@ MENDERS_S = 60.0  # Longest wait for the processes that restore lost jobs, in a 
 
 
 class ShardMoves:
-    """The moves of one shard, as its process makes them.
-
-    Attributes:
-        signpost: Holds calls, or passes them on.
-        is_frozen: Whether nothing may change the shard, also not time.
-        address: Address of this process, for its successor's log.
-    """
+    """The moves of one shard, as its process makes them."""
 
     def __init__(
         self,
@@ -73,9 +67,10 @@ class ShardMoves:
             note_given(folder, plan.pair)
         self.mover = Mover(folder, self, self._credentials)
         self._followed = None if journals is None else FollowedShard(engine, journals)
+        # Holds calls, or passes them on.
         self.signpost = Signpost(self._await_kept, lambda: self.view.stands_by)
-        self.is_frozen = False
-        self.address = ""
+        self.is_frozen = False  # Whether nothing may change the shard, also not time.
+        self.address = ""  # Address of this process, for its successor's log.
         self.stop_data: Callable[[], bool] = lambda: True
         self.start_data: Callable[[], None] = lambda: None
         self.control: ControlServicer | None = None

@@ -12,23 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandbyView:
-    """How the standby of a shard is.
+    """How the standby of a shard is."""
 
-    Attributes:
-        is_wanted: Whether the shard is to have one.
-        is_in_sync: Whether that has everything that is answered.
-        lag_s: Seconds since the oldest change that it lacks; 0: it lacks none.
-        epoch: Epoch of the newest claim in the register that is known here; 0: there is none.
-        stands_by: Whether this process is a standby, and has everything.
-        shares_memory: Whether new workers may share memory with it: they could not follow the shard
-            to another host.
-    """
-
-    is_wanted: bool = False
-    is_in_sync: bool = False
-    lag_s: float = 0.0
+    is_wanted: bool = False  # Whether the shard is to have one.
+    is_in_sync: bool = False  # Whether that has everything that is answered.
+    lag_s: float = 0.0  # Seconds since the oldest change that it lacks; 0: it lacks none.
+    # Epoch of the newest claim in the register that is known here; 0: there is none.
     epoch: int = 0
-    stands_by: bool = False
+    stands_by: bool = False  # Whether this process is a standby, and has everything.
+    # Whether new workers may share memory with it: they could not follow the shard to another host.
     shares_memory: bool = True
 
 

@@ -15,21 +15,16 @@ NUMBERS = (1, 2)  # Numbers of the buffers of a slice in the segment that worker
 
 
 class Cell:
-    """Memory for one array of a slice.
-
-    Attributes:
-        data: `(nbytes,) uint8`.
-        array: `(numel,) float32`, the beginning of it.
-        place: In the arena; 0 on the heap.
-    """
+    """Memory for one array of a slice."""
 
     __slots__ = ("array", "data", "place")
 
     def __init__(self, data: ByteArray, numel: int, place: int = 0) -> None:
         """Wraps `data`, of at least `4 * numel` bytes."""
-        self.data = data
+        self.data = data  # `(nbytes,) uint8`.
+        # `(numel,) float32`, the beginning of it.
         self.array: FloatArray = data[: 4 * numel].view(np.float32)
-        self.place = place
+        self.place = place  # In the arena; 0 on the heap.
 
 
 class Buffer:

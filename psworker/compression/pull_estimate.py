@@ -22,13 +22,7 @@ log = logging.getLogger("paceline")
 
 
 class PulledEstimate:
-    """The estimate of one slice.
-
-    Attributes:
-        values: The estimate X, `(numel,) float32`; None before the first answer.
-        fingerprint: The fingerprint of `values`; 0: they are invalid.
-        num_resyncs: Number of answers after which X differed from the shard's.
-    """
+    """The estimate of one slice."""
 
     def __init__(self, compressor: Compressor, numel: int, name: str) -> None:
         """Starts without values.
@@ -40,9 +34,10 @@ class PulledEstimate:
         self._numel = numel
         self._name = name
         self._payload: ByteArray = np.empty(0, dtype=np.uint8)
+        # The estimate X, `(numel,) float32`; None before the first answer.
         self.values: FloatArray | None = None
-        self.fingerprint = 0
-        self.num_resyncs = 0
+        self.fingerprint = 0  # The fingerprint of `values`; 0: they are invalid.
+        self.num_resyncs = 0  # Number of answers after which X differed from the shard's.
 
     def forget(self) -> None:
         """Makes the next pull request the whole estimate."""

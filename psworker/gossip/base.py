@@ -150,16 +150,10 @@ class ExchangeStats:
 
 
 class Gossip(ABC):
-    """One worker's part in the exchange of models.
+    """One worker's part in the exchange of models."""
 
-    Attributes:
-        name: Its name in `GOSSIPS`.
-        stats: Its last exchanges, for status.
-        number: Steps behind this worker, or rounds of all-reduce, counted alike by all that depend
-            on it.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # Its name in `GOSSIPS`.
+    # Steps behind this worker, or rounds of all-reduce, counted alike by all that depend on it.
     number: int = 0
 
     def __init__(self, rule: Decentralised, rank: int, model: Model, post: Post) -> None:
@@ -168,7 +162,7 @@ class Gossip(ABC):
         self.rank = rank
         self.model = model
         self.post = post
-        self.stats = ExchangeStats()
+        self.stats = ExchangeStats()  # Its last exchanges, for status.
 
     @classmethod  # noqa: B027
     def require_fit(cls, rule: Decentralised, device: str, *, has_tls: bool) -> None:

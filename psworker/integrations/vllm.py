@@ -57,17 +57,12 @@ class ReaderInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VersionInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version to load; without a number, the newest that this process has.
+    """The version to load; without a number, the newest that this process has."""
 
-    Attributes:
-        number: Its number. An engine of several processes needs it: they fetch at their own pace.
-        lineage: Its lineage; None: any.
-        timeout_s: The longest wait for it, in seconds.
-    """
-
+    # Its number. An engine of several processes needs it: they fetch at their own pace.
     number: int | None = None
-    lineage: int | None = None
-    timeout_s: float = TIMEOUT_S
+    lineage: int | None = None  # Its lineage; None: any.
+    timeout_s: float = TIMEOUT_S  # The longest wait for it, in seconds.
 
     def names(self, weights: PublishedWeights) -> bool:
         """Returns whether this is the version of `weights`."""

@@ -19,13 +19,7 @@ RECENT_MAX = 64
 
 
 class Missed:
-    """The steps of one table that did not count, or not in every slice.
-
-    Attributes:
-        num_steps: Number of such steps.
-        recent: The newest of them, as `optimizer.clock` counts; at most 64.
-        pushed: Step of the last push of each slice.
-    """
+    """The steps of one table that did not count, or not in every slice."""
 
     def __init__(self, num_slices: int, rank: int = 0, *, of: str = "") -> None:
         """Starts with none.
@@ -34,9 +28,10 @@ class Missed:
             of: Words behind the number of a step, for the log: the table's.
         """
         self._of = of
-        self.num_steps = 0
+        self.num_steps = 0  # Number of such steps.
+        # The newest of them, as `optimizer.clock` counts; at most 64.
         self.recent: deque[int] = deque(maxlen=RECENT_MAX)
-        self.pushed: dict[int, int] = {}
+        self.pushed: dict[int, int] = {}  # Step of the last push of each slice.
         self._num_slices, self._rank = num_slices, rank
         self._under_way: set[int] = set()  # Slices pushed in the step under way.
         self._begun: dict[int, int] = {}  # By slice: the first step behind the last gap.

@@ -22,27 +22,18 @@ GAIN_MIN = 1.1  # Predictions are no better than a tenth: a smaller gain is none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The best pipeline beside one stage on all workers; bytes are of one minibatch.
+    """The best pipeline beside one stage on all workers; bytes are of one minibatch."""
 
-    Attributes:
-        pipeline: The fastest pipeline of two stages or more; None: none can be made, or fits.
-        data_parallel_s: Seconds of one stage on all workers, in the given mode.
-        hidden_s: The same if all traffic is hidden behind computing, as far as the link allows.
-        data_parallel: That stage.
-        activation_nbytes: Activations and their gradients between stages of the pipeline.
-        sync_nbytes: Pushed and pulled by its replicated stages.
-        data_parallel_nbytes: Pushed and pulled by data parallelism.
-        advised: The pipeline, one stage on all workers, or one worker; None: nothing fits into
-            memory.
-    """
-
+    # The fastest pipeline of two stages or more; None: none can be made, or fits.
     pipeline: Partition | None
-    data_parallel_s: float
+    data_parallel_s: float  # Seconds of one stage on all workers, in the given mode.
+    # The same if all traffic is hidden behind computing, as far as the link allows.
     hidden_s: float
-    data_parallel: Stage
-    activation_nbytes: int
-    sync_nbytes: int
-    data_parallel_nbytes: int
+    data_parallel: Stage  # That stage.
+    activation_nbytes: int  # Activations and their gradients between stages of the pipeline.
+    sync_nbytes: int  # Pushed and pulled by its replicated stages.
+    data_parallel_nbytes: int  # Pushed and pulled by data parallelism.
+    # The pipeline, one stage on all workers, or one worker; None: nothing fits into memory.
     advised: Partition | None = None
     reason: str = ""
 
