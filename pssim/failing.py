@@ -34,7 +34,6 @@ class FailingWorker(TrainingWorker):
     cluster: FailingCluster  # Its job.
 
     def __init__(self, cluster: FailingCluster, rank: int, model: nn.Module) -> None:
-        """Makes the worker; `join` comes next."""
         super().__init__(cluster, rank, model)
         self.num_failures = 0  # Failures so far.
         self._is_dead = False

@@ -75,7 +75,6 @@ class Network:
     """
 
     def __init__(self, loop: Loop) -> None:
-        """Joins the ends that `loop` drives."""
         self.trace: list[str] | None = None
         self._loop = loop
 

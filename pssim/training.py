@@ -103,7 +103,6 @@ class TrainingWorker(Worker):
     restart = 0
 
     def __init__(self, cluster: TrainingCluster, rank: int, model: nn.Module) -> None:
-        """Makes the worker; `join` comes next."""
         super().__init__(rank, cluster.shards, cluster.loop, cluster.network)
         self.cluster = cluster
         self.model = model

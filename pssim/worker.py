@@ -113,7 +113,6 @@ class SimulatedLink:
     """The link to one shard, as far as `Exchange` uses it."""
 
     def __init__(self, transport: SimulatedTransport, address: str) -> None:
-        """Links to the shard at `address`."""
         self.transport = transport
         self.address = address
         self.control = SimpleNamespace(FetchResidual="FetchResidual", SendResidual="SendResidual")

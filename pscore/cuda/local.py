@@ -34,7 +34,6 @@ class DeviceKernels:
     """The kernels of one device, as `pscore.local.base.LocalKernels`."""
 
     def __init__(self, launch: Launch) -> None:
-        """Starts kernels by `launch`."""
         self._launch = launch
         self._tables: dict[tuple[str, int], tuple[bytes, torch.Tensor]] = {}  # The last ones.
 

@@ -153,7 +153,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """
 
     def __init__(self, authorizer: Authorizer, heard: Heard) -> None:
-        """Asks `authorizer` for rights, and `heard` whether a worker is live."""
         self._authorizer = authorizer
         self._heard = heard
         self._handlers: dict[str, Handler] = {}

@@ -93,7 +93,6 @@ class Page:
     """
 
     def __init__(self, history: History, guard: Guard) -> None:
-        """Shows `history` to those that `guard` admits."""
         self._history = history
         self.guard = guard
         folder = resources.files("psserver.dashboard") / "page"

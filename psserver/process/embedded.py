@@ -27,7 +27,6 @@ class EmbeddedServers:
     """Shards that this process has started; a context manager."""
 
     def __init__(self, shards: list[ShardProcess]) -> None:
-        """Represents shards that are ready."""
         self._shards = shards
         self.addresses = [
             join_address(shard.plan.host, shard.report.port)

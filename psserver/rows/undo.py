@@ -35,7 +35,6 @@ class Undo:
     """The rows before a step, of all slabs of one slice."""
 
     def __init__(self, memory: Mapped) -> None:
-        """Keeps the rows in `memory`."""
         self._memory = memory
         self._nbytes = 0  # Bytes of the last step.
         # Of slabs whose rows are copied later: the slab, their places, and the room for them.

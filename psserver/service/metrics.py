@@ -58,7 +58,6 @@ class ShardCollector:
     def __init__(
         self, engine: Engine, identity: Identity = NAMELESS, journal_nbytes: int = 0
     ) -> None:
-        """Reads `engine`, whose journals take `journal_nbytes`."""
         self._engine = engine
         self._identity = identity
         self._journal_nbytes = journal_nbytes

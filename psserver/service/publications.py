@@ -27,7 +27,6 @@ class ReadersServicer(publish_pb2_grpc.PublicationsServicer):
     """The service of published weights for readers; made on the event loop's thread."""
 
     def __init__(self, publications: PublishedTables[Any]) -> None:
-        """Serves what `publications` has."""
         self._publications = publications
         self._loop = asyncio.get_running_loop()
         self._new = asyncio.Event()  # Set at the next version of any table, and replaced then.

@@ -20,7 +20,6 @@ class RelayControl(control_pb2_grpc.ControlServicer):
     """The description of one shard of a relay; every other call is refused."""
 
     def __init__(self, index: int, num_shards: int, data: Listener) -> None:
-        """Describes shard `index`, whose weights `data` serves."""
         self._reply = pb.DescribeReply(
             cluster="relay",
             shard=index,

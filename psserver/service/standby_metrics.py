@@ -28,7 +28,6 @@ class StandbyCollector:
     """Reads the state of one shard's standby when Prometheus asks."""
 
     def __init__(self, view: Callable[[], StandbyView]) -> None:
-        """Reads what `view` returns."""
         self._view = view
 
     def collect(self) -> Iterator[Metric]:

@@ -12,7 +12,6 @@ class MovableChannel:
     """Stands for a channel towards stubs, which keep their methods when it moves."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        """Makes calls on `channel`."""
         self._channels = [channel]
 
     def move(self, channel: grpc.Channel) -> None:

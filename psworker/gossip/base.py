@@ -157,7 +157,6 @@ class Gossip(ABC):
     number: int = 0
 
     def __init__(self, rule: Decentralised, rank: int, model: Model, post: Post) -> None:
-        """Starts before the first meeting."""
         self.rule = rule
         self.rank = rank
         self.model = model

@@ -32,7 +32,6 @@ class Context:
     """One session, the shards that were started for it, and functions to call before it ends."""
 
     def __init__(self, session: Session, shards: OwnShards | None) -> None:
-        """Keeps a session and, if there are any, its own shards."""
         self.session = session
         self._shards = shards
         self._phases = None if session.timeline is None else Phases(session.timeline)

@@ -73,7 +73,6 @@ class Copies:
     """The copies of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams."""
         self._device = device
         self._leaving = self._coming = None
         if device.type == "cuda":

@@ -125,7 +125,6 @@ class PeerHandler:
     """Receives the arrays and offers of one connection."""
 
     def __init__(self, service: PeerService, connection: Connection) -> None:
-        """Handles one connection of `service`."""
         self._service = service
         self._connection = connection
 

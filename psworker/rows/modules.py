@@ -35,7 +35,6 @@ class InitialRows:
     """Rows that were never updated, before a table is on the shards: they depend on the id only."""
 
     def __init__(self, table: EmbeddingTable) -> None:
-        """Reads the rows of `table`."""
         self._table = table
 
     def read(self, ids: IdArray, out: FloatArray, *, is_look: bool) -> None:

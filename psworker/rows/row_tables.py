@@ -44,7 +44,6 @@ class ShardRows:
     """The rows of one table on the shards, as its module looks them up."""
 
     def __init__(self, tables: RowTables, index: int) -> None:
-        """Reads the table `index` of `tables`."""
         self.tables = tables  # The row tables of one optimizer, which it is one of.
         self.index = index  # Its number among them.
 
@@ -72,7 +71,6 @@ class EndedRows:
     """The rows of a table of a job that this worker has left."""
 
     def __init__(self, name: str) -> None:
-        """Refuses to read the table `name`."""
         self._name = name
 
     def read(self, ids: IdArray, out: FloatArray, *, is_look: bool) -> None:

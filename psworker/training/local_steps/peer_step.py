@@ -33,7 +33,6 @@ class AloneStep(LocalStep):
     """The wrapped optimizer's step."""
 
     def __init__(self, inner: torch.optim.Optimizer, table: TrainingTable) -> None:
-        """Runs `inner` on the model of `table`."""
         self._inner = inner
         self._table = table
 
