@@ -45,7 +45,6 @@ class Registry(Mapping[str, type[T]]):
 
         Args:
             kind: Name of the kind in messages.
-            group: The group of its entry points.
             base: The class that each of them derives from.
             own: Their classes; each has a `name`.
         """

@@ -204,7 +204,6 @@ class Worker:
 
         Args:
             weights: `(layout.numel,) float32`, for the replica; changed in place.
-            num_workers: Workers that the job was made for.
         """
         self.layout = layout
         self.replica = Replica(layout, spec.rule, optimizer, 1, weights, self.rank, num_workers)

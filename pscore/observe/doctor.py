@@ -78,8 +78,7 @@ def examine(
 
     Args:
         addresses: `host:port` each.
-        job: Check this job too.
-        fingerprint: That its model must have; empty: the shards are only compared.
+        fingerprint: That the model of the job must have; empty: the shards are only compared.
     """
     findings = own_certificate(credentials)
     replies: dict[str, pb.DescribeReply] = {}

@@ -114,7 +114,6 @@ def step_outer(part: LocalSlice, weights: Any, grad: Any, state: Sequence[Any], 
         weights: `(numel,) float32` tensor; kept unless it is `out`.
         grad: Likewise, the worker's estimate of the mean move.
         state: Arrays of the optimizer's state, likewise.
-        out: Receives the weights.
     """
     counts = part.counts.copy()
     counts[:] = 1  # The state is the shards': it is never one of before the first step.

@@ -21,7 +21,6 @@ def examine(
         servers: Addresses with commas between them.
         port: Port of shard 0 on this machine.
         state_dir: As given to `start`.
-        job: Check this job too.
 
     Raises:
         ConfigError: An argument would have no effect.

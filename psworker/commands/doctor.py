@@ -20,7 +20,6 @@ def examine(servers: str | None, job: str | None, model: str | None) -> list[Fin
 
     Args:
         servers: Addresses with commas between them; None: as in the environment.
-        job: Check this job too.
         model: As for `psworker plan`; the job's model must match it, uncompressed, in one group.
 
     Raises:

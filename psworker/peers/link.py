@@ -63,11 +63,7 @@ class PeerLink:
     """
 
     def __init__(self, peer: control_pb2.Peer, own_host: str) -> None:
-        """Starts to connect.
-
-        Args:
-            own_host: The address at which this worker listens.
-        """
+        """Starts to connect."""
         self.peer = peer
         self.is_over = False
         self.is_new = True

@@ -42,7 +42,6 @@ class LocalWeights:
 
         Args:
             weights: `(layout.numel,) float32` on the model's device; changed in place.
-            num_workers: Workers that the job was made for.
         """
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)

@@ -99,7 +99,6 @@ class PullBuffers:
         Args:
             room: Memory for its weights; None: a separate buffer.
             state_room: Memory for its state; empty: separate buffers.
-            with_state: Whether state is pulled too.
         """
         weights = self.beside(index) if room is None else room
         buffer = self._buffers.setdefault(index, PullBuffer(weights=weights, state=[]))

@@ -42,7 +42,6 @@ class Pushes:
         Args:
             values: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a value; -1 for all.
-            samples: Weight in the mean of the step.
         """
         part = self._parts[index]
         push = Push(

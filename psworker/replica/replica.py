@@ -61,7 +61,6 @@ class Replica:
 
         Args:
             weights: `(layout.numel,) float32` on the model's device; changed in place.
-            num_workers: Workers that the job was made for.
             own: The slices that it pushes and pulls, in order; None: all.
         """
         self.rule = rule
@@ -234,7 +233,6 @@ class Replica:
             index: The slice; its `hyper` is this step's.
             grad: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a gradient; -1 for all.
-            samples: Weight in the mean of the step.
             in_backward: Whether backward still reads the weights.
         """
         plan = self.plan()

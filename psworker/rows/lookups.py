@@ -61,7 +61,6 @@ def find(
     Args:
         batch: Ids, int64, on the CPU; of any shape.
         padding: The id whose row is zero; None: there is none.
-        is_look: Whether nothing is trained on them.
 
     Raises:
         PacelineError: A shard refused something, or does not answer.

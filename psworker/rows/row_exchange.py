@@ -133,7 +133,6 @@ class RowExchange:
         Args:
             ids: By table: `(n,) uint64`, ascending, all of this slice.
             out: Receives the rows, flat, table by table.
-            is_look: Whether nothing is trained on them.
             is_early: Whether rows of any version will do.
             begins: Whether this worker has come anew, and pushes no step before `counts[index]`.
             since: Version of rows that this worker has; `ALL`: none.
@@ -187,7 +186,6 @@ class RowExchange:
             parts: The payload, which must not change; empty: no rows.
             hyper: `(num_groups, num_hyper) float64`.
             present: Bit i: table i has a gradient, perhaps of no row.
-            samples: Weight in the mean of the step.
         """
         header = data_pb2.PushHeader(
             step=self.counts[index],

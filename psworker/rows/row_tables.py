@@ -239,7 +239,6 @@ class RowTables:
         Args:
             ids: `(u,) uint64`, ascending.
             out: `(u, dim) float32`.
-            is_look: Whether nothing is trained on them.
 
         Raises:
             PacelineError: A shard refused something, or does not answer.

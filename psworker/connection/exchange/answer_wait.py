@@ -79,7 +79,6 @@ class AnswerWait:
 
         Args:
             answers: The answer of each slice, in the order in which they are expected.
-            what: A description of the answers, for people.
 
         Raises:
             PacelineError: A shard does not answer.

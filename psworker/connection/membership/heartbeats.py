@@ -47,7 +47,6 @@ class Heartbeats:
         """Starts no thread yet: the shards have to be joined first.
 
         Args:
-            links: One per shard, in the order of the shards.
             pace: The sums of this worker's steps and waits, sent to the first shard.
         """
         self.failure: PacelineError | None = None

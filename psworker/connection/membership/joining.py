@@ -153,7 +153,6 @@ class Joining:
 
         Args:
             member: This worker; its rank and lease are set by a join.
-            links: One per shard, in the order of the shards.
             patience_s: Seconds to wait for a rank that another process still holds.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
         """

@@ -102,7 +102,6 @@ class Session:
             rank: Rank of this worker; -1: the first shard decides.
             num_workers: Number of workers of the job; the maximum of an elastic one.
             min_workers: Minimum of an elastic job; 0: it is not elastic.
-            restart: Number of restarts of this worker.
             patience_s: Seconds without an answer that are an error.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
             credentials: Token and certificates for the connections.

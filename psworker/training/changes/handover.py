@@ -38,9 +38,6 @@ def moves_optimizer(former: Rule, rule: Rule) -> bool:
 def require_possible(table: TrainingTable, rule: Rule, optimizer: Optimizer) -> None:
     """Refuses a change that would lose something.
 
-    Args:
-        optimizer: The shards' optimizer in it.
-
     Raises:
         ConfigError: The job is elastic, or one of the modes has its state in the workers alone.
     """
@@ -72,7 +69,6 @@ def hand_over(
     Args:
         former: The former table, to which no worker pushes any more.
         kept: The result of `growth.leave`.
-        optimizer: The shards' optimizer in it.
 
     Raises:
         PacelineError: A shard does not answer.

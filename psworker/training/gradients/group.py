@@ -121,9 +121,6 @@ class GroupGradients(Gradients):
     def prepare(self, *, skips: bool) -> list[float]:
         """Makes this process's gradients ready to be added up.
 
-        Args:
-            skips: Whether this process leaves the step out.
-
         Returns:
             `num_numbers` numbers for `agree`.
 

@@ -26,7 +26,6 @@ class EarlyGradients:
         """Starts before the first step.
 
         Args:
-            overlap: Whether gradients leave during backward.
             has_views: Whether a large `.grad` becomes a view of the flat vector (grad_views.py).
 
         Raises:

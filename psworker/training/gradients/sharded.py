@@ -31,9 +31,6 @@ class ShardedGradients(GroupGradients):
     def prepare(self, *, skips: bool) -> list[float]:
         """Checks this process's gradients, and waits until the flat ones may be written.
 
-        Args:
-            skips: Whether this process leaves the step out.
-
         Returns:
             `num_numbers` numbers for `agree`.
 
@@ -129,7 +126,6 @@ def make_gradients(
     """Returns the gradients of this worker, or of this process of it.
 
     Args:
-        overlap: Whether gradients leave during backward.
         begin: Called before the first gradient of a step leaves during backward.
     """
     group = table.group
