@@ -108,15 +108,10 @@ def optimizer_state(part: LocalSlice) -> list[Any]:
 
 
 class LocalUpdate(ABC):
-    """One kind of step between two pulls.
+    """One kind of step between two pulls."""
 
-    Attributes:
-        name: Its name in `LOCAL_UPDATES`.
-        pulls_state: Whether the server optimizer's state comes with every pull.
-    """
-
-    name: ClassVar[str]
-    pulls_state: bool = False
+    name: ClassVar[str]  # Its name in `LOCAL_UPDATES`.
+    pulls_state: bool = False  # Whether the server optimizer's state comes with every pull.
 
     @abstractmethod
     def update(self, part: LocalSlice, grad: Any) -> None:
@@ -206,14 +201,10 @@ class ElementwiseUpdate(LocalUpdate):
 
     The pass over the segments of a slice is here, for every device; a file has the factors, the
     formula as a kernel of the CPU, and the formula in torch's operations.
-
-    Attributes:
-        device_kernel: Name of the formula in `pscore/cuda/local.cu`.
-        num_arrays: Number of arrays of the formula.
     """
 
-    device_kernel: ClassVar[str]
-    num_arrays: ClassVar[int] = 1
+    device_kernel: ClassVar[str]  # Name of the formula in `pscore/cuda/local.cu`.
+    num_arrays: ClassVar[int] = 1  # Number of arrays of the formula.
 
     def warm_up(self) -> None:
         """Compiles the loops of the CPU, before the first step needs them."""

@@ -82,23 +82,16 @@ class SliceStep(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """One step of an optimizer on one slice, in place, on torch tensors of any device; scale 1.
+    """One step of an optimizer on one slice, in place, on torch tensors of any device; scale 1."""
 
-    Attributes:
-        weights: `(numel,) float32`, the weights.
-        grad: `(numel,) float32`; not changed.
-        state: One `(numel,) float32` for each of `Optimizer.state_names`.
-        segments: As in `SliceStep`, like the other fields.
-        kernels: Kernels of the device; None: torch's operations make the step.
-    """
-
-    weights: Any
-    grad: Any
-    state: Sequence[Any]
-    segments: SegmentTable
+    weights: Any  # `(numel,) float32`, the weights.
+    grad: Any  # `(numel,) float32`; not changed.
+    state: Sequence[Any]  # One `(numel,) float32` for each of `Optimizer.state_names`.
+    segments: SegmentTable  # As in `SliceStep`, like the next three fields.
     counts: IntArray
     active: IntArray
     hyper: HyperArray
+    # Kernels of the device; None: torch's operations make the step.
     kernels: StepKernels | None = None
 
     def parts(self) -> Iterator[tuple[int, list[float], Any, Any, list[Any]]]:

@@ -25,19 +25,11 @@ Factors = tuple[Any, ...]  # Mostly float32, as the loops need them.
 
 
 class KernelStep(NamedTuple):
-    """A `SliceStep` as kernels take it, as `SliceStep.for_kernel` returns it.
-
-    Attributes:
-        grad: The first gradient; the step is made with the sum of all.
-        others: `(n,) int64`, addresses of the other ones.
-        shares: `(1 + n,) float32`, the factor of each gradient in the sum.
-        decoupled: Whether weight decay shrinks the weights, in optimizers for which the
-            hyper-parameters do not say it.
-    """
+    """A `SliceStep` as kernels take it, as `SliceStep.for_kernel` returns it."""
 
     weights: FloatArray
     out: FloatArray
-    grad: FloatArray
+    grad: FloatArray  # The first gradient; the step is made with the sum of all.
     scale: float
     state: Arrays
     state_out: Arrays
@@ -46,8 +38,10 @@ class KernelStep(NamedTuple):
     counts: IntArray
     active: IntArray
     hyper: HyperArray
-    others: IntArray
-    shares: FloatArray
+    others: IntArray  # `(n,) int64`, addresses of the other ones.
+    shares: FloatArray  # `(1 + n,) float32`, the factor of each gradient in the sum.
+    # Whether weight decay shrinks the weights, in optimizers for which the hyper-parameters do not
+    # say it.
     decoupled: bool
 
 
