@@ -64,35 +64,20 @@ SPARE = 60  # Rounds for which the ledger has room beyond those of the run.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One run.
+    """One run."""
 
-    Attributes:
-        learners: Learners; the last one has half the speed.
-        shards: Shards.
-        seconds: Length of the training, from the first round of all learners.
-        every_s: Seconds from kill to kill; 0: none.
-        quorum: Learners with which a round may close.
-        steps: Steps of a round.
-        overlap: Start of a round without the answer to the one before.
-        delay: Steps of the next round after which that answer lands.
-        think_s: Sleep of a step.
-        lease_s: Lease of a silent learner.
-        seed: Seed of the kills.
-        machines: Whether machines are lost, and shards have standbys.
-    """
-
-    learners: int = 12
-    shards: int = 3
-    seconds: float = 120.0
-    every_s: float = 15.0
-    quorum: int = 8
-    steps: int = 40
-    overlap: str = "mirror"
-    delay: int = 30
-    think_s: float = 0.1
-    lease_s: float = 20.0
-    seed: int = 0
-    machines: bool = False
+    learners: int = 12  # Learners; the last one has half the speed.
+    shards: int = 3  # Shards.
+    seconds: float = 120.0  # Length of the training, from the first round of all learners.
+    every_s: float = 15.0  # Seconds from kill to kill; 0: none.
+    quorum: int = 8  # Learners with which a round may close.
+    steps: int = 40  # Steps of a round.
+    overlap: str = "mirror"  # Start of a round without the answer to the one before.
+    delay: int = 30  # Steps of the next round after which that answer lands.
+    think_s: float = 0.1  # Sleep of a step.
+    lease_s: float = 20.0  # Lease of a silent learner.
+    seed: int = 0  # Seed of the kills.
+    machines: bool = False  # Whether machines are lost, and shards have standbys.
 
     @property
     def rule(self) -> DiLoCo:

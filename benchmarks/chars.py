@@ -55,21 +55,14 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Text:
-    """A text whose characters are predicted.
+    """A text whose characters are predicted."""
 
-    Attributes:
-        path: The file; characters are bytes.
-        length: Characters of a row.
-        rows: Rows of one worker in one step.
-        num_parts: Workers with a part of the text each (unlike data); 1: all draw from all of it.
-        seed: Seed of the model and of the rows.
-    """
-
-    path: Path = PART
-    length: int = 32
-    rows: int = 4
+    path: Path = PART  # The file; characters are bytes.
+    length: int = 32  # Characters of a row.
+    rows: int = 4  # Rows of one worker in one step.
+    # Workers with a part of the text each (unlike data); 1: all draw from all of it.
     num_parts: int = 1
-    seed: int = 0
+    seed: int = 0  # Seed of the model and of the rows.
 
     @cached_property
     def _numbers(self) -> tuple[torch.Tensor, int]:

@@ -23,10 +23,7 @@ SITUATIONS = (
         "8 GPUs on one host, any model",
         "--model gpt2 --workers 8 --hosts 1 --gbit 10 --compute-ms 300",
     ),
-    (
-        "4 fast hosts, 100 Gbit/s",
-        "--model resnet50 --workers 4 --gbit 100 --compute-ms 300",
-    ),
+    ("4 fast hosts, 100 Gbit/s", "--model resnet50 --workers 4 --gbit 100 --compute-ms 300"),
     (
         "8 GPUs on 2 hosts, 10 Gbit/s, 1.3B parameters",
         "--model 1.3B --workers 8 --hosts 2 --gbit 10 --compute-ms 900",

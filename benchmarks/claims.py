@@ -34,21 +34,13 @@ POINT = 0.01  # Of accuracy.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One claim: the paper's figure, and the place of ours.
+    """One claim: the paper's figure, and the place of ours."""
 
-    Attributes:
-        paper: The claim, with its source.
-        measures: Key of the command in `COMMANDS`.
-        figure: Reads our figure from the command's result, as text.
-        holds: Reads whether the claim holds.
-        why: Reads why it does not, if it does not.
-    """
-
-    paper: str
-    measures: str
-    figure: Callable[[Any], str]
-    holds: Callable[[Any], bool]
-    why: Callable[[Any], str] = lambda result: ""
+    paper: str  # The claim, with its source.
+    measures: str  # Key of the command in `COMMANDS`.
+    figure: Callable[[Any], str]  # Reads our figure from the command's result, as text.
+    holds: Callable[[Any], bool]  # Reads whether the claim holds.
+    why: Callable[[Any], str] = lambda result: ""  # Reads why it does not, if it does not.
 
     def cells(self, result: Any) -> tuple[str, str, str]:
         """Returns our figure, whether the claim holds, and the reason if it does not, as text."""

@@ -125,9 +125,7 @@ def run_one(setting: Setting, task: tasks.Task, steps: int, args: argparse.Names
     )
 
 
-def _optimizer(
-    setting: Setting,
-) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
+def _optimizer(setting: Setting) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
     def make(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         if setting.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=setting.lr)

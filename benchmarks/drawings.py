@@ -35,9 +35,7 @@ MODES: dict[str, tuple[str, int]] = {
     "delayed_nesterov": ("delayed_nesterov(steps=2)", 4),
 }
 # Arguments that have a page of their own.
-VARIANTS: dict[str, tuple[str, int]] = {
-    "overlap": ("diloco(steps=2, overlap=mirror)", 4),
-}
+VARIANTS: dict[str, tuple[str, int]] = {"overlap": ("diloco(steps=2, overlap=mirror)", 4)}
 
 WIDTH, HEIGHT = 760, 236
 LEFT, SCALE = 86, 101  # Pixels: where time 0 is, and a second.

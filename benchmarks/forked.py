@@ -27,11 +27,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Forked:
-    """A process that runs one function, and the line to it.
-
-    Attributes:
-        pid: Its process id.
-    """
+    """A process that runs one function, and the line to it."""
 
     def __init__(self, work: Callable[..., None], *args: Any, namespace: str | None = None) -> None:
         """Forks a process, which calls `work(line, *args)`.
@@ -45,7 +41,7 @@ class Forked:
         self._process = FORK.Process(target=_run, args=(work, theirs, namespace, args), daemon=True)
         self._process.start()
         theirs.close()
-        self.pid = int(self._process.pid or 0)
+        self.pid = int(self._process.pid or 0)  # Its process id.
 
     def tell(self, value: Any = None) -> None:
         """Sends something to the process; nothing happens if it is gone."""

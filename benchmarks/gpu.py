@@ -59,11 +59,7 @@ class Model(NamedTuple):
     width: int = 0  # Tokens of a row; 0: images.
 
 
-MODELS = {
-    "resnet50": Model("resnet50", 64),
-    "gpt": Model("gpt2", 8, 1024),
-    "tiny": Model("", 16),
-}
+MODELS = {"resnet50": Model("resnet50", 64), "gpt": Model("gpt2", 8, 1024), "tiny": Model("", 16)}
 
 
 # ----- one process

@@ -286,10 +286,7 @@ def restore(addresses: list[str], job: str) -> dict[str, float]:
     with start_shard() as others:
         start_s = time.perf_counter()
         checkpoint.restore(others.addresses, ANYONE, captured, job)
-        return {
-            "read_s": round(read_s, 3),
-            "restore_s": round(time.perf_counter() - start_s, 3),
-        }
+        return {"read_s": round(read_s, 3), "restore_s": round(time.perf_counter() - start_s, 3)}
 
 
 def counts(text: str) -> list[int]:

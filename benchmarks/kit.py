@@ -186,9 +186,7 @@ def run_workers(
     with (
         tempfile.TemporaryDirectory() as folder,
         start_embedded(
-            num_shards,
-            trust=make_trust(folder) if secured else None,
-            journal_dir=journal_dir,
+            num_shards, trust=make_trust(folder) if secured else None, journal_dir=journal_dir
         ) as servers,
     ):
         cpu = Cpu(num_shards)

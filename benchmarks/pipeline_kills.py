@@ -49,21 +49,13 @@ STALL_S = 1.0  # A gap between two losses that is called a stop.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One run.
+    """One run."""
 
-    Attributes:
-        minibatches: Minibatches of the training.
-        every_s: Seconds from kill to kill.
-        think_s: Sleep of a forward pass of the last stage, which has one replica.
-        lease_s: Lease of a silent worker.
-        seed: Seed of the kills.
-    """
-
-    minibatches: int
-    every_s: float = 10.0
-    think_s: float = 0.03
-    lease_s: float = 5.0
-    seed: int = 0
+    minibatches: int  # Minibatches of the training.
+    every_s: float = 10.0  # Seconds from kill to kill.
+    think_s: float = 0.03  # Sleep of a forward pass of the last stage, which has one replica.
+    lease_s: float = 5.0  # Lease of a silent worker.
+    seed: int = 0  # Seed of the kills.
 
     @property
     def numel(self) -> int:

@@ -95,17 +95,11 @@ FORMS: dict[str, Callable[[Place, int], Stash]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One kind of run.
+    """One kind of run."""
 
-    Attributes:
-        form: Versions of the weights.
-        replicas: Number of replicas of each stage.
-        optimizer: Name of the optimizer.
-    """
-
-    form: str
-    replicas: tuple[int, ...]
-    optimizer: str = "SGD 0.9"
+    form: str  # Versions of the weights.
+    replicas: tuple[int, ...]  # Number of replicas of each stage.
+    optimizer: str = "SGD 0.9"  # Name of the optimizer.
 
     @property
     def parts(self) -> int:
@@ -200,21 +194,13 @@ def minibatches(
 
 @dataclass(slots=True, kw_only=True)
 class Learned:
-    """The result of one run.
+    """The result of one run."""
 
-    Attributes:
-        name: Form, replicas of the stages and optimizer.
-        seed: Seed of the weights and the order of the images.
-        updates: Updates of each stage.
-        accuracy: Accuracy on all test images.
-        cpu_s: CPU seconds.
-    """
-
-    name: str
-    seed: int
-    updates: int
-    accuracy: float
-    cpu_s: float
+    name: str  # Form, replicas of the stages and optimizer.
+    seed: int  # Seed of the weights and the order of the images.
+    updates: int  # Updates of each stage.
+    accuracy: float  # Accuracy on all test images.
+    cpu_s: float  # CPU seconds.
 
 
 def run(work: tuple[Setting, int, Path | None, float]) -> Learned:

@@ -76,29 +76,18 @@ SPARSELY = SparseLoCo(k=512), SparseLoCo(k=512, decay=1.0)  # Of pushes and of p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A form of a round, and the task.
+    """A form of a round, and the task."""
 
-    Attributes:
-        form: One of `FORMS`, or of `FURTHER`.
-        length: H, steps.
-        delay: Steps after which an answer lands; -1: a fifth of H.
-        steps: Steps of each worker.
-        unlike: Whether each worker draws from its own part of the text, or of the classes.
-        task: One of `TASKS`.
-        data: The text, or the images; None: those of the repository.
-        momentum: Outer momentum, of all forms but `SPARSE`.
-        num_workers: Workers.
-    """
-
-    form: str
-    length: int
-    delay: int = -1
-    steps: int = STEPS_MIN
+    form: str  # One of `FORMS`, or of `FURTHER`.
+    length: int  # H, steps.
+    delay: int = -1  # Steps after which an answer lands; -1: a fifth of H.
+    steps: int = STEPS_MIN  # Steps of each worker.
+    # Whether each worker draws from its own part of the text, or of the classes.
     unlike: bool = False
-    task: str = "text"
-    data: Path | None = None
-    momentum: float = OUTER_MOMENTUM
-    num_workers: int = NUM_WORKERS
+    task: str = "text"  # One of `TASKS`.
+    data: Path | None = None  # The text, or the images; None: those of the repository.
+    momentum: float = OUTER_MOMENTUM  # Outer momentum, of all forms but `SPARSE`.
+    num_workers: int = NUM_WORKERS  # Workers.
 
     def rule(self, outer_lr: float) -> DiLoCo:
         """Returns the mode."""
@@ -157,18 +146,12 @@ def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The losses of one form.
+    """The losses of one form."""
 
-    Attributes:
-        steps: Steps of each worker.
-        rate: The outer rate.
-        losses: Held-out loss of each seed with it.
-        tried: Loss of the first seed by outer rate, as text; None: it diverged.
-    """
-
-    steps: int
-    rate: float
-    losses: list[float]
+    steps: int  # Steps of each worker.
+    rate: float  # The outer rate.
+    losses: list[float]  # Held-out loss of each seed with it.
+    # Loss of the first seed by outer rate, as text; None: it diverged.
     tried: dict[str, float | None]
 
 

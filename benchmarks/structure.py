@@ -31,18 +31,12 @@ ARROW = "#8a8a8a"
 
 @dataclass(slots=True)
 class Folder:
-    """A folder of a package; its files and those of the folders inside it.
+    """A folder of a package; its files and those of the folders inside it."""
 
-    Attributes:
-        num_files: Python files.
-        num_lines: Their lines.
-        rooms: Names of the folders inside.
-        imports: Names of the folders of the same package that it imports from.
-    """
-
-    num_files: int = 0
-    num_lines: int = 0
-    rooms: set[str] = field(default_factory=set)
+    num_files: int = 0  # Python files.
+    num_lines: int = 0  # Their lines.
+    rooms: set[str] = field(default_factory=set)  # Names of the folders inside.
+    # Names of the folders of the same package that it imports from.
     imports: set[str] = field(default_factory=set)
 
 

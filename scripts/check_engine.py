@@ -427,10 +427,7 @@ def page(log: Log) -> None:
     variables = {"PROMETHEUS_IMAGE": prometheus_image(log), **ports}
     up, logs, status, down = commands("deploy.md")[0].splitlines()
     tasks = re.findall(r"^\| .* \| `(docker compose .*)` \|$", PAGE.read_text(), re.MULTILINE)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Project("pacepage", BASE, SERVERS) as project,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Project("pacepage", BASE, SERVERS) as project:
         shell = Shell(Path(folder), "pacepage", **variables)
         for line in commands("deploy.md", "The images")[0].splitlines():
             shell(line)
@@ -964,8 +961,7 @@ def move(log: Log) -> None:
             former.compose("stop", "shard")
             begin = latter.job("shard", "mnist")["step"]
             after = wait(
-                "more steps",
-                lambda: (now := latter.job("shard", "mnist")["step"]) > begin and now,
+                "more steps", lambda: (now := latter.job("shard", "mnist")["step"]) > begin and now
             )
             log.say(f"      at step {before}: {said}; at step {after} without the old one")
 

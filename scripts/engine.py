@@ -223,10 +223,7 @@ class Project:
     def wait_end(self, service: str) -> str:
         """Returns the log of a container that has ended with status 0."""
         name = self.only(service)
-        wait(
-            f"the end of {service}",
-            lambda: self.inspect(name)["State"]["Status"] == "exited",
-        )
+        wait(f"the end of {service}", lambda: self.inspect(name)["State"]["Status"] == "exited")
         log = self.docker("logs", name)
         if (code := self.inspect(name)["State"]["ExitCode"]) != 0:
             raise CheckError(f"{service} ended with {code}: {tail(log)}")

@@ -239,10 +239,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             about="Those that hold a lease, and those lost so far.",
             unit="none",
             expressions=(
-                (
-                    f"max by (exported_job) (paceline_workers_live{{{JOB}}})",
-                    "{{exported_job}}",
-                ),
+                (f"max by (exported_job) (paceline_workers_live{{{JOB}}})", "{{exported_job}}"),
                 (
                     f"max by (exported_job) (paceline_workers_lost_total{{{JOB}}})",
                     "{{exported_job}}: lost",

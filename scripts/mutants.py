@@ -65,11 +65,7 @@ MUTANTS = (
         "staleness", "1/tau", RULES + "staleness.py", "return 1.0 / max(1, staleness)", "return 1.0"
     ),
     Mutant(
-        "staleness",
-        "n-softsync",
-        RULES + "staleness.py",
-        "max(1, num_workers // self.splits)",
-        "1",
+        "staleness", "n-softsync", RULES + "staleness.py", "max(1, num_workers // self.splits)", "1"
     ),
     Mutant(
         "dcasgd",
@@ -143,13 +139,7 @@ MUTANTS = (
         'flush=is_correction and self.correction == "flush"',
         "flush=False",
     ),
-    Mutant(
-        "local_sgd",
-        "rounds of H steps",
-        RULES + "local.py",
-        "place < self.steps - 1",
-        "False",
-    ),
+    Mutant("local_sgd", "rounds of H steps", RULES + "local.py", "place < self.steps - 1", "False"),
     Mutant(
         "local_sgd",
         "backup workers",

@@ -72,10 +72,7 @@ class Answers:
         self.pushes.append(reply)
 
     def pulled(
-        self,
-        reply: data_pb2.PullReply,
-        arrays: Sequence[Any],
-        release: Callable[[], None] | None,
+        self, reply: data_pb2.PullReply, arrays: Sequence[Any], release: Callable[[], None] | None
     ) -> None:
         data = b"".join(array.tobytes() for array in arrays)
         self.pulls.append((reply, np.frombuffer(data, np.uint8)))

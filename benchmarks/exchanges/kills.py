@@ -47,23 +47,14 @@ POLL_S = 0.02
 
 
 class Step(NamedTuple):
-    """The report of a worker after each step.
+    """The report of a worker after each step."""
 
-    Attributes:
-        number: Number of the step or round, counted alike by all.
-        loss: Loss function of its images.
-        waited_s: Seconds since its step before; of the first since it met the others.
-        num_exchanges: Exchanges or rounds that it has applied.
-        num_twice: Those that it has applied more than once.
-        check: Check of the bits of the model; 0 where models differ.
-    """
-
-    number: int
-    loss: float
-    waited_s: float
-    num_exchanges: int
-    num_twice: int
-    check: int
+    number: int  # Number of the step or round, counted alike by all.
+    loss: float  # Loss function of its images.
+    waited_s: float  # Seconds since its step before; of the first since it met the others.
+    num_exchanges: int  # Exchanges or rounds that it has applied.
+    num_twice: int  # Those that it has applied more than once.
+    check: int  # Check of the bits of the model; 0 where models differ.
 
 
 class CountedPairs(Pairs):
@@ -150,23 +141,15 @@ def _counter(gossip: Pairs | Ring) -> Callable[[], tuple[int, int]]:
 
 @dataclass(slots=True)
 class Found:
-    """All reports of a run.
+    """All reports of a run."""
 
-    Attributes:
-        losses: Loss of each step, in the order of the reports.
-        longest_s: Longest time between two steps of a worker.
-        num_kills: Workers killed.
-        num_exchanges: Exchanges or rounds applied, over all workers.
-        num_twice: Those applied more than once.
-        seconds: Length of the run.
-    """
-
+    # Loss of each step, in the order of the reports.
     losses: list[float] = field(default_factory=list)
-    longest_s: float = 0.0
-    num_kills: int = 0
-    num_exchanges: int = 0
-    num_twice: int = 0
-    seconds: float = 0.0
+    longest_s: float = 0.0  # Longest time between two steps of a worker.
+    num_kills: int = 0  # Workers killed.
+    num_exchanges: int = 0  # Exchanges or rounds applied, over all workers.
+    num_twice: int = 0  # Those applied more than once.
+    seconds: float = 0.0  # Length of the run.
     _checks: dict[int, dict[int, int]] = field(default_factory=dict)  # By round, by rank.
 
     def add(self, rank: int, step: Step) -> None:

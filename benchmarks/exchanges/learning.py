@@ -39,23 +39,14 @@ SPREAD = 0.1  # Workers differ in speed by so much at most.
 
 @dataclass(slots=True, kw_only=True)
 class Learned:
-    """The result of one mode with one seed.
+    """The result of one mode with one seed."""
 
-    Attributes:
-        mode: As `mode=` takes it.
-        seed: Seed of the weights, the order of the images and the simulation.
-        steps: Steps of each worker.
-        accuracy: Accuracy of the mean model, on all test images.
-        consensus: Relative distance of a model to the mean at half of the run; 0 with shards.
-        cpu_s: CPU seconds of the run.
-    """
-
-    mode: str
-    seed: int
-    steps: int
-    accuracy: float
-    consensus: float
-    cpu_s: float
+    mode: str  # As `mode=` takes it.
+    seed: int  # Seed of the weights, the order of the images and the simulation.
+    steps: int  # Steps of each worker.
+    accuracy: float  # Accuracy of the mean model, on all test images.
+    consensus: float  # Relative distance of a model to the mean at half of the run; 0 with shards.
+    cpu_s: float  # CPU seconds of the run.
 
     def as_dict(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
@@ -89,9 +80,7 @@ def _cosine(lr: float, steps: int) -> Callable[[int], float]:
     return lambda step: lr * (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
 
 
-def _sgd(
-    momentum: float,
-) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def _sgd(momentum: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     return partial(torch.optim.SGD, lr=LR, momentum=momentum)
 
 

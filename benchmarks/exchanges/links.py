@@ -60,25 +60,15 @@ ONE_SHARD_PORT, GLOO_PORT = 7170, 29600
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """One mode on one net.
+    """One mode on one net."""
 
-    Attributes:
-        net: Name in `NETS`.
-        workers: Number of workers.
-        mode: Name in `MODES`.
-        step_ms: Mean over the workers.
-        out_mb: Bytes that a worker's link carried out in one step, in 10**6, headers included.
-        formula_mb: By the formula.
-        exchanges: In one step of a worker; of `adpsgd`.
-    """
-
-    net: str
-    workers: int
-    mode: str
-    step_ms: float
-    out_mb: float
-    formula_mb: float
-    exchanges: float
+    net: str  # Name in `NETS`.
+    workers: int  # Number of workers.
+    mode: str  # Name in `MODES`.
+    step_ms: float  # Mean over the workers.
+    out_mb: float  # Bytes that a worker's link carried out in one step, in 10**6, headers included.
+    formula_mb: float  # By the formula.
+    exchanges: float  # In one step of a worker; of `adpsgd`.
 
 
 # ----- a worker

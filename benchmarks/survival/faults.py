@@ -24,14 +24,7 @@ import grpc
 
 from benchmarks import kit, measured
 from benchmarks.survival.cluster import Cluster
-from benchmarks.survival.injector import (
-    DISK,
-    FIGURES,
-    Damage,
-    FaultInjector,
-    fault,
-    role,
-)
+from benchmarks.survival.injector import DISK, FIGURES, Damage, FaultInjector, fault, role
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 

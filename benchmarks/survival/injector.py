@@ -53,24 +53,16 @@ class Absence(NamedTuple):
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Breaks parts of a cluster as a seeded plan says.
+    """Breaks parts of a cluster as a seeded plan says."""
 
-    Attributes:
-        cluster: The cluster whose parts are broken.
-        rng: Draws the parts that are broken.
-        kinds: Names of the kinds of faults that are made.
-        faults: The faults made so far.
-        bystanders: Healthy processes that ended.
-        absences: Times in which the faults had taken something away.
-        figures: Sums of the run, by their names in the JSON (`FIGURES`).
-    """
-
-    cluster: Cluster
-    rng: random.Random
-    kinds: Sequence[str]
-    faults: list[Fault] = field(default_factory=list)
-    bystanders: list[str] = field(default_factory=list)
+    cluster: Cluster  # The cluster whose parts are broken.
+    rng: random.Random  # Draws the parts that are broken.
+    kinds: Sequence[str]  # Names of the kinds of faults that are made.
+    faults: list[Fault] = field(default_factory=list)  # The faults made so far.
+    bystanders: list[str] = field(default_factory=list)  # Healthy processes that ended.
+    # Times in which the faults had taken something away.
     absences: list[Absence] = field(default_factory=list)
+    # Sums of the run, by their names in the JSON (`FIGURES`).
     figures: dict[str, float] = field(default_factory=lambda: dict(FIGURES))
 
     def inject(self, kind: str) -> None:

@@ -20,14 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks import measured
-from benchmarks.survival.injector import (
-    DISK,
-    FIGURES,
-    Absence,
-    FaultInjector,
-    monitor,
-    role,
-)
+from benchmarks.survival.injector import DISK, FIGURES, Absence, FaultInjector, monitor, role
 from benchmarks.survival.shards import CHECKPOINT_S, JOB
 from pscore.net.rpc import CHANNEL_OPTIONS
 

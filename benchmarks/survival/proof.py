@@ -161,11 +161,7 @@ class Era:
 
 
 def check(
-    books: Sequence[Path],
-    slices: Sequence[np.ndarray],
-    *,
-    by_step: bool,
-    eras: Sequence[Era] = (),
+    books: Sequence[Path], slices: Sequence[np.ndarray], *, by_step: bool, eras: Sequence[Era] = ()
 ) -> Proof:
     """Compares the workers' files with the weights of each slice, which began with zeros."""
     proof = Proof()
@@ -210,12 +206,7 @@ def _check_era(
 
 
 def _check_units(
-    proof: Proof,
-    index: int,
-    books: Sequence[Sequence[Entry]],
-    found: np.ndarray,
-    *,
-    is_cut: bool,
+    proof: Proof, index: int, books: Sequence[Sequence[Entry]], found: np.ndarray, *, is_cut: bool
 ) -> None:
     """An asynchronous mode: the weights hold how often each ticket was added."""
     for rank, entries in enumerate(books):

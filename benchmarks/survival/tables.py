@@ -111,9 +111,7 @@ def chaos() -> str:
     proof = run["proof"]["kills"]
     shards = sum(name.startswith("shard") for _, name in run["kills"])
     arms = ("undisturbed", "kills")
-    rows = [
-        ["tokens that count", *(f"{run['tokens'][arm]:,}" for arm in arms)],
-    ]
+    rows = [["tokens that count", *(f"{run['tokens'][arm]:,}" for arm in arms)]]
     for label, key in (
         ("rounds closed, by slice", "rounds"),
         ("moves acknowledged, by slice", "acknowledged"),

@@ -22,15 +22,7 @@ from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import checkpoint_pb2, data_pb2, publish_pb2, standby_pb2
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.transports.shared_memory import Attachment, attach
-from tests.attacks.fortress import (
-    EVERYTHING,
-    OTHER,
-    READS,
-    TRAIN,
-    Fortress,
-    fortress,
-    secrets_of,
-)
+from tests.attacks.fortress import EVERYTHING, OTHER, READS, TRAIN, Fortress, fortress, secrets_of
 from tests.integration.command import eventually
 from tests.integration.worker import NUMEL, Worker
 

@@ -156,10 +156,7 @@ def test_idle_connections_keep_no_reader_from_a_relay(tmp_path: Path) -> None:
         strangers = knock(int(address.rpartition(":")[2]), PREFACE, 2 * LIMIT)
 
         def describes() -> bool:
-            with (
-                contextlib.suppress(grpc.RpcError),
-                grpc.insecure_channel(address) as channel,
-            ):
+            with contextlib.suppress(grpc.RpcError), grpc.insecure_channel(address) as channel:
                 stub = control_pb2_grpc.ControlStub(channel)
                 return stub.Describe(pb.DescribeRequest(), timeout=WAIT_S).num_shards == 1
             return False

@@ -96,11 +96,7 @@ def alone(present: Sequence[int]) -> Weights:
 
 
 def joins(
-    shards: Shards,
-    job: str,
-    bounds: tuple[int, int],
-    num_workers: int = 1,
-    function: Train = train,
+    shards: Shards, job: str, bounds: tuple[int, int], num_workers: int = 1, function: Train = train
 ) -> AbstractContextManager[list[Worker]]:
     """Starts workers of an elastic job, whose ranks the shards give."""
     least, most = (str(bound) for bound in bounds)

@@ -31,26 +31,17 @@ def wrap(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimize
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"mode": "sgd2"},
-            r"no mode 'sgd2'; there are .*\basgd\b.*\bssd\b.*\bssgd\b",
-        ),
+        ({"mode": "sgd2"}, r"no mode 'sgd2'; there are .*\basgd\b.*\bssd\b.*\bssgd\b"),
         (
             {"mode": "ssd(stesp=3)"},
             r"mode 'ssd' has no argument 'stesp'; it has steps, warmup, local",
         ),
         ({"mode": "ssd(steps=many)"}, r"ssd.steps is 'many', must be of type int"),
         ({"mode": "ssd(steps=0)"}, r"ssd.steps is 0, must be in 1..1024"),
-        (
-            {"mode": "ssd(local=glue)"},
-            r"ssd.local is 'glue', must be one of .*glu, mirror, .*sgd",
-        ),
+        ({"mode": "ssd(local=glue)"}, r"ssd.local is 'glue', must be one of .*glu, mirror, .*sgd"),
         ({"mode": "ssd steps=3"}, r"mode is 'ssd steps=3', must look like name"),
         ({"compression": "zip"}, r"no compression 'zip'; there are .*fp16.*none"),
-        (
-            {"servers": "localhost"},
-            r"server address 'localhost' must look like host:port",
-        ),
+        ({"servers": "localhost"}, r"server address 'localhost' must look like host:port"),
         ({"servers": "a:1,a:1"}, r"a server address is given twice in a:1, a:1"),
         ({"timeout_s": -1.0}, r"timeout_s \(PACELINE_TIMEOUT_S\) is -1.0, must be in 0..86400"),
     ],
@@ -384,33 +375,21 @@ MISUSES = {
     "meta": ("ConfigError", "the parameters are on meta, must be on one device"),
     "two": ("ConfigError", "the parameters are on cpu, meta, must be on one device"),
     "double": ("ConfigError", "'weight' is float64, must be float32, bfloat16, float16"),
-    "moved": (
-        "ConfigError",
-        "parameter '2.weight' was given other memory .* move the model",
-    ),
+    "moved": ("ConfigError", "parameter '2.weight' was given other memory .* move the model"),
     "unfrozen": (
         "GradientError",
         "parameters were unfrozen or added after gradients had been pushed during backward; do it",
     ),
-    "clipped": (
-        "GradientError",
-        f"gradient of '.*' was changed after it had been .*{EARLY}",
-    ),
+    "clipped": ("GradientError", f"gradient of '.*' was changed after it had been .*{EARLY}"),
     "accumulated": ("GradientError", f"gradient of '4.*' got a second gradient after .*{EARLY}"),
-    "samples": (
-        "GradientError",
-        r"samples \(1, now 7\) was changed after gradients had been",
-    ),
+    "samples": ("GradientError", r"samples \(1, now 7\) was changed after gradients had been"),
     "lr": ("GradientError", "a learning rate or other hyper-parameter was changed after gradients"),
     "group": ("GradientError", "parameters were unfrozen or added after gradients had been pushed"),
     "wrapped": (
         "ConfigError",
         "the optimizer is a DistributedOptimizer already: wrap the optimizer of torch.optim, once",
     ),
-    "stranger": (
-        "ConfigError",
-        r"parameter 0 of group 1 \[3\] is in the optimizer but not",
-    ),
+    "stranger": ("ConfigError", r"parameter 0 of group 1 \[3\] is in the optimizer but not"),
     "overlap": ("ConfigError", "overlap is 'maybe', must be True .* or False"),
     "buffers": ("ConfigError", "buffers is 'rank1', must be one of rank0, mean, local"),
     "another job": ("ConfigError", "this process has joined with job='test-.*; call .*shutdown"),

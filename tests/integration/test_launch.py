@@ -146,11 +146,7 @@ def test_shards_start_for_a_job_and_end_with_it(tmp_path: Path) -> None:
     )
     command = ("run", "--workers", "2", "--shards", "2", "--job", "mine", "--", str(script), "-x")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    done = warm.run(
-        ["-m", "psworker", *command],
-        env=kept,
-        timeout=200,
-    )
+    done = warm.run(["-m", "psworker", *command], env=kept, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "job mine: 2 workers, 2 shards on this machine" in done.stderr
     servers = done.stderr.partition("machine (")[2].partition(")")[0]

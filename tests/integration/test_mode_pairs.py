@@ -59,17 +59,11 @@ def gradient(rank: int, number: int) -> Array:
 
 @dataclass
 class Leg:
-    """One worker's steps in one mode.
+    """One worker's steps in one mode."""
 
-    Attributes:
-        models: Its model before the first step, and after each.
-        momentum: That of the optimizer before the first step: the shards', or its own.
-        refused: The message of a change to each mode that is not possible.
-    """
-
-    models: list[Array]
-    momentum: Array
-    refused: dict[str, str]
+    models: list[Array]  # Its model before the first step, and after each.
+    momentum: Array  # That of the optimizer before the first step: the shards', or its own.
+    refused: dict[str, str]  # The message of a change to each mode that is not possible.
 
 
 def momentum_of(optimizer: psworker.DistributedOptimizer, weight: torch.nn.Parameter) -> Array:

@@ -52,9 +52,7 @@ def work_od(me: Station, mode: str) -> tuple[list[Array], Array]:
         for weight, lr, momentum, decay in zip(model, LR, MOMENTUM, WEIGHT_DECAY, strict=True)
     ]
     optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD(groups),
-        named_parameters=model.named_parameters(),
-        mode=mode,
+        torch.optim.SGD(groups), named_parameters=model.named_parameters(), mode=mode
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=8, gamma=0.5)
     path = []

@@ -263,10 +263,7 @@ def wait_for_the_lost(me: Station) -> None:
 
 @pytest.mark.slow
 def test_a_lost_worker_is_named() -> None:
-    with (
-        Shards(1) as shards,
-        shards.workers(wait_for_the_lost, num_workers=2) as workers,
-    ):
+    with Shards(1) as shards, shards.workers(wait_for_the_lost, num_workers=2) as workers:
         assert workers[0].hear() == "here"
         workers[0].kill()
         with pytest.raises(WorkerError, match=r"replica 0 of stage 0; start all again"):

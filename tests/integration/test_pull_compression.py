@@ -162,10 +162,7 @@ def train_on_signal(me: Station) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_worker_that_comes_back_gets_the_whole() -> None:
-    with (
-        Shards(2, lease_s=LEASE_S) as shards,
-        shards.workers(train_on_signal) as (first, second),
-    ):
+    with Shards(2, lease_s=LEASE_S) as shards, shards.workers(train_on_signal) as (first, second):
         pulled: list[list[int]] = []
         for number in range(6):
             if number == 2:

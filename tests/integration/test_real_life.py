@@ -332,9 +332,7 @@ def zeroed(me: Station, by_hand: bool) -> Weights:
 
 
 @pytest.mark.slow
-def test_after_a_step_gradients_may_be_written_where_no_pull_was_waited_for(
-    shards: Shards,
-) -> None:
+def test_after_a_step_gradients_may_be_written_where_no_pull_was_waited_for(shards: Shards) -> None:
     left, written = (shards.run(zeroed, by_hand) for by_hand in (False, True))
     for ours, others in zip(left, written, strict=True):
         assert all(np.array_equal(ours[name], others[name]) for name in ours)

@@ -306,8 +306,7 @@ IN_ROUNDS: dict[str, dict[int, list[Stop]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", IN_ROUNDS)
 @pytest.mark.parametrize(
-    "mode",
-    ["diloco(steps=2)", "slowmo(steps=2)", "local(steps=2)", "diloco(steps=2, fragments=2)"],
+    "mode", ["diloco(steps=2)", "slowmo(steps=2)", "local(steps=2)", "diloco(steps=2, fragments=2)"]
 )
 def test_in_rounds_the_outer_state_is_brought_too(mode: str, moment: str, tmp_path: Path) -> None:
     """Scheduled checkpoints are taken, and none of them is restored."""

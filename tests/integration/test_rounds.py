@@ -394,14 +394,7 @@ def change_in_the_middle(me: Station) -> list[Any]:
 def test_changes_of_a_job_between_the_ends_of_two_fragments(shards: Shards) -> None:
     """A change of the mode loses no step; a saved state holds the rounds that had ended."""
     for noted in shards.run(change_in_the_middle):
-        assert noted == [
-            [3, 2, 0],
-            [3, 3, 3],
-            [7, 3, 6],
-            [3, 0, 0],
-            [6, 0, 3],
-            [8, 5, 5],
-        ]
+        assert noted == [[3, 2, 0], [3, 3, 3], [7, 3, 6], [3, 0, 0], [6, 0, 3], [8, 5, 5]]
 
 
 def train_as_simulated(

@@ -21,11 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import psworker
@@ -271,9 +267,7 @@ def change_weights(me: Station, job: str, kinds: Sequence[str]) -> list[list[str
 
 
 @pytest.mark.slow
-def test_weights_that_the_script_changes_are_told_of_in_a_sharded_model_too(
-    shards: Shards,
-) -> None:
+def test_weights_that_the_script_changes_are_told_of_in_a_sharded_model_too(shards: Shards) -> None:
     kinds, job, groups = ("fsdp2", "whole"), new_job(), (0, 1)
     warning = "the weights of 'tokens.weight' were changed in place"
     with group_workers(shards, change_weights, job, kinds, job=job, groups=groups) as workers:

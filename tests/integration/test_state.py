@@ -225,9 +225,6 @@ def load_wrong(me: Station, job: str) -> list[tuple[str, str]]:
 def test_the_state_of_another_model_is_refused_by_tensor(shards: Shards) -> None:
     for problems in shards.run(load_wrong, new_job()):
         assert problems == [
-            (
-                "ConfigError",
-                f"{name} of '0.bias' has shape [3, 3] in the state, [128] in the model",
-            )
+            ("ConfigError", f"{name} of '0.bias' has shape [3, 3] in the state, [128] in the model")
             for name in ("momentum_buffer", "exp_avg_sq")
         ]

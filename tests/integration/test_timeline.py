@@ -14,7 +14,7 @@ from tests.integration.cluster import Shards, Station
 
 STEPS = 6
 WORKER_NAMES = {
-    *("forward", "backward", "compress", "push", "pull", "wait", "local update", "optimizer.step"),
+    *("forward", "backward", "compress", "push", "pull", "wait", "local update", "optimizer.step")
 }
 SHARD_NAMES = {"decode", "aggregate", "step", "publish"}
 

@@ -13,11 +13,7 @@ from tests.integration.cluster import Shards, Station, Worker, new_job
 vllm = pytest.importorskip("vllm")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 PROMPT, LENGTH = [1, 5, 9, 2], 12
 WAIT_S = 60.0
 

@@ -13,19 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pscore.rules import (
-    ASGD,
-    CD,
-    DCASGD,
-    OD,
-    SSD,
-    SSGD,
-    SSP,
-    DiLoCo,
-    LocalSGD,
-    SlowMo,
-    Staleness,
-)
+from pscore.rules import ASGD, CD, DCASGD, OD, SSD, SSGD, SSP, DiLoCo, LocalSGD, SlowMo, Staleness
 from pscore.rules.base import Plan, Rule
 from tests.harness import NUMEL, Cluster, Vector, quadratic
 from tests.paper.inner import Inner

@@ -22,12 +22,7 @@ def one_and_three(worker: int, step: int, weights: Vector) -> Vector:
 def with_a_late_worker(rule: Rule) -> Cluster:
     """Returns three workers of which the last has a fifth of the others' speed."""
     return Cluster(
-        rule,
-        quadratic,
-        num_workers=3,
-        steps=400,
-        inner=Inner(sgd(0.05)),
-        speeds=(1.0, 1.0, 0.2),
+        rule, quadratic, num_workers=3, steps=400, inner=Inner(sgd(0.05)), speeds=(1.0, 1.0, 0.2)
     )
 
 

@@ -112,13 +112,7 @@ def test_they_follow_the_equations_for_ten_rounds(form: str, delay: int, warmup:
         fragments=2,
     )
     cluster = Cluster(
-        rule,
-        quadratic,
-        num_workers=4,
-        steps=96,
-        inner=Inner(adamw),
-        seed=delay,
-        speeds=SPEEDS,
+        rule, quadratic, num_workers=4, steps=96, inner=Inner(adamw), seed=delay, speeds=SPEEDS
     ).train()
     assert_follows(cluster, *Fragments(form, 8, delay, warmup).run(Inner(adamw), 96))
 

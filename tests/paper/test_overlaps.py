@@ -30,13 +30,7 @@ def test_it_follows_the_equation_for_200_steps(form: str, delay: int, warmup: in
 def by_hand(form: str, steps: int = 5, **arguments: Any) -> Cluster:
     """Worker 0 moves by 1 in a step, worker 1 by 3; H = 2, outer lr 1/4, m = 1/2, Nesterov."""
     rule = DiLoCo(steps=2, outer_lr=0.25, outer_momentum=0.5, overlap=form, delay=1, **arguments)
-    return Cluster(
-        rule,
-        one_and_three,
-        num_workers=2,
-        steps=steps,
-        inner=Inner(sgd(1.0)),
-    ).train()
+    return Cluster(rule, one_and_three, num_workers=2, steps=steps, inner=Inner(sgd(1.0))).train()
 
 
 def test_mirror_by_hand() -> None:

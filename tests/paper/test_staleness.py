@@ -118,12 +118,7 @@ class Model(History):
 def test_it_follows_the_equation_for_200_steps(splits: int) -> None:
     rule = Staleness(splits=splits)
     cluster = Cluster(
-        rule,
-        quadratic,
-        num_workers=5,
-        group=GROUP,
-        seed=splits,
-        speeds=(1.0, 1.0, 1.0, 0.5, 0.2),
+        rule, quadratic, num_workers=5, group=GROUP, seed=splits, speeds=(1.0, 1.0, 1.0, 0.5, 0.2)
     ).train()
     model = Model(cluster, rule)
     assert_follows(cluster, *model.follow())

@@ -47,9 +47,7 @@ def test_a_complete_checkpoint_has_the_residuals_of_its_step(name: str) -> None:
     assert sum(len(one.done) for one in captures) >= SEEDS // 2
 
 
-def test_a_checkpoint_that_waits_for_no_residual_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_checkpoint_that_waits_for_no_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResidualCollection, "missing", lambda self: [])
     assert "has no residual of slice" in first_failure("ssgd")
 

@@ -25,13 +25,7 @@ def make_task() -> tasks.Task:
     images[torch.arange(NUM_IMAGES), 0, 2 * labels] += 6.0  # A bright row for each class.
     part = data.Part(images=images, labels=labels)
     return tasks.Task(
-        name="LeNet, rows",
-        model=tasks.LeNet,
-        train=part,
-        test=part,
-        seed=1,
-        num_workers=4,
-        batch=4,
+        name="LeNet, rows", model=tasks.LeNet, train=part, test=part, seed=1, num_workers=4, batch=4
     )
 
 

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.survival import proof
-from benchmarks.survival.proof import (
-    ACKNOWLEDGED,
-    REFUSED,
-    SENT,
-    UNIT,
-    Notebook,
-    num_slices_of,
-)
+from benchmarks.survival.proof import ACKNOWLEDGED, REFUSED, SENT, UNIT, Notebook, num_slices_of
 from pscore.pb.ps.v1 import data_pb2
 
 NUMEL, WORKERS = 64, 2
@@ -191,8 +184,7 @@ def test_a_cut_takes_the_newest_steps_of_a_mode_by_step(books: Books) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "kinds", "partial"),
-    [(UNIT, (ACKNOWLEDGED,), 0), (0.0, (REFUSED,), 1), (0.0, (), 0)],
+    ("second", "kinds", "partial"), [(UNIT, (ACKNOWLEDGED,), 0), (0.0, (REFUSED,), 1), (0.0, (), 0)]
 )
 def test_a_step_that_is_in_one_slice_and_not_in_another_is_found(
     tmp_path: Path, second: float, kinds: tuple[int, ...], partial: int

@@ -107,11 +107,7 @@ class Sender:
     """Sends tensors to one peer."""
 
     def __init__(
-        self,
-        where: Callable[[], endpoint.Endpoint],
-        *,
-        is_local: bool,
-        limit_s: float = math.inf,
+        self, where: Callable[[], endpoint.Endpoint], *, is_local: bool, limit_s: float = math.inf
     ) -> None:
         self.num_connects = 0
         self.on_answer: Callable[[], object] = lambda: None

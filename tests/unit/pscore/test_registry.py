@@ -69,11 +69,7 @@ def test_no_package_is_imported_for_a_rule_of_our_own(bring: Bring) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        (
-            "broken",
-            "1 / 0",
-            "importing brought_broken:Broken raised ZeroDivisionError",
-        ),
+        ("broken", "1 / 0", "importing brought_broken:Broken raised ZeroDivisionError"),
         ("absent", "", "importing brought_absent:Absent raised AttributeError: "),
         ("plain", "class Plain: name = 'plain'", "is not a subclass of pscore.rules.base.Rule"),
         ("other", MODULE.replace("{name}", "another"), "Rule whose name is 'other'"),

@@ -114,11 +114,7 @@ class Front:
     # ----- control
 
     async def join(self, rank: int, num_workers: int = 2, **fields: Any) -> pb.JoinReply:
-        values: dict[str, Any] = {
-            "incarnation": 100 + rank,
-            "protocol": wire.PROTOCOL,
-            "host": "a",
-        }
+        values: dict[str, Any] = {"incarnation": 100 + rank, "protocol": wire.PROTOCOL, "host": "a"}
         values |= {"job": JOB, **fields}
         request = pb.JoinRequest(rank=rank, num_workers=num_workers, **values)
         reply: pb.JoinReply = await self.control.Join(request, Context())

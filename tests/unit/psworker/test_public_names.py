@@ -29,10 +29,7 @@ OURS = {
     "steps",
     "traffic",
 }
-PARTS = (
-    (optimizer, "DistributedOptimizer"),
-    (figures, "WorkerFigures"),
-)
+PARTS = ((optimizer, "DistributedOptimizer"), (figures, "WorkerFigures"))
 OF_TORCH = {"add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"}
 
 

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 
 from pscore.errors import UnsupportedOptimizerError
 from pscore.memory.kernels import sum_all
-from pscore.optimizers import (
-    OPTIMIZERS,
-    Optimizer,
-    from_torch,
-    hyper_rows,
-    mean,
-    sgd,
-    warm_up,
-)
+from pscore.optimizers import OPTIMIZERS, Optimizer, from_torch, hyper_rows, mean, sgd, warm_up
 from pscore.optimizers.base import DeviceStep, SliceStep
 from pscore.rules import make_server_optimizer
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
@@ -607,8 +599,7 @@ def test_a_refused_class_comes_with_the_supported_ones() -> None:
 )
 def test_a_refusal_names_the_modes_that_run_any_optimizer(optimizer: Any) -> None:
     with pytest.raises(
-        UnsupportedOptimizerError,
-        match=r"modes adpsgd, .*local, sgp, slowmo, and ssgd with",
+        UnsupportedOptimizerError, match=r"modes adpsgd, .*local, sgp, slowmo, and ssgd with"
     ):
         make_server_optimizer(optimizer)
 

@@ -130,10 +130,7 @@ def test_a_listener_for_all_needs_no_more_than_these_files(files: Path) -> None:
         ({"tls_cert": "none"}, "cannot read --tls-cert .*none: No such file"),
         ({"tls_key": "client.key"}, "are not a certificate and its private key"),
         ({"tls_client_ca": "token"}, "token holds no certificate of a CA"),
-        (
-            {"tls_key": "open.key"},
-            "--tls-key .*open.key can be read by others .mode 0644.; run",
-        ),
+        ({"tls_key": "open.key"}, "--tls-key .*open.key can be read by others .mode 0644.; run"),
     ],
 )
 def test_wrong_combinations_are_refused_at_the_start(

@@ -26,9 +26,7 @@ def possible(*names: str) -> frozenset[str]:
 def report(step: int, step_s: float, modes: frozenset[str], **fields: object) -> ModeReport:
     """Returns the report of a worker with steps of one length, behind a first minute."""
     pace = ReportedPace(
-        num_steps=step,
-        steps_s=60.0 + step * step_s,
-        waits_s=59.0 + step * (step_s - COMPUTES_S),
+        num_steps=step, steps_s=60.0 + step * step_s, waits_s=59.0 + step * (step_s - COMPUTES_S)
     )
     given = {"incarnation": 7, "pace": pace, "near": (False,), "overlaps": False, "possible": modes}
     return ModeReport(**(given | fields))  # type: ignore[arg-type]

@@ -23,14 +23,7 @@ from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.decisions import shard as shard_module
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Answer, Update
-from psserver.decisions.shard import (
-    JOBS_MAX,
-    NAME_LENGTH_MAX,
-    Actions,
-    Address,
-    Job,
-    Shard,
-)
+from psserver.decisions.shard import JOBS_MAX, NAME_LENGTH_MAX, Actions, Address, Job, Shard
 from psserver.decisions.table import GROUPS_MAX
 
 LEASE_S = 10.0
@@ -231,19 +224,10 @@ def test_a_worker_may_take_the_slices_that_the_job_has() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            {"rule": ASGD()},
-            "job 'run': mode is asgd here and ssgd(backup=0) in the job",
-        ),
-        (
-            {"compressor": FP16()},
-            "job 'run': compression is fp16 here and none in the job",
-        ),
+        ({"rule": ASGD()}, "job 'run': mode is asgd here and ssgd(backup=0) in the job"),
+        ({"compressor": FP16()}, "job 'run': compression is fp16 here and none in the job"),
         ({"optimizer": "adam"}, "job 'run': optimizer is adam here and sgd in the job"),
-        (
-            {"num_groups": 2},
-            "job 'run': number of parameter groups is 2 here and 1 in the job",
-        ),
+        ({"num_groups": 2}, "job 'run': number of parameter groups is 2 here and 1 in the job"),
         (
             {"tensors": (tensor("fc1.weight", 8, 4), tensor("fc1.bias", 9))},
             "job 'run': tensor 1 is 'fc1.bias' [9] float32 in parameter group 0 here and "

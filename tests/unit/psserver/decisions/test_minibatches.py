@@ -33,11 +33,7 @@ def test_a_minibatch_that_is_counted_takes_part_without_a_weight() -> None:
     bench.expected = [0, 1]
     assert send(bench, 0, 1, 1) == ["set 0@1 x1 in 1", "ack 0@1 ACCEPTED v1"]
     # The push of minibatch 1 again, from a worker that did not know: the mean is that of worker 0.
-    assert send(bench, 1, 1, 1) == [
-        "add 1@1 x0 in 1",
-        "ack 1@1 ACCEPTED v1",
-        "update 1 x1 -> v2",
-    ]
+    assert send(bench, 1, 1, 1) == ["add 1@1 x0 in 1", "ack 1@1 ACCEPTED v1", "update 1 x1 -> v2"]
     assert bench.clock.minibatches.clock == 2
 
 

@@ -125,11 +125,7 @@ def test_the_last_late_move_of_a_job_closes_its_round() -> None:
     bench = Timed(LocalSGD(quorum=1, window=0.0), 2)
     bench.at(0.0, 0, 0)
     bench.leave(0)
-    assert bench.at(9.0, 1, 0) == [
-        "set 1@0 x1 in 1",
-        "ack 1@0 ACCEPTED v1",
-        "update 1 x1 -> v2",
-    ]
+    assert bench.at(9.0, 1, 0) == ["set 1@0 x1 in 1", "ack 1@0 ACCEPTED v1", "update 1 x1 -> v2"]
 
 
 def test_after_a_restart_the_window_begins_with_the_first_tick() -> None:

@@ -90,11 +90,7 @@ def test_a_slice_in_use_is_not_filled() -> None:
 def test_a_step_closes_when_all_are_in() -> None:
     bench = Bench(SYNC, 2)
     assert bench.push(0, 0) == ["set 0@0 x1 in 0", "ack 0@0 ACCEPTED v0"]
-    assert bench.push(1, 0) == [
-        "add 1@0 x1 in 0",
-        "ack 1@0 ACCEPTED v0",
-        "update 0 x0.5 -> v1",
-    ]
+    assert bench.push(1, 0) == ["add 1@0 x1 in 0", "ack 1@0 ACCEPTED v0", "update 0 x0.5 -> v1"]
 
 
 def test_gradients_enter_in_the_order_of_the_ranks() -> None:
@@ -327,11 +323,7 @@ def test_staleness_is_counted_in_updates_and_scales_one_gradient() -> None:
     """STYLE.md 2.9 (b): a rule whose scaling is deleted must fail here."""
     bench = Bench(Pairs(), 2)
     bench.push(0, 0)
-    assert bench.push(1, 0) == [
-        "add 1@0 x1 in 0",
-        "update 0 x0.5 -> v1",
-        "ack 1@0 ACCEPTED v1",
-    ]
+    assert bench.push(1, 0) == ["add 1@0 x1 in 0", "update 0 x0.5 -> v1", "ack 1@0 ACCEPTED v1"]
     assert bench.push(0, 1, base=0, samples=8)[0] == "set 0@1 x2 in 0"
     assert bench.clock.staleness == {0: 1, 1: 0}
     assert bench.push(1, 1, base=1, samples=8)[:2] == [
@@ -381,11 +373,7 @@ def test_an_answer_stands_behind_all_updates_that_happened() -> None:
     bench.push(0, 1)
     bench.push(1, 1)
     bench.pull(0, 1, 1)
-    assert bench.push(1, 0)[2:] == [
-        "update 0 x0.5 -> v1",
-        "update 1 x0.5 -> v2",
-        "answer pull0 v2",
-    ]
+    assert bench.push(1, 0)[2:] == ["update 0 x0.5 -> v1", "update 1 x0.5 -> v2", "answer pull0 v2"]
 
 
 def test_an_asynchronous_pull_waits_for_its_own_pushes() -> None:

@@ -52,11 +52,7 @@ class CheckpointClient:
         return list(np.frombuffer(reply.data, np.float32))
 
     async def prepare(
-        self,
-        about: dict[str, Any],
-        *more: str,
-        name: str = "r",
-        counts: Sequence[int] = (1, 1),
+        self, about: dict[str, Any], *more: str, name: str = "r", counts: Sequence[int] = (1, 1)
     ) -> None:
         """Declares the job again that `about` was said of, with more arrays."""
         arrays = [*about["slices"]["0"]["arrays"], *more]

@@ -184,11 +184,7 @@ def test_only_additions_to_the_same_open_step_are_one_with_an_update() -> None:
 
 
 def test_acknowledgements_let_the_update_go_first_and_an_answer_does_not() -> None:
-    assert words_of([add("a"), ack("a"), update()]) == [
-        "add ['a'] and update 0",
-        "done a",
-        "ack a",
-    ]
+    assert words_of([add("a"), ack("a"), update()]) == ["add ['a'] and update 0", "done a", "ack a"]
     assert words_of([add("a"), ack("a"), add("b"), ack("b"), update(), answer("p")]) == [
         "add ['a', 'b'] and update 0",
         "done a",

@@ -229,9 +229,7 @@ def test_room_for_rows_counts_only_those_that_pushes_make() -> None:
     assert shards.stores()[0].count_held()["ids_waiting"] == 16 * WAITING_MIN
 
 
-def test_room_for_the_pushes_of_an_open_step_is_claimed_again_after_a_kill(
-    tmp_path: Path,
-) -> None:
+def test_room_for_the_pushes_of_an_open_step_is_claimed_again_after_a_kill(tmp_path: Path) -> None:
     """One push is in the open step, the other is held until the lower rank has come."""
     for number, first in enumerate((0, 1)):
         table = RowTable(init="zeros", max_rows=10)

@@ -76,12 +76,7 @@ def add(weight: float = 1.0, *, first: bool = False, worker: int = 0, step: int 
 
 
 def update(
-    version: int,
-    scale: float = 1.0,
-    *,
-    present: int = -1,
-    step: int = 0,
-    hyper: HyperArray = PLAIN,
+    version: int, scale: float = 1.0, *, present: int = -1, step: int = 0, hyper: HyperArray = PLAIN
 ) -> Update:
     return Update(open_step=step, scale=scale, present=present, hyper=hyper, version=version)
 

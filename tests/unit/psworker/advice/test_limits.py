@@ -38,9 +38,7 @@ SITES = replace(SLOW, limit="shards' links", groups=(6, 2), gbit=10.0, between_g
 FAR = replace(FAST, limit="round trips", model="1M", gbit=10.0, compute_ms=2.0, latency_ms=80.0)
 BUSY = replace(FAST, model="16M", gbit=400.0, compute_ms=10.0)
 BUSY_SHARDS = replace(
-    BUSY,
-    limit="shard CPU",
-    rates={"receive": 2e7, "send": 4e7, "update": 2.5e7, "worker": 1e10},
+    BUSY, limit="shard CPU", rates={"receive": 2e7, "send": 4e7, "update": 2.5e7, "worker": 1e10}
 )
 BUSY_WORKERS = replace(BUSY, limit="worker CPU", rates={"worker": 2e7, "memory": 1e11})
 

@@ -104,10 +104,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Any]:
 
 @pytest.mark.parametrize("name", ["two hosts", "with TLS", "one host", "two sites"])
 def test_the_lines_start_shards_and_workers(
-    name: str,
-    server: Callable[[list[str]], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, server: Callable[[list[str]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     report = advise(SITUATIONS[name], "any")

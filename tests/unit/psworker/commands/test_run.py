@@ -30,12 +30,7 @@ def ended(command: tuple[str, ...], *servers: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("status", "is_there", "code"),
-    [
-        (1, False, Exit.NO_SHARDS),
-        (1, True, Exit.FAILED),
-        (3, False, 3),
-        (0, False, Exit.OK),
-    ],
+    [(1, False, Exit.NO_SHARDS), (1, True, Exit.FAILED), (3, False, 3), (0, False, Exit.OK)],
 )
 def test_a_worker_that_fails_without_a_shard_has_a_code_of_its_own(
     status: int, is_there: bool, code: int

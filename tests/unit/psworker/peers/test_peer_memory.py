@@ -49,12 +49,7 @@ class Receiver:
         self.listener = Listener(self.service, HOST, 0, local, others=self.service.others)
         self.listener.start()
         self.peer = control_pb2.Peer(
-            rank=0,
-            incarnation=7,
-            host=HOST,
-            port=self.listener.port,
-            local=local,
-            secret=SECRET,
+            rank=0, incarnation=7, host=HOST, port=self.listener.port, local=local, secret=SECRET
         )
         self.endpoint = Endpoint(host=HOST, port=0, local=local, token=SECRET)
 

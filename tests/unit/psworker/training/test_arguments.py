@@ -25,11 +25,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "mode is 5, must be text such as name or",
     ),
     "class": (
-        lambda: wrap(
-            sgd(),
-            MODEL.named_parameters(),
-            compression=psworker.TopK,
-        ),
+        lambda: wrap(sgd(), MODEL.named_parameters(), compression=psworker.TopK),
         "compression is <class .*, must be text such as name or",
     ),
     "parameters": (
@@ -52,10 +48,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: wrap(sgd(), MODEL.named_parameters(), servers=[7070]),
         r"servers is \[7070\], must be text as host:port",
     ),
-    "job": (
-        lambda: wrap(sgd(), MODEL.named_parameters(), job=5),
-        "job is 5, must be text",
-    ),
+    "job": (lambda: wrap(sgd(), MODEL.named_parameters(), job=5), "job is 5, must be text"),
     "timeout": (
         lambda: wrap(sgd(), MODEL.named_parameters(), timeout_s="long"),
         "timeout_s is 'long', must be a number of seconds",

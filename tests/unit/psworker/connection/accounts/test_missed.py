@@ -78,9 +78,7 @@ def test_between_two_steps_nothing_is_given_up() -> None:
     assert missed.num_steps == 0
 
 
-def test_the_steps_that_a_shard_has_lost_are_counted_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_steps_that_a_shard_has_lost_are_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     """Step 100 was given up before, and slice 2 is on another shard, which has all."""
     missed = Missed(3)
     send_all(missed, 100)

@@ -13,12 +13,7 @@ import torch
 from pscore.compressors import parse_compressor
 from pscore.content import Content
 from pscore.contents import FLAT, LONG
-from pscore.errors import (
-    GradientError,
-    JobMismatchError,
-    ReplacedError,
-    ServerUnavailableError,
-)
+from pscore.errors import GradientError, JobMismatchError, ReplacedError, ServerUnavailableError
 from pscore.net import wire
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2

@@ -327,12 +327,7 @@ def test_tables_of_many_workers_give_the_plans_of_few(
 
 def test_few_shards_are_a_limit_of_replicas() -> None:
     load = StageLoad(
-        inner_s=1,
-        parameter_nbytes=10,
-        input_nbytes=0,
-        output_nbytes=0,
-        replicas=4,
-        bandwidth=1,
+        inner_s=1, parameter_nbytes=10, input_nbytes=0, output_nbytes=0, replicas=4, bandwidth=1
     )
     # Four replicas push 10 bytes each over one link of 1 byte/s: 40 s for four minibatches.
     assert ShardsCost(num_shards=1).stage_s(load) == 10

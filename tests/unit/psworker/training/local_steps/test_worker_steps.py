@@ -56,11 +56,7 @@ def test_one_line_says_that_the_workers_step(caplog: pytest.LogCaptureFixture) -
     ("optimizer", "options", "message"),
     [
         (SGD, {"on": "gpu"}, "optimizer_on is 'gpu', must be one of auto, shards, worker"),
-        (
-            OWN,
-            {"on": "shards"},
-            "Own, must be one of .*SGD; the modes adpsgd, .*slowmo, and",
-        ),
+        (OWN, {"on": "shards"}, "Own, must be one of .*SGD; the modes adpsgd, .*slowmo, and"),
         (OWN, {"mode": "asgd"}, "Own, must be one of .*ssgd with optimizer_on='worker', run any"),
         (
             SGD,
