@@ -442,8 +442,6 @@ class ContinuedWorld:
             actor.lost.discard(of)
             raise ReplacedError(f"worker {actor.rank} was stopped for too long")
 
-    # ----- inside
-
     def _act(self) -> bool:
         """Resumes one actor, or makes one event happen; returns whether there was one.
 

@@ -297,8 +297,6 @@ class SimulatedShard:
                     assert isinstance(store, SliceStore)
                     yield index, running.table, clock, store
 
-    # ----- inside
-
     def _decided(self, job: Job, actions: Actions) -> None:
         for address, action in actions:
             decision = Decision(

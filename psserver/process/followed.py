@@ -147,8 +147,6 @@ class FollowedShard:
                         spans += found.find()
         return [SentSpan(span=span, digest=digest_of_span(folder, span)) for span in spans]
 
-    # ----- inside
-
     def _begin_table(self, job: RunningJob, running: RunningTable) -> None:
         """Sends a new table with the files that name it; called under the engine's lock."""
         stream = self._stream

@@ -285,8 +285,6 @@ class ShardMoves:
         """Passes later calls on to `address`."""
         self.signpost.show(address, self._credentials())
 
-    # ----- inside
-
     @property
     def _stream(self) -> JournalStream | None:
         return None if self._followed is None else self._followed.stream

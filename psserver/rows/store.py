@@ -392,8 +392,6 @@ class RowStore:
         for slab in self._all_slabs:
             slab.check_invariants()
 
-    # ----- inside
-
     def _widths_of(self, payload: Payload, role: Role) -> list[int]:
         """Returns the numbers of a row in a payload: with its state only in a state's."""
         has_state = role is Role.STATE and not fits(payload.data, self._dims)

@@ -280,8 +280,6 @@ class SliceJournal:
             yield int(self._root[3 * half + PLACE]), MARK_NBYTES + length
         yield self._root_place, ROOT_NBYTES
 
-    # ----- inside
-
     def _take_like(self, cell: Cell) -> Cell:
         """Returns memory for the contents of a cell."""
         return self.take()

@@ -129,8 +129,6 @@ class Sums:
                 use(arrays, shares)
         give(self._pool, former, *[payload.cell for _, payload in grads])
 
-    # ----- inside
-
     def _count(self, action: Add) -> None:
         """Counts a push in the journal, if there is one; the caller commits."""
         if isinstance(self._pool, SliceJournal) and self._progress is not None:

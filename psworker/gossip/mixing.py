@@ -75,8 +75,6 @@ class Mixing(Gossip):
         if self.post.has_moved:
             yield from self._meet(self.number)
 
-    # ----- inside
-
     def _read_graph(self) -> Graph:
         """Returns the mode's graph."""
         return graph_of(str(self.rule.arguments()["graph"]))

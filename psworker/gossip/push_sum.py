@@ -57,8 +57,6 @@ class PushSum(Mixing):
         yield from self._take_until(self.number, 1.0)
         yield from super().part()
 
-    # ----- inside
-
     def _read_graph(self) -> Graph:
         return directed_graph_of(str(self.rule.arguments()["graph"]))
 

@@ -223,8 +223,6 @@ class Peers:
         if not self._links.send(to, data_pb2.Envelope(offer=header), values, on_answer):
             gossip.on_answer(number, part, None)
 
-    # ----- inside
-
     def _require_sound(self) -> None:
         """Raises the error that makes a wait for other workers pointless (`require_answers`).
 

@@ -344,8 +344,6 @@ class Replica:
         """Whether the weights here differ from those of the shards between two pulls."""
         return self.local.local_update is not None or self.round.role is not None
 
-    # ----- inside
-
     def _pull_round(
         self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
     ) -> None:

@@ -101,8 +101,6 @@ class RowsAhead:
         np.take(self._rows[table], where[places], axis=0, out=out, mode="clip")
         return True
 
-    # ----- inside
-
     def _land(self) -> None:
         """Waits for the pulls under way, and applies their answers."""
         for index, pull in self._pulls.items():

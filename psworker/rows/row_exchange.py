@@ -219,8 +219,6 @@ class RowExchange:
             self.session.pushes.add(self)
             self.missed.doubt(self.session.rank)
 
-    # ----- inside
-
     def _send(self, index: int, header: data_pb2.PushHeader, parts: Sequence[memoryview]) -> None:
         self._await_acknowledgement(index)
         header.sender.CopyFrom(self._sender())

@@ -296,8 +296,6 @@ class RowTables:
         self._run(request)
         del self._ahead[:-AHEAD_MAX]
 
-    # ----- inside
-
     def _order(self, index: int, ids: IdArray) -> Division:
         """Returns the places of the ids of a table by slice, and the bounds of each slice."""
         return divide(ids, self._seeds[index], len(self.exchange.layout.slices))

@@ -506,8 +506,6 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             growth.take_over(former, table, kept, self.param_groups)
         self._gradients.watch(self._recovery.hook)
 
-    # ----- inside
-
     def _warn_of_buffers(self, rule: Rule) -> None:
         """Logs, on one process, why evaluation may be wrong in a mode, because of buffers."""
         caution = self._buffers.caution(rule)

@@ -354,8 +354,6 @@ class Exchange:
             for spec in self.layout.slices
         ]
 
-    # ----- inside
-
     def _send(self, index: int, outgoing: OutgoingPush, nbytes: int = 0) -> None:
         """Sends a push, whose gradient has `nbytes`."""
         self.refills.keep(index, outgoing)

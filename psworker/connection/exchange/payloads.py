@@ -186,8 +186,6 @@ class Payloads:
                 assert feedback is not None
                 feedback.load(name, flat[spec.start : spec.stop])
 
-    # ----- inside
-
     def _make_payload(
         self, header: data_pb2.PushHeader, push: Push, encode: Callable[[], memoryview]
     ) -> Sequence[memoryview]:

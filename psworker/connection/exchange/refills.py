@@ -176,8 +176,6 @@ class Refills:
         except LOST as problem:
             self.mend(problem)
 
-    # ----- inside
-
     def _on(self, shard: int) -> list[int]:
         return [spec.index for spec in self._requests.layout.of_shard(shard)]
 

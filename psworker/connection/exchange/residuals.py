@@ -97,8 +97,6 @@ class Residuals:
             elif begun is not None and (step == ANY_STEP or begun <= step):
                 self._send(index, begun)
 
-    # ----- inside
-
     def _settle_early(self, index: int) -> int | None:
         """Settles the last push of a slice if it is answered; returns its step, else None."""
         with self._lock:

@@ -216,8 +216,6 @@ class Joining:
         """Opens the data plane of a shard again."""
         link.open(self._data_plane)
 
-    # ----- inside
-
     def _join_first(self) -> dict[str, Any]:
         check_shards(self._links)
         if self._member.rank < 0 and self._member.min_workers:

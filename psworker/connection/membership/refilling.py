@@ -142,8 +142,6 @@ class Refilling:
             return False
         return True
 
-    # ----- inside
-
     def _fill(self, shard: int) -> None:
         """Brings all that this worker has of one shard, unless that is lost meanwhile."""
         link, member = self._links[shard], self._member

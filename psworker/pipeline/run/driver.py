@@ -178,8 +178,6 @@ class Driver:
             waits_s=self.waits_s,
         )
 
-    # ----- inside
-
     def _meet(self) -> None:
         """Waits for the workers of all stages."""
         self._peers.run(self._gather())

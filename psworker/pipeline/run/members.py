@@ -208,8 +208,6 @@ class Members:
             raise MembersChangedError
         return values
 
-    # ----- inside
-
     def _ask_stages(self) -> list[list[control_pb2.JobStatus]]:
         """Returns the job of each stage, as each shard knows it."""
         jobs = [

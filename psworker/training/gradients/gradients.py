@@ -216,8 +216,6 @@ class Gradients:
         for index in self._flat.views.end_step():
             self._await_room(index)
 
-    # ----- inside
-
     def _await_room(self, index: int) -> None:
         """Waits until the previous gradient of a parameter has left the flat vector."""
         for part in self._slices_of[index]:

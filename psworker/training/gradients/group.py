@@ -201,8 +201,6 @@ class GroupGradients(Gradients):
         self._await_sums()
         super().begin_again()
 
-    # ----- inside
-
     def _agree_on_weight(self, samples: float) -> None:
         """Adds up the samples of the step, once; with overlap it begins with that."""
         if not self._has_weight:

@@ -124,8 +124,6 @@ class Buffers:
         finally:
             self._scatter(kept)
 
-    # ----- inside
-
     def _own(self) -> Exchange | None:
         """Returns the table that this process posts to; None: it posts nothing."""
         return self._tables.get(self._session.process_rank)
