@@ -56,8 +56,6 @@ class TorchEncoder(Encoder):
         self.refused.copy_(is_not_finite(grad))
         FORMS[type(self.compressor)](self, grad, seed, step)
 
-    # ----- what the forms share
-
     @property
     def head(self) -> int:
         """Bytes of the blocks' scales."""

@@ -92,8 +92,6 @@ class Assembly:
             of[shard].append(index)
         self._shards = [_Shard(slices=of[shard]) for shard in range(self.num_shards)]
 
-    # ----- what there is
-
     @property
     def lineage(self) -> int:
         """The largest lineage of a shard: the reader's."""
@@ -144,8 +142,6 @@ class Assembly:
             for shard, before in zip(self._shards, self._looks, strict=True)
         )
 
-    # ----- what to do
-
     def next(self, shard: int) -> Ask | None:
         """Returns the next question to a shard; None: there is none before the others answer."""
         one = self._shards[shard]
@@ -166,8 +162,6 @@ class Assembly:
             return WatchFor(lineage=one.lineage, after=target - 1)
         held = [(i, self._slices[i].number, self._slices[i].fingerprint) for i in missing]
         return Fetch(lineage=one.lineage, target=target, held=held)
-
-    # ----- what came
 
     def seen(self, shard: int, lineage: int, newest: int) -> None:
         """Notes a shard's newest version; `newest` is -1 if it has none."""

@@ -154,8 +154,6 @@ class Reader:
         self._targets: list[Target] = []
         self._told_s, self._told = 0.0, ""  # Time and text of the newest line in the log.
 
-    # ----- what a user calls
-
     @property
     def weights(self) -> PublishedWeights | None:
         """The version that was committed last; None: none yet."""

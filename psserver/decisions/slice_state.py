@@ -55,8 +55,6 @@ class SliceState:
         """Contents of the open steps, by step, or under 0 in an asynchronous mode."""
         return self._open.steps
 
-    # ----- what a rule may ask
-
     def clock(self, worker: int) -> int:
         """Returns the number of steps received from `worker` without a gap."""
         counted = self._workers.counted.get(worker)

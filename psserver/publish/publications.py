@@ -76,8 +76,6 @@ class Publications(PublishedTables[Publication]):
             for found in self._published.values():
                 found.publication.begin(at_multiples=True)
 
-    # ----- what is published
-
     def publish(self, job: RunningJob, index: int, every: int) -> None:
         """Publishes a table; again with the same `every` changes nothing.
 

@@ -187,8 +187,6 @@ class Session:
         known = self._joining.known
         return {name: known.modes.get(name, "") for name in known.progress}
 
-    # ----- what a job needs
-
     def define(self, spec: TableSpec, *, again: bool = False, adopts: bool = False) -> AgreedTable:
         """Declares a table at every shard; returns it as the job has it.
 
