@@ -38,7 +38,7 @@ class Adam(Optimizer):
     adds = True
     torch_classes = {"Adam": frozenset()}
     hyper_names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     torch_has_step = True
     decoupled: ClassVar[bool] = False
     keeps_largest: ClassVar[bool] = False

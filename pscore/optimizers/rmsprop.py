@@ -42,7 +42,7 @@ class RMSprop(Optimizer):
     adds = True
     torch_classes = {"RMSprop": frozenset()}
     hyper_names = ("lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
-    state_names = ("square_avg", "momentum_buffer")
+    state_names: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer")
     torch_has_step = True
     is_centered: ClassVar[bool] = False
 

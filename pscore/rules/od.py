@@ -23,7 +23,7 @@ push is acknowledged on receipt. `none` (continue from the pulled weights as the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pscore.local import LOCAL_UPDATES, make_local_update
 from pscore.plugins import require_one_of, require_range
@@ -54,7 +54,11 @@ class OD(Synchronous):
 
     name = "od"
     source = "Xu et al., arXiv:2005.06728"
-    examples = ("(warmup=5)", "(warmup=5, local=none)", "(warmup=5, local=mirror)")
+    examples: ClassVar[tuple[str, ...]] = (
+        "(warmup=5)",
+        "(warmup=5, local=none)",
+        "(warmup=5, local=mirror)",
+    )
 
     def __post_init__(self) -> None:
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
