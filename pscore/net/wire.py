@@ -1,7 +1,7 @@
 r"""Frames: a small protobuf header and raw little-endian bytes behind it, checked before use.
 
     offset  bytes  field
-    0       4      magic "PL\x05\x00": name and version of the frame format
+    0       4      magic "PL\x06\x00": name and version of the frame format
     4       4      header_nbytes, uint32, at most 1 MiB
     8       8      payload_nbytes, uint64, at most 64 MiB
     16      8      checksum, uint64: XXH3-64 of bytes 0..16, the header and the payload
@@ -27,7 +27,7 @@ import xxhash
 from pscore.errors import DamagedError, DecodeError
 from pscore.types import ByteArray, FloatArray, HyperArray
 
-PROTOCOL = 5  # Raised if a peer of the version before would misunderstand a message.
+PROTOCOL = 6  # Raised if a peer of the version before would refuse or misunderstand a message.
 MAGIC = b"PL" + bytes([PROTOCOL, 0])
 HEADER_NBYTES_MAX = 1 << 20
 PAYLOAD_NBYTES_MAX = 64 << 20  # A long slice with three arrays of state.

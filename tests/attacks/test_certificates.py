@@ -193,7 +193,7 @@ PIECES = {
     "nothing": b"",
     "a byte": b"\x16",
     "half a client's hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60),
-    "what is no TLS": b"PL\x05\x00",
+    "what is no TLS": b"PL\x06\x00",
 }
 
 

@@ -45,7 +45,7 @@ def test_a_frame_gives_back_header_and_payload(header: bytes, parts: list[bytes]
 
 def test_a_frame_is_laid_out_as_its_specification_says() -> None:
     frame = encode(b"head", b"pay", b"load")
-    assert frame[:4] == b"PL\x05\x00"
+    assert frame[:4] == b"PL\x06\x00"
     assert struct.unpack_from("<IQ", frame, 4) == (4, 7)
     checksum = xxhash.xxh3_64_intdigest(frame[:16] + b"headpayload")
     assert int.from_bytes(frame[16:24], "little") == checksum
@@ -82,7 +82,7 @@ def test_a_frame_shorter_than_its_prefix_is_refused(nbytes: int) -> None:
 @pytest.mark.parametrize("magic", [b"PL\x00\x00", b"PL\x03\x00", b"XL\x04\x00", b"\0\0\0\0"])
 def test_another_magic_or_version_is_refused(magic: bytes) -> None:
     frame = sealed(CHECKED.pack(magic, 1, 1), b"hp")
-    with pytest.raises(DecodeError, match=r"frame begins with .*, b'PL\\x05\\x00' wanted"):
+    with pytest.raises(DecodeError, match=r"frame begins with .*, b'PL\\x06\\x00' wanted"):
         decode(frame)
 
 
