@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
-from pscore.errors import ReplacedError
 from pscore.types import Role
 from psworker.training.gradients import scaling
 from psworker.training.gradients.agreement import run_in_group
@@ -54,9 +53,7 @@ class GroupSteps(Steps):
         return run_in_group(self._gradients.group, part, count, lambda: self._gradients.have_left)
 
     def _check(self) -> None:
-        failure = self._recovery.failure
-        if failure is not None:
-            raise ReplacedError(str(failure.problem))
+        self._recovery.require_place()
         super()._check()
 
     def _unscale(self, scaler: GradScaler) -> list[float]:

@@ -12,7 +12,7 @@ from pscore.pb.ps.v1.control_pb2 import StatusReply
 from psserver.mending.losses import torn
 from psserver.remote import ask
 from tests.integration.cluster import Station, Worker, results_of
-from tests.integration.command import Command, eventually
+from tests.integration.command import Command, eventually, free_ports
 from tests.integration.machines import Machine, addresses_of_two
 
 DEADLINE_S = 200.0
@@ -30,7 +30,7 @@ def count(station: Station, numel: int) -> tuple[int, set[float]]:
     parts = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
     named = [(str(number), part) for number, part in enumerate(parts)]
     optimizer = psworker.DistributedOptimizer(torch.optim.SGD(parts, lr=1.0), named)
-    while not station.is_told():
+    while not is_told(station):
         for part in parts:
             part.grad = torch.ones_like(part)
         optimizer.step()
@@ -39,6 +39,20 @@ def count(station: Station, numel: int) -> tuple[int, set[float]]:
     optimizer.close()
     values = {value for part in parts for value in part.detach().tolist()}
     return optimizer.clock, values
+
+
+def is_told(station: Station) -> bool:
+    """Returns whether the test has told this worker to end, or another process of its group."""
+    told = torch.tensor(float(station.is_told()))
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(told)
+    return bool(told)
+
+
+def count_in_group(station: Station, numel: int) -> tuple[int, set[float]]:
+    """Does what `count` does, as one of two processes that are one worker."""
+    torch.distributed.init_process_group("gloo")
+    return count(station, numel)
 
 
 def reach(workers: list[Worker], step: int) -> None:
@@ -59,10 +73,19 @@ def with_jobs(addresses: list[str]) -> list[StatusReply]:
     return found if [len(one.jobs) for one in found] == [1] * len(addresses) else []
 
 
-def start_workers(addresses: list[str], stack: ExitStack, numel: int = 1 << 18) -> list[Worker]:
+def start_workers(
+    addresses: list[str], stack: ExitStack, numel: int = 1 << 18, *, in_group: bool = False
+) -> list[Worker]:
     names = {"WORLD_SIZE": "2", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "120"}
     names["PACELINE_SERVERS"] = ",".join(addresses)
-    workers = [Worker(count, rank, (numel,), {**names, "RANK": str(rank)}) for rank in range(2)]
+    if in_group:
+        names |= {"PACELINE_GROUP": "0", "PACELINE_NUM_GROUPS": "1"}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    work = count_in_group if in_group else count
+    workers = [
+        Worker(work, rank, (numel,), {**names, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
     for worker in workers:
         stack.callback(worker.close)
     return workers
@@ -91,9 +114,9 @@ def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["crash", "lose"])
+@pytest.mark.parametrize(("how", "in_group"), [("crash", False), ("lose", False), ("lose", True)])
 def test_a_shard_without_a_slice_comes_back_and_the_job_is_not_set_back(
-    how: str, tmp_path: Path
+    how: str, in_group: bool, tmp_path: Path
 ) -> None:
     """Of a small model; a crash leaves a journal that another boot does not believe."""
     addresses = addresses_of_two()
@@ -101,7 +124,7 @@ def test_a_shard_without_a_slice_comes_back_and_the_job_is_not_set_back(
     with ExitStack() as stack:
         stack.enter_context(first.running())
         there = stack.enter_context(second.running())
-        workers = start_workers(addresses, stack, numel=10)
+        workers = start_workers(addresses, stack, numel=10, in_group=in_group)
         reach(workers, 20)
         eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
 

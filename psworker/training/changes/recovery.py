@@ -32,6 +32,7 @@ from pscore.errors import (
     OWN,
     JobMismatchError,
     PacelineError,
+    ReplacedError,
 )
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job.companions import Companion
@@ -140,7 +141,7 @@ class WorkerRecovery:
         """Joins again, between two steps, where a shard no longer has this worker.
 
         A step notices that itself if it waits, or sends something there; a short one on other
-        shards does neither. Processes of a group go on, as they may not part.
+        shards does neither. Processes of a group look when they begin a step, as they may not part.
         """
         table = self._table
         if not table.group.is_alone:
@@ -154,6 +155,21 @@ class WorkerRecovery:
                 if table.means is None:
                     self.note(problem, is_between=True)
                     self.come_back()
+        except PacelineError:
+            return  # The next wait raises it.
+
+    def require_place(self) -> None:
+        """Raises the error after which this worker has to rejoin; its group then does so too.
+
+        Raises:
+            PacelineError: One of `LOST`: the last step has failed, or a shard has not this worker.
+        """
+        if self.failure is not None:
+            raise ReplacedError(str(self.failure.problem))
+        try:
+            self._table.session.check()
+        except LOST:
+            raise
         except PacelineError:
             return  # The next wait raises it.
 
