@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from psserver.standby.etcd_register import SCHEMES, EtcdRegister
 from psserver.standby.folder_register import FolderRegister
 from psserver.standby.store_register import StoreRegister
 from psserver.standby.succession import Claim
@@ -68,7 +69,7 @@ def settle(
 
 
 def register_of(text: str, shard: str) -> Register:
-    """Returns the register at a place: a URL, or else a folder.
+    """Returns the register at a place: a URL of etcd or of a store, or else a folder.
 
     Args:
         text: The place.
@@ -77,4 +78,6 @@ def register_of(text: str, shard: str) -> Register:
     Raises:
         ConfigError: It cannot be used from here.
     """
+    if text.partition("://")[0] in SCHEMES:
+        return EtcdRegister(text, shard)
     return StoreRegister(text, shard) if "://" in text else FolderRegister(Path(text), shard)

@@ -28,7 +28,9 @@ class StoreRegister:
                 installed, or the store does not answer, or makes an object twice.
         """
         if url.partition("://")[0] not in KINDS:
-            raise ConfigError(f"{url} cannot be a register: it must be a folder, s3:// or gs://")
+            raise ConfigError(
+                f"{url} cannot be a register: it must be a folder, etcd://, s3:// or gs://"
+            )
         try:
             core: Any = importlib.import_module("fsspec.core")
             self._store, root = core.url_to_fs(url)

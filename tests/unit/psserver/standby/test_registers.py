@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.durability.sealed import write_json
+from psserver.standby import etcd_register
 from psserver.standby import parting as module
 from psserver.standby.folder_register import FolderRegister
 from psserver.standby.handover import Taker, Taking
@@ -23,6 +26,8 @@ from psserver.standby.parting import PartingByRegister, name_in
 from psserver.standby.pieces import TAKEN
 from psserver.standby.registers import Register, register_of, settle
 from psserver.standby.succession import Claim, alone, give, left_to, pair, take
+from tests.etcd import running_etcd
+from tests.integration.command import taken_port
 
 SHARD = "shard-1-of-2"
 FIRST = Claim(epoch=1, holder="p", address="a:1")
@@ -33,12 +38,72 @@ def places(folder: Path) -> list[str]:
     return [str(folder), f"memory://{folder}"]
 
 
-@pytest.fixture(params=range(2), ids=["folder", "memory"])
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an etcd; skips where none is installed."""
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as url:
+        yield url
+
+
+@pytest.fixture(params=["folder", "memory", "etcd"])
 def open_register(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Register]:
-    if request.param:
+    if request.param == "memory":
         pytest.importorskip("fsspec")
-    place = places(tmp_path / "register")[request.param]
+    if request.param == "etcd":
+        place = f"{request.getfixturevalue('etcd')}{tmp_path}"
+    else:
+        place = places(tmp_path / "register")[request.param == "memory"]
     return lambda: register_of(place, SHARD)
+
+
+def test_a_register_in_etcd_asks_the_next_member_and_believes_only_etcd(
+    etcd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with taken_port() as silent:
+        first = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(etcd_register, "TIMEOUT_S", 0.2)
+        with pytest.raises(OSError, match="timed out"):
+            register_of(f"etcd://{first}/night", SHARD).newest()
+        monkeypatch.undo()
+    register = register_of(f"etcd://{first},{etcd.partition('://')[2]}/night", SHARD)
+    assert register.newest() is None
+    assert register.create(FIRST)
+    assert register.newest() == FIRST
+    for name in ("shard-1-of-20", "shard-1-of-", "hard-1-of-2"):
+        assert register_of(f"{etcd}/night", name).newest() is None
+    with serving(b"{}") as other, pytest.raises(OSError, match="this is not etcd"):
+        register_of(f"etcd://{other}/night", SHARD).create(FIRST)
+
+
+@contextmanager
+def serving(body: bytes) -> Iterator[str]:
+    """Answers each POST with `body`; yields the address."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_url_that_cannot_be_a_register_in_etcd_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for url in ("etcd://", "etcd://host:2379", "etcd:///night"):
+        with pytest.raises(ConfigError, match="must be like etcd://host:2379/night"):
+            register_of(url, SHARD)
+    monkeypatch.setenv("ETCDCTL_CACERT", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="a file of ETCDCTL_CACERT"):
+        register_of("etcds://host:2379/night", SHARD)
 
 
 def test_a_claim_is_made_once_and_stays(open_register: Callable[[], Register]) -> None:
@@ -83,7 +148,7 @@ def test_a_store_that_replaces_objects_and_a_folder_that_is_not_there_are_refuse
         register_of(str(tmp_path / "none"), SHARD)
     with pytest.raises(ConfigError, match="no folder here"):
         register_of("relative", SHARD)
-    with pytest.raises(ConfigError, match="s3:// or gs://"):
+    with pytest.raises(ConfigError, match="etcd://, s3:// or gs://"):
         register_of(f"file://{tmp_path}", SHARD)
     memory: Any = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
     make = memory.pipe_file
