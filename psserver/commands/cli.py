@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -385,6 +386,7 @@ def drain(
     from psserver.remote.drain import move
 
     here = address_of(found, shard)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # It says what goes on, then.
     reply = move(here, to, mbit, found.credentials, _say)
     sys.stdout.write(
         f"shard moved to {reply.to}: {reply.sent_nbytes / 1e6:.1f} MB sent, no answers for "
@@ -395,9 +397,12 @@ def drain(
 @about_servers
 def standby(
     found: FoundServers,
-    to: EmptyProcess,
+    to: EmptyProcess = "",
     *,
     shard: Shard = 0,
+    withdraw: Annotated[
+        bool, typer.Option("--withdraw", help="Give up the shard's standby, and want none.")
+    ] = False,
     mbit: Annotated[int, typer.Option(help="Most Mbit/s for the copy [no limit].", min=0)] = 0,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="Also on the shard's host, lost with it.")
@@ -405,8 +410,8 @@ def standby(
     register: Annotated[
         str | None,
         typer.Option(
-            help="Folder or URL (s3://, gs://) that both machines reach; with it the standby takes "
-            "over by itself [a person promotes it]."
+            help="Folder or URL (etcd://, s3://, gs://) that both machines reach; with it the "
+            "standby takes over by itself [a person promotes it]."
         ),
     ] = None,
     failover_s: Annotated[
@@ -415,13 +420,20 @@ def standby(
 ) -> None:
     """Make an empty process the standby of a shard: it gets each change before it is answered."""
     from pscore.pb.ps.v1 import standby_pb2
-    from psserver.remote.drain import move
+    from psserver.remote import drain
 
     here = address_of(found, shard)
+    if withdraw == bool(to):
+        raise ConfigError("name the process that is to be the standby, or --withdraw: one of both")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if withdraw:
+        drain.withdraw(here, found.credentials, _say)
+        sys.stdout.write(f"the shard at {here} has no standby, and wants none\n")
+        return
     wanted = standby_pb2.MoveRequest(
         same_host=same_host, register=register or "", failover_s=failover_s
     )
-    move(here, to, mbit, found.credentials, _say, standby=wanted)
+    drain.move(here, to, mbit, found.credentials, _say, standby=wanted)
     then = f"it takes over after {failover_s} s" if register else f"run psserver promote {to}"
     sys.stdout.write(f"{to} is the standby of {here}; after the loss of that, {then}\n")
 

@@ -1,4 +1,4 @@
-"""`psserver drain`: moves a shard to another process while its job trains."""
+"""`psserver drain`, `standby` and `promote`: a shard moves to another process as its job trains."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from psserver.remote.ask import explained
 ASK_S = 0.1
 ANSWER_S_MAX = 10.0
 OVER = ("serving", "moved")
+GOES_ON = "the shard goes on with it: `psserver status` shows how; or give this command again"
 UNDECIDED = "asking"  # After a kill: the shard's process asks whether its standby has the shard.
 
 
@@ -46,24 +47,19 @@ def move(
     """
     channel = credentials.channel(address)
     stub = standby_pb2_grpc.StandbyStub(channel)
+    is_ordered = False
     try:
         request = pb.MoveRequest(to=to or _standby(stub, address), mbit=mbit)
         request.stays = standby is not None
         if standby is not None:
             tell(_cost(stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX).table_nbytes))
             request.MergeFrom(standby)
-        reply = stub.Move(request, timeout=ANSWER_S_MAX)
-        said, wanted = "", "followed" if request.stays else "moved"
-        while reply.phase not in (*OVER, wanted):
-            if reply.phase != said:
-                said = reply.phase
-                tell(said)
-            time.sleep(ASK_S)
-            reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
+        is_ordered, wanted = True, "followed" if request.stays else "moved"
+        reply = _await(stub, request, wanted, tell)
     except grpc.RpcError as failure:
         raise _refusal(failure, address, credentials) from failure
     except KeyboardInterrupt:
-        tell("the shard goes on with it: `psserver status` shows how; or give this command again")
+        tell(GOES_ON if is_ordered else f"nothing was begun: the shard stays at {address}")
         raise
     finally:
         channel.close()
@@ -71,6 +67,48 @@ def move(
         raise CommandError(
             Exit.UNHEALTHY, f"the shard stays at {address}: {reply.problem or 'it was restarted'}"
         )
+    return reply
+
+
+def withdraw(address: str, credentials: Credentials, tell: Callable[[str], None]) -> None:
+    """Gives up the standby of the shard at `address`, and the wish for one.
+
+    Raises:
+        CommandError: None is wanted, or the shard has moved by now.
+    """
+    channel = credentials.channel(address)
+    stub = standby_pb2_grpc.StandbyStub(channel)
+    try:
+        reply = _await(stub, pb.MoveRequest(withdraws=True), "serving", tell)
+    except grpc.RpcError as failure:
+        raise _refusal(failure, address, credentials) from failure
+    except KeyboardInterrupt:
+        tell(GOES_ON)
+        raise
+    finally:
+        channel.close()
+    if reply.phase == "moved":
+        raise CommandError(Exit.UNHEALTHY, f"the shard has moved to {reply.to}")
+
+
+def _await(
+    stub: standby_pb2_grpc.StandbyStub,
+    request: pb.MoveRequest,
+    wanted: str,
+    tell: Callable[[str], None],
+) -> pb.MoveReply:
+    """Gives an order, and returns the shard's answer when that is over, or has the phase `wanted`.
+
+    Args:
+        tell: Called with each phase.
+    """
+    reply, said = stub.Move(request, timeout=ANSWER_S_MAX), ""
+    while reply.phase not in (*OVER, wanted):
+        if reply.phase != said:
+            said = reply.phase
+            tell(said)
+        time.sleep(ASK_S)
+        reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
     return reply
 
 

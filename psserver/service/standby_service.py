@@ -73,8 +73,10 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self.taking = Taking.resumed(str(prepared.get("id", "")), str(taken.get("id", "")))
 
     async def Move(self, request: pb.MoveRequest, context: Context) -> pb.MoveReply:
-        """Begins to move the shard, or answers how far that is."""
+        """Begins to move the shard, or gives up its standby, or answers how far that is."""
         mover = self._mover
+        if request.withdraws:
+            mover.withdraw()
         if request.to:
             addresses = parse_addresses(request.to)
             if len(addresses) != 1:

@@ -41,7 +41,7 @@ FAILOVER_S = 5.0  # Of a process that the shard moves to, where a register decid
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
 UNDER_WAY = (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN, Giver.GIVEN)
-LEAVING = (Giver.FROZEN, Giver.GIVEN, Giver.MOVED)
+LEAVING = (*UNDER_WAY, Giver.MOVED)  # Of a shard that is to have no standby.
 SIGNS = 4  # Signs of life within the silence after which a standby takes over.
 
 
@@ -172,7 +172,8 @@ class Mover:
         Raises:
             PacelineError: It is being moved otherwise, has been, or cannot be moved.
         """
-        is_going = self.giving.phase in LEAVING and order.to == self.to and not order.stays
+        is_leaving = not self._stays and self.giving.phase in LEAVING
+        is_going = is_leaving and order.to == self.to and not order.stays
         if is_going or (order == self.order and self.giving.phase in UNDER_WAY):
             return
         has_standby = self._stays and self.giving.phase is not Giver.SERVING
@@ -203,11 +204,32 @@ class Mover:
         run = self._run(offer, MoveTarget(order.to, credentials))
         self._task = asyncio.create_task(run)
 
+    def withdraw(self) -> None:
+        """Ends the wish for a standby; one that is there forgets the shard, unless it serves.
+
+        Raises:
+            ConfigError: There is no such wish.
+        """
+        if not self._wish.stays or self.giving.phase in (Giver.GIVEN, Giver.MOVED):
+            raise ConfigError("no standby of this shard is wanted")
+        self._wish = MoveOrder(to="")
+        if self._may_serve or self.giving.phase is Giver.ASKING:
+            self._wakes.set()
+            return
+        assert self._folder is not None
+        (self._folder / STANDBY).unlink(missing_ok=True)
+        if self._is_offered and self._stays and self.giving.phase is not Giver.SERVING:
+            self._host.unfollow()  # Its task finds that, and gives up.
+        elif self._stays:
+            self._end_try()
+            self._stays = False
+
     def _end_try(self) -> None:
-        """Ends a try to get a standby, which takes long if its machine is lost."""
+        """Ends a try to get a standby, which takes long if its machine is lost, or further ones."""
         assert self._task is not None
         self._task.cancel()
-        self.giving.give_up()
+        if self.giving.phase is not Giver.SERVING:
+            self.giving.give_up()
 
     def _new_parting(self, source: str) -> Parting:
         """Returns how a standby would part; a shard that is in a register stays there."""
@@ -368,6 +390,8 @@ class Mover:
         await self._await_wake(partial(target.sign, self._move, epoch))
         self._is_standing = False
         self._require_stream()
+        if self._stays and not self._wish.stays:
+            raise ConfigError("no standby is wanted any more")
 
     async def _await_wake(self, sign: Callable[[], None]) -> None:
         """Waits until the standby is to have the shard, or is away.

@@ -14,7 +14,8 @@ from pscore.pb.ps.v1.standby_pb2 import MoveRequest
 from psserver.exits import CommandError
 from psserver.remote.checkpoint_files import newest
 from psserver.remote.drain import move, promote
-from tests.integration.command import eventually, gone
+from tests.etcd import running_etcd
+from tests.integration.command import Command, eventually, gone
 from tests.integration.test_drain import (
     Place,
     Results,
@@ -111,6 +112,24 @@ def test_a_shard_with_a_standby_is_killed_and_comes_back_or_finds_it_promoted(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_register", [False, True])
+def test_a_standby_is_withdrawn_and_the_shard_wants_none_also_after_a_kill(
+    has_register: bool, tmp_path: Path, register: Path, scene: Scene, undisturbed: Results
+) -> None:
+    place, command = str(register) if has_register else "", Command(tmp_path)
+    words = ("standby", "--withdraw", "--servers", scene.second.address)
+    stand(scene, place)
+    assert "has no standby, and wants none" in command.run(*words).stdout
+    assert "no standby of this shard is wanted" in command.run(*words, code=1).stderr
+    kill_child(scene.source)
+    eventually(lambda: is_well(scene.second.address))
+    assert not follows(scene)
+    stand(scene, place)  # A person may change their mind.
+    assert follows(scene)
+    assert scene.results() == undisturbed
+
+
+@pytest.mark.slow
 def test_a_machine_is_lost_and_its_standby_takes_over_without_a_person_bits_stay(
     register: Path, scene: Scene, undisturbed: Results
 ) -> None:
@@ -119,6 +138,18 @@ def test_a_machine_is_lost_and_its_standby_takes_over_without_a_person_bits_stay
     lose(scene.source)
     assert scene.results() == undisturbed
     eventually(lambda: "was silent 1.0 s" in status_of(scene.empty.address).moving)
+
+
+@pytest.mark.slow
+def test_a_standby_takes_over_by_a_register_in_etcd_bits_stay(
+    tmp_path: Path, scene: Scene, undisturbed: Results
+) -> None:
+    with running_etcd(tmp_path / "etcd") as url:
+        stand(scene, f"{url}/night")
+        scene.reach(20)
+        lose(scene.source)
+        assert scene.results() == undisturbed
+        eventually(lambda: "was silent 1.0 s" in status_of(scene.empty.address).moving)
 
 
 def schedule_of(scene: Scene) -> psutil.Process:

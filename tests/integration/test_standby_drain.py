@@ -4,6 +4,7 @@ While the standby's process is stopped, the old one has ended its answers and wa
 each of the two is killed, or lost.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -70,6 +71,24 @@ def test_a_shard_moves_to_its_standby_and_the_register_says_so(
         assert f"shard moved to {scene.empty.address}" in said
     assert finish(scene) == undisturbed
     assert "it was moved" in (register / "shard-1-of-2.3.claim").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_is_interrupted_in_the_last_step_and_given_again(
+    number: signal.Signals, tmp_path: Path, scene: Scene, undisturbed: Results
+) -> None:
+    scene.reach(PAUSE)
+    command = Command(tmp_path, fresh=True)
+    with stopped(scene.target):
+        process = drain(scene, command)
+        process.send_signal(number)
+        assert process.stderr is not None
+        assert "give this command again" in process.stderr.read()
+        assert process.wait() == Exit.INTERRUPTED
+    said = command.run("drain", "--servers", scene.second.address).stdout
+    assert f"shard moved to {scene.empty.address}" in said
+    assert finish(scene) == undisturbed
 
 
 def test_a_shard_without_a_standby_is_not_moved(tmp_path: Path) -> None:

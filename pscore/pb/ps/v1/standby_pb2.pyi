@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MoveRequest(_message.Message):
-    __slots__ = ("to", "mbit", "stays", "same_host", "register", "failover_s")
+    __slots__ = ("to", "mbit", "stays", "same_host", "register", "failover_s", "withdraws")
     TO_FIELD_NUMBER: _ClassVar[int]
     MBIT_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     FAILOVER_S_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWS_FIELD_NUMBER: _ClassVar[int]
     to: str
     mbit: int
     stays: bool
     same_host: bool
     register: str
     failover_s: float
-    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ..., stays: bool = ..., same_host: bool = ..., register: _Optional[str] = ..., failover_s: _Optional[float] = ...) -> None: ...
+    withdraws: bool
+    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ..., stays: bool = ..., same_host: bool = ..., register: _Optional[str] = ..., failover_s: _Optional[float] = ..., withdraws: bool = ...) -> None: ...
 
 class MoveReply(_message.Message):
     __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s", "table_nbytes")

@@ -195,9 +195,10 @@ def test_a_shard_moves_to_its_standby_also_while_that_is_filled(
             moves = Mover(folder, cast(Any, Host()), lambda: ANYONE)
             moves.start(STANDBY)
             await until(lambda moves=moves, phase=phase: moves.phase == phase)  # type: ignore[misc]
-            moves.start(MoveOrder(to="b:1"))
+            for mbit in (0, 0, 8):  # As a command does that was interrupted, and is given again.
+                moves.start(MoveOrder(to="b:1", mbit=mbit))
             await until(lambda moves=moves: moves.giving.phase is Giver.MOVED)  # type: ignore[misc]
-            moves.start(MoveOrder(to="b:1"))  # As the command does that is given again.
+            moves.start(MoveOrder(to="b:1"))
             assert (folder / "given.json").exists()
             assert not (folder / "standby.json").exists()
 
@@ -219,6 +220,53 @@ def test_an_order_that_is_given_again_changes_nothing(target: type[Target], tmp_
         for other in (replace(order, to="c:1"), replace(order, stays=True)):
             with pytest.raises(RemoteProtocolError, match="cannot be moved now: it is moved"):
                 moves.start(other)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_standby_that_is_withdrawn_is_asked_to_forget_the_shard_and_never_wanted_again(
+    target: type[Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has everything, or sooner, or while it is away."""
+    monkeypatch.setattr(mover, "RETRY_S", 0.0)
+
+    async def scene() -> None:
+        for phase in ("followed", "copying", "serving"):
+            folder = tmp_path / phase
+            folder.mkdir()
+            target.failing, host = {"offer"} if phase == "serving" else set(), Host()
+            moves = Mover(folder, cast(Any, host), lambda: ANYONE)
+            moves.start(STANDBY)
+            await until(lambda moves=moves, phase=phase: moves.phase == phase)  # type: ignore[misc]
+            target.calls.clear()
+            moves.withdraw()
+            await until(lambda moves=moves: moves.giving.phase is Giver.SERVING)  # type: ignore[misc]
+            target.failing = set()
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert ("release" in target.calls) == (phase == "followed")
+            assert (moves.phase, moves.has_standby, host.is_open) == ("serving", False, True)
+            assert not (folder / "standby.json").exists()
+            with pytest.raises(ConfigError, match="no standby of this shard is wanted"):
+                moves.withdraw()
+            moves.start(STANDBY)  # A person may change their mind.
+            await until(lambda moves=moves: moves.phase == "followed")  # type: ignore[misc]
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_standby_that_is_withdrawn_and_was_promoted_has_the_shard(
+    target: type[Target], tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        target.serves = True
+        moves.withdraw()
+        await until(lambda: moves.giving.phase is Giver.MOVED)
+        assert not host.is_open
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
