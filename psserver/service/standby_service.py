@@ -230,7 +230,10 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
 
     async def Promote(self, request: pb.PromoteRequest, context: Context) -> pb.PromoteReply:
         """Serves in the place of the shard's process, which sends nothing any more."""
-        self.taking.require_promotable(was_standby=bool(self._mark.get("standby")))
+        was_standby = bool(self._mark.get("standby"))
+        if was_standby and self.taking.phase is Taker.SERVING and self._mover.giving.serves:
+            return pb.PromoteReply(jobs=list(self._engine.jobs))  # The command is given again.
+        self.taking.require_promotable(was_standby=was_standby)
         silent_s = self._engine.now() - self._heard_s
         source = self._mark.get("source")
         if silent_s < SILENT_S:
@@ -243,7 +246,8 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
                 raise ConfigError(f"it is {self.taking.phase.value} here; see the log")
         else:
             try:
-                self.keep()
+                if self.taking.phase is Taker.FOLLOWING:  # Else a former try has been killed.
+                    self.keep()
                 self._begin()
             except OSError as problem:
                 raise LimitError(f"no room to take the shard over: {problem}") from problem
@@ -294,10 +298,11 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self._begin()
 
     def _begin(self) -> None:
+        """Serves from the journals; where that raises OSError, it may be tried again."""
         assert self._incoming is not None
         self._incoming.note_begun()
-        if self.taking.begin(self.taking.id):
-            self._take_over()
+        self._take_over()
+        self.taking.begin(self.taking.id)
 
     def _new_heir(self) -> Heir | None:
         mark, place = self._mark, str(self._mark.get("register", ""))
@@ -320,15 +325,13 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         """Serves from the journals."""
         taking = self.taking
         if taking.phase is Taker.PREPARED and taking.id == request.id:
-            assert self._incoming is not None
             if self._engine.jobs:
                 raise ConfigError("this process has jobs of its own")
             try:
-                self._incoming.note_begun()
+                self._begin()
             except OSError as problem:
                 raise LimitError(f"no room for the journals of a shard: {problem}") from problem
-        if taking.begin(request.id):
-            self._take_over()
             self._confirm()
             log.warning("shard has moved here", source=self._mark.get("source"))
+        taking.begin(request.id)
         return pb.BeginMoveReply()

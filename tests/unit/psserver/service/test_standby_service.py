@@ -189,6 +189,35 @@ def test_a_standby_is_promoted_once_its_source_is_silent_and_takes_nothing_more(
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("place", ["note_begun", "begin"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_promotion_that_fails_is_repeated_also_by_the_next_process(
+    place: str, is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        process = Process(tmp_path)
+        puts, _ = sent(tmp_path / "source")
+        await process.service.Offer(offered(), CONTEXT)
+        for put in puts:
+            await process.service.Put(put, CONTEXT)
+        await process.service.Followed(pb.FollowedRequest(id="m"), CONTEXT)
+        process.now_s = 100.0
+        with monkeypatch.context() as full:
+            full.setattr(process.incoming, place, fail)
+            for _ in range(2):
+                with pytest.raises(LimitError, match="no room to take the shard over"):
+                    await process.service.Promote(pb.PromoteRequest(), CONTEXT)
+        if is_killed:
+            process = Process(tmp_path)
+            process.now_s = 100.0
+        for _ in range(2):  # Its answer may be lost.
+            await process.service.Promote(pb.PromoteRequest(), CONTEXT)
+        assert len(process.begun) == 1
+        assert (tmp_path / "target" / "1-a" / "arena").read_bytes() == b"numbers"
+
+    asyncio.run(scene())
+
+
 def test_a_standby_that_is_released_forgets_the_shard(tmp_path: Path) -> None:
     async def scene() -> None:
         process = Process(tmp_path)
