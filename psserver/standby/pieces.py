@@ -126,6 +126,9 @@ class ArrivingJournals:
             return None
         mark = self.prepared
         self._journals.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (self._journals / GIVEN).exists():  # What was left here then may have ended elsewhere.
+            for path in self._journals.glob("*/"):
+                shutil.rmtree(path)
         for name in (GIVEN, STANDBY):
             (self._journals / name).unlink(missing_ok=True)  # The shard has come back.
         for path in self._folder.glob("*/"):

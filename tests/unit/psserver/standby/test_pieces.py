@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import RemoteProtocolError
-from psserver.standby.pieces import ArrivingJournals, SentSpan
+from psserver.durability.sealed import write_json
+from psserver.standby.pieces import GIVEN, ArrivingJournals, SentSpan
 from psserver.standby.spans import (
     PIECE_NBYTES,
     JournalPiece,
@@ -65,6 +66,20 @@ def test_changed_pieces_are_sent_and_the_copy_begins_as_it_was(tmp_path: Path) -
     assert sorted(path.name for path in (target / "0001-a").iterdir()) == ["arena", "job.json"]
     incoming.remove()
     assert (incoming.prepared, incoming.taken) == ({}, MARK)
+
+
+def test_a_shard_that_comes_back_brings_no_job_that_has_ended_elsewhere(tmp_path: Path) -> None:
+    own = tmp_path / "journals" / "shard-0-of-1"
+    (own / "1-ended").mkdir(parents=True)
+    write_json(own / GIVEN, MARK)
+    incoming = ArrivingJournals(own)
+    incoming.start()
+    incoming.write(JournalPiece(path="2-other/job.json", data=b"{}", size=2))
+    incoming.complete(MARK)
+    incoming.note_begun()
+    for _ in range(2):  # Again, after a kill.
+        assert ArrivingJournals(own).begin() == MARK
+        assert [path.name for path in own.glob("*/")] == ["2-other"]
 
 
 def test_a_file_and_a_job_that_are_gone_are_deleted(tmp_path: Path) -> None:
