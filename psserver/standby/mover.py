@@ -183,8 +183,8 @@ class Mover:
             return
         if has_standby and self._is_offered:
             raise ConfigError(
-                f"the shard has a standby at {self.to}: `psserver drain` moves it there; or stop "
-                "that process first, and the shard goes on alone"
+                f"the shard has a standby at {self.to}: `psserver drain` moves it there, and "
+                "`psserver standby --withdraw` ends that"
             )
         offer, credentials = self._host.offer(), self._credentials()
         if has_standby:
