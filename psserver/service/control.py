@@ -57,6 +57,7 @@ from psserver.stores import kind_of
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
+PROCESSES_MAX = 1024
 COUNTS = ("round", "minibatch", "epoch", "since", "clock", "step")  # Fields of requests.
 COUNT_MAX = (1 << 63) - 1  # Rounds of attempts have the life of a job in their upper bits.
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
@@ -196,6 +197,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._compiled: dict[tuple[str, str], asyncio.Task[None]] = {}  # By content and optimizer.
         self.closed = ""  # Why workers cannot join yet; empty if they can.
         self.told: set[tuple[str, int]] = set()  # Jobs and incarnations that know `_next`.
+        self._told_processes: dict[tuple[str, int], set[int]] = {}  # Of groups: local ranks.
         self.menders = Menders()
         self._next = ""  # Where this shard will soon be, or its standby is.
         self._former = 0  # Number of the shard before `renew`.
@@ -208,7 +210,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def renew(self, instance: int) -> None:
         """Describes this shard with another number; workers know it from `told` on."""
         self._former, self._instance = self._instance, instance
-        self.told.clear()
+        self._forget_told()
 
     def serve_as(self, instance: int, data: Listener | None) -> None:
         """Describes this shard with another instance, and another listener of data sockets."""
@@ -219,7 +221,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def announce(self, address: str) -> None:
         """Names the address at which this shard will be in heartbeats; empty: it stays."""
         self._next = address
+        self._forget_told()
+
+    def _forget_told(self) -> None:
         self.told.clear()
+        self._told_processes.clear()
+
+    def _note_told(self, request: pb.HeartbeatRequest) -> None:
+        """Notes that a worker knows `_next`, once each process of its group does."""
+        worker = request.job, request.incarnation
+        processes = self._told_processes.setdefault(worker, set())
+        processes.add(min(request.process, PROCESSES_MAX))  # However many somebody makes up.
+        if len(processes) >= request.num_processes:
+            self.told.add(worker)
 
     def locate(self, reply: WatchReply) -> None:
         """Adds to an answer for a reader which shard this is, and where it will be."""
@@ -343,8 +357,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.worker, text, left_out, request.reported, peers, pace, plane, stage,
             reached=request.reached[: self._engine.shard.num_shards],
         )  # fmt: skip
-        if request.instance in (0, self._instance):  # Else it learns the number by this answer.
-            self.told.add((request.job, request.incarnation))
+        # Else it learns the number by this answer, or does not look for an address.
+        if request.instance == self._instance:
+            self._note_told(request)
         wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]
         live = view.live if request.wants_live else ()
         return to_proto(

@@ -118,6 +118,8 @@ class Heartbeats:
                 waiting_for=member.waits,
                 data_plane=link.data_plane,
                 reached=[one.reached for one in self._links],
+                process=member.process,
+                num_processes=member.num_processes,
             )
             if link is self._links[0]:
                 request.peers.extend(report() for report in list(self.peer_reports.values()))

@@ -54,6 +54,8 @@ class JobMember:
     # Incarnations of this process before this one, oldest first.
     former: list[int] = field(default_factory=list)
     after: int = 0  # The incarnation under which this process finished a run of the job; 0: none.
+    process: int = 0  # Local rank of this process in its group.
+    num_processes: int = 1  # Size of that.
     waits: str = ""  # A description of the shard that does not answer; the other shards report it.
     # Seconds without a message after which the shards declare this worker lost.
     lease_s: float = 0.0
@@ -71,6 +73,8 @@ class JobMember:
             incarnation=self.incarnation,
             waiting_for=self.waits,
             wants_live=wants_live,
+            process=self.process,
+            num_processes=self.num_processes,
         )
 
     def renew(self) -> None:

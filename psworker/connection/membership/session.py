@@ -126,6 +126,7 @@ class Session:
         self.pace = Pace()
         after = _finished.get(job, 0)
         self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
+        self._member.process, self._member.num_processes = self.group.rank, self.group.size
         self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
         self._mending = MendingWait(job, patience_s)
         self.heartbeats = Heartbeats(self._member, self.links, self.pace)

@@ -268,7 +268,7 @@ class ChooseReply(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached", "process", "num_processes")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +290,8 @@ class HeartbeatRequest(_message.Message):
     STAGE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -304,7 +306,9 @@ class HeartbeatRequest(_message.Message):
     stage: StageReport
     instance: int
     reached: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ...) -> None: ...
+    process: int
+    num_processes: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ..., process: _Optional[int] = ..., num_processes: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 
 from pscore.errors import LimitError
+from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.process.moves import MENDERS_S, ShardMoves
-from tests.unit.psserver.front import Front, play
+from tests.unit.psserver.front import JOB, Context, Front, play
 
 
 def moves_of(front: Front) -> ShardMoves:
@@ -39,5 +40,34 @@ def test_the_wait_is_over_once_the_mender_has_noted_the_address() -> None:
         assert not waiting.done()
         front.servicer.menders.note("mender", "b:1", front.now_s)
         await waiting
+
+    play(scene)
+
+
+def test_a_worker_knows_the_address_once_each_process_of_its_group_does() -> None:
+    async def scene(front: Front) -> None:
+        await front.join(0, 1)
+        waiting = asyncio.create_task(moves_of(front).announce("b:1"))
+        await asyncio.sleep(0)
+        beats = [
+            pb.HeartbeatRequest(job=JOB, incarnation=100, instance=7, process=process)
+            for process in (0, 0, 1)
+        ]
+        for beat in beats:
+            assert not front.servicer.told
+            beat.num_processes = 2
+            await front.control.Heartbeat(beat, Context())
+        await waiting
+
+    play(scene)
+
+
+def test_a_question_for_the_live_workers_is_no_heartbeat_that_looks_for_the_address() -> None:
+    async def scene(front: Front) -> None:
+        await front.join(0, 1)
+        front.servicer.announce("b:1")
+        asked = pb.HeartbeatRequest(job=JOB, incarnation=100, wants_live=True)
+        await front.control.Heartbeat(asked, Context())
+        assert not front.servicer.told
 
     play(scene)
