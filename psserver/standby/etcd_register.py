@@ -16,7 +16,7 @@ from pscore.errors import ConfigError
 from psserver.standby.succession import Claim
 
 SCHEMES = {"etcd": "http", "etcds": "https"}
-TIMEOUT_S = 2.0  # Of one member of etcd; then the next one is asked.
+TIMEOUT_S = 2.0  # Then the next member of etcd is asked.
 
 
 class EtcdRegister:

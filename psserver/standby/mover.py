@@ -41,7 +41,7 @@ FAILOVER_S = 5.0  # Of a process that the shard moves to, where a register decid
 FLUSH_S = 30.0  # Longest wait until the target has all changes.
 MBIT_NBYTES = 125_000
 UNDER_WAY = (Giver.COPYING, Giver.FOLLOWED, Giver.FROZEN, Giver.GIVEN)
-LEAVING = (*UNDER_WAY, Giver.MOVED)  # Of a shard that is to have no standby.
+LEAVING = (*UNDER_WAY, Giver.MOVED)  # Phases of a shard that is to have no standby.
 SIGNS = 4  # Signs of life within the silence after which a standby takes over.
 
 

@@ -126,7 +126,7 @@ class ArrivingJournals:
             return None
         mark = self.prepared
         self._journals.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (self._journals / GIVEN).exists():  # What was left here then may have ended elsewhere.
+        if (self._journals / GIVEN).exists():  # Jobs left here then may be over elsewhere.
             for path in self._journals.glob("*/"):
                 shutil.rmtree(path)
         for name in (GIVEN, STANDBY):

@@ -2,7 +2,7 @@
 
 Builds of one `wire.PROTOCOL` train together (docs/versions.md). So under one number a field or a
 plug-in may come, which an older peer ignores or refuses by its name; one that is there keeps its
-number, type and arguments, and what a worker declares unasked stays as it is.
+number, type and arguments, and a worker's own choices stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RAW = parse_compressor("none")
 
 
 def words() -> dict[str, str]:
-    """Returns what a peer has to know, by what it belongs to."""
+    """Returns the words that a peer has to know, by name."""
     return {"protocol": str(wire.PROTOCOL)} | _fields() | _arguments() | _contents()
 
 
@@ -92,7 +92,7 @@ def recorded() -> dict[str, str]:
 
 
 def changed(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Returns what an older peer of the same protocol would refuse or misunderstand."""
+    """Returns the words that an older peer of the protocol would refuse or misunderstand."""
     if old["protocol"] != new["protocol"]:
         return []
     return [f"{key}: {old[key]!r}, now {new.get(key)!r}" for key in old if old[key] != new.get(key)]
