@@ -106,7 +106,7 @@ class RowStore:
         self._dims = [slab.dim for slab in self.slabs]
         self._widths = [slab.width for slab in self.slabs]
         self._num_state = len(optimizer.state_names)
-        self._journal, self._undo, self._stamps = journal, undo, stamps
+        self.journal, self._undo, self._stamps = journal, undo, stamps
         self._observer = observer
         self.progress = None if journal is None else JournaledProgress(journal)
         self._open: dict[int, list[WeightedGrad]] = {}  # Pushes that are in no update, by step.
@@ -124,14 +124,9 @@ class RowStore:
             self._recover(journal)
 
     @property
-    def journal(self) -> RowJournal | None:
-        """The journal that every change is written to; None: nothing outlives the process."""
-        return self._journal
-
-    @property
     def nbytes(self) -> int:
         """Bytes of rows, indices and payloads."""
-        held = 0 if self._journal is None else self._journal.nbytes
+        held = 0 if self.journal is None else self.journal.nbytes
         return held + sum(slab.nbytes for slab in self._all_slabs)
 
     def count_held(self) -> dict[str, int]:
@@ -198,11 +193,11 @@ class RowStore:
     def hold(self, action: Hold, payload: Payload) -> Payload:
         """Returns a payload that stays valid when the push has been acknowledged."""
         kept = self._keep(payload)
-        if self._journal is not None and self.progress is not None and kept.cell is not None:
+        if self.journal is not None and self.progress is not None and kept.cell is not None:
             self.progress.add(action.push)
             nbytes = payload.data.nbytes
-            self._journal.hold(action.push, kept.cell, nbytes, is_compressed=False)
-            self._journal.commit()
+            self.journal.hold(action.push, kept.cell, nbytes, is_compressed=False)
+            self.journal.commit()
         return kept
 
     def add(self, action: Add, payload: Payload) -> None:
@@ -210,10 +205,10 @@ class RowStore:
         kept = payload if payload.cell is not None else self._keep(payload)
         self._open.setdefault(action.open_step, []).append((action, kept))
         self._count(action)
-        if self._journal is not None and kept.cell is not None:
+        if self.journal is not None and kept.cell is not None:
             nbytes = payload.data.nbytes
-            self._journal.add(action.open_step, action.push, action.weight, kept.cell, nbytes)
-            self._journal.commit()
+            self.journal.add(action.open_step, action.push, action.weight, kept.cell, nbytes)
+            self.journal.commit()
 
     def update(self, action: Update) -> None:
         """Makes one optimizer step with the pushes of an open step."""
@@ -232,9 +227,9 @@ class RowStore:
 
     def note_late(self, action: Acknowledge) -> None:
         """Records in the journal a push that is counted without being added."""
-        if self._journal is not None and self.progress is not None and action.push is not None:
+        if self.journal is not None and self.progress is not None and action.push is not None:
             self.progress.add_late(action.push)
-            self._journal.commit()
+            self.journal.commit()
 
     def seal(self) -> None:
         """Does nothing: rows are too many to be hashed in a pause of the training."""
@@ -245,7 +240,7 @@ class RowStore:
         The slabs are of the record's version at any time, so the next record that counts names a
         whole slice; only payloads that were kept on the heap meanwhile have to move.
         """
-        journal = self._journal
+        journal = self.journal
         if journal is None or journal.is_on or not self._look_for_room(journal):
             return
         for key, grads in self._open.items():
@@ -256,9 +251,9 @@ class RowStore:
     def change(self, rule: Rule, epoch: int, clocks: Mapping[int, int]) -> None:
         """Continues under another rule."""
         self._rule = rule
-        if self._journal is not None and self.progress is not None:
+        if self.journal is not None and self.progress is not None:
             self.progress.begin(epoch, clocks)
-            self._journal.commit()
+            self.journal.commit()
 
     # ----- reading
 
@@ -443,17 +438,17 @@ class RowStore:
     def _keep(self, payload: Payload) -> Payload:
         """Returns a copy of a payload, in the arena if there is one."""
         nbytes = payload.data.nbytes
-        if self._journal is None:
+        if self.journal is None:
             return payload._replace(data=payload.data.copy())
-        cell = self._journal.take_for(nbytes)
+        cell = self.journal.take_for(nbytes)
         np.copyto(cell.data[:nbytes], payload.data)
         return payload._replace(data=cell.data[:nbytes], cell=cell)
 
     def _count(self, action: Add) -> None:
         """Counts a push in the journal, if there is one; the caller commits."""
-        if self._journal is not None and self.progress is not None:
+        if self.journal is not None and self.progress is not None:
             self.progress.add(action.push)
-            self._journal.drop(action.push)
+            self.journal.drop(action.push)
 
     def _step(self, grads: Sequence[WeightedGrad], update: Update) -> None:
         with self._observer.stepping(update):
@@ -478,13 +473,13 @@ class RowStore:
                 self.slabs[number].step(
                     rows, sums, update.scale, update.version, t, hyper, keeps[number]
                 )
-            if self._journal is not None:
-                self._journal.remove(update.open_step)
+            if self.journal is not None:
+                self.journal.remove(update.open_step)
             self._publish(update.version)
         for action, payload in grads:
             self._claims.pop((action.push.worker, action.push.step), None)
-            if self._journal is not None and payload.cell is not None:
-                self._journal.give(payload.cell)
+            if self.journal is not None and payload.cell is not None:
+                self.journal.give(payload.cell)
 
     def _decide(
         self,
@@ -542,12 +537,12 @@ class RowStore:
         for copies in self._copies:
             for copy, (_, plan) in zip(copies, plans, strict=True):
                 copy.keep(plan)
-        if self._journal is not None and self._undo is not None and self._journal.is_on:
+        if self.journal is not None and self._undo is not None and self.journal.is_on:
             try:
-                self._undo.save(plans, self._journal.number, later)
+                self._undo.save(plans, self.journal.number, later)
                 return [partial(self._undo.keep, index) for index in later]
             except OSError as problem:
-                self._journal.give_up(problem)
+                self.journal.give_up(problem)
         return [keep_nothing for _ in later]
 
     def _publish(self, version: int) -> None:
@@ -555,16 +550,16 @@ class RowStore:
         self._version = version
         with self._observer.publishing(version):
             # The record names one of two words: a kill before its commit leaves the other whole.
-            record = None if self._journal is None else self._journal.record
+            record = None if self.journal is None else self.journal.record
             word = SECOND if record is not None and record.weights == IN_SLABS else IN_SLABS
             for words in self._stamps:
                 words[word - 1] = version
-            if self._journal is not None and record is not None:
+            if self.journal is not None and record is not None:
                 record.version, record.weights = version, word
                 record.state[:] = [IN_SLABS] * self._num_state
                 record.counts[:] = self.counts.tolist()
                 record.totals[:] = self._totals.ravel().tolist()
-                self._journal.commit()
+                self.journal.commit()
             if self._undo is not None:
                 self._undo.end()
 
@@ -572,8 +567,8 @@ class RowStore:
         """Records where a worker begins, in an asynchronous mode."""
         if answer.is_look or self._rule.by_step or self.progress is None:
             return
-        if self._journal is not None and self.progress.advance(answer.worker, answer.clock):
-            self._journal.commit()
+        if self.journal is not None and self.progress.advance(answer.worker, answer.clock):
+            self.journal.commit()
 
     def _take_buffer(self, nbytes: int) -> ByteArray:
         """Returns memory for an answer: one that has been sent, if it is of about that size."""

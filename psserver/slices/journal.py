@@ -72,10 +72,10 @@ class SliceJournal:
         self._root_place, self._root = root, arena.integers_at(root, ROOT_NUMEL)
         self._num_segments = num_segments
         self._heap = Pool(numel, payload_nbytes_max)
-        self._is_on = True  # Whether each change is written.
+        self.is_on = True  # Whether each change is written; may be read from any thread.
         self._takes = True  # Whether new arrays lie in the arena: before it is on again, too.
         self._wanted = 0  # Most arrays in use at once while some lay on the heap.
-        self._number = -1  # Number of the record that counts.
+        self.number = -1  # Number of the record that counts; -1: there is none.
         self.pool = ArenaPool(arena, numel, payload_nbytes_max) if pool is None else pool
         self.record = state_pb2.SliceRecord(version=-1)
         if not self._root[PLACE]:
@@ -86,19 +86,9 @@ class SliceJournal:
             self._recover()
 
     @property
-    def number(self) -> int:
-        """Number of the record that counts; -1: there is none."""
-        return self._number
-
-    @property
     def is_new(self) -> bool:
         """Whether nothing has been written yet."""
         return bool(self._root[ACTIVE] == NONE_YET)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the slice outlives the process; may be read from any thread."""
-        return self._is_on
 
     def take(self) -> Cell:
         """Returns memory for an array; if the disk is full, on the heap, and the journal ends."""
@@ -149,11 +139,11 @@ class SliceJournal:
 
     def commit(self) -> None:
         """Makes the record the one that counts."""
-        if not self._is_on and not (self._takes and all(self._places())):
+        if not self.is_on and not (self._takes and all(self._places())):
             return
         if len(self.record.places) != len(self.pool.places):
             self.record.places[:] = self.pool.places
-        number = self._number + 1
+        number = self.number + 1
         data = self.record.SerializeToString() + NUMBER.pack(number)
         data += CHECK.pack(zlib.crc32(data))
         half = number % 2
@@ -168,9 +158,9 @@ class SliceJournal:
         target[:] = np.frombuffer(data, dtype=np.uint8)
         self._root[base + LENGTH] = len(data)
         self._root[ACTIVE] = _checked_word(number)
-        self._number = number
-        if not self._is_on:
-            self._is_on = True
+        self.number = number
+        if not self.is_on:
+            self.is_on = True
             log.info("a slice is journalled again", path=str(self._arena.path))
 
     def seal(self, arrays: Iterable[FloatArray]) -> None:
@@ -182,7 +172,7 @@ class SliceJournal:
         Args:
             arrays: The weights, then the arrays of the optimizer's state.
         """
-        if self._is_on and self.record.version >= 0 and not self.record.HasField("digest"):
+        if self.is_on and self.record.version >= 0 and not self.record.HasField("digest"):
             self.record.digest = digest_of(arrays)
             self.commit()
 
@@ -275,7 +265,7 @@ class SliceJournal:
         """
         yield from self.pool.spans(set(self._places()) - {0, *NUMBERS})
         for half in (0, 1):
-            is_newest = self._number >= 0 and half == self._number % 2
+            is_newest = self.number >= 0 and half == self.number % 2
             length = int(self._root[3 * half + LENGTH]) if is_newest else 0
             yield int(self._root[3 * half + PLACE]), MARK_NBYTES + length
         yield self._root_place, ROOT_NBYTES
@@ -313,7 +303,7 @@ class SliceJournal:
         word = int(self._root[ACTIVE])
         if word == NONE_MORE:
             raise ValueError("there was no space left to journal a slice")
-        self._number = number = word >> CHECK_BITS
+        self.number = number = word >> CHECK_BITS
         for half in (0, 1):
             mark = self._arena.bytes_at(int(self._root[3 * half + PLACE]), MARK_NBYTES)
             is_made = self._root[3 * half + ROOM] > 0
@@ -343,7 +333,7 @@ class SliceJournal:
 
     def _give_up(self, problem: OSError) -> None:
         """Continues without a journal, and marks the one on the disk as unusable."""
-        was_on, self._is_on, self._takes = self._is_on, False, False
+        was_on, self.is_on, self._takes = self.is_on, False, False
         self._root[ACTIVE] = NONE_MORE
         if was_on:
             log.error(

@@ -50,7 +50,7 @@ class Pool:
 
     def __init__(self, numel: int, nbytes: int) -> None:
         """Makes cells of `nbytes`, for arrays of `numel`."""
-        self._nbytes = max(nbytes, 4 * numel)
+        self.cell_nbytes = max(nbytes, 4 * numel)  # Bytes of one cell.
         self.places: list[int] = []  # Places of all cells, in use or free; each 0 on the heap.
         self._numel = numel
         self._free: list[Cell] = []
@@ -77,11 +77,6 @@ class Pool:
         self._free.append(cell)
 
     @property
-    def cell_nbytes(self) -> int:
-        """Bytes of one cell."""
-        return self._nbytes
-
-    @property
     def num_used(self) -> int:
         """Number of cells in use."""
         return len(self.places) - len(self._free)
@@ -94,10 +89,10 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes of all cells, in use or free."""
-        return len(self.places) * self._nbytes
+        return len(self.places) * self.cell_nbytes
 
     def _make(self) -> Cell:
-        return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
+        return Cell(np.zeros(self.cell_nbytes, dtype=np.uint8), self._numel)
 
 
 class CellSource(Protocol):
@@ -145,7 +140,7 @@ class ArenaPool(Pool):
 
     def at(self, place: int) -> Cell:
         """Returns the cell at a place; raises ValueError if there is no such place."""
-        return Cell(self._arena.bytes_at(place, self._nbytes), self._numel, place)
+        return Cell(self._arena.bytes_at(place, self.cell_nbytes), self._numel, place)
 
     def adopt(self, places: list[int], used: set[int]) -> None:
         """Restores the cells of a killed process; those in `used` are in use."""
@@ -155,7 +150,7 @@ class ArenaPool(Pool):
     def spans(self, used: Collection[int]) -> Iterator[tuple[int, int]]:
         """Yields place and bytes of all that a later process needs, if it uses those in `used`."""
         for place in used:
-            yield place, self._nbytes
+            yield place, self.cell_nbytes
 
     def _make(self) -> Cell:
-        return self.at(self._arena.allocate(self._nbytes))
+        return self.at(self._arena.allocate(self.cell_nbytes))

@@ -73,7 +73,7 @@ class SliceStore:
         """
         self.numel = spec.numel
         self._rule = rule
-        self._journal = journal
+        self.journal = journal  # None: nothing outlives the process.
         self._observer = observer
         self._pool = Pool(spec.numel, 0) if journal is None else journal
         self.progress = None if journal is None else JournaledProgress(journal)
@@ -96,11 +96,6 @@ class SliceStore:
             self._recover(journal)
 
     @property
-    def journal(self) -> SliceJournal | None:
-        """The journal that every change is written to; None: nothing outlives the process."""
-        return self._journal
-
-    @property
     def weights(self) -> FloatArray:
         """The newest weights."""
         return self.copies.newest
@@ -114,7 +109,7 @@ class SliceStore:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         estimate_nbytes = 0 if self._estimate is None else self._estimate.nbytes
-        on_heap = self._memory.arrays.values() if self._journal is None else ()
+        on_heap = self._memory.arrays.values() if self.journal is None else ()
         memory_nbytes = sum(array.nbytes for array in on_heap)
         return self.copies.shared_nbytes + self._pool.nbytes + memory_nbytes + estimate_nbytes
 
@@ -240,17 +235,17 @@ class SliceStore:
 
     def hold(self, action: Hold, payload: Payload) -> Payload:
         """Returns a payload that stays valid when the push has been acknowledged."""
-        if self._journal is None and not payload.is_borrowed:
+        if self.journal is None and not payload.is_borrowed:
             return payload
         cell = self._pool.take()
         data = cell.data[: payload.data.nbytes]
         np.copyto(data, payload.data)
         kept = payload._replace(data=data, cell=cell, is_borrowed=False)
-        if self._journal is not None and self.progress is not None:
+        if self.journal is not None and self.progress is not None:
             self.progress.add(action.push)
             is_compressed = not payload.compressor.is_raw
-            self._journal.hold(action.push, cell, data.nbytes, is_compressed=is_compressed)
-            self._journal.commit()
+            self.journal.hold(action.push, cell, data.nbytes, is_compressed=is_compressed)
+            self.journal.commit()
         return kept
 
     def add(self, action: Add, payload: Payload) -> None:
@@ -278,18 +273,18 @@ class SliceStore:
 
     def note_late(self, action: Acknowledge) -> None:
         """Records in the journal a push that is counted without being added."""
-        if self._journal is not None and self.progress is not None and action.push is not None:
+        if self.journal is not None and self.progress is not None and action.push is not None:
             self.progress.add_late(action.push)
-            self._journal.commit()
+            self.journal.commit()
 
     def seal(self) -> None:
         """Records in the journal a hash of weights and state, if it has none of them yet."""
-        if self._journal is not None:
-            self._journal.seal([self.weights, *self.state])
+        if self.journal is not None:
+            self.journal.seal([self.weights, *self.state])
 
     def journal_again(self) -> None:
         """Journals the slice again if its journal had ended on a full disk and there is room."""
-        journal = self._journal
+        journal = self.journal
         if journal is None or journal.is_on or not journal.look_for_room():
             return
         self._state.move(journal)
@@ -310,9 +305,9 @@ class SliceStore:
         self._rule = rule
         self._sums.change(rule)
         self._memory.clear()
-        if self._journal is not None and self.progress is not None:
+        if self.journal is not None and self.progress is not None:
             self.progress.begin(epoch, clocks)
-            self._journal.commit()
+            self.journal.commit()
 
     # ----- optimizer steps
 
@@ -323,27 +318,27 @@ class SliceStore:
             if self._rule.remembers_updates:
                 self._rule.on_update(spare.array, self._memory.at(self.weights))
                 self._memory.write()
-            if self._journal is not None:
-                self._journal.remove(update.open_step)
+            if self.journal is not None:
+                self.journal.remove(update.open_step)
             self._publish(spare, update.version, state)
 
     def _spare(self) -> Buffer:
         """Returns where the next weights are written."""
         # In a mode by step a worker has copied the weights it pulled before it pushes.
-        in_place = self._journal is None and not self._rule.remembers_updates
+        in_place = self.journal is None and not self._rule.remembers_updates
         return self.copies.spare(in_place=in_place, readers_wait=self._rule.by_step)
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""
         with self._observer.publishing(version):
             self.copies.stamp(buffer, version)  # A record names no weights that are not stamped.
-            if self._journal is not None:
-                record = self._journal.record
+            if self.journal is not None:
+                record = self.journal.record
                 record.version, record.weights = version, buffer.place
                 record.state[:] = [cell.place for cell in state]
                 record.counts[:] = self.counts.tolist()
                 record.ClearField("digest")
-                self._journal.commit()
+                self.journal.commit()
             self._state.replace(state)
             self.copies.publish(buffer)
 
@@ -361,11 +356,11 @@ class SliceStore:
             memory.weights = weights
             self._rule.on_pull(answer.worker, memory)
             self._memory.write()
-        if self._journal is not None and self.progress is not None:
+        if self.journal is not None and self.progress is not None:
             # In a mode by step the clock of an answer counts nothing.
             begins = not self._rule.by_step and self.progress.advance(answer.worker, answer.clock)
             if begins or remembers:
-                self._journal.commit()
+                self.journal.commit()
 
     def _recover(self, journal: SliceJournal) -> None:
         """Restores the slice from the journal of a killed process."""
