@@ -239,15 +239,13 @@ class SliceBook:
                 elif self.case.rule.by_step:
                     expected = float(unit[element]) * sent.samples / totals[self.entered[identity]]
                 elif is_single:
-                    expected = float(unit[element]) * self._share(sent, identity)
+                    staleness = self.entered[identity] - 1 - sent.base_version
+                    expected = float(unit[element]) * self.case.rule.scale(staleness)
                 else:
                     continue
                 assert abs(float(moved[element]) - expected) < MARGIN, (
                     f"push {identity} moved element {element} by {moved[element]}, not {expected}"
                 )
-
-    def _share(self, sent: SentPush, identity: Identity) -> float:
-        return self.case.rule.scale(self.entered[identity] - 1 - sent.base_version)
 
 
 @dataclass(slots=True)

@@ -69,7 +69,11 @@ def make(
     contents = {"token": f"{secrets.token_hex(32)}\n".encode()}
     for name, certificate, key in made:
         contents[f"{name}.pem"] = certificate.public_bytes(serialization.Encoding.PEM)
-        contents[f"{name}.key"] = _private(key)
+        contents[f"{name}.key"] = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_all(folder, contents)
@@ -170,12 +174,6 @@ def _name(host: str) -> x509.GeneralName:
     if not host.isascii() or not host or any(letter in host for letter in " :/,"):
         raise ConfigError(f"host {host!r} is neither a name nor an address; without a port")
     return x509.DNSName(host)
-
-
-def _private(key: Key) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
 
 
 def _write_all(folder: Path, contents: Mapping[str, bytes]) -> None:

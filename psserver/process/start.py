@@ -73,7 +73,9 @@ class ShardLaunch:
         setup.configure(settings.log.format, settings.log.level, stream, shard="all")
         state_dir, journals = settings.server.state_dir, None
         if settings.server.durability == "journal" and state_dir is None:
-            journals = TemporaryJournalDir(self._unique())
+            journals = TemporaryJournalDir(
+                f"{self.cluster}-{os.getpid()}"
+            )  # Parts may share a cluster.
         self._say_without_checkpoints()
         self._fetch_copies()
         supervisor = Supervisor(
@@ -112,10 +114,6 @@ class ShardLaunch:
                     "repair that, or leave --checkpoint-copies out: then jobs start over",
                 ) from problem
             log.error("the second place of checkpoints cannot be read", reason=str(problem))
-
-    def _unique(self) -> str:
-        """Returns a name that no other start on this machine has: parts may share a cluster."""
-        return f"{self.cluster}-{os.getpid()}"
 
     def _plans(self, short_lived: Path | None) -> list[ShardPlan]:
         server = self.settings.server

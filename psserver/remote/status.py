@@ -128,7 +128,7 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "host": seen[0].host,
         "pid": seen[0].pid,
         "state": next(s for s in ("lost", "live", "left", *sorted(states)) if s in states),
-        "step": max(_steps(seen)),
+        "step": max(n for w in seen for n in (w.step, *(report.step for report in w.peers))),
         "staleness": max(worker.staleness for worker in seen),
         "last_heard_s": round(max(worker.last_heard_s for worker in seen), 1),
         "reported": {
@@ -148,11 +148,6 @@ def _fields(message: Message, **digits: int) -> dict[str, Any]:
     """Returns the fields of a message by name; those in `digits` are rounded to so many."""
     fields = {name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name}
     return fields | {name: round(fields[name], count) for name, count in digits.items()}
-
-
-def _steps(seen: Sequence[pb.WorkerStatus]) -> list[int]:
-    """Returns the steps that a worker has pushed or, where it exchanges models, has made."""
-    return [n for w in seen for n in (w.step, *(report.step for report in w.peers))]
 
 
 def _pace(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:

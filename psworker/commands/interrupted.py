@@ -42,7 +42,8 @@ class Interrupted:
             self._is_open = not text or text[0].isspace()
             return []
         if text == HEADER:
-            before = [] if self._is_chained() else self.end()
+            is_chained = any(line.strip() in LINKS for line in self._held[-3:])
+            before = [] if is_chained else self.end()
             self._held.append(line)
             self._is_open = True
             return before
@@ -57,9 +58,6 @@ class Interrupted:
         if not any(line.split(":")[0].strip() == INTERRUPT for line in held):
             return held
         return [f"psworker: interrupted by Ctrl-C ({_place(held)}{DEBUG}=1 shows the traceback)\n"]
-
-    def _is_chained(self) -> bool:
-        return any(line.strip() in LINKS for line in self._held[-3:])
 
 
 def _place(held: list[str]) -> str:

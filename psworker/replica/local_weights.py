@@ -46,7 +46,8 @@ class LocalWeights:
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)
         self.keeps_state = False
-        self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
+        self.around_update: Callable[[int, int], AbstractContextManager[None]]
+        self.around_update = lambda index, step: nullcontext()
         self._copies = copies_of(weights.device) if is_on_device(weights) else None
         self._coming: dict[int, IncomingTensors] = {}  # Pulls on their way to the device, by slice.
         self.parts = [
@@ -142,7 +143,3 @@ class LocalWeights:
         """Starts again under another rule."""
         self.local_update = rule.local_update()
         self.restart()
-
-
-def _unobserved(index: int, step: int) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -89,7 +89,10 @@ class Refilling:
             return False
         others = [spec for number, spec in list(self.specs.items()) if number not in self.held]
         # Such as a table that another has followed: nobody needs its numbers any more.
-        return not any(spec.content.name != FLAT.name or _holds_weights(spec) for spec in others)
+        return not any(
+            spec.content.name != FLAT.name or OPTIMIZERS[spec.optimizer].holds_weights
+            for spec in others
+        )
 
     def mend(self, problem: PacelineError) -> None:
         """Fills the shards that have come back empty, where the workers have all of them.
@@ -202,7 +205,3 @@ class Refilling:
             if not link.look():
                 raise
             return False
-
-
-def _holds_weights(spec: TableSpec) -> bool:
-    return OPTIMIZERS[spec.optimizer].holds_weights

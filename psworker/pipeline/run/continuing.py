@@ -289,7 +289,7 @@ class ContinuingDriver(Driver):
                 written = True
             except OSError as problem:
                 save.problem = problem
-        elif self.place.replica == 0 and self._stage_of(writer) != stage:
+        elif self.place.replica == 0 and Place.of_rank(writer, self.place.replicas).stage != stage:
             members.send(writer, wire.STATE, self.first, to_numbers(*parts))
         is_written = bool(members.agree(lambda: int(written), writer))
         if save is None or save.number != self.first:  # One that was away may save an older one.
@@ -307,10 +307,6 @@ class ContinuingDriver(Driver):
                 numbers = yield from self._members.receive(source, wire.STATE, self.first)
                 for mine, part in zip(whole, from_numbers(numbers), strict=True):
                     mine.update(part)
-
-    def _stage_of(self, index: int) -> int:
-        """Returns the stage of a member."""
-        return Place.of_rank(index, self.place.replicas).stage
 
     def _forget(self, counted: int) -> None:
         """Forgets the minibatches before one: all stages have counted them."""
