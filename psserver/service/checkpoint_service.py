@@ -25,6 +25,7 @@ from psserver.engine.views import CopiesView
 from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import UPLOADS_MAX, CheckpointUpload
 from psserver.service.last_checkpoint import LastCheckpoint
+from psserver.service.messages import to_proto
 
 if TYPE_CHECKING:
     from psserver.service.control import Context
@@ -81,15 +82,8 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         view = found.copy.view()
         if view.state is CaptureState.DONE and not request.weights_only:
             self._engine.note_saved(request.job)
-        return pb.CaptureReply(
-            state=STATES[view.state],
-            missing=view.missing,
-            version_min=view.version_min,
-            version_max=view.version_max,
-            about="" if view.about is None else json.dumps(view.about),
-            by_step=view.by_step,
-            waiting_for=view.waiting_for,
-        )
+        about = "" if view.about is None else json.dumps(view.about)
+        return to_proto(pb.CaptureReply, view, state=STATES[view.state], about=about)
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadReply:
         """Returns a part of a copied array."""
