@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -20,6 +20,39 @@ from psserver.remote.waits import advice_of, waits_of
 ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
 WIDTH = 200  # Width of tables outside of a terminal, in columns.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
+Value = Callable[[dict[str, Any]], object]  # Returns the cell of a column for an item.
+TABLE_COLUMNS: Mapping[str, Value] = {
+    "table": lambda table: table["name"],
+    "mode": lambda table: table["mode"],
+    "compression": lambda table: table["compressor"],
+    "optimizer": lambda table: table["optimizer"],
+    "slices": lambda table: table["num_slices"],
+    "weights": lambda table: in_bytes(table["nbytes"]),
+    "version": lambda table: (
+        " ".join(map(str, table.get("rounds") or ()))
+        or _versions(table["version_min"], table["version_max"])
+    ),
+}
+PEER_COLUMNS: Mapping[str, Value] = {
+    "worker": lambda peers: peers["rank"],
+    "step": lambda peers: peers["step"],
+    "partner": lambda peers: "none yet" if peers["partner"] < 0 else peers["partner"],
+    "heard": lambda peers: f"{in_time(peers['age_s'])} ago",
+    "exchanges": lambda peers: peers["num_exchanges"],
+    "staleness": lambda peers: peers["staleness"],
+    "from the mean": lambda peers: f"{peers['distance']:.2g}",
+}
+STAGE_COLUMNS: Mapping[str, Value] = {
+    "stage": lambda stage: stage["stage"],
+    "replica": lambda stage: stage["replica"],
+    "worker": lambda stage: stage["rank"],
+    "minibatch": lambda stage: stage["minibatch"],
+    "version": lambda stage: stage["version"],
+    "versions held": lambda stage: stage["versions_held"],
+    "in flight": lambda stage: stage["in_flight"],
+    "activations": lambda stage: in_bytes(stage["activation_nbytes"]),
+    "waited": lambda stage: in_time(stage["waits_s"]),
+}
 
 
 def combine(
@@ -213,22 +246,14 @@ def show(status: dict[str, Any]) -> None:
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
     console = Console(soft_wrap=False, highlight=False, width=width)
     about = f"cluster {status['cluster']}, paceline {status['version']}"
-    console.print(
-        grid(
-            about,
-            ("shard", "address", "process", "up", "memory"),
-            (
-                (
-                    s["index"],
-                    s["address"],
-                    s["pid"],
-                    in_time(s["uptime_s"]),
-                    in_bytes(s["memory_nbytes"]),
-                )
-                for s in status["shards"]
-            ),
-        )
-    )
+    columns: dict[str, Value] = {
+        "shard": lambda shard: shard["index"],
+        "address": lambda shard: shard["address"],
+        "process": lambda shard: shard["pid"],
+        "up": lambda shard: in_time(shard["uptime_s"]),
+        "memory": lambda shard: in_bytes(shard["memory_nbytes"]),
+    }
+    console.print(_table_of(about, columns, status["shards"]))
     for shard in status["silent"]:
         console.print(f"shard {shard['index']} at {shard['address']} does not answer", markup=False)
     _show_safety(console, status["shards"])
@@ -279,64 +304,33 @@ def only(status: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _show_job(console: Any, job: dict[str, Any]) -> None:
-    reports = ("reported",) if any(worker["reported"] for worker in job["workers"]) else ()
-    by_speed = ("of a round",) if any(w["pace"]["round_steps"] for w in job["workers"]) else ()
+    workers = job["workers"]
+    columns: dict[str, Value] = {
+        "worker": lambda worker: worker["rank"],
+        "host": lambda worker: worker["host"],
+        "process": lambda worker: worker["pid"],
+        "state": lambda worker: worker["state"],
+        "step": lambda worker: worker["step"],
+    }
+    if any(worker["pace"]["round_steps"] for worker in workers):
+        columns["of a round"] = lambda worker: worker["pace"]["round_steps"]
+    columns |= {
+        "staleness": lambda worker: worker["staleness"],
+        "plane": lambda worker: ", ".join(dict.fromkeys(worker["data_planes"])),
+        "heard": lambda worker: f"{in_time(worker['last_heard_s'])} ago",
+    }
+    if any(worker["reported"] for worker in workers):
+        columns["reported"] = lambda worker: _values(worker["reported"])
     least = f"{job['min_workers']} to " if job["min_workers"] else ""
-    console.print(
-        grid(
-            f"job {job['name']} (workers: {least}{job['num_workers']}, "
-            f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
-            f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})",
-            (
-                "worker",
-                "host",
-                "process",
-                "state",
-                "step",
-                *by_speed,
-                "staleness",
-                "plane",
-                "heard",
-                *reports,
-            ),
-            (
-                (
-                    w["rank"],
-                    w["host"],
-                    w["pid"],
-                    w["state"],
-                    w["step"],
-                    *([w["pace"]["round_steps"]] if by_speed else []),
-                    w["staleness"],
-                    ", ".join(dict.fromkeys(w["data_planes"])),
-                    f"{in_time(w['last_heard_s'])} ago",
-                    *([_values(w["reported"])] if reports else []),
-                )
-                for w in job["workers"]
-            ),
-        )
+    title = (
+        f"job {job['name']} (workers: {least}{job['num_workers']}, "
+        f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
+        f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})"
     )
+    console.print(_table_of(title, columns, workers))
     _show_peers(console, job)
     _show_stages(console, job)
-    console.print(
-        grid(
-            None,
-            ("table", "mode", "compression", "optimizer", "slices", "weights", "version"),
-            (
-                (
-                    t["name"],
-                    t["mode"],
-                    t["compressor"],
-                    t["optimizer"],
-                    t["num_slices"],
-                    in_bytes(t["nbytes"]),
-                    " ".join(map(str, t.get("rounds") or ()))
-                    or _versions(t["version_min"], t["version_max"]),
-                )
-                for t in job["tables"][:LISTED_MAX]
-            ),
-        )
-    )
+    console.print(_table_of(None, TABLE_COLUMNS, job["tables"][:LISTED_MAX]))
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
     _show_held(console, job)
@@ -404,44 +398,23 @@ def _show_exposed(console: Any, job: dict[str, Any]) -> None:
 
 def _show_peers(console: Any, job: dict[str, Any]) -> None:
     """Prints the exchanges of workers with each other, in modes that have them."""
-    rows = [
-        (
-            worker["rank"],
-            peers["step"],
-            "none yet" if peers["partner"] < 0 else peers["partner"],
-            f"{in_time(peers['age_s'])} ago",
-            peers["num_exchanges"],
-            peers["staleness"],
-            f"{peers['distance']:.2g}",
-        )
-        for worker in job["workers"]
-        for peers in worker["peers"]
-    ]
-    if rows:
-        names = ("worker", "step", "partner", "heard", "exchanges", "staleness", "from the mean")
-        console.print(grid(None, names, rows))
+    found = [peers | {"rank": one["rank"]} for one in job["workers"] for peers in one["peers"]]
+    if found:
+        console.print(_table_of(None, PEER_COLUMNS, found))
 
 
 def _show_stages(console: Any, job: dict[str, Any]) -> None:
     """Prints the work of a pipeline's stages."""
-    rows = [
-        (
-            stage["stage"],
-            stage["replica"],
-            worker["rank"],
-            stage["minibatch"],
-            stage["version"],
-            stage["versions_held"],
-            stage["in_flight"],
-            in_bytes(stage["activation_nbytes"]),
-            in_time(stage["waits_s"]),
-        )
-        for worker in job["workers"]
-        if (stage := worker["stage"]) is not None
-    ]
-    if rows:
-        names = ("stage", "replica", "worker", "minibatch", "version", "versions held")
-        console.print(grid(None, (*names, "in flight", "activations", "waited"), rows))
+    found = [one["stage"] | {"rank": one["rank"]} for one in job["workers"] if one["stage"]]
+    if found:
+        console.print(_table_of(None, STAGE_COLUMNS, found))
+
+
+def _table_of(title: str | None, columns: Mapping[str, Value], items: Iterable[Any]) -> Any:
+    """Returns a table for `rich` to print, with a row for each item."""
+    return grid(
+        title, tuple(columns), ([value(item) for value in columns.values()] for item in items)
+    )
 
 
 def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
