@@ -47,6 +47,8 @@ class TernGrad(Compressor):
     name = "terngrad"
     source = "Wen et al., arXiv:1705.07878"
     examples = ("", "(feedback=True)")
+    # Not even with a residual: rounding to 0 or s adds more error than it removes.
+    bounds_residual = False
 
     feedback: bool = False
 
@@ -54,11 +56,6 @@ class TernGrad(Compressor):
     def state_names(self) -> tuple[str, ...]:
         """A residual with `feedback` only."""
         return (RESIDUAL,) if self.feedback else ()
-
-    @property
-    def bounds_residual(self) -> bool:
-        """Not even with a residual: rounding to 0 or s adds more error than it removes."""
-        return False
 
     def payload_nbytes_max(self, numel: int) -> int:
         """A quarter of a byte per element, and the scales."""

@@ -25,6 +25,7 @@ class Flat(Content):
     """
 
     name = "flat"
+    request_nbytes_max = 0  # A pull asks for the whole slice: it needs no payload.
     long: bool = False
 
     @classmethod
@@ -50,11 +51,6 @@ class Flat(Content):
     def optimizer(self, name: str) -> Stepping:
         """Returns an optimizer on flat slices (pscore/optimizers)."""
         return OPTIMIZERS.require(name)()
-
-    @property
-    def request_nbytes_max(self) -> int:
-        """A pull asks for the whole slice: it needs no payload."""
-        return 0
 
     def read_request(self, data: ByteArray, part: SliceSpec, layout: Layout) -> object:
         """Raises DecodeError if there is a payload."""

@@ -154,6 +154,8 @@ def _differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 class FlatModel:
     """Flat gradients and weights of a model on one device."""
 
+    is_sharded = False  # Whether each process of a group holds a part of the model (sharded.py).
+
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
@@ -214,11 +216,6 @@ class FlatModel:
                 self._homes[index] = parameter.data_ptr()
             else:
                 self._cast.append(index)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process of a group holds a part of the model (sharded.py)."""
-        return False
 
     @property
     def has_casts(self) -> bool:

@@ -31,6 +31,8 @@ class ShardedModel(FlatModel):
     `grads` and `weights` are `(routes.memory.numel,) float32`, and `layout` is `routes.memory`.
     """
 
+    is_sharded = True
+
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], routes: Routes, module: torch.nn.Module
     ) -> None:
@@ -47,11 +49,6 @@ class ShardedModel(FlatModel):
 
     def _adopt_weights(self) -> None:
         """Leaves the parameters in the memory that FSDP2 has given them."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """True."""
-        return True
 
     @property
     def has_casts(self) -> bool:

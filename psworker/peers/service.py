@@ -43,6 +43,7 @@ class PeerService:
     """
 
     queued_nbytes_min = QUEUED_NBYTES_MIN
+    needs_token = True  # A peer must say hello with the secret first.
 
     def __init__(self, job: str, secret: str, mailbox: Mailbox) -> None:
         """Listens for nobody yet.
@@ -59,11 +60,6 @@ class PeerService:
         self.mailbox = mailbox
         self.receivers = SharedReceivers()
         self.secret = secret
-
-    @property
-    def needs_token(self) -> bool:
-        """Whether a peer must say hello with the secret first."""
-        return True
 
     @property
     def others(self) -> dict[str, Serve]:

@@ -73,6 +73,7 @@ class Flush(Stash):
     """One version: all minibatches of an update are at the weights of the update before."""
 
     flushes = True
+    rate = 1.0  # All stages make as many updates.
 
     def __init__(self, place: Place, schedule: Schedule, minibatches: int | None) -> None:
         """Counts for one replica.
@@ -99,11 +100,6 @@ class Flush(Stash):
                 f"{schedule.__name__} no stage can have more than the one before it, because its "
                 "replicas would wait for minibatches that are not begun yet"
             )
-
-    @property
-    def rate(self) -> float:
-        """Factor of the learning rate: all stages make as many updates."""
-        return 1.0
 
     @property
     def updates_every(self) -> int:
@@ -223,6 +219,8 @@ class FlushReplica:
         losses: Losses of the minibatches that this replica has ended, if it has the loss.
     """
 
+    versions_held = 1  # Weight versions in memory.
+
     def __init__(
         self,
         module: nn.Module,
@@ -258,11 +256,6 @@ class FlushReplica:
     def num_flying(self) -> int:
         """Minibatches between forward and backward."""
         return self._stage.num_flying
-
-    @property
-    def versions_held(self) -> int:
-        """Weight versions in memory."""
-        return 1
 
     @property
     def activations(self) -> Activations:

@@ -146,6 +146,9 @@ class Vertical(Stash):
 class TwoVersions(Stash):
     """One update of M minibatches, at weights that are one update old."""
 
+    rate = 1.0  # All stages make as many updates.
+    is_single = False  # An update is delayed by one.
+
     def __init__(self, place: Place, minibatches: int) -> None:
         """Counts for one replica.
 
@@ -164,16 +167,6 @@ class TwoVersions(Stash):
                     f"replicas of stage {stage}, and at least {place.depth(stage)} of each"
                 )
         self._own = minibatches // place.num_replicas
-
-    @property
-    def rate(self) -> float:
-        """Factor of the learning rate: all stages make as many updates."""
-        return 1.0
-
-    @property
-    def is_single(self) -> bool:
-        """Always False: an update is delayed by one."""
-        return False
 
     @property
     def updates_every(self) -> int:
