@@ -102,7 +102,8 @@ class DGC(Compressor):
 
     def check(self, payload: ByteArray, numel: int) -> None:
         """The exact length, indices in range and increasing, values that are numbers."""
-        sparse.check(self.name, payload, numel, self._limit(numel))
+        limit = sparse.limit(self.ratio_at(0), numel, self.select)
+        sparse.check(self.name, payload, numel, limit)
 
     def ratio_at(self, step: int) -> float:
         """Returns the share of the elements that is sent at a step."""
@@ -146,9 +147,6 @@ class DGC(Compressor):
     ) -> None:
         """Scatters."""
         sparse.decode_add(payload, out, scale, assign=assign)
-
-    def _limit(self, numel: int) -> int:
-        return sparse.limit(self.ratio_at(0), numel, self.select)
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,12 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
 def incarnations_of(spent: Sequence[object]) -> tuple[int, ...]:
     """Returns the incarnations in a record; raises ConfigError if one of them is not one."""
     return tuple(count_of(one, "an incarnation", most=RANDOM_MAX) for one in spent)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

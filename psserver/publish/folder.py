@@ -13,7 +13,6 @@ files with an index, as `save_pretrained` does.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import secrets
@@ -97,7 +96,7 @@ class VersionsFolder:
                 "number": weights.version.number,
                 "step": weights.step,
                 "exact": weights.exact,
-                "sha256": {name: _sha256(writing / name) for name in files},
+                "sha256": {name: records.sha256_of(writing / name) for name in files},
             }
             (writing / ABOUT).write_text(to_json(about, indent=1) + "\n", encoding="utf-8")
             for written in (*writing.iterdir(), writing):
@@ -179,8 +178,3 @@ def _write_file(path: Path, arrays: Mapping[str, Array]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).data)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

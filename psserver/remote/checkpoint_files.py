@@ -191,7 +191,7 @@ def _write_whole(draft: Path, number: int, table: TableState) -> dict[str, str]:
     for array, tensors in table.arrays.items():
         path = draft / _file_name(number, array)
         _save(tensors, path)
-        hashes[path.name] = _hash(path)
+        hashes[path.name] = records.sha256_of(path)
     return hashes
 
 
@@ -219,7 +219,7 @@ def _write_changes(draft: Path, number: int, table: TableState) -> dict[str, str
         f"{array}/{name}": values for array, of in changes.items() for name, values in of.items()
     }
     _save(tensors, path)
-    return {**base.hashes, path.name: _hash(path)}
+    return {**base.hashes, path.name: records.sha256_of(path)}
 
 
 def _follows(base: Written, changes: Mapping[str, Tensors]) -> bool:
@@ -516,11 +516,6 @@ def _save(tensors: Tensors, path: Path, metadata: Mapping[str, str] | None = Non
     records.sync(path)
 
 
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ----- reading
 
 
@@ -612,7 +607,7 @@ def verified(found: Found) -> Checkpoint:
                 raise ValueError(f"an array is named {array!r}")
         arrays = Written(found.path, manifest, number)
         for name, digest in arrays.hashes.items():
-            if _hash(found.path / name) != digest:
+            if records.sha256_of(found.path / name) != digest:
                 raise ValueError(f"{name} has changed since it was written")
         for array in entry["arrays"]:
             file = found.path / _file_name(number, array)

@@ -51,14 +51,12 @@ class Pace:
                 self._num_steps += 1
                 took_s = now_s - self._stepped_s
                 self._steps_s += took_s
-                self._note_step(took_s - (self._waits_s - self._waited_s))
+                computed_s = took_s - (self._waits_s - self._waited_s)
+                former_s = self._step_s or computed_s
+                self._step_s = max(0.0, former_s + SMOOTHING * (computed_s - former_s))
             else:  # All sums are of the steps that have a time.
                 self._requests_s, self._busy_s = 0.0, now_s
             self._stepped_s, self._waited_s = now_s, self._waits_s
-
-    def _note_step(self, computed_s: float) -> None:
-        former_s = self._step_s or computed_s
-        self._step_s = max(0.0, former_s + SMOOTHING * (computed_s - former_s))
 
     @property
     def share(self) -> float:

@@ -92,7 +92,7 @@ def test_a_version_that_does_not_fit_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sha256", full)
+        patch.setattr(module.records, "sha256_of", full)
         with pytest.raises(OSError, match="No space"):
             folder.write(make_weights(2), "night")
     names = ["latest", "v7-000000000001"]
