@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pscore.errors import UnknownJobError
@@ -11,7 +11,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.decisions.job_state import State
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
-from psserver.remote.status import grid, in_bytes, in_time
+from psserver.remote.status import Value, in_bytes, in_time, table_of
 
 LOST = "lost"
 ORDER = (State.LIVE.value, LOST, State.INTERRUPTED.value, State.RESTORED.value, State.ENDED.value)
@@ -53,20 +53,18 @@ def show(jobs: Sequence[dict[str, Any]]) -> None:
     if not jobs:
         console.print("no jobs")
         return
-    columns = ("job", "state", "step", "workers", "memory", "heard")
-    console.print(grid(None, columns, (tuple(_cells(job)) for job in jobs)))
+    columns: dict[str, Value] = {
+        "job": lambda job: job["name"],
+        "state": lambda job: job["state"],
+        "step": lambda job: job["step"],
+        "workers": lambda job: f"{job['num_live']} of {job['num_workers']}",
+        "memory": lambda job: in_bytes(job["memory_nbytes"]),
+        "heard": lambda job: f"{in_time(job['silent_s'])} ago" if job["num_workers"] else "",
+    }
+    console.print(table_of(None, columns, jobs))
     for job in jobs:
         for reason in job["reasons"]:
             console.print(f"{job['name']} is lost: {reason}", markup=False, soft_wrap=True)
-
-
-def _cells(job: dict[str, Any]) -> Iterator[object]:
-    yield job["name"]
-    yield job["state"]
-    yield job["step"]
-    yield f"{job['num_live']} of {job['num_workers']}"
-    yield in_bytes(job["memory_nbytes"])
-    yield f"{in_time(job['silent_s'])} ago" if job["num_workers"] else ""
 
 
 def forget(

@@ -253,7 +253,7 @@ def show(status: dict[str, Any]) -> None:
         "up": lambda shard: in_time(shard["uptime_s"]),
         "memory": lambda shard: in_bytes(shard["memory_nbytes"]),
     }
-    console.print(_table_of(about, columns, status["shards"]))
+    console.print(table_of(about, columns, status["shards"]))
     for shard in status["silent"]:
         console.print(f"shard {shard['index']} at {shard['address']} does not answer", markup=False)
     _show_safety(console, status["shards"])
@@ -327,10 +327,10 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
         f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})"
     )
-    console.print(_table_of(title, columns, workers))
+    console.print(table_of(title, columns, workers))
     _show_peers(console, job)
     _show_stages(console, job)
-    console.print(_table_of(None, TABLE_COLUMNS, job["tables"][:LISTED_MAX]))
+    console.print(table_of(None, TABLE_COLUMNS, job["tables"][:LISTED_MAX]))
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
     _show_held(console, job)
@@ -400,37 +400,31 @@ def _show_peers(console: Any, job: dict[str, Any]) -> None:
     """Prints the exchanges of workers with each other, in modes that have them."""
     found = [peers | {"rank": one["rank"]} for one in job["workers"] for peers in one["peers"]]
     if found:
-        console.print(_table_of(None, PEER_COLUMNS, found))
+        console.print(table_of(None, PEER_COLUMNS, found))
 
 
 def _show_stages(console: Any, job: dict[str, Any]) -> None:
     """Prints the work of a pipeline's stages."""
     found = [one["stage"] | {"rank": one["rank"]} for one in job["workers"] if one["stage"]]
     if found:
-        console.print(_table_of(None, STAGE_COLUMNS, found))
+        console.print(table_of(None, STAGE_COLUMNS, found))
 
 
-def _table_of(title: str | None, columns: Mapping[str, Value], items: Iterable[Any]) -> Any:
+def table_of(title: str | None, columns: Mapping[str, Value], items: Iterable[Any]) -> Any:
     """Returns a table for `rich` to print, with a row for each item."""
-    return grid(
-        title, tuple(columns), ([value(item) for value in columns.values()] for item in items)
-    )
-
-
-def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
-    """Returns a table for `rich` to print."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    grid = Table(
-        box=box.SIMPLE_HEAD, title=title and escape(printable(title)), title_justify="left"
+    table = Table(
+        *columns,
+        box=box.SIMPLE_HEAD,
+        title=title and escape(printable(title)),
+        title_justify="left",
     )
-    for column in columns:
-        grid.add_column(column)
-    for row in rows:
-        grid.add_row(*(escape(printable(str(cell))) for cell in row))
-    return grid
+    for item in items:
+        table.add_row(*(escape(printable(str(value(item)))) for value in columns.values()))
+    return table
 
 
 def _values(reported: dict[str, float]) -> str:
