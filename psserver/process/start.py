@@ -145,12 +145,10 @@ class ShardLaunch:
                 keep_ended_s=server.keep_ended_s,
                 keep_interrupted_s=server.keep_interrupted_s,
                 timeline=None if server.timeline is None else str(server.timeline.absolute()),
-                journal_dir=None if journal_dir is None else str(journal_dir),
+                journal_dir=_text(journal_dir),
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
-                log_file=None
-                if (log_file := self._log_file(f"shard-{index}")) is None
-                else str(log_file),
+                log_file=_text(self._log_file(f"shard-{index}")),
                 log_max_mb=self.settings.log.max_mb,
                 publish=server.publish,
                 publish_mbit=server.publish_mbit,
@@ -239,7 +237,6 @@ class ShardLaunch:
             )
             for shard in shards
         ]
-        supervisor_log = self._log_file("supervisor")
         host = WILDCARDS.get(server.host, server.host)
         return StartedRun(
             pid=os.getpid(),
@@ -251,7 +248,7 @@ class ShardLaunch:
             grace_s=server.grace_s,
             token_file=server.trust.token_file,
             detached=self.detached,
-            supervisor_log=_text(supervisor_log),
+            supervisor_log=_text(self._log_file("supervisor")),
             shards=entries,
         )
 
