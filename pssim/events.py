@@ -26,26 +26,19 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event.
+    """One event."""
 
-    Attributes:
-        time_s: Virtual time in seconds.
-        who: `worker 0` or `shard 0`: the process in which it happened.
-        what: Its kind.
-        worker: Rank of the worker whose step, push or pull it is; None for an update.
-        step: The worker's step: of its own program for computing, of the wire for a push; None for
-            a pull and an update.
-        slice: Slice of a push, pull or update; None for computing.
-        version: Version that an update makes, that a pull brings, or (`PULL_SENT`) that a pull
-            waits for; None for computing and pushes.
-    """
-
-    time_s: float
-    who: str
-    what: What
+    time_s: float  # Virtual time in seconds.
+    who: str  # `worker 0` or `shard 0`: the process in which it happened.
+    what: What  # Its kind.
+    # Rank of the worker whose step, push or pull it is; None for an update.
     worker: int | None = None
+    # The worker's step: of its own program for computing, of the wire for a push; None for a pull
+    # and an update.
     step: int | None = None
-    slice: int | None = None
+    slice: int | None = None  # Slice of a push, pull or update; None for computing.
+    # Version that an update makes, that a pull brings, or (`PULL_SENT`) that a pull waits for; None
+    # for computing and pushes.
     version: int | None = None
 
 

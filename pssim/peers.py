@@ -41,19 +41,14 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Faults of the network and of workers.
+    """Faults of the network and of workers."""
 
-    Attributes:
-        lost: Share of messages whose first sending is lost.
-        twice: Share of messages that come twice.
-        kills: Time at which each worker is killed, in seconds, by rank.
-        cuts: Time from which nothing passes on the connection that a worker has opened to another,
-            in either direction, by their ranks; `DIRECTORY` in place of the other's.
-    """
-
-    lost: float = 0.0
-    twice: float = 0.0
+    lost: float = 0.0  # Share of messages whose first sending is lost.
+    twice: float = 0.0  # Share of messages that come twice.
+    # Time at which each worker is killed, in seconds, by rank.
     kills: Mapping[int, float] = field(default_factory=dict)
+    # Time from which nothing passes on the connection that a worker has opened to another, in
+    # either direction, by their ranks; `DIRECTORY` in place of the other's.
     cuts: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 

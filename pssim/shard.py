@@ -108,15 +108,7 @@ class SimulatedReply:
 
 
 class SimulatedShard:
-    """One shard of a simulated job.
-
-    Attributes:
-        name: `shard 0`.
-        engine: The engine of its process; another one after a crash.
-        problem: Error in a slice's queue, which only a bug can cause.
-        segments: Shared gradients of workers on its host, `(numel,) float32`, by rank and
-            incarnation.
-    """
+    """One shard of a simulated job."""
 
     def __init__(
         self,
@@ -138,8 +130,10 @@ class SimulatedShard:
             folder: Journals; None: nothing survives a crash.
         """
         self.index = index
-        self.name = f"shard {index}"
+        self.name = f"shard {index}"  # `shard 0`.
+        # Error in a slice's queue, which only a bug can cause.
         self.problem: BaseException | None = None
+        # Shared gradients of workers on its host, `(numel,) float32`, by rank and incarnation.
         self.segments: dict[tuple[int, int], FloatArray] = {}
         self._num_shards = num_shards
         self._now = now
@@ -149,7 +143,7 @@ class SimulatedShard:
         self._folder = folder
         self._journals: JournalDir | None = None
         self._process = 0  # Number of processes that have crashed.
-        self.engine = self._start()
+        self.engine = self._start()  # The engine of its process; another one after a crash.
 
     def _start(self) -> Engine:
         if self._folder is not None:

@@ -59,16 +59,12 @@ class RowTable:
 
 @dataclass(frozen=True)
 class Rows(Content):
-    """Rows of one or more tables, by id.
-
-    Attributes:
-        tables: One for each tensor of the declaration, in its order.
-        parts: Row slices on each shard: more than one where a push of one step to one shard would
-            be longer than a frame's payload.
-    """
+    """Rows of one or more tables, by id."""
 
     name = "rows"
-    tables: tuple[RowTable, ...] = ()
+    tables: tuple[RowTable, ...] = ()  # One for each tensor of the declaration, in its order.
+    # Row slices on each shard: more than one where a push of one step to one shard would be longer
+    # than a frame's payload.
     parts: int = 1
 
     @classmethod

@@ -24,16 +24,12 @@ EMPTY = -1  # Number of a slice without a version.
 
 
 class WeightsVersion(NamedTuple):
-    """The identity of published weights: it never falls, and newer ones compare as larger.
+    """The identity of published weights: it never falls, and newer ones compare as larger."""
 
-    Attributes:
-        lineage: Rises when the shards go back to a checkpoint, a state is loaded, or the job starts
-            over: the milliseconds since 1970 at which that was.
-        number: Rises with each version of a lineage, by 1 every K updates.
-    """
-
+    # Rises when the shards go back to a checkpoint, a state is loaded, or the job starts over: the
+    # milliseconds since 1970 at which that was.
     lineage: int
-    number: int
+    number: int  # Rises with each version of a lineage, by 1 every K updates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,17 +85,13 @@ def split_host(host: str) -> str:
 
 
 class Page:
-    """The page, its files and its numbers.
-
-    Attributes:
-        guard: Decides which requests are answered.
-        files: Body and type by path.
-    """
+    """The page, its files and its numbers."""
 
     def __init__(self, history: History, guard: Guard) -> None:
         self._history = history
-        self.guard = guard
+        self.guard = guard  # Decides which requests are answered.
         folder = resources.files("psserver.dashboard") / "page"
+        # Body and type by path.
         self.files = {
             path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }

@@ -60,12 +60,7 @@ class RelayedTable:
 
 
 class RelayShard(PublishedTables[RelayedTable]):
-    """One shard of a relay.
-
-    Attributes:
-        table: The table that it relays; None: there is no version yet.
-        trouble: The reason for that.
-    """
+    """One shard of a relay."""
 
     def __init__(
         self, coming: threading.Condition, now: Callable[[], float], index: int, rate: SharedRate
@@ -78,8 +73,9 @@ class RelayShard(PublishedTables[RelayedTable]):
             rate: The rate that readers on other hosts share.
         """
         super().__init__(coming, now, index, rate)
+        # The table that it relays; None: there is no version yet.
         self.table: RelayedTable | None = None
-        self.trouble = "the relay has just begun"
+        self.trouble = "the relay has just begun"  # The reason for that.
         self._coming = coming
         self._num_landed = 0
 

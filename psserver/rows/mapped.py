@@ -27,12 +27,7 @@ NUM_WORDS = 8  # Words of the owner.
 
 
 class Mapped:
-    """Memory of one slab or undo area.
-
-    Attributes:
-        data: `(nbytes,) uint8`, zeros at first.
-        words: `(8,) int64`, words of the owner, zeros at first.
-    """
+    """Memory of one slab or undo area."""
 
     def __init__(
         self, nbytes: int, path: Path | None = None, seal: int = 0, *, is_new: bool = True
@@ -75,7 +70,8 @@ class Mapped:
         except (OSError, ValueError):
             self.close()
             raise
-        self.words = head[len(wanted) :]
+        self.words = head[len(wanted) :]  # `(8,) int64`, words of the owner, zeros at first.
+        # `(nbytes,) uint8`, zeros at first.
         self.data = np.frombuffer(self._map, np.uint8, count=nbytes, offset=PAGE)
         self._reserved = 0 if is_new else self._blocks_nbytes()
 

@@ -41,12 +41,7 @@ Newcomer = tuple[socket.socket, str, float]
 
 
 class HttpExchange(H11Protocol):
-    """One connection: a request and its answer.
-
-    Attributes:
-        accepted: The socket.
-        ended: Done when the connection is closed.
-    """
+    """One connection: a request and its answer."""
 
     def __init__(
         self,
@@ -57,8 +52,9 @@ class HttpExchange(H11Protocol):
     ) -> None:
         """Waits for the connection over `accepted`, which holds one of the `places`."""
         super().__init__(config, state, {})
-        self.accepted = accepted
+        self.accepted = accepted  # The socket.
         self.note = partial(places.advance, self)
+        # Done when the connection is closed.
         self.ended: asyncio.Future[None] = self.loop.create_future()
 
     def data_received(self, data: bytes) -> None:

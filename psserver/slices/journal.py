@@ -42,12 +42,7 @@ CHECK_BITS = 16
 
 
 class SliceJournal:
-    """Writes the record of one slice.
-
-    Attributes:
-        record: The record that the next `commit` writes.
-        pool: The slice's arrays.
-    """
+    """Writes the record of one slice."""
 
     def __init__(
         self,
@@ -76,8 +71,9 @@ class SliceJournal:
         self._takes = True  # Whether new arrays lie in the arena: before it is on again, too.
         self._wanted = 0  # Most arrays in use at once while some lay on the heap.
         self.number = -1  # Number of the record that counts; -1: there is none.
+        # The slice's arrays.
         self.pool = ArenaPool(arena, numel, payload_nbytes_max) if pool is None else pool
-        self.record = state_pb2.SliceRecord(version=-1)
+        self.record = state_pb2.SliceRecord(version=-1)  # The record that the next `commit` writes.
         if not self._root[PLACE]:
             self._root[ACTIVE] = NONE_YET
             for half in (0, 1):

@@ -22,18 +22,13 @@ JOB = "job"
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class TimedRequest:
-    """A push or pull that a shard has received.
+    """A push or pull that a shard has received."""
 
-    Attributes:
-        payload_nbytes: Bytes of a push's payload.
-        packed: Whether they are compressed.
-        answer: Called with the action that answers it, when that has been executed.
-        answer_nbytes: Returns the bytes of an answer, for its cost.
-    """
-
-    payload_nbytes: int = 0
-    packed: bool = False
+    payload_nbytes: int = 0  # Bytes of a push's payload.
+    packed: bool = False  # Whether they are compressed.
+    # Called with the action that answers it, when that has been executed.
     answer: Callable[[Acknowledge | Answer], None]
+    # Returns the bytes of an answer, for its cost.
     answer_nbytes: Callable[[Answer], int] | None = None
 
 

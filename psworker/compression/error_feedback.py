@@ -56,13 +56,9 @@ class Sent:
 
 
 class Feedback:
-    """Error feedback of one slice.
+    """Error feedback of one slice."""
 
-    Attributes:
-        key: Job, table, worker and slice.
-        origin: The weights that the next move begins at, `(numel,) float32`; None: not needed.
-    """
-
+    # The weights that the next move begins at, `(numel,) float32`; None: not needed.
     origin: FloatArray | None = None
 
     def __init__(self, compressor: Compressor, numel: int, key: str) -> None:
@@ -73,7 +69,7 @@ class Feedback:
         """
         self._compressor = compressor
         self._numel = numel
-        self.key = key
+        self.key = key  # Job, table, worker and slice.
         self._lock = threading.Lock()
         self._buffer: ByteArray | None = None
         self._total: FloatArray | None = None

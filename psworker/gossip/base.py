@@ -116,27 +116,20 @@ class Post(Protocol):
 
 @dataclass(slots=True)
 class Model:
-    """A worker's model, as a state machine uses it.
+    """A worker's model, as a state machine uses it."""
 
-    Attributes:
-        weights: `(numel,) float32`, the weights that training reads.
-        first_step: Steps of training behind it.
-        update: Makes a step of the wrapped optimizer on them; does nothing in a step left out.
-        gather: Returns this step's gradient times its weight, and further numbers to sum, `(m,)`.
-        scatter: Puts the sum over all workers in the gradients' place; does not change it.
-        pack: Returns the weights and the state of the wrapped optimizer, `(k,)`.
-        unpack: Takes over the result of another worker's `pack`.
-        lock: Held while the model is mixed; another thread may do so.
-    """
-
-    weights: torch.Tensor
-    first_step: int
+    weights: torch.Tensor  # `(numel,) float32`, the weights that training reads.
+    first_step: int  # Steps of training behind it.
+    # Makes a step of the wrapped optimizer on them; does nothing in a step left out.
     update: Callable[[], None]
+    # Returns this step's gradient times its weight, and further numbers to sum, `(m,)`.
     gather: Callable[[], FloatArray]
+    # Puts the sum over all workers in the gradients' place; does not change it.
     scatter: Callable[[FloatArray], None]
+    # Returns the weights and the state of the wrapped optimizer, `(k,)`.
     pack: Callable[[], FloatArray]
-    unpack: Callable[[FloatArray], None]
-    lock: AbstractContextManager[Any]
+    unpack: Callable[[FloatArray], None]  # Takes over the result of another worker's `pack`.
+    lock: AbstractContextManager[Any]  # Held while the model is mixed; another thread may do so.
 
 
 @dataclass(slots=True)

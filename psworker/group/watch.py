@@ -41,12 +41,7 @@ def host_name() -> list[str]:
 
 
 class Watch:
-    """This process's view of the other processes of its group.
-
-    Attributes:
-        lost: Why the group is lost; empty: it is not.
-        on_lost: Called once when the group is lost, on the thread that has noticed it.
-    """
+    """This process's view of the other processes of its group."""
 
     def __init__(self, rank: int, size: int) -> None:
         """Starts alone.
@@ -54,7 +49,8 @@ class Watch:
         Args:
             rank: Local rank of this process.
         """
-        self.lost = ""
+        self.lost = ""  # Why the group is lost; empty: it is not.
+        # Called once when the group is lost, on the thread that has noticed it.
         self.on_lost: Callable[[str], None] = log.debug
         self._rank, self._size = rank, size
         self._listener: socket.socket | None = None

@@ -28,14 +28,10 @@ from psworker.transports import OutgoingPush, PullCall, Transport
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RowPull(PullCall):
-    """A pull of rows: all of them into `weights`, or those that have changed since a version.
+    """A pull of rows: all of them into `weights`, or those that have changed since a version."""
 
-    Attributes:
-        since: The version; `ALL`: the answer has every row.
-        answer: The payload of the answer.
-    """
-
-    since: int = ALL
+    since: int = ALL  # The version; `ALL`: the answer has every row.
+    # The payload of the answer.
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def targets(self, reply: data_pb2.PullReply, nbytes: int) -> list[memoryview]:

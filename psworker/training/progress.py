@@ -27,18 +27,14 @@ def require_weight(samples: Any) -> float:
 
 
 class TrainingProgress:
-    """The samples that a worker has trained on, and its replica's step.
-
-    Attributes:
-        samples: Weight of the next gradient in the mean, usually its batch size.
-        seen: Sum of `samples` over the steps behind this worker. Steps that others made before it
-            joined, or while it was away, count with the value of `samples` at that time; those
-            that it leaves out in a round by speed do not count.
-    """
+    """The samples that a worker has trained on, and its replica's step."""
 
     def __init__(self, samples: float, replica: Replica, exchange: Exchange) -> None:
         """Starts at step 0 of the replica; the exchange knows the origin of the count."""
-        self.samples = samples
+        self.samples = samples  # Weight of the next gradient in the mean, usually its batch size.
+        # Sum of `samples` over the steps behind this worker. Steps that others made before it
+        # joined, or while it was away, count with the value of `samples` at that time; those that
+        # it leaves out in a round by speed do not count.
         self.seen = 0.0
         self._replica = replica
         self._exchange = exchange

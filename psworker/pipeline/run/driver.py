@@ -43,26 +43,19 @@ Write = Callable[[Tensors, Tensors], None]  # Writes those of all stages, or rai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The part of the training that is this worker's.
+    """The part of the training that is this worker's."""
 
-    Attributes:
-        module: The layers of its stage.
-        optimizer: Their optimizer.
-        loss: Loss of the last stage's output and the targets.
-        versions: Returns the versions of the weights for a place.
-        parts: Returns the stage's weights and optimizer state, for a checkpoint.
-        step_aside: Asks the shards not to wait for this replica's gradients any more.
-        weigh: Multiplies the weight of this replica's next gradient in the replicas' mean.
-        is_shared: Whether the optimizer is on the shards, and weights have a place for pulls.
-    """
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Loss
-    versions: Callable[[Place], Stash]
+    module: nn.Module  # The layers of its stage.
+    optimizer: torch.optim.Optimizer  # Their optimizer.
+    loss: Loss  # Loss of the last stage's output and the targets.
+    versions: Callable[[Place], Stash]  # Returns the versions of the weights for a place.
+    # Returns the stage's weights and optimizer state, for a checkpoint.
     parts: Callable[[], tuple[Tensors, Tensors]]
+    # Asks the shards not to wait for this replica's gradients any more.
     step_aside: Callable[[], None] = lambda: None
+    # Multiplies the weight of this replica's next gradient in the replicas' mean.
     weigh: Callable[[float], None] = lambda _: None
+    # Whether the optimizer is on the shards, and weights have a place for pulls.
     is_shared: bool = False
 
 

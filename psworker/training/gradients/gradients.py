@@ -20,12 +20,7 @@ from psworker.training.table import TrainingTable
 
 
 class Gradients:
-    """The gradients of one step.
-
-    Attributes:
-        accumulates: Whether backward only adds to `.grad`.
-        attempts: Numbers of the rounds in which workers agree before a step.
-    """
+    """The gradients of one step."""
 
     def __init__(
         self, table: TrainingTable, overlap: EarlyGradients, begin: Callable[[], object]
@@ -54,7 +49,8 @@ class Gradients:
         for part, tensors in enumerate(self._tensors_of):
             for tensor in tensors:
                 self._slices_of[tensor].append(part)
-        self.accumulates = False
+        self.accumulates = False  # Whether backward only adds to `.grad`.
+        # Numbers of the rounds in which workers agree before a step.
         self.attempts = Attempts(table.session, table.replica)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.end()

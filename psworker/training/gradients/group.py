@@ -22,12 +22,7 @@ from psworker.training.table import TrainingTable
 
 
 class GroupGradients(Gradients):
-    """The gradients of one step, of which this process pushes its part.
-
-    Attributes:
-        samples: Weight of the group's gradient in the mean; known once all have begun the step.
-        all_skip: Whether every process leaves the step out.
-    """
+    """The gradients of one step, of which this process pushes its part."""
 
     def __init__(
         self,
@@ -37,8 +32,9 @@ class GroupGradients(Gradients):
         begin: Callable[[], object],
     ) -> None:
         """Starts before the first step; arguments are those of the base class."""
+        # Weight of the group's gradient in the mean; known once all have begun the step.
         self.samples = 0.0
-        self.all_skip = False
+        self.all_skip = False  # Whether every process leaves the step out.
         self.group = group
         self._sums: dict[int, Pending] = {}  # By slice, in the order of their start.
         self._problem: GradientError | None = None  # Found during backward.
