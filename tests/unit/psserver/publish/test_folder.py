@@ -17,7 +17,7 @@ from pscore.publish.codec import round_to_bf16
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.weights import PublishedWeights, named
 from pscore.types import TensorSpec
-from psserver.publish import folder as module
+from psserver.durability import records
 from psserver.publish.folder import VersionsFolder
 
 SHAPES = {"a.weight": (3, 5), "a.bias": (3,), "b": (2, 2, 2)}
@@ -92,7 +92,7 @@ def test_a_version_that_does_not_fit_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.records, "sha256_of", full)
+        patch.setattr(records, "sha256_of", full)
         with pytest.raises(OSError, match="No space"):
             folder.write(make_weights(2), "night")
     names = ["latest", "v7-000000000001"]
