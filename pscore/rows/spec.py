@@ -55,6 +55,8 @@ class RowTable:
     # Most updated rows on all shards, above which the oldest go, in each bucket those above its
     # share; 0: there is no bound.
     lru: int = 0
+    # The id that workers look up as zero and send no gradient of; None: there is none.
+    padding_idx: int | None = None
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,9 @@ def _table_of(entry: object) -> RowTable:
     for key, value in entry.items():
         if key not in known:
             raise ConfigError(f"a row table has no argument {str(key)[:40]!r}")
-        wanted = type(known[key].default)
+        if value is None and known[key].default is None:
+            continue
+        wanted = int if known[key].default is None else type(known[key].default)
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ConfigError(f"{key} of a row table must be of type {wanted.__name__}")
     return RowTable(**entry)
@@ -315,4 +319,6 @@ def require_table(tensor: TensorSpec, table: RowTable) -> None:
             f"{what} has lru {table.lru}, must be at least {LRU_MIN}: each of {BUCKETS} buckets "
             "keeps its newest rows; give so few rows max_rows"
         )
+    if not -(1 << 63) <= (table.padding_idx or 0) < 1 << 63:
+        raise ConfigError(f"padding_idx of {what} is {table.padding_idx}, must be an int64")
     parse_init(table.init)

@@ -293,6 +293,7 @@ class RowArchive(Archive):
             "init": table.init,
             "seed": table.seed,
             "max_norm": table.max_norm,
+            "padding_idx": table.padding_idx,
         }
         digest = hashlib.sha256(np.ascontiguousarray(ids).data)
         digest.update(np.ascontiguousarray(rows).data)

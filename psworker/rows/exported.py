@@ -28,7 +28,7 @@ def load_embedding(
     Args:
         path: The file that `psserver export FILE --table NAME` wrote.
         num_embeddings: Number of rows; needed if the table takes any int64 as an id.
-        padding_idx: The id whose row is zero, as in the table; None: there is none.
+        padding_idx: The id whose row is zero; None: that of the table.
 
     Raises:
         ConfigError: The file is not one of a row table, or has a row that is not among
@@ -48,6 +48,8 @@ def load_embedding(
     every = np.arange(count, dtype=np.uint64)
     weight = initial_rows(about["init"], about["seed"], every, rows.shape[1], about["max_norm"])
     weight[ids] = rows
+    if padding_idx is None and about.get("padding_idx") in range(count):
+        padding_idx = about["padding_idx"]
     if padding_idx is not None:
         weight[padding_idx] = 0.0
     weights = torch.from_numpy(weight)

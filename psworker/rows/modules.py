@@ -11,6 +11,8 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Iterator
+from numbers import Real
+from operator import index
 from typing import Any, Self
 
 import numpy as np
@@ -112,19 +114,22 @@ class EmbeddingTable(torch.nn.Module):
             ConfigError: An argument is out of its range, or cannot be as in torch.
         """
         super().__init__()
-        _require_sizes(num_embeddings, embedding_dim, padding_idx)
+        _require_sizes(num_embeddings, embedding_dim, padding_idx, seed)
         if scale_grad_by_freq:
             raise ConfigError(
                 "scale_grad_by_freq divides by the frequency of an id in one worker's batch, so "
                 "the result would depend on the number of workers; pass False, and divide the loss"
             )
         _require_norm(max_norm, norm_type)
-        self.num_embeddings, self.embedding_dim, self.cache = num_embeddings, embedding_dim, cache
-        self.padding_idx = _padding(padding_idx, num_embeddings)
-        self.max_norm, self.name, self.init, self.seed = max_norm, name, init, seed
+        _require_kinds({"name": (name, str), "init": (init, str), "cache": (cache, RowCache)})
+        self.num_embeddings = None if num_embeddings is None else index(num_embeddings)
+        self.embedding_dim, self.cache = index(embedding_dim), cache
+        self.padding_idx = _padding(padding_idx, self.num_embeddings)
+        self.max_norm = None if max_norm is None else float(max_norm)
+        self.name, self.init, self.seed = name, init, None if seed is None else index(seed)
         self.max_rows, self.min_count, self.ttl, self.lru = max_rows, min_count, ttl, lru
         self.pretrained: FloatArray | None = None
-        self.declaration(0)  # Refuses a wrong argument.
+        self.declaration(self.seed_number)  # Refuses a wrong argument.
         empty = torch.empty(0, embedding_dim, device=device, dtype=dtype)
         self.weight = torch.nn.Parameter(empty)
         self.gradients = RowGradients()
@@ -141,7 +146,13 @@ class EmbeddingTable(torch.nn.Module):
         for key, value in numbers.items():
             if type(value) is not int:
                 raise ConfigError(f"{key} is {value!r}, must be an int")
-        table = RowTable(seed=seed, init=self.init, max_norm=self.max_norm or 0.0, **numbers)
+        table = RowTable(
+            seed=seed,
+            init=self.init,
+            max_norm=self.max_norm or 0.0,
+            padding_idx=self.padding_idx,
+            **numbers,
+        )
         shape = (self.num_embeddings or 0, self.embedding_dim)
         name = self.name or "without a name"
         require_table(TensorSpec(name=name, shape=shape, dtype="float32"), table)
@@ -458,11 +469,14 @@ def _bound(rows: FloatArray, max_norm: float) -> None:
     rows *= factors[:, None].astype(np.float32)
 
 
-def _require_sizes(num_embeddings: int | None, embedding_dim: int, padding_idx: int | None) -> None:
+def _require_sizes(
+    num_embeddings: int | None, embedding_dim: int, padding_idx: int | None, seed: int | None
+) -> None:
     """Raises ConfigError for numbers that are no ints, or not those of a table."""
-    given = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-    for name, value in (given | {"padding_idx": padding_idx}).items():
-        if value is not None and not hasattr(value, "__index__"):
+    given = {"num_embeddings": num_embeddings, "padding_idx": padding_idx, "seed": seed}
+    numbers = {name: value for name, value in given.items() if value is not None}
+    for name, value in {"embedding_dim": embedding_dim, **numbers}.items():
+        if not hasattr(value, "__index__"):
             raise ConfigError(f"{name} is {value!r}, must be an int")
     if num_embeddings is not None and num_embeddings < 1:
         raise ConfigError(
@@ -474,10 +488,17 @@ def _require_sizes(num_embeddings: int | None, embedding_dim: int, padding_idx: 
 
 def _require_norm(max_norm: float | None, norm_type: float) -> None:
     """Raises ConfigError for a bound of rows that shards cannot keep."""
-    if max_norm is not None and not max_norm > 0.0:
-        raise ConfigError(f"max_norm is {max_norm}, must be above 0; None: there is no limit")
+    if max_norm is not None and not (isinstance(max_norm, Real) and max_norm > 0.0):
+        raise ConfigError(f"max_norm is {max_norm!r}, must be above 0; None: there is no limit")
     if max_norm is not None and norm_type != 2.0:  # noqa: PLR2004
         raise ConfigError(f"norm_type is {norm_type}, must be 2: the shards keep 2-norms")
+
+
+def _require_kinds(given: dict[str, tuple[object, type]]) -> None:
+    """Raises ConfigError for an argument that is of another type, and not None."""
+    for name, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r}, must be of type {kind.__name__}")
 
 
 def _padding(padding_idx: int | None, num_embeddings: int | None) -> int | None:
@@ -491,7 +512,7 @@ def _padding(padding_idx: int | None, num_embeddings: int | None) -> int | None:
     if num_embeddings is None:
         if not -(1 << 63) <= padding_idx < 1 << 63:
             raise ConfigError(f"padding_idx is {padding_idx}, must be an int64")
-        return padding_idx
+        return index(padding_idx)
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ConfigError(f"padding_idx is {padding_idx}, must be within {num_embeddings} rows")
-    return padding_idx % num_embeddings
+    return index(padding_idx) % num_embeddings

@@ -95,6 +95,7 @@ def test_arguments_that_are_not_a_json_object_are_refused(arguments: str) -> Non
         (RowTable(init="zeros"), "row table 'b' has init 'zeros' here and 'normal(1)' in the job"),
         (RowTable(seed=7, ttl=3), "row table 'b' has seed 7 here and 0 in the job"),
         (RowTable(max_norm=0.5), "row table 'b' has max_norm 0.5 here and 0.0 in the job"),
+        (RowTable(padding_idx=0), "row table 'b' has padding_idx 0 here and None in the job"),
         (RowTable(), None),
     ],
 )

@@ -70,6 +70,16 @@ def test_a_fixed_table_is_a_module_with_the_bits_of_lookups(tmp_path: Path) -> N
     assert not module(torch.tensor([9])).any()
 
 
+def test_a_module_has_the_padding_of_its_table(tmp_path: Path) -> None:
+    table = replace(ITEMS[3], padding_idx=9)
+    shards = RowShards(row_spec(USERS, (*ITEMS[:3], table), num_shards=2))
+    shards.begin()
+    push(shards, 0, [3])
+    module = load_embedding(export(shards, tmp_path, "items"))
+    assert module.padding_idx == 9
+    assert not module(torch.tensor([9])).any()
+
+
 def test_a_table_of_any_ids_needs_a_number_of_rows_that_has_all_of_them(tmp_path: Path) -> None:
     path, shards = exported(tmp_path, [3, 49], "users")
     with pytest.raises(ConfigError, match="has no bound on its ids"):

@@ -1,6 +1,7 @@
 """`Embedding` and `EmbeddingBag` beside those of torch: results, gradients, and errors."""
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import psworker
 from pscore.errors import ConfigError, GradientError
+from pscore.rows.spec import Rows
 from psworker.rows.modules import Embedding, EmbeddingBag, EmbeddingTable, dense_parameters
 
 ROWS, DIM = 12, 5
@@ -209,7 +211,16 @@ def test_wrong_ids_are_refused_in_plain_words() -> None:
 
 
 ODD: Any = 1.5
+WORD: Any = "large"
 ON_SHARDS: Any = Embedding(9, 4)
+
+
+def test_numbers_of_numpy_are_declared_as_those_of_python() -> None:
+    numbers: list[Any] = [np.int64(9), np.int64(4), np.int64(-1), np.float32(0.5)]
+    table = Embedding(*numbers, seed=numbers[1])
+    declared = Rows((table.declaration(table.seed_number),))
+    assert declared.tables[0].padding_idx == 8
+    assert Rows.of(json.loads(json.dumps(declared.arguments()))) == declared
 
 
 def with_wrong_rows(number: float) -> torch.Tensor:
@@ -232,7 +243,12 @@ def with_wrong_rows(number: float) -> torch.Tensor:
         (lambda: Embedding(9, 4, max_norm=1.0, norm_type=1.0), "norm_type is 1.0, must be 2"),
         (lambda: Embedding(9, 4, max_norm=0.0), "max_norm is 0.0, must be above 0"),
         (lambda: Embedding(ODD, 4), "num_embeddings is 1.5, must be an int"),
+        (lambda: Embedding(9, 4, max_norm=WORD), "max_norm is 'large', must be above 0"),
         (lambda: Embedding(9, ODD), "embedding_dim is 1.5, must be an int"),
+        (lambda: Embedding(9, 4, seed=ODD), "seed is 1.5, must be an int"),
+        (lambda: Embedding(9, 4, seed=1 << 70), "must have 64 bits"),
+        (lambda: Embedding(9, 4, name=ODD), "name is 1.5, must be of type str"),
+        (lambda: Embedding(9, 4, cache=ODD), "cache is 1.5, must be of type RowCache"),
         (lambda: Embedding(9, 4, padding_idx=ODD), "padding_idx is 1.5, must be an int"),
         (lambda: Embedding(None, 4, padding_idx=1 << 63), "must be an int64"),
         (lambda: EmbeddingBag(9, 4, mode="min"), "mode is 'min'"),
