@@ -27,7 +27,7 @@ class AdviceRequest:
     sites: str | None
     between_gbit: float | None
     optimizer: str
-    tls: bool
+    tls: bool | None
     overlap: bool
 
     def read(self) -> Situation:
@@ -53,7 +53,7 @@ class AdviceRequest:
             between_gbit=self.between_gbit,
             latency_ms=self.latency_ms,
             optimizer=self.optimizer,
-            tls=self.tls,
+            tls=bool(self.tls),
             overlap=self.overlap,
             on_gpu=self._on_gpu,
             paces=system_paces(),
@@ -79,7 +79,7 @@ class AdviceRequest:
         return situation_of_job(
             read_job(addresses, credentials, job),
             self.gbit,
-            tls=self.tls,
+            tls=credentials.ca is not None if self.tls is None else self.tls,
             latency_ms=self.latency_ms,
             overlap=self.overlap,
             on_gpu=self._on_gpu,

@@ -166,6 +166,9 @@ def situation_of_job(
         "waits": Sourced(advice_line(job.mode, job.paces) or "workers hardly wait", measured),
         "link": link,
         "optimizer": Sourced(situation.sources["optimizer"].value, measured),
+        "connections": replace(
+            situation.sources["connections"], source="PACELINE_TLS_CA, or --tls"
+        ),
     }
     return replace(situation, slow=slow, sources=sources)
 

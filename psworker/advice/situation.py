@@ -210,6 +210,9 @@ def read_situation(
         "round trip": Sourced(
             f"{trip_ms:g} ms", f"{ASSUMED}: a switch" if latency_ms is None else GIVEN
         ),
+        "connections": Sourced(
+            "TLS, but for those of ddp" if tls else "not encrypted", GIVEN if tls else ASSUMED
+        ),
         "computing": Sourced(f"{in_ms(compute_ms / 1e3)} a step", GIVEN),
         "optimizer": Sourced(
             f"{optimizer}, {counted(num_state, 'array')} of state",

@@ -369,7 +369,13 @@ def advise(
     sites: Sites = None,
     between_gbit: BetweenGbit = None,
     optimizer: Annotated[str, typer.Option(help="Optimizer: sgd, adam, ...")] = "sgd",
-    tls: Annotated[bool, typer.Option(help="Whether connections are encrypted.")] = False,
+    tls: Annotated[
+        bool | None,
+        typer.Option(
+            "--tls/--no-tls",
+            help="Whether connections are encrypted [no; with --job if PACELINE_TLS_CA is set].",
+        ),
+    ] = None,
     overlap: Annotated[
         bool, typer.Option(help="Whether gradients may leave during backward.")
     ] = True,

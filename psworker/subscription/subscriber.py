@@ -19,6 +19,10 @@ class Subscriber(Reader):
         Only changed elements are written, in place, under `torch.no_grad`. A version that is
         committed already is written now. Buffers (of BatchNorm) are not on the shards.
 
+        `commit` and `wait` write while they run. A thread that computes with the module meanwhile
+        may use parts of two versions: keep a lock around its use and around `commit`, with `stage`
+        before it, outside of the lock.
+
         Args:
             module: A module with the job's parameters, on any device and in any dtype.
 

@@ -7,6 +7,7 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.timing.deployment import GBIT
 from pscore.timing.waiting import PaceSums
+from psworker.advice import running
 from psworker.advice.measuring import measure_script
 from psworker.advice.report import advise
 from psworker.advice.request import AdviceRequest
@@ -62,9 +63,28 @@ def test_a_running_job_gives_computing_hosts_and_a_lower_bound_of_its_link() -> 
     assert situation.sources["link"].value.startswith("at least 1 Gbit/s")
     assert "workers waited 50% of the time" in situation.sources["waits"].value
     assert not situation.slow
+    assert situation.sources["connections"].value == "not encrypted"
     given = situation_of_job(job([pace(0, 0.3, 0.3, 0.4)], hosts=["a"]), 10.0, tls=False)
     assert given.link == 10 * GBIT
     assert advise(situation).rows
+
+
+def test_a_job_is_advised_for_the_connections_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = job([pace(rank, 0.3, 0.3, 0.4) for rank in range(4)])
+    monkeypatch.setattr(running, "read_job", lambda *_: asked)
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    for path, tls, shown in (
+        ("", None, "not enc"),
+        (str(ca), None, "TLS"),
+        (str(ca), False, "not"),
+    ):
+        monkeypatch.setenv("PACELINE_TLS_CA", path)
+        situation = request(tls=tls).of_job("night", ["a:1"])
+        assert situation.sources["connections"].value.startswith(shown)
+        assert situation.tls == (shown == "TLS")
 
 
 def test_a_slow_worker_of_a_job_is_one_in_its_advice() -> None:
