@@ -182,9 +182,9 @@ def parse_every(texts: str) -> dict[str, int]:
         name, _, number = option.partition("=")
         if not job or name != "every" or not number.isdecimal():
             raise ConfigError(
-                f"server.publish (PACELINE_PUBLISH) is {text!r}, must be JOB:every=K, such as "
+                f"--publish (PACELINE_PUBLISH) is {text!r}, must be JOB:every=K, such as "
                 "night:every=4"
             )
-        what = f"every of {job!r} in server.publish (PACELINE_PUBLISH)"
+        what = f"every of {job!r} in --publish (PACELINE_PUBLISH)"
         found[job] = count_of(int(number), what, least=1, most=PUBLISH_EVERY_MAX)
     return found
