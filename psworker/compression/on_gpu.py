@@ -119,7 +119,9 @@ class DeviceFeedback(Feedback):
             if verdict == Verdict.TOO_LATE:
                 # torch keeps pinned memory until it is copied: no wait.
                 is_cuda = residual.device.type == "cuda"
-                back = torch.zeros(self._numel, pin_memory=is_cuda)
+                back = torch.zeros(
+                    self._numel, pin_memory=is_cuda, dtype=torch.float32, device="cpu"
+                )
                 if sent.is_compressed:
                     self._compressor.decode_add(sent.payload, back.numpy(), 1.0, assign=False)
                 else:
@@ -237,7 +239,7 @@ def _pin(owner: object, host: torch.Tensor, device: torch.device) -> None:
         problem = int(driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
         if problem:  # CUDA keeps the error for the next kernel of torch, which raises it.
             with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=device)
+                torch.ones(1, device=device, dtype=torch.float32)
     if not problem:
         unpin = weakref.finalize(owner, lambda: driver.cudaHostUnregister(host.data_ptr()))
         unpin.atexit = False  # The driver may be gone by then.

@@ -148,7 +148,7 @@ class Mixing(Gossip):
         Raises:
             RemoteProtocolError: The array has another length.
         """
-        values: FloatArray = torch.empty(numel).numpy()
+        values: FloatArray = torch.empty(numel, dtype=torch.float32, device="cpu").numpy()
         for index, part in enumerate(parts_of(len(values))):
             while True:
                 is_gone = self._is_gone(giver, step)  # It may have given its model before.

@@ -184,8 +184,8 @@ class FlatModel:
         if grads is not None and not is_on_device(parameters[0]):
             self.grads = torch.from_numpy(grads)
         else:
-            self.grads = torch.zeros(layout.numel, device=self.device)
-        self.weights = torch.zeros(layout.numel, device=self.device)
+            self.grads = torch.zeros(layout.numel, device=self.device, dtype=torch.float32)
+        self.weights = torch.zeros(layout.numel, device=self.device, dtype=torch.float32)
         # Made once, because steps without a push need them too, and each takes microseconds.
         self._grads_of = [self.grads[spec.start : spec.stop] for spec in layout.slices]
         self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
@@ -433,5 +433,5 @@ class FlatModel:
     def state_view(self, flat: np.ndarray | torch.Tensor, index: int) -> torch.Tensor:
         """Returns parameter `index`'s part of a flat `(numel,)` state, in its shape."""
         start, spec = self.layout.offsets[index], self.layout.tensors[index]
-        part = torch.as_tensor(flat)[start : start + spec.numel]
-        return part.view(spec.shape)
+        whole = flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)
+        return whole[start : start + spec.numel].view(spec.shape)

@@ -76,7 +76,7 @@ class ShardedModel(FlatModel):
             for parameter, (start, stop) in zip(self.parameters, self.routes.spans, strict=True):
                 grad = parameter.grad
                 parts.append(
-                    torch.zeros(stop - start, device=self.device)
+                    torch.zeros(stop - start, device=self.device, dtype=torch.float32)
                     if grad is None
                     else dtensors.rows(dense(grad))
                 )
@@ -86,7 +86,8 @@ class ShardedModel(FlatModel):
         """Copies the flat weights into the processes' parts of the parameters."""
         with torch.no_grad():
             parts = [
-                torch.empty(stop - start, device=self.device) for start, stop in self.routes.spans
+                torch.empty(stop - start, device=self.device, dtype=torch.float32)
+                for start, stop in self.routes.spans
             ]
             self.routes.spread(self.weights, parts)
             self._put(parts)

@@ -102,7 +102,7 @@ class RowGradients:
 def _merge(found: list[RowGradient]) -> RowGradient:
     """Adds gradients of several lookups, in the order in which backward has made them."""
     ids, inverse = np.unique(np.concatenate([each.ids for each in found]), return_inverse=True)
-    values = torch.zeros(len(ids), found[0].values.shape[1])
+    values = torch.zeros(len(ids), found[0].values.shape[1], dtype=torch.float32, device="cpu")
     counts = np.zeros(len(ids), np.int64)
     start = 0
     for each in found:

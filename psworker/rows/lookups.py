@@ -66,7 +66,7 @@ def find(
         PacelineError: A shard refused something, or does not answer.
     """
     ids, counts, places = distinct(batch.contiguous().reshape(-1).numpy().view(np.uint64), padding)
-    rows = torch.empty(len(ids) + 1, dim)
+    rows = torch.empty(len(ids) + 1, dim, dtype=torch.float32, device="cpu")
     rows[-1] = 0.0
     source.read(ids, rows[:-1].numpy(), is_look=is_look)
     return Lookup(ids, counts, rows, torch.from_numpy(places).view(batch.shape))

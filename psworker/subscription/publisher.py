@@ -159,7 +159,11 @@ class Publisher:
         """Returns the number of updates that the table has had."""
         buffers = []
         for part in self._exchange.layout.slices:
-            buffer = PullBuffer(weights=torch.zeros(part.numel), state=[], begins=True)
+            buffer = PullBuffer(
+                weights=torch.zeros(part.numel, dtype=torch.float32, device="cpu"),
+                state=[],
+                begins=True,
+            )
             self._exchange.pull(part.index, 0, 0, buffer, with_state=False)
             buffers.append(buffer)
         self._exchange.run(part.index for part in self._exchange.layout.slices)

@@ -343,7 +343,10 @@ class TrainingTable:
         Args:
             num_state: Number of the optimizer's state arrays, copied too; None: weights only.
         """
-        flats = [torch.zeros(self.layout.numel) for _ in range(1 + (num_state or 0))]
+        flats = [
+            torch.zeros(self.layout.numel, dtype=torch.float32, device="cpu")
+            for _ in range(1 + (num_state or 0))
+        ]
         pull_buffers = {}
         for index in self.flat.here:
             spec = self.layout.slices[index]

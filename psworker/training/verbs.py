@@ -86,7 +86,9 @@ class NamedTensor:
                 self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
             self.exchange.flush()
         self.group.barrier()
-        pull_buffers = self._fetch(torch.zeros(self.layout.numel))
+        pull_buffers = self._fetch(
+            torch.zeros(self.layout.numel, dtype=torch.float32, device="cpu")
+        )
         # A worker that joins later, or comes back, begins with the newest round of all slices
         # (`Replica.begin`).
         newest = max(max(pull_buffer.clock, pull_buffer.version) for pull_buffer in pull_buffers)
@@ -95,7 +97,9 @@ class NamedTensor:
             (one.clock, one.version) != (self.round, self.round) for one in pull_buffers
         )
         if self._pushes and is_uneven:
-            self._fetch(torch.zeros(self.layout.numel), begins=True)
+            self._fetch(
+                torch.zeros(self.layout.numel, dtype=torch.float32, device="cpu"), begins=True
+            )
 
     def belongs_to(self, session: Session) -> bool:
         """Whether the rounds are those of a worker's present membership in its job."""
@@ -115,7 +119,7 @@ class NamedTensor:
             values = values * weight if weight else self.lanes.none()
         weight = self.group.sum([weight])[0]
         values = self.group.sum_on_host(values)
-        flat = torch.zeros(self.layout.numel)
+        flat = torch.zeros(self.layout.numel, dtype=torch.float32, device="cpu")
         numbers, weights = self._parts(flat)
         self.lanes.write(values, self.rank % self.lanes.rows, numbers)
         weights.fill_(weight)
@@ -143,7 +147,7 @@ class NamedTensor:
         Raises:
             ConfigError: The sum is beyond int64.
         """
-        flat = torch.zeros(self.layout.numel)
+        flat = torch.zeros(self.layout.numel, dtype=torch.float32, device="cpu")
         self._fetch(flat)
         numbers, weights = self._parts(flat)
         return self.lanes.read(numbers, self.name), float(weights.item())

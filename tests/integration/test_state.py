@@ -228,3 +228,34 @@ def test_the_state_of_another_model_is_refused_by_tensor(shards: Shards) -> None
             ("ConfigError", f"{name} of '0.bias' has shape [3, 3] in the state, [128] in the model")
             for name in ("momentum_buffer", "exp_avg_sq")
         ]
+
+
+def load_in_other_defaults(me: Station) -> None:
+    """Makes the same steps and loads the same state where torch makes other tensors by default."""
+    found = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+        model, batches = make_model(), [batch(me.rank, step) for step in range(3)]
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        try:
+            wrapper = psworker.DistributedOptimizer(
+                adam(model.parameters()), model.named_parameters()
+            )
+            for inputs, classes in batches:
+                wrapper.zero_grad()
+                backward(model, inputs, classes)
+                psworker.clip_grad_norm_(wrapper, 0.1)
+                wrapper.step()
+                wrapper.load_state_dict(wrapper.state_dict())
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device("cpu")
+        found.append(weights_of(model))
+        assert wrapper.state_dict()["state"][0]["step"].dtype == torch.float32
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+def test_other_defaults_of_torch_change_no_bit(shards: Shards) -> None:
+    """A script may set a GPU as the default device, where `torch.as_tensor` copies an array to."""
+    shards.run(load_in_other_defaults, num_workers=1)

@@ -153,7 +153,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} in {key}, must be "
                     "a tensor or a number"
                 )
-            arrays[f"{name}/{key}"] = torch.as_tensor(value).detach().contiguous().clone()
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+            arrays[f"{name}/{key}"] = tensor.detach().contiguous().clone()
     return arrays
 
 

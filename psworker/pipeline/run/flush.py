@@ -170,7 +170,7 @@ class FrameStage:
             require_tensor(result, f"stage {self._place.stage}")
             self._send(self._place.rank_at(1, number), ACTIVATION, number, result.detach())
         self._kept[chunk] = leaf, result
-        self.output_chunks.append(torch.zeros(1))
+        self.output_chunks.append(torch.zeros(1, dtype=torch.float32, device="cpu"))
         return result
 
     def backward_one_chunk(self, chunk: int, loss: torch.Tensor | None = None, **_: Any) -> None:
@@ -187,7 +187,11 @@ class FrameStage:
             torch.autograd.backward(result, grad)
         self.activations.drop(leaf)
         if not self.is_first:
-            own = torch.zeros(leaf.shape) if leaf.grad is None else leaf.grad
+            own = (
+                torch.zeros(leaf.shape, dtype=torch.float32, device="cpu")
+                if leaf.grad is None
+                else leaf.grad
+            )
             self._send(self._place.rank_at(-1, number), GRADIENT, number, own)
 
     def perform_reduce_grad(self, _scale: float) -> None:
@@ -286,7 +290,8 @@ class FlushReplica:
     def _flush(self, schedule: schedules.PipelineScheduleSingle) -> StageWaits:
         numbers = [number for number, _, _ in self._held]
         self._stage.begin(numbers, [inputs for _, inputs, _ in self._held])
-        chunks = torch.arange(len(numbers))  # The schedule splits them; each is its own index.
+        # The schedule splits them; each is its own index.
+        chunks = torch.arange(len(numbers), device="cpu")
         losses: list[torch.Tensor] = []
         target = chunks if self._place.is_last else None
         schedule.step(*([chunks] if self._place.is_first else []), target=target, losses=losses)

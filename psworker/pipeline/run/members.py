@@ -263,7 +263,9 @@ class Members:
 
 def _digits(number: int) -> torch.Tensor:
     """Returns a number as two digits, each exact in float32."""
-    return torch.tensor([float(digit) for digit in divmod(number, DIGIT)])
+    return torch.tensor(
+        [float(digit) for digit in divmod(number, DIGIT)], dtype=torch.float32, device="cpu"
+    )
 
 
 def _number(digits: torch.Tensor) -> int:

@@ -154,7 +154,11 @@ class StageReplica:
                 result, wanted, grad, allow_unused=True
             )
         if not self._place.is_first:
-            own = grads[-1] if grads[-1] is not None else torch.zeros(leaf.shape)
+            own = (
+                grads[-1]
+                if grads[-1] is not None
+                else torch.zeros(leaf.shape, dtype=torch.float32, device="cpu")
+            )
             self._send(self._place.rank_at(-1, minibatch), GRADIENT, minibatch, own)
         self._gather(grads[: len(weights)])
         self.activations.drop(leaf)

@@ -176,7 +176,9 @@ def _residuals(table: TrainingTable) -> dict[str, FloatArray]:
     residuals, numel = table.exchange.compressor_state(), table.layout.numel
     return {
         name: table.group.sum_on_host(
-            torch.from_numpy(residuals[name]) if name in residuals else torch.zeros(numel)
+            torch.from_numpy(residuals[name])
+            if name in residuals
+            else torch.zeros(numel, dtype=torch.float32, device="cpu")
         ).numpy()
         for name in table.exchange.spec.compressor.state_names
     }

@@ -134,7 +134,7 @@ def pass_by(table: TrainingTable, gradients: Gradients) -> None:
     tensor, attempts = declared(_name(table)), gradients.attempts
     if tensor is not None and tensor.has_pushed and attempts.clipped != attempts.number:
         attempts.clipped = attempts.number
-        zeros = torch.zeros(tensor.lanes.numel - NUM_DIGITS)
+        zeros = torch.zeros(tensor.lanes.numel - NUM_DIGITS, dtype=torch.float32, device="cpu")
         tensor.push(_numbered(zeros, attempts.number), 0.0)
 
 
@@ -159,7 +159,7 @@ def _number(mean: torch.Tensor) -> int:
 def _flat(table: TrainingTable) -> torch.Tensor:
     """Returns all gradients as one vector, then 0; if they are not finite, zeros, then 1."""
     parts = [  # On their device, which then copies them all at once.
-        torch.zeros(weight.numel(), device=weight.device)
+        torch.zeros(weight.numel(), device=weight.device, dtype=torch.float32)
         if weight.grad is None
         else dense(weight.grad).float().reshape(-1)
         for weight in table.flat.parameters
@@ -169,7 +169,7 @@ def _flat(table: TrainingTable) -> torch.Tensor:
 
 def _checked(flat: torch.Tensor) -> torch.Tensor:
     """Returns a vector on the host, then 0; if it is not finite, zeros, then 1."""
-    flat = torch.cat([on_host(flat), torch.zeros(1)])
+    flat = torch.cat([on_host(flat), torch.zeros(1, dtype=torch.float32, device="cpu")])
     if not is_finite(flat):
         flat.zero_()
         flat[-1] = 1.0

@@ -106,7 +106,7 @@ class ShardedGradients(GroupGradients):
         with torch.no_grad():
             total = torch.cat(
                 [
-                    torch.zeros(one.numel(), device=one.device)
+                    torch.zeros(one.numel(), device=one.device, dtype=torch.float32)
                     if one.grad is None
                     else dense(one.grad).reshape(-1).float() * self._samples_here
                     for one in parameters

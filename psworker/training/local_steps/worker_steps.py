@@ -114,11 +114,13 @@ class MeanGradients:
         self.values = torch.zeros_like(flat.weights)
         self._flat = flat
         self._session = session
-        starts = torch.tensor(flat.layout.offsets, dtype=torch.int64)
+        starts = torch.tensor(flat.layout.offsets, dtype=torch.int64, device="cpu")
         self._starts = starts.to(flat.device)
         self._copies = copies_of(flat.device)
         is_pinned = flat.device.type == "cuda"
-        self._firsts = torch.zeros(len(starts), pin_memory=is_pinned)
+        self._firsts = torch.zeros(
+            len(starts), pin_memory=is_pinned, dtype=torch.float32, device="cpu"
+        )
 
     def take_weights(self) -> None:
         """Copies what was pulled into the flat weights: no update has been made since an upload."""

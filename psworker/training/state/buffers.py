@@ -147,7 +147,7 @@ class Buffers:
 
     def _pull(self, owner: int) -> tuple[FloatArray, int]:
         """Returns the values that `owner` has posted, and the number of this worker's posts."""
-        flat = torch.zeros(self._layout.numel)
+        flat = torch.zeros(self._layout.numel, dtype=torch.float32, device="cpu")
         table, pull_buffers = self._tables[owner], []
         for spec in self._layout.slices:
             pull_buffers.append(
@@ -169,7 +169,7 @@ class Buffers:
 
     def _flat(self) -> torch.Tensor:
         """Returns a copy of the buffers, `(layout.numel,) float32`, on their device."""
-        flat = torch.zeros(self._layout.numel, device=self._buffers[0].device)
+        flat = torch.zeros(self._layout.numel, device=self._buffers[0].device, dtype=torch.float32)
         places = [
             flat[offset : offset + buffer.numel()].view(buffer.shape)
             for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True)

@@ -81,7 +81,7 @@ def torch_state(
             name: _state_of(table, flat[name], index, name) for name in table.optimizer.state_names
         }
         if table.optimizer.torch_has_step:
-            entry["step"] = torch.tensor(float(steps))
+            entry["step"] = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
         if entry:
             state[order[index]] = entry
     table.exchange.flush()
@@ -93,7 +93,7 @@ def torch_state(
             "samples_seen": seen,
             "mode": str(table.rule),
             "compression": str(table.exchange.spec.compressor),
-            **({"counts": torch.tensor(counts)} if holds_weights else {}),
+            **({"counts": torch.tensor(counts, device="cpu")} if holds_weights else {}),
             "outer": {} if inner is None else state,
             "compressor_state": {
                 name: torch.from_numpy(array)
@@ -188,7 +188,8 @@ def fill(
     """
     if value is None:
         return
-    target, tensor = table.flat.state_view(flat, index), torch.as_tensor(value)
+    target = table.flat.state_view(flat, index)
+    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
     if name in optimizer.scalar_names and tensor.numel() == 1:
         tensor = tensor.reshape(()).expand(target.shape)
     if tensor.shape != target.shape:
