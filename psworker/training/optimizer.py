@@ -164,7 +164,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._inner = optimizer
+        self._inner, self._turns = optimizer, ["turn"]
         self._context = context.join(
             servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
         )
@@ -234,9 +234,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         scaling.refuse_attributes(self)
         require_unscaled(self._companions, grad_scaler)
         self._hints.check(is_beside=have_gradient(self._companions))
-        self._grow_if_thawed()
-        self._steps.run(grad_scaler)
-        self._choose_mode()
+        with self._in_one_thread():
+            self._grow_if_thawed()
+            self._steps.run(grad_scaler)
+            self._choose_mode()
         return loss
 
     @not_traced
@@ -254,9 +255,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """
         self._require_open("skip_step")
         self._require_own_weights("skip_step")
-        self._grow_if_thawed()
-        self._steps.run(None, skips=True)
-        self._choose_mode()
+        with self._in_one_thread():
+            self._grow_if_thawed()
+            self._steps.run(None, skips=True)
+            self._choose_mode()
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -374,6 +376,17 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 raise
 
     # ----- states
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses to be copied or pickled: torch's copy has groups only, and could not step.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "a DistributedOptimizer cannot be copied or pickled, its state is on the shards: save "
+            "optimizer.state_dict(), inside global_weights()"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the shards' optimizer state in torch's format, and this worker's own.
@@ -511,6 +524,25 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         caution = self._buffers.caution(rule)
         if caution and self._context.session.process_rank == 0:
             log.warning("%s", caution)
+
+    @contextlib.contextmanager
+    def _in_one_thread(self) -> Iterator[None]:
+        """Context manager: refuses a step while another thread makes one, for which it would wait.
+
+        Raises:
+            ConfigError: Another thread makes one.
+        """
+        try:
+            turn = self._turns.pop()  # One thread gets it, also without a lock.
+        except IndexError:
+            raise ConfigError(
+                "another thread is inside step() or skip_step() of this optimizer: make steps in "
+                "one thread, or keep a lock around them"
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.append(turn)
 
     def _require_open(self, name: str) -> None:
         if self._end:

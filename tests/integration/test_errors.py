@@ -1,11 +1,15 @@
 """Rule 7: messages for users name the thing that is wrong."""
 
+import copy
+import pickle
 import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -15,6 +19,7 @@ import torch
 import psworker
 from pscore.errors import ProtocolVersionError, ShardMapError
 from pscore.net import wire
+from tests.inside import table_of
 from tests.integration.cluster import DEADLINE_S, Shards, Station, Worker, new_job
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -504,12 +509,27 @@ def wrong_calls(me: Station) -> None:
         inside = pytest.raises(psworker.ConfigError, match=r"inside global_weights\(\)")
         with inside, optimizer.global_weights():
             call()
+    for twin in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(psworker.ConfigError, match="cannot be copied or pickled"):
+            twin(optimizer)
     optimizer.param_groups[0]["lr"] = "0,1"
     with pytest.raises(psworker.ConfigError, match="lr of a parameter group is '0,1'"):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
+
+    located = table_of(optimizer).progress.locate
+
+    def step_meanwhile(_: object, number: int) -> None:
+        located(number)
+        refused = pytest.raises(psworker.ConfigError, match=r"another thread is inside step\(\)")
+        with ThreadPoolExecutor(1) as threads, refused:
+            threads.submit(optimizer.step).result()
+
+    with patch.object(type(table_of(optimizer).progress), "locate", step_meanwhile):
+        optimizer.step()
+    backward(model, *batch(me.rank, 1))
     optimizer.step()
-    assert optimizer.steps == 1
+    assert optimizer.steps == 2
 
 
 def test_a_wrong_call_is_one_sentence_and_changes_nothing(shards: Shards) -> None:

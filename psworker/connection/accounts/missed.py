@@ -38,6 +38,9 @@ class Missed:
         self._unsure: set[int] = set()  # Slices whose pushes the shards may have lost.
         self._lost: set[int] = set()  # Steps that they have lost, and that were not reported yet.
 
+    def __repr__(self) -> str:
+        return f"Missed(num_steps={self.num_steps}, recent={list(self.recent)})"
+
     def sent(self, index: int, step: int) -> None:
         """Records the push of a slice."""
         if self.pushed.get(index, step - 1) != step - 1:

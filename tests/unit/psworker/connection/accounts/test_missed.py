@@ -37,6 +37,7 @@ def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
             missed.end_step()
     assert missed.num_steps == 100
     assert len(caplog.messages) == 7
+    assert repr(missed).startswith("Missed(num_steps=100, recent=[36, ")
     assert list(missed.recent) == list(range(100 - RECENT_MAX, 100))
 
 
