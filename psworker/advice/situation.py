@@ -39,6 +39,9 @@ class Sourced:
     source: str
 
 
+ENCRYPTED, PLAIN = Sourced("TLS, but for those of ddp", GIVEN), Sourced("not encrypted", ASSUMED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """Workers on hosts, links, a model, and the time that a step computes."""
@@ -210,9 +213,7 @@ def read_situation(
         "round trip": Sourced(
             f"{trip_ms:g} ms", f"{ASSUMED}: a switch" if latency_ms is None else GIVEN
         ),
-        "connections": Sourced(
-            "TLS, but for those of ddp" if tls else "not encrypted", GIVEN if tls else ASSUMED
-        ),
+        "connections": ENCRYPTED if tls else PLAIN,
         "computing": Sourced(f"{in_ms(compute_ms / 1e3)} a step", GIVEN),
         "optimizer": Sourced(
             f"{optimizer}, {counted(num_state, 'array')} of state",
