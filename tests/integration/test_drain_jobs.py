@@ -62,6 +62,20 @@ def test_a_job_ends_and_another_begins_while_a_shard_is_copied(
     assert [worker.result() for worker in others] == undisturbed
 
 
+@pytest.mark.slow
+def test_a_job_that_has_ended_elsewhere_does_not_come_back_with_the_shard(
+    tmp_path: Path, scene: Scene, undisturbed: Results
+) -> None:
+    scene.drain()
+    assert finish(scene) == undisturbed
+    servers = f"{scene.first.address},{scene.second.address}"
+    Command(tmp_path).run("forget", "night", "--servers", servers)
+    kill_child(scene.source)  # It comes back without jobs, so that it may have the shard again.
+    eventually(lambda: is_well(scene.second.address))
+    move(scene.empty.address, scene.second.address, 0, ANYONE, print)
+    assert jobs_at(scene.second.address) == {}
+
+
 @pytest.fixture
 def third(tmp_path: Path, scene: Scene) -> Iterator[Place]:
     """An empty process for the first shard."""
