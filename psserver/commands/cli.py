@@ -52,7 +52,7 @@ Servers = Annotated[
     str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
-Shard = Annotated[int, typer.Option(help="Place of the shard among the addresses [0].", min=0)]
+Shard = Annotated[int, typer.Option(help="Place of the shard among the addresses.", min=0)]
 EmptyProcess = Annotated[str, typer.Argument(help="Address of an empty process of that shard.")]
 
 
@@ -208,13 +208,16 @@ def relay(
     table: Annotated[str, typer.Option(help="Name of the table.")] = "model",
     mbit: Annotated[
         int,
-        typer.Option(help="Most Mbit/s to all readers on other hosts together [no limit].", min=0),
+        typer.Option(
+            help="Most Mbit/s to all readers on other hosts together; 0: no limit.", min=0
+        ),
     ] = 0,
     data_port: Annotated[
         int, typer.Option(help="Port of shard 0's data sockets; 0: free ones.", min=0)
     ] = 0,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Port of a page for Prometheus; 0: a free one.", min=0)
+        int | None,
+        typer.Option(help="Port of a page for Prometheus; 0: a free one [no page].", min=0),
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="Certificate of the relay.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Private key of that certificate.")] = None,
@@ -380,7 +383,9 @@ def drain(
     ] = "",
     *,
     shard: Shard = 0,
-    mbit: Annotated[int, typer.Option(help="Most Mbit/s before the pause [no limit].", min=0)] = 0,
+    mbit: Annotated[
+        int, typer.Option(help="Most Mbit/s before the pause; 0: no limit.", min=0)
+    ] = 0,
 ) -> None:
     """Move a shard to another process, or to its standby, while its job trains."""
     from psserver.remote.drain import move
@@ -403,7 +408,7 @@ def standby(
     withdraw: Annotated[
         bool, typer.Option("--withdraw", help="Give up the shard's standby, and want none.")
     ] = False,
-    mbit: Annotated[int, typer.Option(help="Most Mbit/s for the copy [no limit].", min=0)] = 0,
+    mbit: Annotated[int, typer.Option(help="Most Mbit/s for the copy; 0: no limit.", min=0)] = 0,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="Also on the shard's host, lost with it.")
     ] = False,
@@ -485,8 +490,18 @@ def logs(
 def embedded(
     *,
     shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=64)] = 1,
-    lease_s: Annotated[float, typer.Option(envvar="PACELINE_LEASE_S", min=0.5, max=3600.0)] = 10.0,
-    log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
+    lease_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of silence until a worker is declared lost.",
+            envvar="PACELINE_LEASE_S",
+            min=0.5,
+            max=3600.0,
+        ),
+    ] = 10.0,
+    log_level: Annotated[
+        str, typer.Option(help="The lowest level that is logged.", envvar="PACELINE_LOG_LEVEL")
+    ] = "error",
     token: Annotated[
         bool, typer.Option("--token", help="Make a token, in a file that only this user can read.")
     ] = False,

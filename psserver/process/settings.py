@@ -47,7 +47,7 @@ class ServerSettings(BaseSettings):
     model_config = _config("PACELINE_")
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs TLS and tokens, or `insecure`."""
+    """Address to listen on. Anything but loopback needs TLS and tokens, or `--insecure`."""
     port: int = Field(default=7070, ge=0, le=PORT_MAX)
     """Port of shard 0; the other shards use the following ports. 0 takes free ports."""
     data_port: int | None = Field(default=None, ge=1, le=PORT_MAX)
@@ -57,8 +57,8 @@ class ServerSettings(BaseSettings):
     shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
     """Number of shard processes. About one for each two cores is enough."""
     shard_index: int | None = Field(default=None, ge=0, le=SHARDS_MAX - 1)
-    """Start only the shard with this index, on `port` itself: the others run on other machines or
-    in other containers. Needs `cluster`."""
+    """Start only the shard with this index, on `--port` itself: the others run on other machines or
+    in other containers. Needs `--cluster`."""
     cluster: str | None = None
     """Name that the shards of one cluster share. By default a new one for each start."""
     threads: int | None = Field(default=None, ge=1, le=256)
@@ -72,25 +72,25 @@ class ServerSettings(BaseSettings):
     """Directory for the run file, logs, journals and scheduled checkpoints. By default one below
     $XDG_RUNTIME_DIR or the directory for temporary files, for the run file and logs alone."""
     checkpoint_s: float = Field(default=300.0, ge=0.0, le=86400.0)
-    """Seconds between checkpoints of each job in `state_dir`/checkpoints. If all machines crash,
-    shards start from the newest. With a shorter time fewer steps are lost, and more is written. 0:
-    no checkpoints."""
+    """Seconds between checkpoints of each job in `--state-dir`/checkpoints. If all machines
+    crash, shards start from the newest. With a shorter time fewer steps are lost, and more is
+    written. 0: no checkpoints."""
     checkpoint_copies: str | None = None
     """Second place for scheduled checkpoints: a folder of another host, or a URL such as
     `s3://bucket/night` if fsspec is installed. A start without checkpoints fetches the newest ones
     from there. By default none."""
     shard_addresses: str | None = None
     """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
-    checkpoints where each shard is started by itself, with `shard_index`. Its own port may be
-    0."""
+    checkpoints where each shard is started by itself, with `--shard-index`. Its own port may
+    be 0."""
     standby_of: str | None = None
     """Address of the process whose standby this one is at first."""
     standby_at: str | None = None
-    """Address of the process with `standby_of` this one; after a move each is the other's."""
+    """Address of the process with `--standby-of` this one; after a move each is the other's."""
     own_address: str | None = None
     """Address of this process for the other one. By default name of the host and port."""
     standby_register: str | None = None
-    """Register of both ([standby.md](standby.md#without-a-person)). By default a person decides."""
+    """Register of both (docs/standby.md). By default a person decides."""
     failover_s: float = Field(default=3.0, ge=0.2, le=3600.0)
     """Seconds of silence after which the standby takes over."""
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
@@ -110,7 +110,7 @@ class ServerSettings(BaseSettings):
     answers that wait for slow readers. Beyond it a push is refused, and a reader disconnected."""
     durability: Literal["journal", "memory"] = "journal"
     """State of a shard after a kill. journal: everything that it has acknowledged, from files in
-    `state_dir` or in memory; costs the optimizer's state a second time. memory: the newest
+    `--state-dir` or in memory; costs the optimizer's state a second time. memory: the newest
     checkpoint alone, if there is one."""
     publish: str = ""
     """Jobs whose weights are published to readers: `night:every=4` publishes every fourth update of
@@ -131,9 +131,9 @@ class ServerSettings(BaseSettings):
     """File whose time of change is set every 10 s while the shards work, for the liveness check of
     an engine: if it has not changed for two minutes, a shard hangs. By default none."""
     tls_cert: Path | None = None
-    """Certificate of the shards, with `tls_key`: all connections are TLS then."""
+    """Certificate of the shards, with `--tls-key`: all connections are TLS then."""
     tls_key: Path | None = None
-    """Private key of `tls_cert`, readable by its owner alone."""
+    """Private key of `--tls-cert`, readable by its owner alone."""
     tls_client_ca: Path | None = None
     """CA of the clients: a client must show a certificate that it has signed."""
     token_file: Path | None = None
@@ -225,7 +225,7 @@ class MetricsSettings(BaseSettings):
 
     port: int | None = Field(default=None, ge=0, le=PORT_MAX)
     """Port of shard 0's page; the other shards use the following ports. 0: no page. By default
-    server.port + 1000."""
+    `--port` + 1000."""
 
 
 class LogSettings(BaseSettings):

@@ -1,5 +1,6 @@
 """The options of `psserver`'s commands."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -32,6 +33,17 @@ def test_each_setting_has_a_flag_that_is_passed_on_only_if_it_is_given() -> None
     assert {flags[name].default for name in settings} == {None}
     assert flags["restart"].secondary_opts == ["--no-restart"]
     assert flags["insecure"].secondary_opts == []
+
+
+def test_each_help_text_names_flags_as_they_are_written() -> None:
+    """No option is without a text; a text has no Markdown, and no setting by its key in a file."""
+    keys = {field for kind in SECTIONS.values() for field in kind.model_fields if "_" in field}
+    for name in COMMANDS:
+        for option in parameters(name):
+            text = getattr(option, "help", None)
+            assert text or option.hidden or name == "config", (name, option.name)
+            assert "](" not in (text or "")
+            assert not keys & set(re.findall(r"`(\w+)`", text or "")), (name, option.name)
 
 
 def test_a_misspelt_variable_is_refused_before_a_shard_starts(
