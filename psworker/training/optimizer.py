@@ -424,11 +424,13 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             PacelineError: A shard refused something, or does not answer.
         """
         with self._recovery.guard():
-            loaded = read_state(self._table, self.param_groups, state_dict)
-            plain = {"state": {}, "param_groups": state_dict["param_groups"]}
             try:
+                loaded = read_state(self._table, self.param_groups, state_dict)
+                plain = {"state": {}, "param_groups": state_dict["param_groups"]}
                 super().load_state_dict(plain)
-            except ValueError as problem:
+            except ConfigError:
+                raise
+            except (AttributeError, LookupError, TypeError, ValueError) as problem:
                 raise ConfigError(f"the state does not fit: {problem}") from problem
             if self._runs_inner:
                 self._inner.load_state_dict({**plain, "state": state_dict["state"]})

@@ -492,6 +492,10 @@ def wrong_calls(me: Station) -> None:
     """Makes calls with wrong arguments; training continues as if there had been none."""
     model = make_model()
     optimizer = wrap(model)
+    saved = optimizer.state_dict()
+    for damaged in (None, {"step": "x"}, {"compressor_state": [1]}):
+        with pytest.raises(psworker.ConfigError, match="the state does not fit: "):
+            optimizer.load_state_dict(saved | {"paceline": damaged})
     backward(model, *batch(me.rank, 0))
     for norm in (-1.0, float("nan"), "1"):
         with pytest.raises(psworker.ConfigError, match=r"max_norm is .*, must be a number from 0"):
