@@ -18,6 +18,7 @@ from psserver.remote.ask import explained
 ASK_S = 0.1
 ANSWER_S_MAX = 10.0
 OVER = ("serving", "moved")
+ONWARD = ("copying", "followed", "frozen", "given")  # Phases of a move, in their order.
 GOES_ON = "the shard goes on with it: `psserver status` shows how; or give this command again"
 UNDECIDED = "asking"  # After a kill: the shard's process asks whether its standby has the shard.
 
@@ -65,7 +66,9 @@ def move(
         channel.close()
     if reply.phase != wanted:
         raise CommandError(
-            Exit.UNHEALTHY, f"the shard stays at {address}: {reply.problem or 'it was restarted'}"
+            Exit.UNHEALTHY,
+            f"the shard stays at {address}: "
+            f"{reply.problem or 'the move was given up, or the process was started again'}",
         )
     return reply
 
@@ -99,11 +102,15 @@ def _await(
 ) -> pb.MoveReply:
     """Gives an order, and returns the shard's answer when that is over, or has the phase `wanted`.
 
+    It is over too when phases begin again: it was given up, and a standby is filled once more.
+
     Args:
         tell: Called with each phase.
     """
     reply, said = stub.Move(request, timeout=ANSWER_S_MAX), ""
     while reply.phase not in (*OVER, wanted):
+        if {said, reply.phase} <= set(ONWARD) and ONWARD.index(reply.phase) < ONWARD.index(said):
+            break
         if reply.phase != said:
             said = reply.phase
             tell(said)
