@@ -177,7 +177,7 @@ class FlatModel:
         devices = {parameter.device for parameter in parameters}
         if len(devices) != 1 or next(iter(devices)).type == "meta":
             listed = ", ".join(sorted(str(device) for device in devices))
-            raise ConfigError(f"the parameters are on {listed}, must be on one device")
+            raise ConfigError(f"the parameters are on {listed}, must be on one device with memory")
         self.layout = layout
         self.parameters = list(parameters)
         self.device = next(iter(devices))

@@ -377,8 +377,8 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
 
 EARLY = "pass overlap=False to DistributedOptimizer"
 MISUSES = {
-    "meta": ("ConfigError", "the parameters are on meta, must be on one device"),
-    "two": ("ConfigError", "the parameters are on cpu, meta, must be on one device"),
+    "meta": ("ConfigError", "the parameters are on meta, must be on one device with memory"),
+    "two": ("ConfigError", "the parameters are on cpu, meta, must be on one device with memory"),
     "double": ("ConfigError", "'weight' is float64, must be float32, bfloat16, float16"),
     "moved": ("ConfigError", "parameter '2.weight' was given other memory .* move the model"),
     "unfrozen": (
