@@ -161,6 +161,7 @@ def standby() -> str:
             f"{drain['pause_s']:.3f} s",
         ],
         *_later_parts(found),
+        _many_losses(),
         ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
         [
             f"the formula: {cost['copies']:.1f} copies of the weights more on the link",
@@ -174,6 +175,15 @@ def standby() -> str:
         )
     head = ["two workers and shards in namespaces", ""]
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
+
+
+def _many_losses() -> list[str]:
+    """Returns the row of a long job that loses one machine after another."""
+    found = json.loads((FOLDER / "chaos_machines.json").read_text(encoding="utf-8"))
+    setup, num_lost = found["setup"], len(found["kills"])
+    what = f"{num_lost} machines lost in {setup['seconds'] / 60:.0f} minutes"
+    label = f"goodput of {setup['learners']} learners in `diloco`, {what}"
+    return [label, f"{100 * found['goodput']:.1f} %"]
 
 
 def _later_parts(found: dict[str, Any]) -> list[list[str]]:
