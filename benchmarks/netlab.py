@@ -24,7 +24,6 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 QUEUE_MS = 50  # As much as a switch's buffer may hold.
 TICKS_PER_S = 250  # A bucket must hold what flows between two ticks of the kernel.
 BURST_NBYTES_MIN = 64 << 10
-UNPACED = "reno"  # A namespace may choose it wherever it is made, unlike `cubic`.
 NAME = re.compile(r"paceline-(\d+)-\w+")
 
 
@@ -134,9 +133,6 @@ class Lab:
         name = self.name(host)
         _ip("netns", "add", name)
         self._names.append(name)
-        if not self._has_bridge:  # A program is too slow for the small frames of paced ones.
-            setting = f"net.ipv4.tcp_congestion_control={UNPACED}"
-            _ip("netns", "exec", name, "sysctl", "-qw", setting)
         return name
 
     def _shape(self, namespace: str, device: str, rate: str, verb: str) -> None:

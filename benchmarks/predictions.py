@@ -32,10 +32,11 @@ from typing import Any
 from benchmarks import hosts, kit
 from benchmarks.netlab import available, bits_per_s
 from pscore.compressors import parse_compressor
+from pscore.net.congestion import system_paces
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.timing.closed import closed_form
-from pscore.timing.deployment import Deployment, TimedSlice
+from pscore.timing.deployment import PACED, Deployment, MachineRates, TimedSlice
 from pscore.types import TensorSpec
 from pssim.timing.run import run_in_time
 
@@ -114,6 +115,7 @@ def deployment_of(case: hosts.Case) -> Deployment:
         compute_s=case.compute_s,
         slow=case.slow,
         cores=len(os.sched_getaffinity(0)),
+        rates=MachineRates(far_share=PACED if system_paces() else 1.0),
     )
 
 

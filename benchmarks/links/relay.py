@@ -5,9 +5,8 @@ writes frames to the port behind which their receiver is. Frames carry the kerne
 (`PACKET_VNET_HDR`), so that those of up to 64 KiB pass whole. Each port sends through its own
 shaped queue, as without the relay.
 
-Paced connections (BBR) send frames that are too many for it at 500 Mbit/s and more, so hosts on a
-relay have `reno`: with it, plain sockets over 10 ms, all to all between four hosts, fill such links
-on 2 cores.
+Paced connections (BBR) seem to be too much for it at 500 Mbit/s and more: plain sockets over 10 ms,
+all to all between four hosts, do not fill such links on 2 cores, without pacing they do.
 """
 
 from __future__ import annotations
