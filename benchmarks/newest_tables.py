@@ -182,7 +182,7 @@ def _many_losses() -> list[str]:
     found = json.loads((FOLDER / "chaos_machines.json").read_text(encoding="utf-8"))
     setup, num_lost = found["setup"], len(found["kills"])
     what = f"{num_lost} machines lost in {setup['seconds'] / 60:.0f} minutes"
-    label = f"goodput of {setup['learners']} learners in `diloco`, {what}"
+    label = f"`benchmarks.chaos --machines`: goodput of {setup['learners']} learners, {what}"
     return [label, f"{100 * found['goodput']:.1f} %"]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -46,24 +47,19 @@ def move(
         CommandError: A process refuses or does not answer, or the move was given up: then the shard
             is where it was.
     """
-    channel = credentials.channel(address)
-    stub = standby_pb2_grpc.StandbyStub(channel)
     is_ordered = False
     try:
-        request = pb.MoveRequest(to=to or _standby(stub, address), mbit=mbit)
-        request.stays = standby is not None
-        if standby is not None:
-            tell(_cost(stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX).table_nbytes))
-            request.MergeFrom(standby)
-        is_ordered, wanted = True, "followed" if request.stays else "moved"
-        reply = _await(stub, request, wanted, tell)
-    except grpc.RpcError as failure:
-        raise _refusal(failure, address, credentials) from failure
+        with _connected(address, credentials) as stub:
+            request = pb.MoveRequest(to=to or _standby(stub, address), mbit=mbit)
+            request.stays = standby is not None
+            if standby is not None:
+                tell(_cost(stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX).table_nbytes))
+                request.MergeFrom(standby)
+            is_ordered, wanted = True, "followed" if request.stays else "moved"
+            reply = _await(stub, request, wanted, tell)
     except KeyboardInterrupt:
         tell(GOES_ON if is_ordered else f"nothing was begun: the shard stays at {address}")
         raise
-    finally:
-        channel.close()
     if reply.phase != wanted:
         raise CommandError(
             Exit.UNHEALTHY,
@@ -79,17 +75,12 @@ def withdraw(address: str, credentials: Credentials, tell: Callable[[str], None]
     Raises:
         CommandError: None is wanted, or the shard has moved by now.
     """
-    channel = credentials.channel(address)
-    stub = standby_pb2_grpc.StandbyStub(channel)
     try:
-        reply = _await(stub, pb.MoveRequest(withdraws=True), "serving", tell)
-    except grpc.RpcError as failure:
-        raise _refusal(failure, address, credentials) from failure
+        with _connected(address, credentials) as stub:
+            reply = _await(stub, pb.MoveRequest(withdraws=True), "serving", tell)
     except KeyboardInterrupt:
         tell(GOES_ON)
         raise
-    finally:
-        channel.close()
     if reply.phase == "moved":
         raise CommandError(Exit.UNHEALTHY, f"the shard has moved to {reply.to}")
 
@@ -138,6 +129,16 @@ def _standby(stub: standby_pb2_grpc.StandbyStub, address: str) -> str:
     return reply.to
 
 
+@contextlib.contextmanager
+def _connected(address: str, credentials: Credentials) -> Iterator[standby_pb2_grpc.StandbyStub]:
+    """Context manager: yields the calls of a process, whose refusal becomes a CommandError."""
+    with credentials.channel(address) as channel:
+        try:
+            yield standby_pb2_grpc.StandbyStub(channel)
+        except grpc.RpcError as failure:
+            raise _refusal(failure, address, credentials) from failure
+
+
 def _refusal(failure: grpc.RpcError, address: str, credentials: Credentials) -> CommandError:
     """Returns the error of a process that refuses, or does not answer."""
     error = error_of(failure, address)
@@ -159,11 +160,5 @@ def promote(address: str, credentials: Credentials) -> list[str]:
     Raises:
         CommandError: It refuses or does not answer: then it does not serve.
     """
-    channel = credentials.channel(address)
-    try:
-        stub = standby_pb2_grpc.StandbyStub(channel)
+    with _connected(address, credentials) as stub:
         return list(stub.Promote(pb.PromoteRequest(), timeout=ANSWER_S_MAX).jobs)
-    except grpc.RpcError as failure:
-        raise _refusal(failure, address, credentials) from failure
-    finally:
-        channel.close()
