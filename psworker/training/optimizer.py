@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -164,7 +165,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._inner, self._turns = optimizer, ["turn"]
+        self._inner, self._stepping = optimizer, threading.Lock()
         self._context = context.join(
             servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
         )
@@ -534,17 +535,15 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         Raises:
             ConfigError: Another thread makes one.
         """
-        try:
-            turn = self._turns.pop()  # One thread gets it, also without a lock.
-        except IndexError:
+        if not self._stepping.acquire(blocking=False):
             raise ConfigError(
                 "another thread is inside step() or skip_step() of this optimizer: make steps in "
                 "one thread, or keep a lock around them"
-            ) from None
+            )
         try:
             yield
         finally:
-            self._turns.append(turn)
+            self._stepping.release()
 
     def _require_open(self, name: str) -> None:
         if self._end:
