@@ -6,14 +6,18 @@ from its newest step, and the job waits for all of them as at its start. It is f
 person (`psserver forget`). A job that has ended is kept for a while, so that its weights can still
 be exported; it is freed earlier if another job needs the room. Workers that join under its name
 start a new job at step 0. The workers and the log are informed of a continued and of a restarted
-job. A
-job whose numbers cannot be used is refused with an error.
+job. A job whose numbers cannot be used is refused with an error.
+
+Some launchers replace a worker without counting its restarts (a Job of Kubernetes). An identity of
+the launch, which its workers send (`Member.run_id`), tells such a worker from one of the next
+launch. One without it is judged by the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 from pscore.errors import ConfigError, LimitError, NotOverError, StateLostError
 from psserver.decisions.job import Job, Life
@@ -103,23 +107,42 @@ class Lifetimes:
         """
         if member.returns or is_repeated(job, member):
             job.life.number = life or job.life.number
+        elif job.is_over:
+            job.life.number = life or job.life.number
+            if _is_same_run(job, member, job.met) and member.rank in {-1, *job.met}:
+                member.news = (
+                    f"job {job.name!r} has ended at step {job.step}, and this worker is of the "
+                    "same run (PACELINE_RUN_ID): it continues there; to start over instead, run "
+                    f"`psserver forget {job.name}`"
+                )
         elif life == 0 and job.membership.is_deserted(member.rank):
             self._go_on(job, job.life.number + 1)
         elif life not in (0, job.life.number):
             self._go_on(job, life)
 
     def require_over(self, job: Job, member: Member) -> None:
-        """Refuses a process that has finished this run of the job, for the next one, too early.
+        """Refuses a worker of another run of the job while workers of this one are live.
+
+        Its process has finished this run and begins the next one too early, or its launch is
+        another one. An elastic job may have workers of several launches.
 
         Raises:
             NotOverError: A worker of the run is live.
         """
         live = job.membership.live()
-        if live and _has_finished(job, member) and not is_repeated(job, member):
-            others = ", ".join(job.membership.describe(rank) for rank in live[:WORKERS_NAMED])
+        if not live or is_repeated(job, member):
+            return
+        others = ", ".join(job.membership.describe(rank) for rank in live[:WORKERS_NAMED])
+        if _has_finished(job, member):
             raise NotOverError(
                 f"this process has finished a run of job {job.name!r} and begins the next one, but "
                 f"the former continues with {others}"
+            )
+        if not job.membership.is_elastic and _is_same_run(job, member, live) is False:
+            raise NotOverError(
+                f"job {job.name!r} trains with {others}, which another launch has started, and "
+                f"this worker is of run {member.run_id!r} (PACELINE_RUN_ID): wait for the job's "
+                "end, or take another job name"
             )
 
     def _go_on(self, job: Job, number: int) -> None:
@@ -144,19 +167,25 @@ class Lifetimes:
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
         """Returns whether a worker continues a job that is over.
 
-        A worker that returns does, and one that its launcher has started again. So does one that
-        has never joined: in an asynchronous mode the others may have finished before it began. An
-        elastic job that has had as many workers as it needs expects no more.
+        A worker that returns does, and one that its launcher has started again, or that is of the
+        same run. So does one that has never joined: in an asynchronous mode the others may have
+        finished before it began. An elastic job that has had as many workers as it needs expects no
+        more.
         """
-        was_there = member.rank in job.membership.members and (
-            member.returns or (member.restart > 0 and job.has_progress)
-        )
+        members = job.membership.members
+        if is_repeated(job, member) or (member.returns and member.rank in members):
+            return True
+        is_same = _is_same_run(job, member, members)
+        if is_same is False:
+            return False
+        is_restarted = member.restart > 0 and member.rank in members
+        was_there = job.has_progress and (is_same or is_restarted)
         is_awaited = (
             0 <= member.rank < num_workers == job.membership.num_workers
             and member.rank not in job.met
             and not job.membership.has_begun
         )
-        return was_there or is_awaited or is_repeated(job, member)
+        return bool(was_there or is_awaited)
 
     # ----- how long it is kept
 
@@ -252,6 +281,12 @@ def is_repeated(job: Job, member: Member) -> bool:
     rank = job.membership.rank_of(member.incarnation) if member.rank < 0 else member.rank
     held = None if rank is None else job.membership.members.get(rank)
     return held is not None and held.incarnation == member.incarnation
+
+
+def _is_same_run(job: Job, member: Member, ranks: Iterable[int]) -> bool | None:
+    """Returns whether the launch of a worker is that of some of `ranks`; None: it is not known."""
+    known = {job.membership.members[rank].run_id for rank in ranks} - {""}
+    return member.run_id in known if member.run_id and known else None
 
 
 def _has_finished(job: Job, member: Member) -> bool:

@@ -84,6 +84,7 @@ class Member:
     restart: int
     host: str
     pid: int
+    run_id: str = ""  # Identity of its launch; empty: not known.
     heard_s: float  # Time of its last message.
     lease_ends_s: float = 0.0  # Time when it is declared lost, unless it is heard before.
     presence: Presence = Presence.LIVE

@@ -115,7 +115,7 @@ class Shard:
             self.lifetimes.make_room(name, JOBS_MAX)
             self.jobs[name] = job
         is_late = job.membership.is_elastic and job.step > job.life.first_step
-        if not (member.returns or is_late):
+        if not (member.returns or is_late or member.news):
             member.news = job.life.news_for(member.rank, member.incarnation)
         return job, self.recheck(job)
 

@@ -30,6 +30,7 @@ def members_to_json(job: Job) -> list[dict[str, Any]]:
             "host": member.host,
             "pid": member.pid,
             "presence": member.presence.value,
+            "run_id": member.run_id,
         }
         for member in job.membership.members.values()
     ]
@@ -52,6 +53,7 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
             pid=count_of(entry["pid"], "a process number", most=UINT32_MAX),
             heard_s=now_s,
             presence=Presence(entry["presence"]),
+            run_id=str(entry.get("run_id", "")),
         )
         for entry in meta["members"]
     ]

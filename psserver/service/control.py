@@ -56,6 +56,7 @@ from psserver.stores import kind_of
 
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
+RUN_ID_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
 PROCESSES_MAX = 1024
 COUNTS = ("round", "minibatch", "epoch", "since", "clock", "step")  # Fields of requests.
@@ -281,6 +282,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             restart=request.restart,
             host=printable(request.host, HOST_LENGTH_MAX),
             pid=request.pid,
+            run_id=printable(request.run_id, RUN_ID_LENGTH_MAX),
             heard_s=now_s,
             returns=request.returns,
             refills=request.refills,

@@ -161,6 +161,7 @@ def open_session(
         num_workers=environment.num_workers,
         min_workers=environment.min_workers,
         restart=environment.restart,
+        run_id=environment.run_id,
         patience_s=environment.timeout_s,
         data_plane=environment.data_plane,
         credentials=environment.credentials(),

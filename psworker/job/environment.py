@@ -9,6 +9,7 @@
 | minimum and maximum of an elastic job | PACELINE_MIN_WORKERS, PACELINE_MAX_WORKERS | | |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
 | restart | | TORCHELASTIC_RESTART_COUNT | |
+| launch that all workers belong to | PACELINE_RUN_ID | | |
 | seconds without an answer that are an error | PACELINE_TIMEOUT_S | | |
 | data plane | PACELINE_DATA_PLANE=auto, local, tcp, grpc | | |
 | CA of the shards (connects with TLS) | PACELINE_TLS_CA | | |
@@ -72,6 +73,7 @@ class Environment:
     local_workers: int  # Workers on this machine.
     job: str  # Name of the job.
     restart: int  # How often the launcher has restarted this worker.
+    run_id: str = ""  # Identity of the launch; empty: not known.
     data_plane: str  # `auto`, or the one data plane to use.
     min_workers: int = 0  # Minimum of an elastic job; 0: the job is not elastic.
     group: int = -1  # Number of this local group; -1: torch's ranks decide.
@@ -163,6 +165,7 @@ class Environment:
             ),
             "job": variables.get("PACELINE_JOB") or _run_id(variables),
             "restart": _number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
+            "run_id": variables.get("PACELINE_RUN_ID", ""),
             "data_plane": variables.get("PACELINE_DATA_PLANE") or "auto",
             "group": _number(variables, -1, "PACELINE_GROUP"),
             "num_groups": _number(variables, 0, "PACELINE_NUM_GROUPS", least=1),

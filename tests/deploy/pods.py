@@ -330,10 +330,15 @@ class Cluster:
     def _add(self, document: Document, count: int) -> None:
         template = document["spec"]["template"]
         owner = document["metadata"]["name"]
+        uid = str(uuid.uuid4())
         for index in range(count):
             name = f"{owner}-{index}"
             address = f"10.78.0.{len(self.pods) + 10}"
-            labels = {"apps.kubernetes.io/pod-index": str(index)} | template["metadata"]["labels"]
+            labels = {
+                "apps.kubernetes.io/pod-index": str(index),
+                "batch.kubernetes.io/controller-uid": uid,
+                **template["metadata"]["labels"],
+            }
             annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
             folder, claims = self.folder / name, self.folder / f"claims-{name}"
             folder.mkdir()

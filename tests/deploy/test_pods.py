@@ -95,6 +95,9 @@ def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
         for name in workers:
             end(cluster, name)
         assert all(cluster.is_ready(name) for name in shards)
+        # A pod that its Job replaces once the training is over, as after a script that fails then.
+        cluster.start("mnist-1")
+        assert "has ended at step" in end(cluster, "mnist-1")
         with ThreadPoolExecutor() as pool:  # As the end of a release.
             assert list(pool.map(cluster.drain, shards)) == [0, 0]
         (claim,) = cluster.pods[shards[0]].claims.iterdir()

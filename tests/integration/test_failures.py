@@ -147,6 +147,45 @@ def test_a_job_whose_workers_have_died_can_be_forgotten_and_starts_over(impatien
     agree(first, alone((LONG, SHORT)))
 
 
+def train_to_the_end(me: Station) -> tuple[int, Weights]:
+    """Trains to step LONG, and tells each; returns the step at which it began."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    first = optimizer.steps
+    while (step := optimizer.steps) < LONG:
+        if (me.rank, step) == (1, SHORT):
+            me.tell()
+            me.hear()
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    psworker.shutdown()
+    return first, weights_of(model)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_replaced_once_the_others_have_finished_ends_too(
+    impatient: Shards,
+) -> None:
+    """Like a pod of a Kubernetes Job, which is started for the first time, as far as it knows."""
+    job, run = new_job(), {"PACELINE_RUN_ID": "first"}
+    with impatient.workers(train_to_the_end, job=job, env=run) as (first, second):
+        second.hear()
+        second.kill()
+        _, weights = first.result()
+    with impatient.workers(train_to_the_end, ranks=[1], job=job, env=run) as (back,):
+        step, taken = back.result()
+        assert "has ended at step 10, and this worker is of the same run" in back.written()
+    assert step == LONG
+    assert same(weights, taken)
+    with impatient.workers(
+        train_to_the_end, job=job, env={"PACELINE_RUN_ID": "second"}
+    ) as following:
+        following[1].hear()
+        following[1].tell()
+        assert [worker.result()[0] for worker in following] == [0, 0]
+
+
 def train_on_signal(me: Station) -> Weights:
     """Trains SHORT steps, and then one for each word from the test until it says stop.
 

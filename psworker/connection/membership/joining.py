@@ -49,6 +49,7 @@ class JobMember:
     num_workers: int  # Number of workers of the job; the maximum of an elastic one.
     min_workers: int  # Minimum of an elastic job; 0: it is not elastic.
     restart: int  # Number of restarts of this worker.
+    run_id: str  # Identity of its launch; empty: not known.
     rank: int  # 0-based rank of this worker; -1: the first shard decides.
     incarnation: int = 0  # Random number of this membership; 0: none yet.
     # Incarnations of this process before this one, oldest first.
@@ -367,6 +368,7 @@ class Joining:
             former=member.former,
             after=member.after,
             restart=member.restart,
+            run_id=member.run_id,
             host=socket.gethostname(),
             pid=os.getpid(),
             protocol=wire.PROTOCOL,

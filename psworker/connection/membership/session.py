@@ -90,6 +90,7 @@ class Session:
         num_workers: int,
         min_workers: int = 0,
         restart: int = 0,
+        run_id: str = "",
         patience_s: float = 30.0,
         data_plane: str = "auto",
         credentials: Credentials = ANYONE,
@@ -102,6 +103,7 @@ class Session:
             rank: Rank of this worker; -1: the first shard decides.
             num_workers: Number of workers of the job; the maximum of an elastic one.
             min_workers: Minimum of an elastic job; 0: it is not elastic.
+            run_id: The same for all workers of a launch, another for the next; empty: not known.
             patience_s: Seconds without an answer that are an error.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
             credentials: Token and certificates for the connections.
@@ -125,7 +127,7 @@ class Session:
         self.peer_host, self.peer_ports = "", range(1)
         self.pace = Pace()
         after = _finished.get(job, 0)
-        self._member = JobMember(job, num_workers, min_workers, restart, rank, after=after)
+        self._member = JobMember(job, num_workers, min_workers, restart, run_id, rank, after=after)
         self._member.process, self._member.num_processes = self.group.rank, self.group.size
         self._joining = Joining(self._member, self.links, self.group, patience_s, data_plane)
         self._mending = MendingWait(job, patience_s)

@@ -11,6 +11,7 @@ from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import JOBS_MAX, Actions, Address, Job, Shard
+from psserver.decisions.table import TableSpec
 from tests.unit.psserver.decisions.test_jobs_and_tables import (
     LEASE_S,
     SPEC,
@@ -360,3 +361,157 @@ def test_workers_that_are_started_again_before_any_update_begin_the_job_anew() -
     following, _ = shard.decide_join("run", 2, member(0, 2, restart=1, heard_s=LEASE_S + 2.0))
     assert following is not job
     assert following.membership.expected() == [0, 1]
+
+
+# ----- the same launch, or the next
+
+
+def of_run(run_id: str, rank: int, incarnation: int = 1, restart: int = 0) -> Member:
+    return dataclasses.replace(member(rank, incarnation, restart=restart), run_id=run_id)
+
+
+def trained(run_id: str, *, least: int = 0, mode: TableSpec = SPEC) -> tuple[Shard, Job]:
+    """Returns a job of two workers of a run, with one update."""
+    shard = Shard(0, 1, LEASE_S)
+    for rank in (0, 1):
+        job, _ = shard.decide_join("run", 2, of_run(run_id, rank), least)
+    address = Address("run", shard.define(job, mode)[0].index, 0)
+    weights = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
+    shard.decide_push(job, address, weights, "init")
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    return shard, job
+
+
+def over(run_id: str, *, least: int = 0) -> tuple[Shard, Job]:
+    """Returns a job that has ended: worker 1 was lost, and worker 0 continued to its end."""
+    shard, job = trained(run_id, least=least)
+    shard.decide_leave("run", 1, 1, "its process failed", failed=True)
+    shard.decide_leave("run", 0, 1, "finished")
+    assert job.state is State.ENDED
+    return shard, job
+
+
+@pytest.mark.parametrize(
+    ("former", "now", "restart", "belongs"),
+    [
+        ("a", "a", 0, True),  # A pod that its Job has replaced.
+        ("a", "b", 0, False),
+        ("a", "b", 1, False),  # The next launch, whose first attempt did not reach the shards.
+        ("a", "", 0, False),
+        ("", "a", 0, False),
+        ("", "", 0, False),
+        ("", "a", 1, True),
+    ],
+)
+def test_a_worker_of_the_same_run_takes_part_in_the_end_and_one_of_another_starts_over(
+    former: str, now: str, restart: int, belongs: bool
+) -> None:
+    shard, job = over(former)
+    back = of_run(now, 1, 2, restart)
+    joined, _ = shard.decide_join("run", 2, back)
+    assert (joined is job) == belongs
+    assert ("'run' has ended at step 1, and this worker is of the same run" in back.news) == (
+        former == now == "a"
+    )
+    assert ("starts over at step 0" in back.news) == (not belongs)
+    if belongs:
+        shard.decide_leave("run", 1, 2, "finished")
+        assert job.state is State.ENDED
+
+
+def test_all_workers_of_a_run_may_come_back_after_its_end_and_the_next_run_after_them() -> None:
+    """As pods do whose scripts fail when the training is over."""
+    shard, job = over("a")
+    news = []
+    for rank in (0, 1):
+        back = of_run("a", rank, 2)
+        assert shard.decide_join("run", 2, back)[0] is job
+        news.append(back.news)
+    assert ["has ended" in text for text in news] == [True, False]  # The job trains again.
+    for rank in (0, 1):
+        shard.decide_leave("run", rank, 2, "finished")
+    following, _ = shard.decide_join("run", 2, of_run("b", 0, 3))
+    assert following is not job
+
+
+def test_a_worker_of_an_elastic_job_takes_part_in_the_end_of_its_run_at_any_rank() -> None:
+    shard, job = over("a", least=1)
+    back = of_run("a", -1, 2)
+    assert shard.decide_join("run", 2, back, 1)[0] is job
+    assert (back.rank, job.membership.live()) == (1, [1])
+    assert "has ended at step 1" in back.news
+    shard.decide_leave("run", 1, 2, "finished")
+    assert shard.decide_join("run", 2, of_run("b", -1, 3), 1)[0] is not job
+
+
+def test_a_worker_of_a_former_run_is_kept_out_of_a_job_that_trains() -> None:
+    """Its rank is free: the worker that had it was lost, or has not come yet."""
+    shard, job = trained("b")
+    shard.decide_leave("run", 1, 1, "its process failed", failed=True)
+    with pytest.raises(NotOverError, match=r"trains with worker 0 .*of run 'a' .*another job name"):
+        shard.decide_join("run", 2, of_run("a", 1, 2))
+    assert shard.decide_join("run", 2, of_run("b", 1, 3))[0] is job
+    other = Shard(0, 1, LEASE_S)
+    other.decide_join("run", 2, of_run("b", 0))
+    with pytest.raises(NotOverError, match="which another launch has started"):
+        other.decide_join("run", 2, of_run("a", 1, 2))
+
+
+def test_a_worker_whose_run_is_not_known_joins_a_job_that_trains() -> None:
+    """As when it is started by hand, in place of a lost one."""
+    for former, now in (("b", ""), ("", "a")):
+        shard, job = trained(former)
+        shard.decide_leave("run", 1, 1, "its process failed", failed=True)
+        assert shard.decide_join("run", 2, of_run(now, 1, 2))[0] is job
+
+
+def test_an_elastic_job_has_workers_of_several_launches() -> None:
+    shard, job = trained("a", least=1)
+    shard.decide_leave("run", 1, 1, "its process failed", failed=True)
+    assert shard.decide_join("run", 2, of_run("b", -1, 2), 1)[0] is job
+    for rank, incarnation in ((0, 1), (1, 2)):
+        shard.decide_leave("run", rank, incarnation, "finished")
+    for run_id in ("a", "b"):
+        back = of_run(run_id, -1, 3)
+        assert shard.decide_join("run", 2, back, 1)[0] is job
+        shard.decide_leave("run", back.rank, 3, "finished")
+
+
+def test_the_next_launch_continues_a_job_whose_workers_were_all_lost() -> None:
+    shard, job = trained("a")
+    shard.decide_leave("run", 0, 1, "its process failed", failed=True)
+    with pytest.raises(NotOverError):  # One of the former ones is still there, for now.
+        shard.decide_join("run", 2, of_run("b", 0, 2))
+    shard.tick(LEASE_S + 1.0)
+    for rank in (0, 1):
+        late = dataclasses.replace(of_run("b", rank, 2), heard_s=LEASE_S + 1.0)
+        assert shard.decide_join("run", 2, late)[0] is job
+    assert job.life.number == 2
+
+
+def test_an_asynchronous_job_awaits_the_workers_of_its_own_run_alone() -> None:
+    """The others may have finished before it began."""
+    for run_id, is_awaited in (("a", True), ("", True), ("b", False)):
+        shard = Shard(0, 1, LEASE_S)
+        job, _ = shard.decide_join("run", 2, of_run("a", 0))
+        shard.decide_leave("run", 0, 1, "finished")
+        late = of_run(run_id, 1, 2)
+        assert (shard.decide_join("run", 2, late)[0] is job) == is_awaited
+        assert not late.news
+
+
+def test_a_process_that_has_finished_begins_the_next_run_though_its_launch_is_the_same() -> None:
+    shard, job = trained("a")
+    for rank in (0, 1):
+        shard.decide_leave("run", rank, 1, "finished")
+    again = dataclasses.replace(of_run("a", 0, 2), after=1)
+    assert shard.decide_join("run", 2, again)[0] is not job
+
+
+def test_shards_of_which_one_has_not_heard_of_the_end_agree_on_the_life() -> None:
+    """Else the next worker would begin another life there, without the first one."""
+    shard, job = over("a")
+    for rank in (0, 1):
+        shard.decide_join("run", 2, of_run("a", rank, 2), life=2)
+    assert (job.membership.live(), job.life.number) == ([0, 1], 2)

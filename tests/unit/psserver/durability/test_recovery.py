@@ -1,5 +1,6 @@
 """A journal gives back the numbers that were written, or is refused by name: never zeros."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -358,6 +359,25 @@ def test_the_end_of_a_job_is_known_after_a_kill(folder: Path) -> None:
     process.engine.leave("a", 0, 7, "finished")
     process.kill()
     assert Process(folder).engine.shard.jobs["a"].is_over
+
+
+@pytest.mark.parametrize("is_former", [False, True])
+def test_the_launch_of_a_worker_is_known_after_a_kill(folder: Path, *, is_former: bool) -> None:
+    """A journal of a former version, which has none, is read as well."""
+    process = Process(folder)
+    process.engine.shard.jobs["a"].membership.members[0].run_id = "night"
+    process.engine.leave("a", 0, 7, "finished")
+    process.kill()
+    if is_former:
+        (path,) = folder.glob("*/job.json")
+        members = read_json(path)["members"]
+        resealed(
+            path, members=[{k: v for k, v in each.items() if k != "run_id"} for each in members]
+        )
+    engine = Process(folder).engine
+    former = engine.shard.jobs["a"]
+    engine.join("a", 1, dataclasses.replace(worker(8), run_id="night"))
+    assert (engine.shard.jobs["a"] is former) == (not is_former)
 
 
 def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_an_empty_environment_is_one_worker_without_servers() -> None:
     found = Environment.read({})
     assert (found.servers, found.rank, found.num_workers) == ((), 0, 1)
     assert (found.local_rank, found.local_workers) == (0, 1)
-    assert (found.job, found.restart) == ("default", 0)
+    assert (found.job, found.restart, found.run_id) == ("default", 0, "")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_an_empty_environment_is_one_worker_without_servers() -> None:
         ("PACELINE_STATEDIR", "PACELINE_STATE_DIR"),
         ("PACLINE_SERVERS", "PACELINE_SERVERS"),
         ("PACELINES_RANK", "PACELINE_RANK"),
+        ("PACELINE_RUNID", "PACELINE_RUN_ID"),
     ],
 )
 def test_a_misspelt_variable_is_refused_and_the_one_that_was_meant_is_named(
@@ -114,6 +115,8 @@ def test_ours_win_over_torchruns_and_those_over_dmlcs() -> None:
     ours = {"PACELINE_RANK": "1", "PACELINE_NUM_WORKERS": "2", "PACELINE_JOB": "mine"}
     found = Environment.read(DMLC | TORCHRUN | ours)
     assert (found.rank, found.num_workers, found.job) == (1, 2, "mine")
+    assert Environment.read(TORCHRUN).run_id == ""  # Often the same for the next launch.
+    assert Environment.read({"PACELINE_RUN_ID": "uid"}).run_id == "uid"
     found = Environment.read(DMLC | TORCHRUN)
     assert (found.rank, found.num_workers) == (3, 4)
 

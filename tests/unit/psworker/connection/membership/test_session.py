@@ -145,11 +145,12 @@ def prepare(change: Callable[[list[FakeLink]], None], monkeypatch: pytest.Monkey
 def test_the_rank_that_the_first_shard_gives_is_asked_for_at_the_others(
     links: list[FakeLink],
 ) -> None:
-    session = begin(rank=-1, data_plane="tcp", restart=2)
+    session = begin(rank=-1, data_plane="tcp", restart=2, run_id="night")
     (first,), (second,) = (link.sent("Join") for link in links)
     assert (first.rank, second.rank) == (-1, 3)
     assert first.incarnation == second.incarnation == session.incarnation
     assert (first.job, first.num_workers, first.restart) == ("job", 4, 2)
+    assert (first.run_id, second.run_id) == ("night", "night")
     assert first.protocol == wire.PROTOCOL
     assert [link.opened for link in links] == [["tcp"], ["tcp"]]
     assert [link.instance for link in links] == [40, 41]
