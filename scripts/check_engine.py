@@ -1158,9 +1158,9 @@ def step(project: Project) -> int:
     return int(project.job("shard0", "mnist-elastic")["step"])
 
 
-def advance(project: Project, since: int | None = None) -> int:
-    """Returns the step of the elastic job once it is ten further than `since`, or than now."""
-    start = wait("a status", lambda: step(project) + 1) - 1 if since is None else since
+def advance(project: Project, since: int = 0) -> int:
+    """Returns the step of the elastic job once it is ten further than now, and than `since`."""
+    start = max(since, wait("a status", lambda: step(project) + 1) - 1)
     return int(wait("ten more steps", lambda: (now := step(project)) >= start + 10 and now))
 
 

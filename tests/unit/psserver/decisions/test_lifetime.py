@@ -11,7 +11,6 @@ from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import JOBS_MAX, Actions, Address, Job, Shard
-from psserver.decisions.table import TableSpec
 from tests.unit.psserver.decisions.test_jobs_and_tables import (
     LEASE_S,
     SPEC,
@@ -370,12 +369,12 @@ def of_run(run_id: str, rank: int, incarnation: int = 1, restart: int = 0) -> Me
     return dataclasses.replace(member(rank, incarnation, restart=restart), run_id=run_id)
 
 
-def trained(run_id: str, *, least: int = 0, mode: TableSpec = SPEC) -> tuple[Shard, Job]:
+def trained(run_id: str, *, least: int = 0) -> tuple[Shard, Job]:
     """Returns a job of two workers of a run, with one update."""
     shard = Shard(0, 1, LEASE_S)
-    for rank in (0, 1):
-        job, _ = shard.decide_join("run", 2, of_run(run_id, rank), least)
-    address = Address("run", shard.define(job, mode)[0].index, 0)
+    shard.decide_join("run", 2, of_run(run_id, 0), least)
+    job, _ = shard.decide_join("run", 2, of_run(run_id, 1), least)
+    address = Address("run", shard.define(job, SPEC)[0].index, 0)
     weights = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
     shard.decide_push(job, address, weights, "init")
     for rank in (0, 1):
