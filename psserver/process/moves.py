@@ -131,6 +131,8 @@ class ShardMoves:
         if servicer is not None and servicer.is_standby:
             return f"standby of {servicer.source}"
         if mover.giving.phase is Giver.SERVING:
+            if mover.order.stays and not mover.has_standby:  # The claim's reason is an older one.
+                return "no standby is wanted" + (f"; epoch {claim.epoch}" if claim else "")
             text = f"not moved to {mover.to}: {mover.problem}" if mover.problem else ""
             return f"{text}{epoch}".removeprefix("; ")
         lag = f", {view.lag_s:.3f} s behind" if view.is_in_sync else ""

@@ -120,6 +120,8 @@ def test_a_standby_is_withdrawn_and_the_shard_wants_none_also_after_a_kill(
     words = ("standby", "--withdraw", "--servers", scene.second.address)
     stand(scene, place)
     assert "has no standby, and wants none" in command.run(*words).stdout
+    ended = status_of(scene.second.address).moving
+    assert ended == "no standby is wanted" + ("; epoch 3" if has_register else "")
     assert "no standby of this shard is wanted" in command.run(*words, code=1).stderr
     kill_child(scene.source)
     eventually(lambda: is_well(scene.second.address))
