@@ -19,6 +19,9 @@ CALL_TIMEOUT_S = 30.0
 RELEASE_TIMEOUT_S = 2.0
 SIGN_TIMEOUT_S = 1.0
 PUT_TIMEOUT_S = 10.0  # Workers wait for the answer.
+MORE = 0x80  # Bit of a byte behind which a number has another one.
+PUT = "/ps.v1.Standby/Put"
+PIECES, DATA = b"\x12", b"\x1a"  # PutRequest.pieces and MovedPiece.data, as bytes that follow.
 
 
 class MoveTarget:
@@ -28,6 +31,8 @@ class MoveTarget:
         self.address = address
         self._channel = credentials.channel(address)
         self._stub = standby_pb2_grpc.StandbyStub(self._channel)
+        decode = pb.PutReply.FromString
+        self._put = self._channel.unary_unary(PUT, response_deserializer=decode)
 
     def offer(self, offer: pb.OfferRequest) -> pb.OfferReply:
         """Asks it to take a shard."""
@@ -39,17 +44,7 @@ class MoveTarget:
         Args:
             more: Whether they count together with those of the next call.
         """
-        request = pb.PutRequest(id=move, more=more)
-        for piece in pieces:
-            request.pieces.add(
-                path=piece.path,
-                offset=piece.offset,
-                data=piece.data,
-                size=piece.size,
-                reserved=piece.reserved,
-                gone=piece.is_gone,
-            )
-        self._call(self._stub.Put, request, PUT_TIMEOUT_S)
+        self._call(self._put, encoded(move, pieces, more), PUT_TIMEOUT_S)
 
     def prepare(self, move: str, spans: Iterable[SentSpan]) -> None:
         """Makes it compare all spans, and record that the move is complete."""
@@ -92,3 +87,32 @@ class MoveTarget:
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
+
+
+def encoded(move: str, pieces: Iterable[JournalPiece], more: bool) -> bytes:
+    """Returns a PutRequest as bytes.
+
+    Protobuf copies a large field several times on its way there, which takes 3 ms for 1 MB: a third
+    of its time on a link of 1 Gbit/s. So the data of pieces are put in between here.
+    """
+    parts = [pb.PutRequest(id=move, more=more).SerializeToString()]
+    for piece in pieces:
+        head = pb.MovedPiece(
+            path=piece.path,
+            offset=piece.offset,
+            size=piece.size,
+            reserved=piece.reserved,
+            gone=piece.is_gone,
+        ).SerializeToString()
+        head += DATA + _varint(len(piece.data))
+        parts += [PIECES, _varint(len(head) + len(piece.data)), head, piece.data]
+    return b"".join(parts)
+
+
+def _varint(number: int) -> bytes:
+    """Returns a number as protobuf has it: 7 bits a byte, the lowest first."""
+    found = bytearray()
+    while number >= MORE:
+        found.append(number % MORE | MORE)
+        number //= MORE
+    return bytes([*found, number])
