@@ -166,6 +166,7 @@ class ReaderLine:
             payload = np.empty(incoming.payload_nbytes, dtype=np.uint8)
             incoming.read_into(memoryview(payload))
             if reply.id != envelope.id:
+                self._heed(reply)
                 continue
             if reply.WhichOneof("body") == "failed":
                 raise endpoint.error_of(reply.failed)
@@ -189,15 +190,33 @@ class ReaderLine:
         self._is_checked = True
         return about
 
+    def _heed(self, reply: data_pb2.Envelope) -> None:
+        """Notes the shard's next address if a frame names it."""
+        if reply.WhichOneof("body") == "next":
+            self._next = reply.next.address
+
+    def _hear(self) -> None:
+        """Reads the frames that came without a request, and closes the connection for weights."""
+        with contextlib.suppress(DamagedError, DecodeError, TransportError):
+            while self._reader is not None:
+                incoming = sockets.read_header(self._reader, deadline_s=time.monotonic())
+                if incoming is None:
+                    break
+                incoming.read_into()
+                self._heed(endpoint.parse_envelope(incoming.header))
+        self._drop()
+
     def _has_moved(self, end_s: float | None) -> bool:
         """Follows the shard to its next address; returns whether it is there."""
+        self._hear()
         address, limit_s = self._next, patience_s(ELSEWHERE_S, end_s)
         if not address:
             return False
         with contextlib.suppress(grpc.RpcError), self.credentials.channel(address) as channel:
             control = control_pb2_grpc.ControlStub(channel)
             about = control.Describe(control_pb2.DescribeRequest(), timeout=limit_s)
-            if about.instance == self._instance and not about.moved_to:
+            is_it = self._instance in (about.instance, about.former_instance)
+            if is_it and not about.moved_to:
                 self._follow(address)
         return self.address == address
 
@@ -235,7 +254,10 @@ class ReaderLine:
         """
         if not isinstance(problem, TransportError):
             raise problem
-        self.trouble = f"shard {self.index} does not answer: {problem}"
+        self.trouble = (
+            f"shard {self.index} does not answer: {problem} (if it has moved, make a reader with "
+            "its new address)"
+        )
         time.sleep(PAUSE_S)
 
     def _drop(self) -> None:

@@ -183,6 +183,7 @@ class Daemon:
         self._servicer.moving = lambda: self._moves.text
         self._servicer.stands_by = lambda: self._moves.view.stands_by
         self._servicer.shares_memory = lambda: self._moves.view.shares_memory
+        self._servicer.tell_readers = self._publications.announce
         self._moves.control = self._servicer
         standby_pb2_grpc.add_StandbyServicer_to_server(self._moves.servicer(), server)
         if self._to_bring:

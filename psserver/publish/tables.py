@@ -70,6 +70,7 @@ class PublishedTable(Protocol):
 
 
 P = TypeVar("P", bound=PublishedTable)
+Tell = Callable[[str], None]  # Called under the lock with an address.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,7 +141,7 @@ class PublishedTables(Generic[P]):
         self.on_version: Callable[[], None] = lambda: None
         self._tables_lock, self._index = lock, index
         self._published: dict[tuple[str, str], Published[P]] = {}  # By job and table.
-        self._connected: Counter[int] = Counter()  # Connections for weights, by reader.
+        self._connected: dict[int, list[Tell]] = {}  # Connections for weights, by reader.
 
     def watch(
         self, job: str, table: str, number: int = 0, reader: ReaderState | None = None
@@ -210,14 +211,26 @@ class PublishedTables(Generic[P]):
             if found is not None:
                 found.readers.pop(number, None)
 
-    def connect(self, number: int, change: int) -> None:
-        """Notes that a reader has one more connection for weights, or one less: `change` is -1.
+    def connect(self, number: int, tell: Tell) -> None:
+        """Notes that a reader has one more connection for weights."""
+        with self._tables_lock:
+            self._connected.setdefault(number, []).append(tell)
+
+    def announce(self, address: str) -> None:
+        """Tells connected readers where the shard will soon be; empty: it stays."""
+        with self._tables_lock:
+            for connections in self._connected.values():
+                for tell in connections:
+                    tell(address)
+
+    def disconnect(self, number: int, tell: Tell) -> None:
+        """Notes that a connection for weights has ended.
 
         A reader whose last connection has ended is forgotten until it asks again.
         """
         with self._tables_lock:
-            self._connected[number] += change
-            if self._connected[number] <= 0:
+            self._connected[number].remove(tell)
+            if not self._connected[number]:
                 del self._connected[number]
                 for found in self._published.values():
                     found.readers.pop(number, None)

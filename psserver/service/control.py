@@ -206,6 +206,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self.stands_by: Callable[[], bool] = lambda: False  # Whether it is a standby.
         self.shares_memory: Callable[[], bool] = lambda: True  # Whether workers may, from now on.
         self._changed = asyncio.Event()  # Set, and replaced, when it serves as another one.
+        self.tell_readers: Callable[[str], None] = lambda _: None  # Of published weights.
         self.mends = False  # Whether this start restores jobs that another shard has lost.
 
     def renew(self, instance: int) -> None:
@@ -222,6 +223,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def announce(self, address: str) -> None:
         """Names the address at which this shard will be in heartbeats; empty: it stays."""
         self._next = address
+        self.tell_readers(address)
         self._forget_told()
 
     def _forget_told(self) -> None:

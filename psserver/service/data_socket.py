@@ -71,8 +71,15 @@ class Fetches(Protocol):
     def fetch(self, header: pb.FetchHeader) -> tuple[pb.FetchReply, list[ByteArray]]:
         """Returns an answer, and arrays that are not changed any more."""
 
-    def connect(self, number: int, change: int) -> None:
-        """Notes that a reader has one more connection, or one less: `change` is -1."""
+    def connect(self, number: int, tell: Callable[[str], None]) -> None:
+        """Notes a connection of a reader.
+
+        Args:
+            tell: Called under the engine's lock with the address where the shard will be.
+        """
+
+    def disconnect(self, number: int, tell: Callable[[str], None]) -> None:
+        """Notes that a connection of a reader has ended."""
 
 
 class DataService:
@@ -159,6 +166,8 @@ class DataHandler:
         self._grant = allowed
         self._sender: pb.Sender | None = None  # The last worker that has spoken here.
         self._reader = 0  # Number of the reader of published weights; 0: none.
+        self._is_answering = False  # Whether an answer to it is being sent.
+        self._next: str | None = None  # An address of which it has yet to be told.
 
     def on_frame(self, envelope: pb.Envelope, incoming: Incoming) -> None:
         """Passes one request to the engine, which answers it now or later.
@@ -190,7 +199,7 @@ class DataHandler:
     def on_end(self) -> None:
         """Drops the connection's pulls; its worker is suspected to be dead."""
         if self._fetches is not None and self._reader:
-            self._fetches.connect(self._reader, -1)
+            self._fetches.disconnect(self._reader, self._tell)
         if self._sender is not None:
             self._engine.suspect(self._sender)
         connection = self._connection
@@ -218,7 +227,7 @@ class DataHandler:
         reply, arrays = fetches.fetch(envelope.fetch)
         if not self._reader:
             self._reader = envelope.fetch.reader
-            fetches.connect(self._reader, 1)
+            fetches.connect(self._reader, self._tell)
         if reply.lineage:
             self._connection.note_known()
         nbytes = sum(array.nbytes for array in arrays)
@@ -226,11 +235,26 @@ class DataHandler:
             fetches.answers.take(nbytes, "an answer to a reader")
         except LimitError as problem:
             raise TransportError(str(problem)) from problem  # It connects again, and asks again.
+        with self._engine.lock:
+            self._is_answering = True
         try:
             answer = pb.Envelope(id=envelope.id, fetched=reply)
             self._connection.send_by_turns(answer, arrays, fetches.rate)
         finally:
             fetches.answers.give(nbytes)
+            with self._engine.lock:
+                self._is_answering = False
+                if self._next is not None:
+                    self._tell(self._next)
+
+    def _tell(self, address: str) -> None:
+        """Tells the reader where the shard will be, behind an answer that is being sent.
+
+        Its kernel keeps the frame until it reads, also when this process has ended.
+        """
+        self._next = address if self._is_answering else None
+        if self._next is None:
+            self._connection.send(pb.Envelope(next=pb.NextAddress(address=address)))
 
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes

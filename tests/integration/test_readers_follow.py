@@ -57,24 +57,28 @@ def require_the_rest(scene: Scene, subscriber: psworker.Subscriber) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asks", [False, True])
 def test_a_shard_moves_and_its_old_process_is_stopped_readers_go_on(
-    scene: Scene, subscriber: psworker.Subscriber
+    asks: bool, scene: Scene, subscriber: psworker.Subscriber
 ) -> None:
+    """Also a reader that asks nothing between the move and the end."""
     scene.drain()
-    subscriber.wait(timeout_s=WAIT_S)
+    if asks:
+        subscriber.wait(timeout_s=WAIT_S)
     ask.drain([scene.second.address], 1.0)
     assert scene.source.wait(60) == 0
     require_the_rest(scene, subscriber)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize(("asks", "is_back"), [(False, False), (True, False), (True, True)])
 def test_a_machine_is_lost_and_readers_go_on_with_its_standby(
-    is_back: bool, tmp_path: Path, scene: Scene, subscriber: psworker.Subscriber
+    asks: bool, is_back: bool, tmp_path: Path, scene: Scene, subscriber: psworker.Subscriber
 ) -> None:
     (tmp_path / "register").mkdir()
     stand(scene, str(tmp_path / "register"))
-    subscriber.wait(timeout_s=WAIT_S)
+    if asks:
+        subscriber.wait(timeout_s=WAIT_S)
     lose(scene.source)
     if is_back:
         port = int(scene.second.address.rpartition(":")[2])

@@ -281,8 +281,14 @@ class FetchReply(_message.Message):
     slices: _containers.RepeatedCompositeFieldContainer[FetchedSlice]
     def __init__(self, lineage: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[FetchedSlice, _Mapping]]] = ...) -> None: ...
 
+class NextAddress(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
 class Envelope(_message.Message):
-    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello", "give", "taken", "offer", "answer", "fetch", "fetched")
+    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello", "give", "taken", "offer", "answer", "fetch", "fetched", "next")
     ID_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +304,7 @@ class Envelope(_message.Message):
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     id: int
     push: PushHeader
     pull: PullHeader
@@ -313,4 +320,5 @@ class Envelope(_message.Message):
     answer: Answer
     fetch: FetchHeader
     fetched: FetchReply
-    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., fetch: _Optional[_Union[FetchHeader, _Mapping]] = ..., fetched: _Optional[_Union[FetchReply, _Mapping]] = ...) -> None: ...
+    next: NextAddress
+    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., fetch: _Optional[_Union[FetchHeader, _Mapping]] = ..., fetched: _Optional[_Union[FetchReply, _Mapping]] = ..., next: _Optional[_Union[NextAddress, _Mapping]] = ...) -> None: ...

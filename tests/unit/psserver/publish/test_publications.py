@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +127,10 @@ class Answers:
     def fetch(self, header: data_pb2.FetchHeader) -> tuple[data_pb2.FetchReply, list[ByteArray]]:
         return data_pb2.FetchReply(lineage=1), [self.found[:100], self.found[100:]]
 
-    def connect(self, number: int, change: int) -> None:
+    def connect(self, number: int, tell: Callable[[str], None]) -> None:
+        self.tell = tell
+
+    def disconnect(self, number: int, tell: Callable[[str], None]) -> None:
         pass
 
 
@@ -171,5 +174,39 @@ def test_slow_readers_take_nothing_of_the_room_for_workers(plane: str) -> None:
                 incoming.read_into(memoryview(got))
                 np.testing.assert_array_equal(got, fetches.found)
         assert fetches.answers.left == fetches.answers.nbytes
+
+    play(scene)
+
+
+@pytest.mark.parametrize("plane", ["tcp", "unix"])
+def test_a_reader_is_told_the_next_address_behind_an_answer_and_while_it_asks_nothing(
+    plane: str,
+) -> None:
+    async def scene(front: Front) -> None:
+        fetches = Answers()
+        service = DataService(front.engine, fetches=fetches)
+        with pair(plane) as (ours, theirs):
+            thread = threading.Thread(target=Connection(ours, service).serve)
+            thread.start()
+            fetch = data_pb2.Envelope(id=1, fetch=data_pb2.FetchHeader(reader=1))
+            sockets.send_all(theirs, sockets.frame_parts(fetch.SerializeToString(), ()))
+            answer = sockets.read_header(theirs)
+            assert answer is not None
+            for address in ("early:1", "far:1"):  # While the answer is on its way.
+                with front.engine.lock:
+                    fetches.tell(address)
+            got = np.empty(fetches.found.nbytes, np.uint8)
+            answer.read_into(memoryview(got))
+            np.testing.assert_array_equal(got, fetches.found)
+            for address in ("far:1", ""):
+                incoming = sockets.read_header(theirs)
+                assert incoming is not None
+                incoming.read_into()
+                said = data_pb2.Envelope.FromString(incoming.header)
+                assert said == data_pb2.Envelope(next=data_pb2.NextAddress(address=address))
+                with front.engine.lock:
+                    fetches.tell("")
+            theirs.close()
+            thread.join()
 
     play(scene)

@@ -184,10 +184,14 @@ def test_a_reader_is_forgotten_when_its_connection_has_ended_or_it_is_silent() -
     shard = up.relay.shards[0]
     for number in (3, 4):
         shard.watch(*KEY, number, ReaderState(host="far", pid=9, heard_s=0.0))
-    for change in (1, 1, -1):  # The one that it has lost ends after its successor has begun.
-        shard.connect(4, change)
+    told: dict[str, list[str]] = {"lost": [], "new": []}
+    shard.connect(4, told["lost"].append)
+    shard.connect(4, told["new"].append)
+    shard.disconnect(4, told["lost"].append)  # Noticed after its successor has begun.
+    shard.announce("far:7070")
+    assert told == {"lost": [], "new": ["far:7070"]}
     up.now_s = 31.0
     shard.forget_silent()
     assert list(shard.listed()[0][2].readers) == [4]
-    shard.connect(4, -1)
+    shard.disconnect(4, told["new"].append)
     assert not shard.listed()[0][2].readers
