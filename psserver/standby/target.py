@@ -31,8 +31,7 @@ class MoveTarget:
         self.address = address
         self._channel = credentials.channel(address)
         self._stub = standby_pb2_grpc.StandbyStub(self._channel)
-        decode = pb.PutReply.FromString
-        self._put = self._channel.unary_unary(PUT, response_deserializer=decode)
+        self._put = self._channel.unary_unary(PUT, None, pb.PutReply.FromString)
 
     def offer(self, offer: pb.OfferRequest) -> pb.OfferReply:
         """Asks it to take a shard."""
