@@ -217,7 +217,7 @@ class PublishedTables(Generic[P]):
             self._connected.setdefault(number, []).append(tell)
 
     def announce(self, address: str) -> None:
-        """Tells connected readers where the shard will soon be; empty: it stays."""
+        """Sends connected readers the address where the shard will soon be; empty: it stays."""
         with self._tables_lock:
             for connections in self._connected.values():
                 for tell in connections:

@@ -248,7 +248,7 @@ class DataHandler:
                     self._tell(self._next)
 
     def _tell(self, address: str) -> None:
-        """Tells the reader where the shard will be, behind an answer that is being sent.
+        """Sends the reader the address where the shard will be, behind an answer under way.
 
         Its kernel keeps the frame until it reads, also when this process has ended.
         """
