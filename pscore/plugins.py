@@ -107,7 +107,8 @@ def parse_plugin(kind: str, text: str) -> tuple[str, dict[str, Any]]:
     if match is None:
         raise ConfigError(f"{kind} is {text!r}, must look like name or name(argument=value)")
     arguments: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in (match[2] or "").split(","))):
+    inside = (match[2] or "").strip().removesuffix(",")  # As in Python.
+    for item in (part.strip() for part in inside.split(",")) if inside else ():
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise ConfigError(f"{kind} is {text!r}: {item!r} must look like argument=value")

@@ -29,12 +29,19 @@ def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> t
     given: object = listed  # A script may pass anything.
     if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f"servers is {text!r}, must be text as host:port,host:port, or a list")
-    addresses = tuple(address.strip() for address in listed if address.strip())
-    if text and not addresses:  # Two variables that are not set, with a comma: no job of its own.
+    addresses = tuple(address.strip() for address in listed) if text else ()
+    if text and not any(
+        addresses
+    ):  # Two variables that are not set, with a comma: no job of its own.
         raise ConfigError(
             f"servers is {text!r}, which names no address: give host:port,host:port, or nothing"
         )
-    for address in addresses:
+    for number, address in enumerate(addresses, 1):
+        if not address:
+            raise ConfigError(
+                f"entry {number} of the addresses {text!r} is empty: give the address that is "
+                "missing there, or leave the comma out"
+            )
         if not address.startswith("unix:"):
             split_address(address, port_min=port_min)
     if len(set(addresses)) != len(addresses):

@@ -177,7 +177,7 @@ def parse_every(texts: str) -> dict[str, int]:
         ConfigError: It is not of that form.
     """
     found: dict[str, int] = {}
-    for text in filter(None, texts.split(",")):
+    for text in texts.split(",") if texts else ():
         job, _, option = text.rpartition(":")
         name, _, number = option.partition("=")
         if not job or name != "every" or not number.isdecimal():

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pscore.errors import ConfigError
+from pscore.net.addresses import parse_addresses
 from psserver.standby.succession import Claim
 
 SCHEMES = {"etcd": "http", "etcds": "https"}
@@ -32,7 +33,11 @@ class EtcdRegister:
         members, _, path = rest.partition("/")
         if not (members and path):
             raise ConfigError(f"{url} is no register: it must be like {scheme}://host:2379/night")
-        self._members = [f"{SCHEMES[scheme]}://{member}" for member in members.split(",")]
+        try:
+            addresses = parse_addresses(members)
+        except ConfigError as problem:
+            raise ConfigError(f"register {url}: {problem}") from problem
+        self._members = [f"{SCHEMES[scheme]}://{address}" for address in addresses]
         self._prefix = f"{path.strip('/')}/{shard}."
         # The proxies of the environment are for other addresses.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]

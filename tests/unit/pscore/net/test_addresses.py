@@ -39,13 +39,23 @@ def test_a_malformed_address_is_refused_with_its_fault(text: str, reason: str) -
     "text", ["gpu-3.cluster_a:7070", "10.0.0.1:1", "[::1]:65535", "[fe80::1%eth0]:70", "unix:///a"]
 )
 def test_an_address_is_kept_as_it_is_written(text: str) -> None:
-    assert parse_addresses(f" {text} ,") == (text,)
+    assert parse_addresses(f" {text} ") == (text,)
 
 
 def test_addresses_are_a_comma_list_in_the_order_of_the_shards() -> None:
-    assert parse_addresses(" a:1 , b:2,") == ("a:1", "b:2")
+    assert parse_addresses(" a:1 , b:2") == ("a:1", "b:2")
     assert parse_addresses(["[::1]:70", "unix:///run/shard0"]) == ("[::1]:70", "unix:///run/shard0")
     assert parse_addresses(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "entry"),
+    [("a:1,,b:1", 2), ("a:1,b:1,", 3), (",a:1", 1), ("a:1, ,b:1", 2), (["a:1", ""], 2)],
+)
+def test_an_empty_entry_is_refused(text: str | list[str], entry: int) -> None:
+    """One of a script's variables is not set: the job would be on the shards that are left."""
+    with pytest.raises(ConfigError, match=rf"entry {entry} of .* is empty: .* leave the comma out"):
+        parse_addresses(text)
 
 
 def test_an_address_that_stands_twice_is_refused() -> None:

@@ -118,7 +118,10 @@ def test_text_of_another_form_is_refused(text: str) -> None:
         parse_plugin("thing", text)
 
 
-@pytest.mark.parametrize("text", ["thing(5)", "thing(count)", "thing(count=1, 2)"])
+@pytest.mark.parametrize(
+    "text",
+    ["thing(5)", "thing(count)", "thing(count=1, 2)", "thing(count=1,,flag=True)", "thing(,,)"],
+)
 def test_an_argument_without_a_name_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must look like argument=value"):
         parse_plugin("thing", text)

@@ -78,7 +78,9 @@ def test_a_process_that_is_gone_or_another_one_does_not_count(tmp_path: Path) ->
     for number, run in enumerate(
         [
             replace(make_run(), pid=ended.pid),
-            replace(make_run(), began=began(os.getppid())),
+            replace(
+                make_run(), began=f"{make_run().began}0"
+            ),  # Not its parent's: of one tick, perhaps.
             replace(make_run(), began=""),
         ]
     ):

@@ -94,8 +94,11 @@ def test_a_ring_adopts_versions_of_another_byte_for_byte() -> None:
     assert second.find(7, 9, 4, 0) is None
 
 
-@pytest.mark.parametrize("text", ["night", "night:every=x", ":every=1", "night:every=0"])
+@pytest.mark.parametrize(
+    "text", ["night", "night:every=x", ":every=1", "night:every=0", "night:every=1,", ","]
+)
 def test_publications_are_named_in_one_form(text: str) -> None:
     assert parse_every("night:every=4,*:every=1") == {"night": 4, "*": 1}
+    assert parse_every("") == {}
     with pytest.raises(ConfigError, match="every"):
         parse_every(text)

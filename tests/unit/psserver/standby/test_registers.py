@@ -101,6 +101,8 @@ def test_a_url_that_cannot_be_a_register_in_etcd_is_refused(
     for url in ("etcd://", "etcd://host:2379", "etcd:///night"):
         with pytest.raises(ConfigError, match="must be like etcd://host:2379/night"):
             register_of(url, SHARD)
+    with pytest.raises(ConfigError, match=r"register etcd://a:1,,b:1/night: entry 2 .* is empty"):
+        register_of("etcd://a:1,,b:1/night", SHARD)
     monkeypatch.setenv("ETCDCTL_CACERT", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="a file of ETCDCTL_CACERT"):
         register_of("etcds://host:2379/night", SHARD)
