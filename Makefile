@@ -73,7 +73,7 @@ check: $(STAMP) ## lint, format, types, generated code
 check-deploy: $(STAMP) .venv-ray/ready ## deploy/ on Kubernetes and Slurm, Ray, Prometheus, etcd, the dashboard in Chromium, the wheel; as root
 	$(BIN)/python -m scripts.check_deploy
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
-	$(BIN)/python -m pytest -q -rs -k etcd tests/unit/psserver/standby tests/integration/test_standby.py
+	$(BIN)/python -m pytest -q -rs -k "etcd or kubernetes" tests/unit/psserver/standby tests/integration/test_standby.py
 
 docs: $(STAMP) ## the documentation as a site, built and served at http://127.0.0.1:8000: its search needs a server
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -65,7 +65,8 @@ VALUES = {
     "OpenShift": "openshift=true",
     "cert-manager": CERT_MANAGER,
     "cert-manager and Prometheus": f"{CERT_MANAGER},serviceMonitor.enabled=true",
-    "standbys": "standby.enabled=true,standby.registerClaim=register,standby.failoverS=2.5",
+    "standbys": "standby.enabled=true,standby.failoverS=2.5",
+    "standbys with a claim": "standby.enabled=true,standby.registerClaim=register",
     "settings": "settings.threads=4,settings.lease_s=5,log.level=debug,extraEnv[0].name=A,"
     "extraEnv[0].value=b",
 }
@@ -82,7 +83,6 @@ REFUSED = {
     "podLabels.app\\.kubernetes\\.io/instance=a": "app.kubernetes.io/instance",
     "image.digest=latest": "digest",
     "tls.certManager.enabled=true": "issuerRef",
-    "standby.enabled=true": "needs a register",
     "standby.enabled=true,standby.register=s3://night,persistence.enabled=false": "persistence",
 }
 # Values that an upgrade of a release with the default ones must refuse, and a part of the message.

@@ -415,8 +415,8 @@ def standby(
     register: Annotated[
         str | None,
         typer.Option(
-            help="Folder or URL (etcd://, s3://, gs://) that both machines reach; with it the "
-            "standby takes over by itself [a person promotes it]."
+            help="Folder or URL (etcd://, kubernetes://, s3://, gs://) that both machines reach; "
+            "with it the standby takes over by itself [a person promotes it]."
         ),
     ] = None,
     failover_s: Annotated[

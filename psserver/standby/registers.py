@@ -8,6 +8,7 @@ from typing import Protocol
 
 from psserver.standby.etcd_register import SCHEMES, EtcdRegister
 from psserver.standby.folder_register import FolderRegister
+from psserver.standby.kubernetes_register import SCHEME, KubernetesRegister
 from psserver.standby.store_register import StoreRegister
 from psserver.standby.succession import Claim
 
@@ -69,7 +70,7 @@ def settle(
 
 
 def register_of(text: str, shard: str) -> Register:
-    """Returns the register at a place: a URL of etcd or of a store, or else a folder.
+    """Returns the register at a place: a URL of etcd, Kubernetes or a store, or else a folder.
 
     Args:
         text: The place.
@@ -78,6 +79,9 @@ def register_of(text: str, shard: str) -> Register:
     Raises:
         ConfigError: It cannot be used from here.
     """
-    if text.partition("://")[0] in SCHEMES:
+    scheme = text.partition("://")[0]
+    if scheme in SCHEMES:
         return EtcdRegister(text, shard)
+    if scheme == SCHEME:
+        return KubernetesRegister(text, shard)
     return StoreRegister(text, shard) if "://" in text else FolderRegister(Path(text), shard)

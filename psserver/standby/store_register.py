@@ -29,7 +29,8 @@ class StoreRegister:
         """
         if url.partition("://")[0] not in KINDS:
             raise ConfigError(
-                f"{url} cannot be a register: it must be a folder, etcd://, s3:// or gs://"
+                f"{url} cannot be a register: it must be a folder, "
+                "etcd://, kubernetes://, s3:// or gs://"
             )
         try:
             core: Any = importlib.import_module("fsspec.core")

@@ -14,6 +14,7 @@ ENGINES = {
     "test_alerts": "Prometheus",
     "test_booted": "systemd",
     "test_docker": "Docker",
+    "test_kubernetes_api": "Kubernetes",
     "test_kubernetes_page": "Kubernetes",
     "test_pods": "Kubernetes",
     "test_prometheus": "Prometheus",

@@ -9,12 +9,18 @@ scheduling, the kubelet's own timing, image pulls, storage classes.
 from __future__ import annotations
 
 import base64
+import contextlib
+import ctypes
 import os
 import re
+import select
 import shlex
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +39,7 @@ ENTER = """
 set -e
 mount --make-rprivate /
 # Writable for mount points; /root too: the interpreter may be there, and the user must reach it.
-for base in /etc /var/lib /root; do
+for base in /etc /run /var/lib /root; do
     mkdir -p {scratch}/upper$base {scratch}/work$base
     mount -t overlay overlay $base \
         -o lowerdir=$base,upperdir={scratch}/upper$base,workdir={scratch}/work$base
@@ -49,6 +55,9 @@ exec setpriv --reuid {user} --regid {group} --groups {fs_group} --no-new-privs \
 """
 READ_ONLY = "mount -o remount,bind,ro /"
 APP = Path("/app")
+SWITCH = "10.78.0.1"
+CLONE_NEWNET = 0x40000000
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 LIMIT_S = 400.0  # Against a hang only.
 # User, group and group of files that OpenShift gives a pod which names none.
 OPENSHIFT = {"runAsUser": 1000650000, "runAsGroup": 0, "fsGroup": 1000650000}
@@ -100,6 +109,7 @@ class Cluster:
     folder: Path
     path: str  # PATH inside the pods.
     app: Path  # Folder of the examples, which the pods have at /app.
+    account: Path | None = None  # Files of the account of pods that have one's token.
     pods: dict[str, Pod] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
     _num_moves: int = 0
@@ -109,7 +119,7 @@ class Cluster:
         APP.mkdir(exist_ok=True)
         self._switch = self._namespace("switch")
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "addr", "add", "10.78.0.1/24", "dev", "bridge")
+        _ip("-n", self._switch, "addr", "add", f"{SWITCH}/24", "dev", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
         for document in self.documents:
             if document["kind"] == "StatefulSet":
@@ -229,6 +239,20 @@ class Cluster:
             assert process.stdout.readline().strip() == str(count)
             yield
             process.stdin.close()
+
+    @contextmanager
+    def reaching(self, port: int) -> Iterator[None]:
+        """Passes connections of pods to 10.78.0.1 on to this machine's loopback, at one port."""
+        made: list[socketserver.ThreadingTCPServer] = []
+        thread = threading.Thread(target=_serve_in, args=(self._switch, port, made))
+        thread.start()
+        thread.join()
+        with made[0] as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            yield
+            server.shutdown()
+            thread.join()
 
     def drain(self, name: str) -> int:
         """Ends a pod as a drained node does, SIGKILL after the grace period; returns its status."""
@@ -353,6 +377,8 @@ class Cluster:
         """Returns shell lines that mount the volumes of a pod's container."""
         volumes = {each["name"]: each for each in pod.spec["volumes"]}
         lines = []
+        if pod.spec.get("automountServiceAccountToken", True) and self.account is not None:
+            lines += [f"mkdir -p {ACCOUNT}", f"mount --bind {self.account} {ACCOUNT}"]
         # The folders to mount are below /tmp, which is mounted last.
         for mount in sorted(
             pod.container["volumeMounts"], key=lambda each: each["mountPath"] == "/tmp"
@@ -433,6 +459,30 @@ class Cluster:
         _ip("netns", "add", full)
         self._names.append(full)
         return full
+
+
+class _PassOn(socketserver.BaseRequestHandler):
+    """A connection to this machine's loopback for each one that comes."""
+
+    def handle(self) -> None:
+        _, port = self.request.getsockname()
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port)) as far,
+        ):
+            ends = {self.request: far, far: self.request}
+            while True:
+                for source in select.select(ends, (), ())[0]:
+                    if not (data := source.recv(1 << 16)):
+                        return
+                    ends[source].sendall(data)
+
+
+def _serve_in(namespace: str, port: int, made: list[socketserver.ThreadingTCPServer]) -> None:
+    """Listens in a network namespace, in which the thread stays."""
+    with Path("/run/netns", namespace).open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
+    made.append(socketserver.ThreadingTCPServer((SWITCH, port), _PassOn))
 
 
 def _ip(*words: str) -> None:

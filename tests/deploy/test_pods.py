@@ -41,8 +41,8 @@ def rendered(example: str, *values: str) -> list[Document]:
 
 
 @contextmanager
-def started(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
-    """The pods of a cluster, of which the shards are ready."""
+def prepared(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
+    """The pods of a cluster, of which none runs."""
     folder.chmod(0o755)
     for parent in folder.parents:
         if parent != Path("/") and parent.stat().st_uid == os.getuid():
@@ -52,12 +52,24 @@ def started(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
     app = folder / "app"
     shutil.copytree(ROOT / "examples", app / "examples")
     with Cluster(documents, folder, path, app) as cluster:
-        shards = [name for name in cluster.pods if name.startswith("paceline-")]
-        for name in shards:
-            cluster.start(name)
-        for name in shards:
-            cluster.wait(f"{name} is not ready", partial(cluster.is_ready, name))
         yield cluster
+
+
+@contextmanager
+def started(folder: Path, documents: list[Document]) -> Iterator[Cluster]:
+    """The pods of a cluster, of which the shards are ready."""
+    with prepared(folder, documents) as cluster:
+        start_shards(cluster)
+        yield cluster
+
+
+def start_shards(cluster: Cluster) -> None:
+    """Starts the shards, and waits until they are ready."""
+    shards = [name for name in cluster.pods if name.startswith("paceline-")]
+    for name in shards:
+        cluster.start(name)
+    for name in shards:
+        cluster.wait(f"{name} is not ready", partial(cluster.is_ready, name))
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:

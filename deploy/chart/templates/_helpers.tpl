@@ -93,3 +93,11 @@ tls.enabled: {{ .Values.tls.enabled }}
 protocol: {{ index .Chart.Annotations "paceline.dev/protocol" | quote }}
 journal: {{ index .Chart.Annotations "paceline.dev/journal" | quote }}
 {{- end -}}
+
+{{/* Place of the standbys' register; kubernetes://NAME: the Leases of register.yaml; empty without standbys. */}}
+{{- define "paceline.register" -}}
+{{- if .Values.standby.enabled -}}
+{{- $default := ternary "/var/lib/paceline-register" (printf "kubernetes://%s" (include "paceline.name" .)) (ne .Values.standby.registerClaim "") -}}
+{{ .Values.standby.register | default $default }}
+{{- end -}}
+{{- end -}}

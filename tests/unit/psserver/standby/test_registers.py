@@ -28,6 +28,9 @@ from psserver.standby.registers import Register, register_of, settle
 from psserver.standby.succession import Claim, alone, give, left_to, pair, take
 from tests.etcd import running_etcd
 from tests.integration.command import taken_port
+from tests.kube_api import KubeApi, running_kube_api
+from tests.leases import Leases, enter_pod, make_place
+from tests.leases import serving as serving_leases
 
 SHARD = "shard-1-of-2"
 FIRST = Claim(epoch=1, holder="p", address="a:1")
@@ -45,12 +48,38 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["folder", "memory", "etcd"])
-def open_register(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Register]:
+@pytest.fixture(scope="module")
+def kube_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeApi]:
+    """A real API server of Kubernetes; skips where none is built."""
+    with running_kube_api(tmp_path_factory.mktemp("kube")) as api:
+        yield api
+
+
+@pytest.fixture
+def leases(tmp_path: Path) -> Iterator[tuple[Leases, int]]:
+    """A stand-in for it, and its port."""
+    found = Leases(tmp_path)
+    with serving_leases(found) as port:
+        yield found, port
+
+
+@pytest.fixture(params=["folder", "memory", "etcd", "leases", "kubernetes"])
+def open_register(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Register]:
     if request.param == "memory":
         pytest.importorskip("fsspec")
     if request.param == "etcd":
         place = f"{request.getfixturevalue('etcd')}{tmp_path}"
+    elif request.param == "leases":
+        leases, port = request.getfixturevalue("leases")
+        leases.add(f"night-{SHARD}")
+        enter_pod(monkeypatch, leases.account, port)
+        place = "kubernetes://night"
+    elif request.param == "kubernetes":
+        api = request.getfixturevalue("kube_api")
+        enter_pod(monkeypatch, tmp_path / "account", api.port)
+        place = make_place(api, tmp_path / "account", SHARD)
     else:
         place = places(tmp_path / "register")[request.param == "memory"]
     return lambda: register_of(place, SHARD)
@@ -150,7 +179,7 @@ def test_a_store_that_replaces_objects_and_a_folder_that_is_not_there_are_refuse
         register_of(str(tmp_path / "none"), SHARD)
     with pytest.raises(ConfigError, match="no folder here"):
         register_of("relative", SHARD)
-    with pytest.raises(ConfigError, match="etcd://, s3:// or gs://"):
+    with pytest.raises(ConfigError, match="kubernetes://, s3:// or gs://"):
         register_of(f"file://{tmp_path}", SHARD)
     memory: Any = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
     make = memory.pipe_file
