@@ -210,11 +210,14 @@ class Cluster:
         )  # fmt: skip
         return asked.returncode == 0
 
-    def is_alive(self, name: str) -> bool:
-        """Runs a pod's liveness command in it."""
+    def is_alive(self, name: str, late_s: float = 0.0) -> bool:
+        """Runs a pod's liveness command in it, on a node that needs some seconds to start it."""
         pod = self.pods[name]
-        words = pod.container["livenessProbe"]["exec"]["command"]
+        probe = pod.container["livenessProbe"]
+        words = probe["exec"]["command"]
         inside = ["nsenter", f"--target={self._first(pod)}", "--mount", "--pid", "--"]
+        if late_s >= probe["timeoutSeconds"]:
+            return False
         return subprocess.run([*inside, *words], check=False).returncode == 0
 
     def signal(self, name: str, number: int) -> None:
