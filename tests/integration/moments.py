@@ -17,6 +17,10 @@ from psserver.rows import kernels
 from psserver.rows.copying import SlabCopy
 from psserver.rows.store import RowStore
 from psserver.rows.undo import Undo
+from psserver.standby import heir, mover
+from psserver.standby.handover import Giving
+from psserver.standby.pieces import GIVEN, STANDBY, ArrivingJournals
+from psserver.standby.target import MoveTarget
 from tests.integration.command import Command
 
 ARMED, FOLDER = "armed", "TEST_MOMENTS"
@@ -34,6 +38,16 @@ def is_new_index(keys: Any, places: Any, *_: Any) -> bool:
 def is_of_rows(fd: int, *_: Any) -> bool:
     """Whether a file is one of rows."""
     return os.readlink(f"/proc/self/fd/{fd}").endswith(".rows")
+
+
+def is_begun(journals: ArrivingJournals) -> bool:
+    """Whether a shard that has arrived is to be served."""
+    return bool(journals.prepared)
+
+
+def writes(name: str) -> Callable[..., bool]:
+    """Returns whether a mark of this name is written."""
+    return lambda path, *_: path.name == name
 
 
 class Moment(NamedTuple):
@@ -58,6 +72,19 @@ MOMENTS = {
     "copy was made": Moment(SlabCopy, "advance", at_end=True),
     "rows are restored": Moment(kernels, "load", at_end=True),
     "rows were restored": Moment(RowStore, "restore", at_end=True),
+    "all is copied": Moment(Giving, "copied", at_end=True),
+    "standby is noted": Moment(mover, "write_json", writes(STANDBY), at_end=True),
+    "answers have ended": Moment(Giving, "freeze", at_end=True),
+    "other is prepared": Moment(MoveTarget, "prepare", at_end=True),
+    "shard is given": Moment(mover, "write_json", writes(GIVEN), at_end=True),
+    "other has begun": Moment(MoveTarget, "begin", at_end=True),
+    "all is here": Moment(ArrivingJournals, "prepare"),
+    "all is compared": Moment(ArrivingJournals, "prepare", at_end=True),
+    "standby has kept it": Moment(ArrivingJournals, "complete", at_end=True),
+    "claim was made": Moment(heir, "settle", at_end=True),
+    "shard is to begin": Moment(ArrivingJournals, "note_begun"),
+    "shard has begun": Moment(ArrivingJournals, "note_begun", at_end=True),
+    "journals are moved": Moment(ArrivingJournals, "begin", is_begun, at_end=True),
 }
 
 
