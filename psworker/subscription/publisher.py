@@ -7,8 +7,10 @@
         if step % 10 == 0:
             publisher.publish(step)
 
-One process publishes. The shards are a store of versions then: the value of the table is what was
-pushed last, and each push makes a version.
+One process publishes; of several that are one worker (`psworker.init` after
+`torch.distributed.init_process_group`), which all make the calls, the first one does. The shards
+are a store of versions then: the value of the table is what was pushed last, and each push makes a
+version.
 """
 
 from __future__ import annotations
@@ -98,11 +100,14 @@ class Publisher:
         )
         assert self._exchange.grads is not None
         self._values = self._exchange.grads  # Shards of this host read it where it lies.
-        self._rank = session.rank
+        self._session = session
         self._key = (session.job, table)
         _publishers[self._key] = self
         begin_publication(session, self._exchange.table, 1)
-        self._write(first, step)
+        session.group.led(lambda: self._begin(first, step))
+
+    def _begin(self, arrays: Mapping[str, FloatArray], step: int) -> None:
+        self._write(arrays, step)
         for part in self._exchange.layout.slices:
             values = self._values[part.start : part.stop]
             self._exchange.load(part.index, Role.WEIGHTS, [values], [])
@@ -127,7 +132,11 @@ class Publisher:
                 f"this process has made another Publisher of table {self._key[1]!r} since: publish "
                 "with that one, or give each a table= of its own"
             )
-        self._write(self._on_host(), step)
+        arrays = self._on_host()
+        self._session.group.led(lambda: self._send(arrays, step))
+
+    def _send(self, arrays: Mapping[str, FloatArray], step: int) -> None:
+        self._write(arrays, step)
         self._push()
 
     def _on_host(self) -> dict[str, FloatArray]:
@@ -146,7 +155,7 @@ class Publisher:
         values = torch.from_numpy(self._values)
         for part in self._exchange.layout.slices:
             push = Push(
-                worker=self._rank,
+                worker=self._session.rank,
                 step=self._round,
                 base_version=0,
                 hyper=np.zeros((1, len(AssignSum.hyper_names))),

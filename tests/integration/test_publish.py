@@ -31,7 +31,7 @@ from psworker.connection.exchange.publishing import begin_publication
 from psworker.training import table
 from tests.inside import forget_worker, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, wait_until
-from tests.integration.command import Command, eventually, lasting_ports
+from tests.integration.command import Command, eventually, free_ports, lasting_ports
 from tests.integration.models import backward, batch, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
@@ -490,3 +490,42 @@ def test_no_version_is_torn_and_none_falls_while_shards_are_killed(tmp_path: Pat
         worker.tell()
         worker.result()
         worker.close()
+
+
+def publishes_in_a_group(station: Station) -> None:
+    """Publishes weights that differ between the processes of one worker."""
+    torch.distributed.init_process_group("gloo")
+    psworker.init()
+    arrays = {"w": torch.full((3_000_000,), float(station.rank))}
+    publisher = psworker.Publisher(arrays)
+    while (step := station.hear()) is not None:
+        arrays["w"].fill_(10 * step + station.rank)
+        publisher.publish(step)
+        station.tell()
+
+
+@pytest.mark.slow
+def test_of_the_processes_of_a_group_the_first_one_publishes(shards: Shards) -> None:
+    """In a script of DDP all make the calls: versions had parts of each."""
+    (port,), job = free_ports(1), new_job()
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for rank in range(2):
+            env = shards.environment(rank, 2, job) | launched
+            workers.append(Worker(publishes_in_a_group, rank, (), env))
+            stack.callback(workers[-1].close)
+        subscriber = stack.enter_context(psworker.Subscriber(shards.addresses, job=job))
+        weights = subscriber.wait(timeout_s=WAIT_S)
+        for step in (1, 2, 3):
+            for worker in workers:
+                worker.tell(step)
+            for worker in workers:
+                worker.hear()
+            weights = subscriber.wait(newer_than=weights.version, timeout_s=WAIT_S)
+            assert (weights.step, weights.version.number) == (step, step)
+            assert (weights.arrays["w"] == 10 * step).all()
+        for worker in workers:
+            worker.tell()
+        for worker in workers:
+            worker.result()
