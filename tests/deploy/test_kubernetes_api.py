@@ -1,7 +1,7 @@
 """The chart and its standbys with a real API server of Kubernetes, which no kubelet asks.
 
-The chart asks for a newer one than Debian's 1.20, so its copy here asks for none, and has no
-PodDisruptionBudget, whose group has another version there.
+The chart asks for a newer one than Debian's 1.20, so its copy here asks for none, and has neither
+PodDisruptionBudget, whose group has another version there, nor constraints of its newer fields.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.kube_api import KubeApi, running_kube_api
 __all__ = ["pytestmark"]
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/paceline-shard-0-of-1"
-VALUES = "podDisruptionBudget.enabled=false,standby.enabled=true,shards=1"
+VALUES = "podDisruptionBudget.enabled=false,spread=false,standby.enabled=true,shards=1"
 OWN = "app.kubernetes.io/instance=paceline"
 
 
