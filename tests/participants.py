@@ -1,7 +1,7 @@
 """Participants of a table as a list that a test changes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -11,6 +11,7 @@ class Listed:
     live: Callable[[], list[int]]
     num_workers: int
     least_of: Callable[[], int] | None = None
+    at_barrier: set[int] = field(default_factory=set)
 
     @property
     def is_elastic(self) -> bool:
@@ -18,6 +19,9 @@ class Listed:
 
     def ranks(self) -> list[int]:
         return self.live()
+
+    def resting(self) -> set[int]:
+        return self.at_barrier
 
     def least(self) -> int:
         return 0 if self.least_of is None else self.least_of()

@@ -93,6 +93,7 @@ class Member:
     refills: bool = False  # It brings its part of the job to a shard that has lost that.
     asked_s: float = -math.inf  # Time at which it first asked, if it waits for a dead one's rank.
     waits: str = ""  # The shard that does not answer it, as the worker describes it.
+    rests: bool = False  # It waits for others at a barrier or for a tensor, and pushes no step.
     news: str = ""  # Message about the job, for a worker that joins.
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
@@ -111,6 +112,7 @@ class Attendance(NamedTuple):
     live: list[int]  # Ranks, in order.
     expected: list[int]  # Ranks that a step waits for, in order.
     wanted: int  # Live workers that a step needs in order to close.
+    resting: frozenset[int]  # Ranks of those live that push no step for now.
 
 
 class Membership:
@@ -317,6 +319,18 @@ class Membership:
         """Returns the ranks of the live workers, in order."""
         return (self._attendance or self._attend()).live
 
+    def resting(self) -> frozenset[int]:
+        """Returns the ranks of the live workers that push no step for now."""
+        return (self._attendance or self._attend()).resting
+
+    def rest(self, rank: int, *, rests: bool) -> bool:
+        """Records whether a worker waits for others, and pushes no step before; if it changed."""
+        member = self.members[rank]
+        if member.rests == rests:
+            return False
+        member.rests, self._attendance = rests, None
+        return True
+
     @property
     def size(self) -> str:
         """Number of workers for people: `4`, or `2 to 4`."""
@@ -403,7 +417,8 @@ class Membership:
             expected, wanted = [rank for rank in range(self.num_workers) if rank not in away], 0
         if self.members and not live:
             wanted = 0 if num_left else max(1, self.min_workers)
-        self._attendance = Attendance(live, expected, wanted)
+        resting = frozenset(rank for rank in live if self.members[rank].rests)
+        self._attendance = Attendance(live, expected, wanted, resting)
         return self._attendance
 
     def _presence(self, rank: int) -> Presence:

@@ -76,7 +76,7 @@ class OpenSteps:
     def fill(self, step: int) -> list[Action]:
         """Mode by step: adds the held pushes of a step whose turn has come."""
         open_step, workers = self.steps[step], self._workers
-        ranks = sorted(open_step.ranks().union(workers.expected(step)))
+        ranks = sorted(open_step.ranks().union(self._expected(step)))
         # Else others may join, or an own late push is in already.
         is_alone = len(ranks) == 1 and not (workers.participants.is_elastic or open_step.added)
         fan_in, least = workers.fan_in(self.rule, len(ranks)), workers.least(self.rule, len(ranks))
@@ -100,7 +100,7 @@ class OpenSteps:
         open_step = self.steps.get(step)
         if open_step is None or open_step.held or not open_step.added:
             return False
-        num_expected = len(open_step.ranks().union(self._workers.expected(step)))
+        num_expected = len(open_step.ranks().union(self._expected(step)))
         return is_met or len(open_step.workers) >= self._workers.least(self.rule, num_expected)
 
     def has_arrivals(self) -> bool:
@@ -119,12 +119,24 @@ class OpenSteps:
         starts = workers.newcomers.steps_to_come(workers.participants.ranks())
         return min([*starts, *self.steps], default=0)
 
+    def _expected(self, step: int) -> list[int]:
+        """Returns the ranks that a step waits for.
+
+        One that need not wait for everybody does not wait for those that wait for others: they
+        push nothing before a worker that may be behind has come to a barrier.
+        """
+        ranks, everyone = self._workers.expected(step), self._workers.participants
+        resting, most = everyone.resting(), everyone.num_workers
+        if not resting or self.rule.least(most, most) == most:
+            return ranks
+        return [rank for rank in ranks if rank not in resting]
+
     def _is_full(self, open_step: OpenStep, *others: int) -> bool:
         """Returns whether as many pushes are added as a step takes, which is one or more."""
         if not open_step.added:
             return False
         workers = self._workers
-        num_expected = len(open_step.ranks().union(others, workers.expected(open_step.key)))
+        num_expected = len(open_step.ranks().union(others, self._expected(open_step.key)))
         return len(open_step.workers) >= workers.fan_in(self.rule, num_expected)
 
     # ----- state
@@ -134,7 +146,7 @@ class OpenSteps:
         arrived = parking.ranks(step)
         if step in self.steps:
             arrived |= self.steps[step].ranks()
-        return [rank for rank in self._workers.expected(step) if rank not in arrived]
+        return [rank for rank in self._expected(step) if rank not in arrived]
 
     def resume(self, steps: Mapping[int, OpenStep]) -> None:
         """Restores the open steps that a journal holds, by key."""

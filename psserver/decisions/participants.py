@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 from psserver.decisions.membership import Membership
@@ -23,6 +24,9 @@ class Participants(Protocol):
 
     def ranks(self) -> list[int]:
         """Returns the ranks that a step waits for, in order."""
+
+    def resting(self) -> Set[int]:
+        """Returns the ranks that push no step before others have come to where they wait."""
 
     def least(self) -> int:
         """Returns how many of them it takes to count anything; 0: any number."""
@@ -48,6 +52,10 @@ class TableParticipants:
         """Returns the ranks that a step waits for, in order."""
         ranks = self._membership.expected()
         return [rank for rank in ranks if rank not in self.aside] if self.aside else ranks
+
+    def resting(self) -> Set[int]:
+        """Returns the ranks that push no step before others have come to where they wait."""
+        return self._membership.resting()
 
     def least(self) -> int:
         """Returns how many of them it takes to count anything; 0: any number."""

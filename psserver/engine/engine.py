@@ -247,6 +247,11 @@ class Engine:
             job.recorder.note_table(job.job.table(index))
             self.requests.execute(job, actions)
 
+    def rest(self, job: RunningJob, rank: int, *, rests: bool) -> None:
+        """Records whether a worker waits for others, and pushes no step before."""
+        with self.lock:
+            self.requests.execute(job, self.shard.rest(job.job, rank, rests=rests))
+
     def change(self, job: RunningJob, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless another worker has already done so."""
         with self.lock:

@@ -361,6 +361,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.worker, text, left_out, request.reported, peers, pace, plane, stage,
             reached=request.reached[: self._engine.shard.num_shards],
         )  # fmt: skip
+        if not request.process:  # The first process of a group waits for other workers.
+            self._engine.rest(job, request.worker, rests=request.rests)
         # Else it learns the number by this answer, or does not look for an address.
         if request.instance == self._instance:
             self._note_told(request)

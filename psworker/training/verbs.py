@@ -163,7 +163,10 @@ class NamedTensor:
             pull_buffer = PullBuffer(weights=flat[part.start : part.stop], state=[], begins=begins)
             self.exchange.pull(part.index, self.round, self.round, pull_buffer, with_state=False)
             pull_buffers.append(pull_buffer)
-        self.exchange.run(part.index for part in self.layout.slices)
+        with self.exchange.session.rest() as rest:
+            self.exchange.answers.meanwhile = rest
+            self.exchange.run(part.index for part in self.layout.slices)
+        self.exchange.answers.meanwhile = None
         return pull_buffers
 
 

@@ -57,13 +57,12 @@ def choose(
     """
     if wanted not in DATA_PLANES:
         raise ConfigError(f"data plane is {wanted!r}, must be one of {', '.join(DATA_PLANES)}")
-    found = endpoint()
     reasons: list[str] = []
     planes: tuple[type[SocketTransport], ...] = (SharedMemoryTransport, TcpTransport)
     for plane in planes:
         if wanted not in ("auto", plane.name):
             continue
-        reason = _obstacle(found, is_local=plane.shares_memory)
+        reason = _obstacle(endpoint, is_local=plane.shares_memory)
         if reason is None:
             if reasons:  # Expected between hosts; a hint on one host.
                 log.info("data plane to %s is %s (%s)", address, plane.name, "; ".join(reasons))
@@ -76,16 +75,25 @@ def choose(
     return GrpcTransport(address, policy, credentials)
 
 
-def _obstacle(endpoint: Endpoint, *, is_local: bool) -> str | None:
-    """Returns the reason why a socket plane does not work, or None."""
-    if is_local and not endpoint.local:
-        return "the shard is on another host"
-    if is_local and not keeps_order():
-        return f"this host is {platform.machine()}, and shared memory needs x86-64"
-    if not is_local and not endpoint.port:
-        return "the shard has no data port"
-    try:
-        connect(endpoint, is_local=is_local).close()
-    except TransportError as problem:
-        return str(problem)
-    return None
+def _obstacle(endpoint: Callable[[], Endpoint], *, is_local: bool) -> str | None:
+    """Returns the reason why a socket plane does not work, or None.
+
+    A shard that is killed between its answer and the attempt is asked again, once it is back.
+    """
+    reason: str | None = None
+    for _ in range(2):
+        found = endpoint()
+        if is_local and not found.local:
+            return "the shard is on another host"
+        if is_local and not keeps_order():
+            return f"this host is {platform.machine()}, and shared memory needs x86-64"
+        if not is_local and not found.port:
+            return "the shard has no data port"
+        try:
+            connect(found, is_local=is_local).close()
+            return None
+        except TransportError as problem:
+            reason = str(problem)
+            if isinstance(problem.__cause__, TimeoutError):  # A firewall drops what is sent there.
+                return reason
+    return reason

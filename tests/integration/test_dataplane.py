@@ -323,6 +323,18 @@ def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
     assert "local: no data connection to paceline-nobody: " in line
 
 
+def test_a_shard_that_is_killed_before_the_connection_is_asked_again(shards: Shards) -> None:
+    """The job would use another plane to its end, or end where this one was named."""
+    address = shards.addresses[0]
+    to_shard = link.Link(address, patience_s=5.0)
+    killed = Endpoint(host="127.0.0.1", port=0, local="paceline-killed")
+    answers = iter([killed, to_shard.endpoint()])
+    transport = choose("local", address, lambda: next(answers), RetryPolicy(address, 5.0))
+    transport.close()
+    to_shard.close()
+    assert transport.name == "local"
+
+
 def test_without_a_data_port_it_is_grpc_and_the_log_says_why(
     shards: Shards, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,6 +83,13 @@ class Heartbeats:
         """Sends the next heartbeat to the first shard now: its answer may end a wait."""
         self._is_due[0].set()
 
+    def rest(self, *, rests: bool) -> None:
+        """Reports to every shard now whether this worker pushes no step before others have come."""
+        if self._member.rests != rests:
+            self._member.rests = rests
+            for is_due in self._is_due:
+                is_due.set()
+
     def end(self) -> None:
         """Sends no more heartbeats; one may be under way."""
         self._end.set()
@@ -116,6 +123,7 @@ class Heartbeats:
                 worker=rank,
                 incarnation=incarnation,
                 waiting_for=member.waits,
+                rests=member.rests,
                 data_plane=link.data_plane,
                 reached=[one.reached for one in self._links],
                 process=member.process,

@@ -58,6 +58,7 @@ class JobMember:
     process: int = 0  # Local rank of this process in its group.
     num_processes: int = 1  # Size of that.
     waits: str = ""  # A description of the shard that does not answer; the other shards report it.
+    rests: bool = False  # Whether it waits for others, and pushes no step before they have come.
     # Seconds without a message after which the shards declare this worker lost.
     lease_s: float = 0.0
 
@@ -73,6 +74,7 @@ class JobMember:
             worker=self.rank,
             incarnation=self.incarnation,
             waiting_for=self.waits,
+            rests=self.rests,
             wants_live=wants_live,
             process=self.process,
             num_processes=self.num_processes,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -28,6 +28,7 @@ from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
 
 log = logging.getLogger("paceline")
+SHORT_WAIT_MS = 200  # Within a step of others; then steps need not wait for this worker.
 BARRIER_WAIT_MS = 5_000  # After this long the shard answers with the workers that are missing.
 _forks: list[int] = []  # Longer in a process that was forked from this one.
 os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
@@ -178,6 +179,23 @@ class Session:
     @waits.setter
     def waits(self, text: str) -> None:
         self._member.waits = text
+
+    @property
+    def rests(self) -> bool:
+        """Whether it waits for other workers, and pushes no step before they have come."""
+        return self._member.rests
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[Callable[[], None]]:
+        """Context manager around a wait for other workers that is no part of a step.
+
+        Its value is to be called when the wait lasts: steps that need not wait for every worker
+        then do not wait for this one, because those that are behind may be in them.
+        """
+        try:
+            yield lambda: self.heartbeats.rest(rests=True)
+        finally:
+            self.heartbeats.rest(rests=False)
 
     @property
     def life(self) -> int:
@@ -372,22 +390,25 @@ class Session:
         """Waits at the first shard until every worker has arrived; returns as `agree_at` does."""
         first, request = self.links[0], self._arrival(name, number, value)
         self._note_arrival(request)
-        request.wait_ms = BARRIER_WAIT_MS
+        request.wait_ms = SHORT_WAIT_MS
         started_s = time.monotonic()
-        while True:
-            try:
-                reply: pb.BarrierReply = first.call(first.control.Barrier, request)
-            except LOST as problem:
-                self.refilling.mend(problem)
-                continue
-            if reply.done:
-                return reply.value, reply.newest
-            for pushes in list(self.pushes) if meets else ():
-                pushes.answers.meet()
-            waited_s = time.monotonic() - started_s
-            log.warning(
-                "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
-            )
+        with self.rest() as rest:
+            while True:
+                try:
+                    reply: pb.BarrierReply = first.call(first.control.Barrier, request)
+                except LOST as problem:
+                    self.refilling.mend(problem)
+                    continue
+                if reply.done:
+                    return reply.value, reply.newest
+                for pushes in list(self.pushes) if meets else ():
+                    pushes.answers.meet()
+                if request.wait_ms == BARRIER_WAIT_MS:
+                    waited_s = time.monotonic() - started_s
+                    text = "worker %d has waited %.0f s for %s"
+                    log.warning(text, self.rank, waited_s, reply.waiting_for)
+                request.wait_ms = BARRIER_WAIT_MS
+                rest()
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """Reports this worker to the directory of a table's peers, on the first shard.

@@ -55,11 +55,12 @@ class Bench:
     ) -> None:
         self.expected = list(range(num_workers))
         self.wanted = wanted  # By an elastic job, of which one more worker may be than there are.
-        self.clock = (
-            SliceClock(rule, Listed(lambda: self.expected, num_workers + 1, lambda: self.wanted))
+        self.participants = (
+            Listed(lambda: self.expected, num_workers + 1, lambda: self.wanted)
             if wanted
-            else SliceClock(rule, Listed(lambda: self.expected, num_workers))
+            else Listed(lambda: self.expected, num_workers)
         )
+        self.clock = SliceClock(rule, self.participants)
         if loaded:
             assert self.load() == ["load WEIGHTS v0", "ack init ACCEPTED v0"]
 

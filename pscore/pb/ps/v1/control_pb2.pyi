@@ -270,7 +270,7 @@ class ChooseReply(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached", "process", "num_processes")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached", "process", "num_processes", "rests")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +294,7 @@ class HeartbeatRequest(_message.Message):
     REACHED_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    RESTS_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -310,7 +311,8 @@ class HeartbeatRequest(_message.Message):
     reached: _containers.RepeatedScalarFieldContainer[int]
     process: int
     num_processes: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ..., process: _Optional[int] = ..., num_processes: _Optional[int] = ...) -> None: ...
+    rests: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ..., process: _Optional[int] = ..., num_processes: _Optional[int] = ..., rests: bool = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pscore.errors import ConfigError, RemoteProtocolError
-from pscore.rules import ADPSGD, ASGD, SSD, SSGD
+from pscore.rules import ADPSGD, ASGD, SSD, SSGD, LocalSGD
+from pscore.rules.base import Rule
 from pscore.types import Push, Role
 from psserver.decisions.orders import Update
 from psserver.decisions.parking import PARKED_MAX
@@ -213,6 +214,30 @@ def test_backup_workers_are_added_as_they_come() -> None:
     assert bench.push(2, 0)[0] == "set 2@0 x1 in 0"
     assert bench.push(0, 0)[0] == "add 0@0 x1 in 0"
     assert bench.push(1, 0) == ["ack 1@0 TOO_LATE v1"]
+
+
+@pytest.mark.parametrize(
+    "rule", [SSGD(backup=1), LocalSGD(backup=1), LocalSGD(quorum=2, window=0.5)]
+)
+def test_a_step_that_passes_slow_workers_by_passes_those_that_wait_for_others(rule: Rule) -> None:
+    """They wait at a barrier for worker 2, which is in the step."""
+    bench = Bench(rule, 3)
+    assert bench.push(2, 0)[-1] != "update 0 x1 -> v1"
+    bench.participants.at_barrier = {0, 1}
+    assert words(bench.clock.recheck() + bench.clock.tick(1.0))[-1] == "update 0 x1 -> v1"
+    bench.participants.at_barrier = {0}
+    assert bench.push(2, 1, base=1)[-1] != "update 1 x1 -> v2"
+    bench.push(1, 1, base=1)
+    bench.clock.tick(2.0)
+    assert bench.clock.version == 2
+
+
+def test_a_step_of_all_waits_for_those_that_wait_for_others_too() -> None:
+    bench = Bench(SSGD(), 2)
+    bench.participants.at_barrier = {0}
+    bench.push(1, 0)
+    assert bench.clock.recheck() == []
+    assert bench.clock.missing() == (0, [0])
 
 
 def test_late_steps_are_remembered_up_to_a_limit() -> None:

@@ -529,7 +529,7 @@ def test_a_barrier_that_is_waited_for_says_for_whom(
 ) -> None:
     session = begin()
     waits = pb.BarrierReply(done=False, waiting_for="worker 2 at barrier 'epoch'")
-    links[0].answers["Barrier"] = [waits, waits, pb.BarrierReply(done=True)]
+    links[0].answers["Barrier"] = [waits, waits, waits, pb.BarrierReply(done=True)]  # A short one.
     with caplog.at_level(logging.WARNING, "paceline"):
         session.barrier("epoch")
     assert [record.message for record in caplog.records] == [
