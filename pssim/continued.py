@@ -98,6 +98,10 @@ class StageWorkers:
         """Returns the replicas that a step waits for."""
         return sorted(self.live - self.aside)
 
+    def resting(self) -> frozenset[int]:
+        """Returns none: no replica waits at a barrier."""
+        return frozenset()
+
     def least(self) -> int:
         """Returns 0: any number counts."""
         return 0
