@@ -93,7 +93,6 @@ class Member:
     refills: bool = False  # It brings its part of the job to a shard that has lost that.
     asked_s: float = -math.inf  # Time at which it first asked, if it waits for a dead one's rank.
     waits: str = ""  # The shard that does not answer it, as the worker describes it.
-    rests: bool = False  # It waits for others at a barrier or for a tensor, and pushes no step.
     news: str = ""  # Message about the job, for a worker that joins.
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
@@ -112,7 +111,6 @@ class Attendance(NamedTuple):
     live: list[int]  # Ranks, in order.
     expected: list[int]  # Ranks that a step waits for, in order.
     wanted: int  # Live workers that a step needs in order to close.
-    resting: frozenset[int]  # Ranks of those live that push no step for now.
 
 
 class Membership:
@@ -120,6 +118,8 @@ class Membership:
 
     Attributes:
         is_elastic: Whether workers may join, up to a largest number, while others train.
+        resting: Workers that wait for others at a barrier or for a tensor, by rank: they push no
+            step before those have come.
     """
 
     def __init__(self, num_workers: int, lease_s: float, min_workers: int = 0) -> None:
@@ -148,6 +148,7 @@ class Membership:
         # Kept between two changes: every push asks. Invariant: as `_attend` would return it.
         self._attendance: Attendance | None = None
         self.has_ended = False  # Whether the last worker that left had ended without an error.
+        self.resting: set[int] = set()
         self.num_lost = 0  # Declared lost, or ended with an error, since this process has the job.
         self.spent: dict[int, tuple[int, ...]] = {}  # By rank: workers that `begin_again` forgot.
 
@@ -195,6 +196,7 @@ class Membership:
         member.presence = TRANSITIONS[self._presence(member.rank), MemberEvent.JOIN]
         self.members[member.rank] = member
         self._attendance = None
+        self.resting.discard(member.rank)
         self.has_ended = False
         return member.rank
 
@@ -319,18 +321,6 @@ class Membership:
         """Returns the ranks of the live workers, in order."""
         return (self._attendance or self._attend()).live
 
-    def resting(self) -> frozenset[int]:
-        """Returns the ranks of the live workers that push no step for now."""
-        return (self._attendance or self._attend()).resting
-
-    def rest(self, rank: int, *, rests: bool) -> bool:
-        """Records whether a worker waits for others, and pushes no step before; if it changed."""
-        member = self.members[rank]
-        if member.rests == rests:
-            return False
-        member.rests, self._attendance = rests, None
-        return True
-
     @property
     def size(self) -> str:
         """Number of workers for people: `4`, or `2 to 4`."""
@@ -417,8 +407,7 @@ class Membership:
             expected, wanted = [rank for rank in range(self.num_workers) if rank not in away], 0
         if self.members and not live:
             wanted = 0 if num_left else max(1, self.min_workers)
-        resting = frozenset(rank for rank in live if self.members[rank].rests)
-        self._attendance = Attendance(live, expected, wanted, resting)
+        self._attendance = Attendance(live, expected, wanted)
         return self._attendance
 
     def _presence(self, rank: int) -> Presence:

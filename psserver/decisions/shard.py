@@ -253,7 +253,11 @@ class Shard:
 
     def rest(self, job: Job, rank: int, *, rests: bool) -> Actions:
         """Records whether a worker waits for others; steps that need not wait for it close."""
-        return self.recheck(job) if job.membership.rest(rank, rests=rests) else []
+        resting = job.membership.resting
+        if (rank in resting) == rests:
+            return []
+        resting ^= {rank}
+        return self.recheck(job)
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> Actions | None:
         """Changes a table's mode; None if an earlier worker has done so.
@@ -297,8 +301,7 @@ class Shard:
         """Decides on one push (`SliceClock.push`)."""
         table = job.table(address.table)
         clock = table.clock(address.slice)
-        if job.membership.resting():
-            job.membership.rest(push.worker, rests=False)
+        job.membership.resting.discard(push.worker)
         actions = clock.push(push, token, now_s)
         if push.role is Role.STATE:  # The step is that of the state.
             newest = max(clock.progress() for clock in table.clocks.values())

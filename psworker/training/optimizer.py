@@ -175,7 +175,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         name = growth.newest(first, session.known_tables)
         if (chosen := self._wish.join(session, name)) != rule:
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
-        named, run = self._declaration.named, self._run_between_steps
+        named, run = self._declaration.named, self._run_in_forward
         declare = find_companions(rows, named, beside or rule, self._context, first, run)
         with growth.explain_growth(name):
             table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
@@ -563,9 +563,9 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         for companion in self._companions:
             companion.start(common_step(self._table))
 
-    def _run_between_steps(self, action: Callable[[], Any]) -> Any:
-        """Runs an action of a companion, as `WorkerRecovery.run_between_steps` does."""
-        return self._recovery.run_between_steps(action)
+    def _run_in_forward(self, action: Callable[[], Any]) -> Any:
+        """Runs an action of a companion, as `WorkerRecovery.run_in_forward` does."""
+        return self._recovery.run_in_forward(action)
 
     def _end_training(self) -> None:
         """Ends exchanges and rounds, and brings the global weights into the model."""

@@ -163,7 +163,7 @@ class NamedTensor:
             pull_buffer = PullBuffer(weights=flat[part.start : part.stop], state=[], begins=begins)
             self.exchange.pull(part.index, self.round, self.round, pull_buffer, with_state=False)
             pull_buffers.append(pull_buffer)
-        with self.exchange.session.rest() as rest:
+        with self.exchange.session.heartbeats.resting() as rest:
             self.exchange.answers.meanwhile = rest
             self.exchange.run(part.index for part in self.layout.slices)
         self.exchange.answers.meanwhile = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -83,7 +84,19 @@ class Heartbeats:
         """Sends the next heartbeat to the first shard now: its answer may end a wait."""
         self._is_due[0].set()
 
-    def rest(self, *, rests: bool) -> None:
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[Callable[[], None]]:
+        """Context manager around a wait for other workers that is no part of a step.
+
+        Its value is to be called when the wait lasts: steps that need not wait for every worker
+        then do not wait for this one, because those that are behind may be in them.
+        """
+        try:
+            yield lambda: self._report(rests=True)
+        finally:
+            self._report(rests=False)
+
+    def _report(self, *, rests: bool) -> None:
         """Reports to every shard now whether this worker pushes no step before others have come."""
         if self._member.rests != rests:
             self._member.rests = rests

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -179,23 +179,6 @@ class Session:
     @waits.setter
     def waits(self, text: str) -> None:
         self._member.waits = text
-
-    @property
-    def rests(self) -> bool:
-        """Whether it waits for other workers, and pushes no step before they have come."""
-        return self._member.rests
-
-    @contextlib.contextmanager
-    def rest(self) -> Iterator[Callable[[], None]]:
-        """Context manager around a wait for other workers that is no part of a step.
-
-        Its value is to be called when the wait lasts: steps that need not wait for every worker
-        then do not wait for this one, because those that are behind may be in them.
-        """
-        try:
-            yield lambda: self.heartbeats.rest(rests=True)
-        finally:
-            self.heartbeats.rest(rests=False)
 
     @property
     def life(self) -> int:
@@ -392,7 +375,7 @@ class Session:
         self._note_arrival(request)
         request.wait_ms = SHORT_WAIT_MS
         started_s = time.monotonic()
-        with self.rest() as rest:
+        with self.heartbeats.resting() as rest:
             while True:
                 try:
                     reply: pb.BarrierReply = first.call(first.control.Barrier, request)

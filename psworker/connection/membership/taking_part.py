@@ -67,7 +67,6 @@ def is_first(session: Session) -> bool:
         worker=session.rank,
         incarnation=session.incarnation,
         waiting_for=session.waits,
-        rests=session.rests,
     )
     first = session.links[0]
     return int(first.call(first.control.Heartbeat, request).first) == session.rank

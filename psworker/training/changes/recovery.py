@@ -283,3 +283,33 @@ class WorkerRecovery:
                 raise
             with self.guard():
                 return action()
+
+    def run_in_forward(self, action: Callable[[], T]) -> T:
+        """Runs an action of the model's forward; a worker that was declared lost joins again.
+
+        Its dense weights stay as they are, because autograd needs those of the forward: `step`
+        brings new ones, and gives the gradient up, as after every other loss.
+
+        Args:
+            action: It may begin a second time.
+
+        Raises:
+            PacelineError: A shard does not answer, or this worker cannot rejoin.
+        """
+        if not torch.is_grad_enabled():
+            return self.run_between_steps(action)
+        while True:
+            try:
+                return action()
+            except LOST as problem:
+                if self._gradients.have_left or not self._table.group.is_alone:
+                    raise
+                if self.failure is None:
+                    self.note(problem, is_between=True)
+                self._repeat(self._join_beside)
+
+    def _join_beside(self) -> None:
+        """Joins again, and begins only with the tables beside the model's."""
+        self._table.rejoin()
+        for companion in self._companions:
+            companion.begin_again(common_step(self._table))

@@ -72,17 +72,12 @@ def test_a_job_that_was_under_way_elsewhere_waits_for_a_lease_for_those_yet_to_c
         membership.join(replace(member(2, 8, heard_s=16.0), refills=True))
 
 
-def test_a_worker_rests_until_it_says_otherwise_or_joins_again() -> None:
+def test_a_worker_that_joins_again_does_not_rest() -> None:
     membership = joined(2, 0, 1)
-    assert membership.rest(1, rests=True)
-    assert not membership.rest(1, rests=True)
-    assert membership.resting() == {1}
+    membership.resting.add(1)
     assert membership.expected() == [0, 1]
     membership.join(replace(member(1, 5), former=(membership.members[1].incarnation,)))
-    assert membership.resting() == set()
-    membership.rest(0, rests=True)
-    membership.leave(0, membership.members[0].incarnation, "finished")
-    assert membership.resting() == set()
+    assert membership.resting == set()
 
 
 def test_leaving_twice_changes_nothing() -> None:

@@ -20,13 +20,7 @@ def test_the_lowest_rank_asks_each_shard_and_others_none() -> None:
     links = [link(0), link(1)]
     for rank, is_leader, asks in ((2, True, False), (1, False, False), (1, True, True)):
         session: Any = SimpleNamespace(
-            job="night",
-            rank=rank,
-            is_leader=is_leader,
-            incarnation=77,
-            waits="",
-            rests=False,
-            links=links,
+            job="night", rank=rank, is_leader=is_leader, incarnation=77, waits="", links=links
         )
         begin_publication(session, 3, 4)
         assert bool(asked) == asks
