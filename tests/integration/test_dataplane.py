@@ -1,6 +1,7 @@
 """The data planes: the same bits by each of them, and nothing lost, doubled or left behind."""
 
 import contextlib
+import itertools
 import hashlib
 import logging
 import os
@@ -328,7 +329,7 @@ def test_a_shard_that_is_killed_before_the_connection_is_asked_again(shards: Sha
     address = shards.addresses[0]
     to_shard = link.Link(address, patience_s=5.0)
     killed = Endpoint(host="127.0.0.1", port=0, local="paceline-killed")
-    answers = iter([killed, to_shard.endpoint()])
+    answers = itertools.chain([killed], itertools.repeat(to_shard.endpoint()))
     transport = choose("local", address, lambda: next(answers), RetryPolicy(address, 5.0))
     transport.close()
     to_shard.close()
