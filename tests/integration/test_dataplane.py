@@ -1,8 +1,8 @@
 """The data planes: the same bits by each of them, and nothing lost, doubled or left behind."""
 
 import contextlib
-import itertools
 import hashlib
+import itertools
 import logging
 import os
 import signal
