@@ -12,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pscore.net.credentials import ANYONE
 from psserver.exits import CommandError, Exit
+from psserver.remote.drain import promote
+from tests.etcd import running_etcd
 from tests.integration import test_drain
 from tests.integration.command import Command, eventually
 from tests.integration.moments import Dying
@@ -139,3 +142,19 @@ def test_the_command_is_interrupted_in_a_phase_and_given_again(
     held.resume()
     assert "shard moved to" in command.run(*words).stdout
     assert finish(scene) == undisturbed
+
+
+@pytest.mark.slow
+def test_the_register_is_stopped_and_the_standby_takes_over_once_it_goes_on(
+    tmp_path: Path, scene: Scene, undisturbed: Results
+) -> None:
+    with running_etcd(tmp_path / "etcd") as url:
+        (etcd,) = (it for it in psutil.Process().children() if it.name() == "etcd")
+        stand(scene, f"{url}/night")
+        etcd.suspend()
+        scene.reach(PAUSE)  # Shard and standby reach each other.
+        lose(scene.source)
+        with pytest.raises(CommandError):
+            promote(scene.empty.address, ANYONE)
+        etcd.resume()
+        assert finish(scene) == undisturbed
