@@ -47,6 +47,13 @@ def come_back(table: Table, rank: int, change: ChangeId, minibatch: int) -> None
             clock.minibatches.add_before(minibatch)
 
 
+def missing(job: Job, table: Table, rank: int) -> list[int]:
+    """Returns the workers that have not stepped aside for the change that a worker asks for."""
+    if rank not in table.participants.aside:  # An earlier worker has made it.
+        return []
+    return [who for who in job.membership.expected() if who not in table.participants.aside]
+
+
 def is_done(job: Job, table: Table, rank: int, rule: Rule) -> bool:
     """Returns whether an earlier worker has made the change that this worker asks for.
 

@@ -1,4 +1,4 @@
-"""A worker takes part again in the steps of a table, behind an absence that it had announced."""
+"""Absences that a worker had announced: it takes part again, or all are ready for a change."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def come_back(
         job.recorder.note_table(job.job.table(index))
         for queue in job.tables[index].queues.values():
             queue.submit([CountBefore(minibatch)])
+
+
+def may_change(engine: Engine, job: RunningJob, index: int, rank: int) -> bool:
+    """Returns whether every worker has stepped aside for the change that one asks for."""
+    with engine.lock:
+        return not mode_switch.missing(job.job, job.job.table(index), rank)

@@ -6,6 +6,8 @@ import threading
 import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules import SSD
+from pscore.table_spec import plugin_to_proto
 from psserver.service import control
 from psserver.stores import kind_of
 from tests.unit.psserver.front import JOB, Context, Front
@@ -58,5 +60,26 @@ def test_a_shard_is_described_to_one_that_awaits_it_once_it_serves(
         front.servicer.serve_as(9, None)
         assert (await awaited).instance == 9
         assert (await front.control.Describe(request, Context())).instance == 9
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_change_waits_for_the_end_of_a_lost_workers_lease() -> None:
+    """That lease was over on the first shard, where the others have met without the worker."""
+    change = pb.ChangeRequest(job=JOB, worker=0, incarnation=100, table=0, number=1)
+
+    async def scene() -> None:
+        front = Front()
+        await front.ready()
+        await front.control.Change(change, Context())
+        change.rule.CopyFrom(plugin_to_proto(SSD(steps=2, warmup=0)))
+        asked = asyncio.create_task(front.control.Change(change, Context()))
+        await asyncio.sleep(0)
+        assert not asked.done()
+        front.job.membership.leave(1, 101, "lost", failed=True)
+        await asked
+        assert front.job.table(0).spec.rule == SSD(steps=2, warmup=0)
+        again = await front.control.Change(change, Context())  # It was made.
+        assert again == pb.ChangeReply()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
