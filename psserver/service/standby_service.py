@@ -132,7 +132,8 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         self._incoming.start()
         self._waiting = []
         await asyncio.to_thread(self._warm_up, request.tables)
-        log.info("a shard moves here", source=request.source)
+        if former.get("source") != request.source:  # It asks again and again while it is refused.
+            log.info("a shard moves here", source=request.source)
         return pb.OfferReply(boot=boot_id())
 
     def _start_to_take(self, request: pb.OfferRequest) -> None:

@@ -164,6 +164,7 @@ class Mover:
         self._wakes = asyncio.Event()  # Set when a standby is to have the shard, or is away.
         self._loop: asyncio.AbstractEventLoop | None = None  # Runs the tasks, from `start` on.
         self.problem, self.pause_s = "", 0.0
+        self._said = ""  # The problem that was logged last, of this wish for a standby.
         self._task: asyncio.Task[None] | None = None
 
     def start(self, order: MoveOrder) -> None:
@@ -194,6 +195,8 @@ class Mover:
         self._stays, self._may_serve = order.stays, False
         self._is_offered = self._is_near = False
         self._wakes.clear()
+        if order != self._wish:
+            self._said = ""
         if order.stays:
             self._wish = order
         else:
@@ -320,7 +323,11 @@ class Mover:
             await self._give(target)
         except (PacelineError, OSError) as problem:
             self.problem = str(problem) or type(problem).__name__
-            log.error("another process does not follow any more", to=self.to, reason=self.problem)
+            if not self._stays or self.problem != self._said:  # It is tried again and again.
+                log.error(
+                    "another process does not follow any more", to=self.to, reason=self.problem
+                )
+            self._said = self.problem
             self._is_standing = False
             if self.giving.phase is Giver.FROZEN:  # Workers are to hear what comes now.
                 await self._host.thaw()
@@ -385,7 +392,7 @@ class Mover:
         await self._parting.pair()
         epoch = 0 if self.claim is None else self.claim.epoch
         await asyncio.to_thread(target.followed, self._move, epoch)
-        self._is_standing = True
+        self._is_standing, self._said = True, ""
         log.info("the shard has a standby", standby=self.to)
         await self._await_wake(partial(target.sign, self._move, epoch))
         self._is_standing = False

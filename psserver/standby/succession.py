@@ -54,8 +54,10 @@ class Claim:
         return asdict(self)
 
     @staticmethod
-    def from_json(values: Mapping[str, object]) -> Claim:
+    def from_json(values: object) -> Claim:
         """Returns the claim that `to_json` wrote; raises ValueError if it is none."""
+        if not isinstance(values, Mapping):
+            raise ValueError("a claim is no list")
         epoch = values.get("epoch")
         if type(epoch) is not int or epoch < 1:
             raise ValueError(f"{epoch!r} is no epoch")

@@ -59,7 +59,11 @@ def test_an_answer_of_something_else_is_none(leases: Leases, body: str) -> None:
 
 
 def test_an_annotation_that_is_no_claim_is_an_error(leases: Leases) -> None:
-    for text, problem in (("{", "Expecting"), ("{}", "None is no epoch")):
+    for text, problem in (
+        ("{", "Expecting"),
+        ("{}", "None is no epoch"),
+        ("[]", "no list"),
+    ):
         leases.found[LEASE]["metadata"]["annotations"] = {kubernetes_register.CLAIM: text}
         with pytest.raises(ValueError, match=problem):
             register_of("kubernetes://night", SHARD).newest()

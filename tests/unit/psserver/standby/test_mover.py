@@ -256,6 +256,26 @@ def test_a_standby_that_is_withdrawn_is_asked_to_forget_the_shard_and_never_want
     asyncio.run(asyncio.wait_for(scene(), 60))
 
 
+def test_a_standby_that_cannot_be_is_logged_once(
+    target: type[Target],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is asked again every few seconds for as long as it is wanted."""
+    monkeypatch.setattr(mover, "RETRY_S", 0.0)
+
+    async def scene() -> None:
+        target.failing = {"offer"}
+        moves = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: target.calls.count("offer") == 5)
+        assert capsys.readouterr().out.count("does not follow any more") == 1
+        moves.withdraw()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
 def test_a_standby_that_is_withdrawn_and_was_promoted_has_the_shard(
     target: type[Target], tmp_path: Path
 ) -> None:
