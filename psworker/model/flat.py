@@ -24,6 +24,7 @@ from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.model.copies import CopyEnd, copies_of
 from psworker.model.device import is_on_device
+from psworker.model.dtensors import is_dtensor
 from psworker.model.finite import first_not_finite, is_finite, not_finite
 from psworker.model.grad_views import GradViews, dense, is_plain
 
@@ -67,6 +68,7 @@ def trained(
                 )
     if not parameters:
         raise ConfigError("the optimizer has no parameter that requires a gradient")
+    _refuse_shared(names, parameters)
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
 
 
@@ -95,16 +97,47 @@ def refuse_joined(name: str, parameter: torch.Tensor) -> None:
 
 
 def _refuse_unmade(name: str, parameter: torch.Tensor) -> None:
-    """Refuses a parameter without a shape.
+    """Refuses a parameter that cannot be trained as it is.
 
     Raises:
-        ConfigError: It belongs to a lazy module that has seen no input yet.
+        ConfigError: It belongs to a lazy module that has seen no input yet, or was made in
+            `torch.inference_mode()`.
     """
+    if parameter.is_inference():
+        raise ConfigError(
+            f"parameter {name!r} was made inside torch.inference_mode(): make the model outside"
+        )
     if is_lazy(parameter):
         raise ConfigError(
             f"parameter {name!r} has no shape yet (a lazy module); call the model with a batch "
             "before DistributedOptimizer is made"
         )
+
+
+def _refuse_shared(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Refuses parameters with elements in the same memory: as views of the weights they would part.
+
+    Raises:
+        ConfigError: Two parameters share memory, or one is expanded.
+    """
+    end, before = 0, ""
+    whole = [pair for pair in zip(names, parameters, strict=True) if not is_dtensor(pair[1])]
+    for name, parameter in sorted(whole, key=lambda pair: pair[1].data_ptr()):
+        if any(
+            n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
+        ):
+            raise ConfigError(
+                f"parameter {name!r} is expanded, so several elements have one place in memory; "
+                "make it of tensor.clone()"
+            )
+        start = parameter.data_ptr()
+        if parameter.is_contiguous() and start:
+            if start < end:
+                raise ConfigError(
+                    f"parameters {before!r} and {name!r} share memory; use one torch.nn.Parameter "
+                    "in both places, or make one of tensor.clone()"
+                )
+            end, before = start + parameter.nbytes, name
 
 
 def _can_train(parameter: torch.nn.Parameter) -> bool:
@@ -212,7 +245,9 @@ class FlatModel:
         """Makes the parameters views of the flat weights, where their type allows it."""
         for index, parameter in enumerate(self.parameters):
             if parameter.dtype == torch.float32 and parameter.is_contiguous():
-                parameter.data = self.weight(index).view(parameter.shape)
+                # With a storage of its own size: a layer is saved alone, and safetensors takes it.
+                whole = torch.from_dlpack(self.weight(index))
+                parameter.data = whole.view(parameter.shape)
                 self._homes[index] = parameter.data_ptr()
             else:
                 self._cast.append(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import torch
@@ -11,6 +11,7 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.timing.auto import parse_fixed_mode
 
+Groups = Sequence[Mapping[str, Any]]
 FORM = "DistributedOptimizer(optimizer, model.named_parameters())"
 
 
@@ -28,6 +29,11 @@ def require_optimizer(optimizer: object, named: object, wrapper: type) -> None:
         raise ConfigError(
             "the optimizer is a DistributedOptimizer already: wrap the optimizer of torch.optim, "
             "once"
+        )
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "DistributedOptimizer is made inside torch.inference_mode(), whose tensors cannot be "
+            "trained: make it outside"
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         return
@@ -81,6 +87,50 @@ def require_clip(optimizer: object, max_norm: object, wrapper: type) -> None:
         )
     if not isinstance(max_norm, SupportsFloat) or not float(max_norm) >= 0:
         raise ConfigError(f"max_norm is {max_norm!r}, must be a number from 0")
+
+
+def require_closure(closure: object) -> None:
+    """Refuses an argument of `step` that is no closure, such as the loss.
+
+    Raises:
+        ConfigError: It cannot be called.
+    """
+    if not callable(closure):
+        raise ConfigError(
+            f"step() was given a {type(closure).__name__}; it takes no argument, or a closure that "
+            "computes the loss and its gradients"
+        )
+
+
+def list_trained(groups: Groups) -> list[list[int]]:
+    """Returns the ids of the parameters of each group."""
+    return [[id(parameter) for parameter in group["params"]] for group in groups]
+
+
+def require_groups(groups: Groups, began: Sequence[Sequence[int]], inner: Groups) -> None:
+    """Refuses parameter groups that were changed in place, which would change nothing.
+
+    Args:
+        groups: Those of the wrapper.
+        began: `list_trained` of them when the present table was declared.
+        inner: Those of the wrapped optimizer.
+
+    Raises:
+        ConfigError: A parameter was added, moved or removed, or the wrapped optimizer has groups
+            of its own.
+    """
+    for index, (now, then) in enumerate(zip(list_trained(groups), began, strict=True)):
+        if now != then:
+            raise ConfigError(
+                f"parameter group {index} has {len(now)} parameters, and training began with "
+                f"{len(then)}, or with others; to train more, call add_param_group() of the "
+                "DistributedOptimizer, and to train one no more, freeze it"
+            )
+    if inner is not groups:
+        raise ConfigError(
+            "load_state_dict() of the wrapped optimizer gave it other parameter groups: call that "
+            "of the DistributedOptimizer, or make the DistributedOptimizer afterwards"
+        )
 
 
 def require_model(model: object, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -43,8 +43,10 @@ class Lanes:
         """Returns the way in which tensors of this shape and dtype travel.
 
         Raises:
-            ConfigError: The tensor is sparse or quantized.
+            ConfigError: The tensor is sparse or quantized, or has no memory.
         """
+        if like.is_meta:
+            raise ConfigError("a tensor is on meta, and has no values")
         if like.layout != torch.strided or like.is_quantized:
             raise ConfigError(
                 f"a tensor is {like.dtype} with layout {like.layout}; exchange its dense values, "

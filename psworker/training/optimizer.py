@@ -8,11 +8,12 @@ brings the weights for the next forward pass into the model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -23,6 +24,7 @@ from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule, require_sizes, takes_all
+from pscore.rules.decentralised import Decentralised
 from pscore.timing.auto import parse_fixed_mode
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context
@@ -34,6 +36,7 @@ from psworker.training.arguments import (
     list_named,
     parse_rows_mode,
     require_clip,
+    require_closure,
     require_model,
     require_optimizer,
 )
@@ -63,10 +66,31 @@ from psworker.training.state.global_weights import global_weights
 from psworker.training.state.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
+from psworker.transports.interrupts import held
 
 log = logging.getLogger("paceline")
 TABLE = "model"
+P = ParamSpec("P")
 _open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+_making = threading.Lock()
+
+
+def _one_at_a_time(make: Callable[P, None]) -> Callable[P, None]:
+    """Refuses a second constructor at the same time: the order of tables must be the workers'."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **options: P.kwargs) -> None:
+        if not _making.acquire(blocking=False):
+            raise ConfigError(
+                "another thread is making a DistributedOptimizer: make them one after the other, "
+                "in the same order on every worker"
+            )
+        try:
+            make(*args, **options)
+        finally:
+            _making.release()
+
+    return made
 
 
 class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
@@ -120,6 +144,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     _is_global = False  # Whether the model holds the global weights: inside `global_weights`.
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
+    @_one_at_a_time
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -165,7 +190,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._inner, self._stepping = optimizer, threading.Lock()
+        self._stepping = threading.Lock()
+        self._take(optimizer)
         self._context = context.join(
             servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
         )
@@ -230,6 +256,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._require_own_weights("step")
         loss = None
         if closure is not None:
+            require_closure(closure)
             with torch.enable_grad():
                 loss = closure()
         scaling.refuse_attributes(self)
@@ -375,6 +402,21 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             except (ConfigError, GradientError):
                 self.param_groups.pop()
                 raise
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the wrapped optimizer these groups, and refuses steps that are not this one's."""
+        self._inner, optimizer.param_groups = optimizer, self.param_groups
+        mine = weakref.ref(self)
+
+        def refuse(*_: object) -> None:
+            wrapper = mine()
+            if wrapper is not None and wrapper in _open and not wrapper._stepping.locked():
+                raise ConfigError(
+                    "step() of the wrapped optimizer would change this worker's model alone: call "
+                    "step() of the DistributedOptimizer"
+                )
+
+        optimizer.register_step_pre_hook(refuse)
 
     # ----- states
 
@@ -541,7 +583,9 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 "one thread, or keep a lock around them"
             )
         try:
-            yield
+            holds = self._table.group.is_alone and not isinstance(self.rule, Decentralised)
+            with held() if holds else contextlib.nullcontext():
+                yield
         finally:
             self._stepping.release()
 

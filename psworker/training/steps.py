@@ -13,6 +13,7 @@ from pscore.types import Role
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.connection.accounts.trace import RoundSpans
 from psworker.job.companions import Companion
+from psworker.training.arguments import list_trained, require_groups
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.gradients import clipping, scaling
 from psworker.training.gradients.gradients import Gradients
@@ -51,6 +52,7 @@ class Steps:
         self._left_out = left_out
         self._companions = companions
         timeline = table.session.timeline
+        self._trained = list_trained(wrapper.param_groups)
         self._rounds = None if timeline is None else RoundSpans(timeline)
 
     def run(self, grad_scaler: GradScaler | None, *, skips: bool = False) -> None:
@@ -113,6 +115,7 @@ class Steps:
         """Checks what can be wrong before a step with gradients, weights and hyper-parameters."""
         if self._table.set_hyper(self._wrapper.param_groups):
             self._gradients.overlap.changed("a learning rate or other hyper-parameter")
+        require_groups(self._wrapper.param_groups, self._trained, self._inner.param_groups)
         self._gradients.check()
         self._table.flat.check_weights()
         warn_of_changes(self._table)

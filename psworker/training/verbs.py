@@ -367,8 +367,9 @@ def broadcast_parameters(
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     session = context.current().session
-    if not 0 <= root_rank < session.num_processes:
-        raise ConfigError(f"root_rank is {root_rank}, must be in 0..{session.num_processes - 1}")
+    given: object = root_rank
+    if not (isinstance(given, int) and 0 <= given < session.num_processes):
+        raise ConfigError(f"root_rank is {root_rank!r}, must be in 0..{session.num_processes - 1}")
     is_root = session.process_rank == root_rank
     for name, tensor in _pairs(parameters):
         if not tensor.numel():

@@ -19,6 +19,7 @@ from pscore.errors import (
 )
 from pscore.net import rpc
 from pscore.net.addresses import explain_silence
+from psworker.transports.interrupts import takes_effect
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -92,7 +93,8 @@ class RetryPolicy:
                 text = "%s has not answered for %.0f s; this side waits %.0f s more%s"
                 left_s = self.limit_s - waited_s
                 log.warning(text, self.address, waited_s, left_s, why and f": {why}")
-            time.sleep(delay_s * random.uniform(0.5, 1.0))
+            with takes_effect():
+                time.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, self.delay_s_max)
 
     def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:

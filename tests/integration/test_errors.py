@@ -1,8 +1,10 @@
 """Rule 7: messages for users name the thing that is wrong."""
 
+import contextlib
 import copy
 import pickle
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,9 @@ import torch
 import psworker
 from pscore.errors import ProtocolVersionError, ShardMapError
 from pscore.net import wire
+from psworker.connection.exchange.exchange import Exchange
+from psworker.job import context
+from psworker.training.progress import TrainingProgress
 from tests.inside import table_of
 from tests.integration.cluster import DEADLINE_S, Shards, Station, Worker, new_job
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
@@ -538,3 +543,102 @@ def wrong_calls(me: Station) -> None:
 
 def test_a_wrong_call_is_one_sentence_and_changes_nothing(shards: Shards) -> None:
     shards.run(wrong_calls, num_workers=1)
+
+
+def changed_groups(me: Station) -> None:
+    """Changes parameter groups, and the wrapped optimizer, in ways that would change nothing."""
+    model = make_model()
+    inner = sgd([*model.parameters()][:-1])
+    optimizer = psworker.DistributedOptimizer(inner, model.named_parameters())
+    backward(model, *batch(me.rank, 0))
+    with pytest.raises(psworker.ConfigError, match=r"step\(\) was given a Tensor; it takes no arg"):
+        optimizer.step(torch.ones(()))  # type: ignore[arg-type]
+    with pytest.raises(psworker.ConfigError, match="would change this worker's model alone"):
+        inner.step()
+    given = optimizer.param_groups[0]["params"]
+    for changed in ([*given, [*model.parameters()][-1]], given[:-1], given[::-1]):
+        optimizer.param_groups[0]["params"] = changed
+        with pytest.raises(psworker.ConfigError, match=r"group 0 has \d+ parameters, and training"):
+            optimizer.step()
+    optimizer.param_groups[0]["params"] = given
+    optimizer.step()
+    former = inner.param_groups
+    inner.load_state_dict(inner.state_dict())
+    with pytest.raises(psworker.ConfigError, match="gave it other parameter groups: call that of"):
+        optimizer.step()
+    inner.param_groups = former
+    inner.add_param_group({"params": [[*model.parameters()][-1]]})
+    with pytest.raises(psworker.ConfigError, match="has 2 parameter groups, and training began"):
+        optimizer.step()
+    with pytest.raises(psworker.ConfigError, match=r"root_rank is '0', must be in 0\.\.0"):
+        psworker.broadcast_parameters(model.state_dict(), "0")  # type: ignore[arg-type]
+    with pytest.raises(psworker.ConfigError, match="a tensor is on meta, and has no values"):
+        psworker.push_pull(torch.ones(1, device="meta"), "meta")
+    psworker.shutdown()
+    inner.step()
+
+
+def test_groups_that_were_changed_in_place_are_refused(shards: Shards) -> None:
+    shards.run(changed_groups, num_workers=1)
+
+
+def made_by_threads(me: Station) -> list[str]:
+    """Makes wrappers in two threads, the second in the middle of the first."""
+    told: list[str] = []
+    joined = context.join
+
+    def join_meanwhile(**given: Any) -> context.Context:
+        with pytest.raises(psworker.ConfigError) as caught, ThreadPoolExecutor(1) as threads:
+            threads.submit(wrap, make_model()).result()
+        told.append(str(caught.value))
+        return joined(**given)
+
+    with patch.object(context, "join", join_meanwhile):
+        wrap(make_model())
+    wrap(make_model())
+    return told
+
+
+def test_wrappers_are_made_one_after_the_other(shards: Shards) -> None:
+    told = shards.run(made_by_threads, num_workers=1)[0]
+    assert len(told) == 1
+    assert "another thread is making a DistributedOptimizer: make them one after the" in told[0]
+
+
+def interrupted_steps(me: Station, mode: str) -> tuple[int, int]:
+    """Gets Ctrl-C in the middle of a request, and at the end of a step; goes on to train."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = make_model()
+    optimizer = wrap(model, mode=mode)
+    sends: Any = Exchange._send
+
+    def send(*given: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        sends(*given)
+
+    located = table_of(optimizer).progress.locate
+
+    def locate(_: object, number: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        located(number)
+
+    num_interrupted = 0
+    for step in range(20):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        broken = {4: (Exchange, "_send", send), 10: (TrainingProgress, "locate", locate)}.get(step)
+        try:
+            with contextlib.nullcontext() if broken is None else patch.object(*broken):
+                optimizer.step()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+    return num_interrupted, optimizer.steps
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=3)"])
+def test_a_step_that_ctrl_c_interrupts_leaves_no_request_half_made(
+    shards: Shards, mode: str
+) -> None:
+    num_interrupted, steps = shards.run(interrupted_steps, mode, num_workers=1)[0]
+    assert num_interrupted == 2
+    assert steps >= 18

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pscore.partition import Layout
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.session import Session
+from psworker.transports.interrupts import takes_effect
 from psworker.transports.request_future import RequestFuture
 
 log = logging.getLogger("paceline")
@@ -125,7 +126,8 @@ class AnswerWait:
         try:
             while True:
                 try:
-                    return poll()
+                    with takes_effect():
+                        return poll()
                 except TimeoutError:
                     self._session.check()
                     self._check()

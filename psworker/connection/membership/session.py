@@ -26,6 +26,7 @@ from psworker.connection.membership.mending_wait import MendingWait
 from psworker.connection.membership.refilling import Refilling
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
+from psworker.transports.interrupts import takes_effect
 
 log = logging.getLogger("paceline")
 SHORT_WAIT_MS = 200  # Within a step of others; then steps need not wait for this worker.
@@ -378,7 +379,8 @@ class Session:
         with self.heartbeats.resting() as rest:
             while True:
                 try:
-                    reply: pb.BarrierReply = first.call(first.control.Barrier, request)
+                    with takes_effect():
+                        reply: pb.BarrierReply = first.call(first.control.Barrier, request)
                 except LOST as problem:
                     self.refilling.mend(problem)
                     continue

@@ -91,9 +91,11 @@ class WorkerRecovery:
         step = self._table.replica.step
         try:
             yield
-        except (PacelineError, KeyboardInterrupt) as problem:
+        except (
+            BaseException
+        ) as problem:  # One of a signal's handler or of the script's optimizer too.
             is_own = isinstance(problem, OWN)
-            if isinstance(problem, KeyboardInterrupt):
+            if not isinstance(problem, PacelineError):
                 is_own = not self._gradients.have_left
             if is_own and not self._table.replica.is_ending:
                 self._gradients.begin_again()

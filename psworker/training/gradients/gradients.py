@@ -17,6 +17,7 @@ from psworker.model.device import is_on_device
 from psworker.training.gradients.attempts import Attempts
 from psworker.training.gradients.overlap import INSTEAD, EarlyGradients
 from psworker.training.table import TrainingTable
+from psworker.transports.interrupts import held
 
 
 class Gradients:
@@ -116,7 +117,7 @@ class Gradients:
                 self._ready.append(part)
         if not self._ready:  # After most gradients.
             return
-        with self._exchange.together:
+        with held(), self._exchange.together:
             for part in [part for part in self._ready if self._exchange.has_landed(part)]:
                 self._ready.remove(part)
                 self._gather(self._tensors_of[part])

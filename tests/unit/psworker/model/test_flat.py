@@ -1,11 +1,13 @@
 """The flat vector of a model: gradients in, weights out, and refusals."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_model
 
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout, make_layout
@@ -53,6 +55,13 @@ def test_contiguous_float32_parameters_are_views_on_the_weights() -> None:
     assert parameters["scalar"].item() == 5.0
     assert parameters["half"].tolist() == [1.0, 2.0]
     assert flat_model.has_casts
+
+
+def test_a_parameter_is_saved_without_the_others(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    FlatModel(list(model.parameters()), layout_of(dict(model.named_parameters())))
+    assert [one.untyped_storage().nbytes() for one in model.parameters()] == [24, 8]
+    save_model(model, tmp_path / "model.safetensors")
 
 
 def test_other_parameters_are_cast_when_weights_are_scattered() -> None:

@@ -13,10 +13,23 @@ clip: Callable[..., object] = psworker.clip_grad_norm_
 meet: Callable[..., object] = psworker.barrier
 init: Callable[..., object] = psworker.init
 MODEL = torch.nn.Linear(2, 1)
+SHARED = torch.zeros(8)
+with torch.inference_mode():
+    INFERRED = torch.nn.Parameter(torch.zeros(2))
 
 
 def sgd() -> torch.optim.SGD:
     return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def of(*parameters: torch.nn.Parameter) -> tuple[torch.optim.SGD, object]:
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    return torch.optim.SGD(parameters, lr=0.1), named
+
+
+def in_inference() -> None:
+    with torch.inference_mode():
+        wrap(sgd(), MODEL.named_parameters())
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
@@ -35,6 +48,19 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "model": (
         lambda: wrap(sgd(), MODEL),
         f"second argument is a model; pass its named parameters: {FORM}",
+    ),
+    "expanded": (
+        lambda: wrap(*of(torch.nn.Parameter(torch.ones(1, 2).expand(3, 2)))),
+        r"'0' is expanded, so several elements have one place in memory; make it of tensor.clone",
+    ),
+    "shared memory": (
+        lambda: wrap(*of(torch.nn.Parameter(SHARED[:4]), torch.nn.Parameter(SHARED[3:]))),
+        "'0' and '1' share memory; use one torch.nn.Parameter in both places",
+    ),
+    "inference": (in_inference, r"made inside torch\.inference_mode\(\), whose tensors cannot"),
+    "inferred": (
+        lambda: wrap(*of(INFERRED)),
+        r"parameter '0' was made inside torch\.inference_mode\(\): make the model outside",
     ),
     "names": (
         lambda: wrap(sgd(), dict(MODEL.named_parameters())),
