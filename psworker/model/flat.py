@@ -246,7 +246,7 @@ class FlatModel:
         for index, parameter in enumerate(self.parameters):
             if parameter.dtype == torch.float32 and parameter.is_contiguous():
                 # With a storage of its own size: a layer is saved alone, and safetensors takes it.
-                whole = torch.from_dlpack(self.weight(index))
+                whole = torch.utils.dlpack.from_dlpack(self.weight(index))
                 parameter.data = whole.view(parameter.shape)
                 self._homes[index] = parameter.data_ptr()
             else:

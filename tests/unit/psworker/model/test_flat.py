@@ -61,7 +61,7 @@ def test_a_parameter_is_saved_without_the_others(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     FlatModel(list(model.parameters()), layout_of(dict(model.named_parameters())))
     assert [one.untyped_storage().nbytes() for one in model.parameters()] == [24, 8]
-    save_model(model, tmp_path / "model.safetensors")
+    save_model(model, str(tmp_path / "model.safetensors"))
 
 
 def test_other_parameters_are_cast_when_weights_are_scattered() -> None:
