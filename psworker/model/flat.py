@@ -103,14 +103,14 @@ def _refuse_unmade(name: str, parameter: torch.Tensor) -> None:
         ConfigError: It belongs to a lazy module that has seen no input yet, or was made in
             `torch.inference_mode()`.
     """
-    if parameter.is_inference():
-        raise ConfigError(
-            f"parameter {name!r} was made inside torch.inference_mode(): make the model outside"
-        )
     if is_lazy(parameter):
         raise ConfigError(
             f"parameter {name!r} has no shape yet (a lazy module); call the model with a batch "
             "before DistributedOptimizer is made"
+        )
+    if parameter.is_inference():
+        raise ConfigError(
+            f"parameter {name!r} was made inside torch.inference_mode(): make the model outside"
         )
 
 
