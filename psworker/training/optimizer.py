@@ -190,7 +190,6 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._stepping = threading.Lock()
         self._take(optimizer)
         self._context = context.join(
             servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
@@ -405,7 +404,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the wrapped optimizer these groups, and refuses steps that are not this one's."""
-        self._inner, optimizer.param_groups = optimizer, self.param_groups
+        self._inner, self._stepping = optimizer, threading.Lock()
+        optimizer.param_groups = self.param_groups
         mine = weakref.ref(self)
 
         def refuse(*_: object) -> None:

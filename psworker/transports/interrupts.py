@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class _Held:
+class _CtrlC:
     """Whether Ctrl-C waits, in the main thread, which alone gets it."""
 
     is_held = False
@@ -23,9 +23,9 @@ class _Held:
 
 def _note(number: int, frame: Any) -> None:
     """Notes Ctrl-C; the second one takes effect at once."""
-    if _Held.is_waiting or _Held.has_come:
+    if _CtrlC.is_waiting or _CtrlC.has_come:
         raise KeyboardInterrupt
-    _Held.has_come = True
+    _CtrlC.has_come = True
 
 
 @contextlib.contextmanager
@@ -41,14 +41,14 @@ def held() -> Iterator[None]:
     ):
         yield
         return
-    _Held.is_held, _Held.has_come = True, False
+    _CtrlC.is_held, _CtrlC.has_come = True, False
     signal.signal(signal.SIGINT, _note)
     try:
         yield
     finally:
-        _Held.is_held = False
+        _CtrlC.is_held = False
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if _Held.has_come:
+        if _CtrlC.has_come:
             raise KeyboardInterrupt
 
 
@@ -59,13 +59,13 @@ def takes_effect() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: It has come before or inside.
     """
-    if not _Held.is_held or threading.current_thread() is not threading.main_thread():
+    if not _CtrlC.is_held or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _Held.is_waiting = True
+    _CtrlC.is_waiting = True
     try:
-        if _Held.has_come:
+        if _CtrlC.has_come:
             raise KeyboardInterrupt
         yield
     finally:
-        _Held.is_waiting = False
+        _CtrlC.is_waiting = False

@@ -606,7 +606,7 @@ def test_wrappers_are_made_one_after_the_other(shards: Shards) -> None:
 
 
 def interrupted_steps(me: Station, mode: str) -> tuple[int, int]:
-    """Gets Ctrl-C in the middle of a request, and at the end of a step; goes on to train."""
+    """Interrupts steps in the middle of a request, and at the end of one; goes on to train."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     model = make_model()
     optimizer = wrap(model, mode=mode)
