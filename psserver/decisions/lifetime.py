@@ -167,13 +167,14 @@ class Lifetimes:
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
         """Returns whether a worker continues a job that is over.
 
-        A worker that returns does, and one that its launcher has started again, or that is of the
-        same run. So does one that has never joined: in an asynchronous mode the others may have
-        finished before it began. An elastic job that has had as many workers as it needs expects no
-        more.
+        A worker that returns does, and one that has joined the first shard before the end, that its
+        launcher has started again, or that is of the same run. So does one that has never joined:
+        in an asynchronous mode the others may have finished before it began. An elastic job that
+        has had as many workers as it needs expects no more.
         """
         members = job.membership.members
-        if is_repeated(job, member) or (member.returns and member.rank in members):
+        came_back = member.returns and member.rank in members
+        if member.continues or came_back or is_repeated(job, member):
             return True
         is_same = _is_same_run(job, member, members)
         if is_same is False:

@@ -290,6 +290,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             heard_s=now_s,
             returns=request.returns,
             refills=request.refills,
+            continues=request.continues,
             asked_s=now_s - request.waited_ms / 1000 if request.waited_ms else -math.inf,
         )
         job = self._engine.join(

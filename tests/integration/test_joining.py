@@ -184,3 +184,54 @@ def test_a_process_learns_soon_that_its_rank_is_a_live_workers() -> None:
         for worker in workers:
             worker.tell()
             worker.result()
+
+
+def hold_the_second_join(me: Station) -> None:
+    """Joins one shard at once, and the other when the test says so."""
+    original, joined = Link.call, list[str]()
+
+    def call(self: Link, method: Any, request: Any, *given: Any, **options: Any) -> Any:
+        if isinstance(request, pb.JoinRequest):
+            if len(joined) == 1:
+                me.tell()
+                me.hear()
+            joined.append(self.address)
+        return original(self, method, request, *given, **options)
+
+    Link.call = call  # type: ignore[method-assign]
+
+
+def _follows(me: Station) -> tuple[list[float], int]:
+    hold_the_second_join(me)
+    return _makes_steps(me)
+
+
+def _makes_steps(me: Station) -> tuple[list[float], int]:
+    """Trains to step 4; returns the weights, and the steps of the job."""
+    weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)]
+    )
+    while optimizer.steps < 4:
+        if optimizer.steps == 2:
+            me.tell()
+            me.hear()
+        weight.grad = torch.ones(NUMEL)
+        optimizer.step()
+    optimizer.close()
+    return sorted(set(weight.tolist())), optimizer.clock
+
+
+def test_a_job_that_ends_between_two_joins_of_a_worker_keeps_its_weights_on_both_shards() -> None:
+    """The second shard started the job over, and the first one had its weights still."""
+    job = new_job()
+    with Shards(2, lease_s=2.0) as shards, shards.workers(_makes_steps, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[1].kill()
+        with shards.workers(_follows, job=job, ranks=[1]) as (follower,):
+            follower.hear()
+            workers[0].tell()
+            assert workers[0].result() == ([-4.0], 4)
+            follower.tell()
+            assert follower.result() == ([-4.0], 4)

@@ -514,3 +514,17 @@ def test_shards_of_which_one_has_not_heard_of_the_end_agree_on_the_life() -> Non
     for rank in (0, 1):
         shard.decide_join("run", 2, of_run("a", rank, 2), life=2)
     assert (job.membership.live(), job.life.number) == ([0, 1], 2)
+
+
+@pytest.mark.parametrize(("rank", "least"), [(0, 0), (1, 0), (-1, 1)])
+def test_a_worker_that_has_joined_the_first_shard_before_the_end_keeps_this_shards_part(
+    rank: int, least: int
+) -> None:
+    """The others ended between its two joins: here it would have started the job over."""
+    shard, job = over("", least=least)
+    back = dataclasses.replace(member(rank, 2), continues=True)
+    assert shard.decide_join("run", 2, back, least, 1)[0] is job
+    assert job.table(0).clock(0).version == 1
+    shard.decide_leave("run", back.rank, 2, "finished")
+    following, _ = shard.decide_join("run", 2, member(0, 3), least, 1)
+    assert following is not job

@@ -524,6 +524,24 @@ def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
     session.leave()
 
 
+@pytest.mark.parametrize("progress", [{}, {"model": 7}])
+def test_the_other_shards_learn_whether_the_first_one_has_the_job_under_way(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, progress: dict[str, int]
+) -> None:
+    joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, progress=progress)
+    made = FakeLink.__init__
+
+    def init(self: FakeLink, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self.answers["Join"] = joined
+
+    monkeypatch.setattr(FakeLink, "__init__", init)
+    session = begin()
+    asked = [link.sent("Join")[0].continues for link in links]
+    assert asked == [False, *[bool(progress)] * (len(links) - 1)]
+    session.leave()
+
+
 def test_a_barrier_that_is_waited_for_says_for_whom(
     links: list[FakeLink], caplog: pytest.LogCaptureFixture
 ) -> None:
