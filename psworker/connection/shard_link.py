@@ -67,7 +67,7 @@ class Link:
         self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
         self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
         self.num_beats = 0  # Heartbeats answered.
-        self._is_there = False  # Whether the last one was, or a standby may have the shard.
+        self._is_there = False  # Whether the last one was, or the join; or a standby may have it.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
@@ -259,7 +259,7 @@ class Link:
     def joined(self, instance: int, rank: int, incarnation: int) -> None:
         """Records a join at the process that is there now."""
         self.instance = self._seen = instance
-        self.joined_as = rank, incarnation
+        self.joined_as, self._is_there = (rank, incarnation), True
 
     def _require_same(self, failure: grpc.RpcError, address: str) -> None:
         """Raises ServerUnavailableError if an empty process refused a call in the shard's place.

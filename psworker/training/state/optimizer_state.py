@@ -61,7 +61,8 @@ def complete(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Par
     kept = [(parameter, parameter.grad, parameter.detach().clone()) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None if optimizer.state.get(parameter) else torch.zeros_like(parameter)
-    optimizer.step()
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)  # Without hooks: it is no step of training.
     with torch.no_grad():
         for parameter, grad, value in kept:
             parameter.grad = grad

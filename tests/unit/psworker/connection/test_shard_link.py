@@ -235,6 +235,14 @@ def test_a_shard_that_went_on_without_its_standby_is_known_by_its_new_number() -
     assert control.known == [5, 7]
 
 
+def test_a_shard_that_has_been_joined_is_reached_before_its_first_heartbeat() -> None:
+    """A first heartbeat that named none let a job be set back beside its standby."""
+    link = Link(ADDRESS, patience_s=0.0)
+    assert link.reached == 0
+    link.joined(7, 0, 1)
+    assert link.reached == 7
+
+
 def test_a_shard_is_reached_while_it_answers_heartbeats_as_the_one_joined() -> None:
     link, control = Link(ADDRESS, patience_s=0.0), Control(None)
     link.instance = 7
