@@ -30,9 +30,7 @@ def parse_addresses(text: str | Iterable[str] | None, *, port_min: int = 1) -> t
     if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
         raise ConfigError(f"servers is {text!r}, must be text as host:port,host:port, or a list")
     addresses = tuple(address.strip() for address in listed) if text else ()
-    if text and not any(
-        addresses
-    ):  # Two variables that are not set, with a comma: no job of its own.
+    if text and not any(addresses):  # Two variables that are not set, with a comma.
         raise ConfigError(
             f"servers is {text!r}, which names no address: give host:port,host:port, or nothing"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
@@ -102,12 +103,12 @@ def require_closure(closure: object) -> None:
         )
 
 
-def list_trained(groups: Groups) -> list[list[int]]:
-    """Returns the ids of the parameters of each group."""
-    return [[id(parameter) for parameter in group["params"]] for group in groups]
+def list_trained(groups: Groups) -> list[list[torch.Tensor]]:
+    """Returns a copy of the list of parameters of each group."""
+    return [list(group["params"]) for group in groups]
 
 
-def require_groups(groups: Groups, began: Sequence[Sequence[int]], inner: Groups) -> None:
+def require_groups(groups: Groups, began: Sequence[Sequence[torch.Tensor]], inner: Groups) -> None:
     """Refuses parameter groups that were changed in place, which would change nothing.
 
     Args:
@@ -119,8 +120,9 @@ def require_groups(groups: Groups, began: Sequence[Sequence[int]], inner: Groups
         ConfigError: A parameter was added, moved or removed, or the wrapped optimizer has groups
             of its own.
     """
-    for index, (now, then) in enumerate(zip(list_trained(groups), began, strict=True)):
-        if now != then:
+    for index, (group, then) in enumerate(zip(groups, began, strict=True)):
+        now = group["params"]
+        if len(now) != len(then) or not all(map(operator.is_, now, then)):
             raise ConfigError(
                 f"parameter group {index} has {len(now)} parameters, and training began with "
                 f"{len(then)}, or with others; to train more, call add_param_group() of the "

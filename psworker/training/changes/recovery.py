@@ -91,9 +91,7 @@ class WorkerRecovery:
         step = self._table.replica.step
         try:
             yield
-        except (
-            BaseException
-        ) as problem:  # One of a signal's handler or of the script's optimizer too.
+        except BaseException as problem:  # Also one of a signal's handler, or of the optimizer.
             is_own = isinstance(problem, OWN)
             if not isinstance(problem, PacelineError):
                 is_own = not self._gradients.have_left
