@@ -91,8 +91,8 @@ class MoveTarget:
 def encoded(move: str, pieces: Iterable[JournalPiece], more: bool) -> bytes:
     """Returns a PutRequest as bytes.
 
-    Protobuf copies a large field several times on its way there, which takes 3 ms for 1 MB: a third
-    of its time on a link of 1 Gbit/s. So the data of pieces are put in between here.
+    Protobuf copies a large field several times on its way there, for a good part of its time on a
+    link of 1 Gbit/s. So the data of pieces are put in between here.
     """
     parts = [pb.PutRequest(id=move, more=more).SerializeToString()]
     for piece in pieces:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import psworker
-from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.cluster import Shards, Station, Worker, new_job
 
 STEPS, STOPPED_AT = 10, 5
 
@@ -47,16 +47,21 @@ def count(me: Station) -> list[Any]:
     return look()
 
 
+def lose(shards: Shards, job: str, worker: Worker) -> None:
+    """Stops a worker where it says so, until its lease is over."""
+    worker.hear()
+    os.kill(worker.pid, signal.SIGSTOP)
+    shards.wait_until_lost(job, 1)
+    os.kill(worker.pid, signal.SIGCONT)
+    worker.tell()
+
+
 @pytest.mark.slow
 def test_a_worker_that_was_lost_continues_where_it_looks_rows_up() -> None:
     job = new_job()
     with Shards(2, lease_s=10.0) as shards, shards.workers(count, job=job) as workers:
         first, second = workers
-        second.hear()
-        os.kill(second.pid, signal.SIGSTOP)
-        shards.wait_until_lost(job, 1)
-        os.kill(second.pid, signal.SIGCONT)
-        second.tell()
+        lose(shards, job, second)
         for worker in workers:
             worker.hear()  # Its pushes are counted.
         for worker in workers:
@@ -104,11 +109,7 @@ def test_a_lookup_in_the_middle_of_a_forward_leaves_its_weights_alone() -> None:
         shards.workers(look_up_in_the_middle, job=job) as workers,
     ):
         first, second = workers
-        second.hear()
-        os.kill(second.pid, signal.SIGSTOP)
-        shards.wait_until_lost(job, 1)
-        os.kill(second.pid, signal.SIGCONT)
-        second.tell()
+        lose(shards, job, second)
         for worker in workers:
             worker.hear()
         for worker in workers:

@@ -503,12 +503,8 @@ def test_a_barrier_has_a_number_for_each_name(links: list[FakeLink]) -> None:
     session.leave()
 
 
-def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
-    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But goes through those that every worker comes to once, at its start."""
-    rounds = {"epoch": 7, "begin": 1}
-    joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, rounds=rounds)
+def answer_joins(monkeypatch: pytest.MonkeyPatch, joined: pb.JoinReply) -> None:
+    """Makes every shard answer a join with this."""
     made = FakeLink.__init__
 
     def init(self: FakeLink, *args: Any, **options: Any) -> None:
@@ -516,6 +512,15 @@ def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
         self.answers["Join"] = joined
 
     monkeypatch.setattr(FakeLink, "__init__", init)
+
+
+def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But goes through those that every worker comes to once, at its start."""
+    rounds = {"epoch": 7, "begin": 1}
+    joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, rounds=rounds)
+    answer_joins(monkeypatch, joined)
     session = begin()
     for name in ("begin", "epoch", "epoch"):
         session.barrier(name)
@@ -529,13 +534,7 @@ def test_the_other_shards_learn_whether_the_first_one_has_the_job_under_way(
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, progress: dict[str, int]
 ) -> None:
     joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, progress=progress)
-    made = FakeLink.__init__
-
-    def init(self: FakeLink, *args: Any, **options: Any) -> None:
-        made(self, *args, **options)
-        self.answers["Join"] = joined
-
-    monkeypatch.setattr(FakeLink, "__init__", init)
+    answer_joins(monkeypatch, joined)
     session = begin()
     asked = [link.sent("Join")[0].continues for link in links]
     assert asked == [False, *[bool(progress)] * (len(links) - 1)]
