@@ -30,6 +30,7 @@ SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_length`
 LONG_NUMEL_MAX, LONG_PER_SHARD = 1 << 22, 2  # Of long slices; a frame holds one with its state.
 TENSORS_MAX = 1 << 17
 NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
+SHARDS_MAX = 64  # Most shards that are started together.
 DIMENSIONS_MAX = 64  # As in torch.
 NAMES_RESERVED = frozenset({"__metadata__"})  # By safetensors, in which checkpoints are written.
 HEADER_NBYTES_MAX = 100_000_000  # Of a safetensors file: names, shapes and places of all tensors.

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
+from pscore.partition import SHARDS_MAX
 from pscore.text import join_address
 from psserver.access.files import Trust
 from psserver.exits import CommandError, Exit
 from psserver.process.shard_plan import PUBLISH_MBIT_MAX, Ready, ShardPlan, parse_every
 from psserver.process.supervisor import ShardProcess, ended, stop, wait_ready
 
-SHARDS_MAX = 64
 GRACE_S = 2.0
 LEVELS = ("debug", "info", "warning", "error")
 PARENT_POLL_S = 1.0

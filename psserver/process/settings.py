@@ -19,13 +19,13 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
+from pscore.partition import SHARDS_MAX
 from pscore.text import is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
 from psserver.process.run_dir import require_path
 from psserver.process.shard_plan import KEEP_CHECKPOINTS_S, PUBLISH_MBIT_MAX, PairPlan, parse_every
 
-SHARDS_MAX = 64
 METRICS_OFFSET = 1000
 PORT_MAX = 65535
 MB_MAX = 1 << 30

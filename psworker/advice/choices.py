@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pscore.errors import ConfigError
 from pscore.net.wire import FLOAT_NBYTES
+from pscore.partition import SHARDS_MAX
 from pscore.rules import parse_mode
 from pscore.timing.choice import (
     CANDIDATES,
@@ -26,8 +27,7 @@ from psworker.advice.situation import Situation
 from psworker.advice.sizes import is_too_large
 
 MUCH = 1.5  # As much faster is worth a sentence, at any risk.
-SHARDS_PER_HOST = (1, 2, 4, 8, 16, 32, 64)
-SHARDS_MAX = 4096
+SHARDS_PER_HOST = (2, 4, 8, 16, 32, 64)  # Where one is too few.
 # The worst error of runs that were predicted first, docs/results/predictions.json, and the range of
 # those and of the runs in hosts.json and step_hosts.json.
 ERROR = 0.24
@@ -80,8 +80,9 @@ def _placements(situation: Situation) -> Iterator[tuple[int, ...]]:
     if situation.has_sites:
         for site in sorted(groups, key=lambda group: -situation.groups[group]):
             yield (site,)
-        yield tuple(groups)
+        yield tuple(groups[:SHARDS_MAX])
         return
+    yield tuple(groups[:SHARDS_MAX])
     for number in SHARDS_PER_HOST:
         if number * len(groups) <= SHARDS_MAX:
             yield tuple(host for host in groups for _ in range(number))

@@ -122,6 +122,23 @@ def test_the_lines_start_shards_and_workers(
     assert len(servers.split(",")) == number
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"groups": (1,) * 100, "gbit": 1.0},
+        {"groups": (8,) * 64, "gbit": 400.0, "compute_ms": 10.0},
+        {"groups": (1,) * 100, "between_gbit": 1.0},
+    ],
+    ids=["hosts", "hosts of fast links", "sites"],
+)
+def test_more_shards_are_never_advised_than_a_job_can_have(
+    given: dict[str, Any], server: Callable[[list[str]], Any]
+) -> None:
+    report = advise(situation(**given), "any")
+    started = [server(command).server for command in commands(list(report.lines), "psserver")]
+    assert {each.shards for each in started} == {len(report.shards.hosts)}
+
+
 @pytest.mark.parametrize("name", ["two hosts", "one host", "far, on CPUs"])
 def test_the_line_of_the_script_is_one_that_it_can_have(name: str) -> None:
     report = advise(SITUATIONS[name], "any")
