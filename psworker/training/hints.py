@@ -91,9 +91,12 @@ class Hints:
                 self._give(CHANGED)
 
     def sum_up(self) -> None:
-        """Warns, on the first worker, of the share of waits, with a mode that would take less."""
+        """Warns, on the first worker, of the share of waits, with a mode that would take less.
+
+        The sums are of all wrappers: of several that end together, the first does it.
+        """
         session = self._table.session
-        if session.process_rank:
+        if session.process_rank or not session.pace.has_new_steps():
             return
         paces = _paces(session)
         # One worker cannot tell a slow network from a slow worker.

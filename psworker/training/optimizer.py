@@ -403,7 +403,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 raise
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the wrapped optimizer these groups, and refuses steps that are not this one's."""
+        """Gives the wrapped optimizer these groups, and refuses steps that are not this one's.
+
+        Its step hooks run here where it makes no step itself, on this worker's gradient.
+        """
         self._inner, self._stepping = optimizer, threading.Lock()
         optimizer.param_groups = self.param_groups
         mine = weakref.ref(self)
@@ -416,7 +419,22 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                     "step() of the DistributedOptimizer"
                 )
 
+        def run_before(wrapper: DistributedOptimizer, args: Any, options: dict[str, Any]) -> None:
+            hooks = [one for one in optimizer._optimizer_step_pre_hooks.values() if one != refuse]
+            if hooks and not wrapper._runs_inner:
+                if scaler := options.get(scaling.ARGUMENT):
+                    scaling.unscale(wrapper, scaler)
+                for hook in hooks:
+                    hook(optimizer, args, options)
+
+        def run_after(wrapper: DistributedOptimizer, args: Any, options: dict[str, Any]) -> None:
+            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
+                if not wrapper._runs_inner:
+                    hook(optimizer, args, options)
+
         optimizer.register_step_pre_hook(refuse)
+        self.register_step_pre_hook(run_before)
+        self.register_step_post_hook(run_after)
 
     # ----- states
 

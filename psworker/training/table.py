@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,7 +168,8 @@ class TrainingTable:
         self.replica.local.keeps_state = rounds
         is_held = rounds or self.means is not None
         self.exchange.refills.start(self._held if is_held else None)
-        if self._holds_rounds and not is_held and self.session.is_leader:
+        is_wanted = self._holds_rounds and self.rule.round_role is Role.DELTA
+        if is_wanted and not is_held and self.session.is_leader:
             log.warning(
                 "optimizer_on='worker', but workers cannot fill a shard that is lost: they can in "
                 "rounds that wait for all workers (no overlap, backup or quorum), with float32 "
@@ -192,12 +193,18 @@ class TrainingTable:
     def set_hyper(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Sets the hyper-parameters of the next push; returns whether they have changed."""
         before = self.replica.parts[0].hyper
-        step, num_workers = self.replica.step, self.session.num_workers
-        groups = [self.rule.outer_group(step, group, num_workers) for group in param_groups]
-        rows = hyper_rows(self.optimizer, groups, len(before))
+        rows = hyper_rows(self.optimizer, self._outer(param_groups), len(before))
         for part in self.replica.parts:
             part.hyper = rows
         return not np.array_equal(before, rows)
+
+    def require_hyper(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ConfigError for groups without a hyper-parameter of the shards' optimizer."""
+        hyper_rows(self.optimizer, self._outer(param_groups))
+
+    def _outer(self, param_groups: Sequence[dict[str, Any]]) -> list[Mapping[str, Any]]:
+        step, num_workers = self.replica.step, self.session.num_workers
+        return [self.rule.outer_group(step, group, num_workers) for group in param_groups]
 
     # ----- moves
 

@@ -510,6 +510,8 @@ def wrong_calls(me: Station) -> None:
             optimizer.load_state_dict(state)  # type: ignore[arg-type]
     with pytest.raises(psworker.ConfigError, match=r"the state does not fit: .*parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
+    with pytest.raises(psworker.ConfigError, match=r"the state does not fit: momentum .* missing"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
     with pytest.raises(psworker.ConfigError, match="samples is 'all', must be in"):
         optimizer.samples = "all"  # type: ignore[assignment]
     with pytest.raises(psworker.ConfigError, match=r"goes to DistributedOptimizer\(\); here, name"):

@@ -13,7 +13,7 @@ from pscore.net.credentials import EVERY, read_credentials
 from psworker.advice.running import ObservedJob, read_job, situation_of_job
 from psworker.training import hints
 from tests.integration.cluster import Shards, Station, new_job, wait_until
-from tests.integration.models import batch, make_model, same, sgd, weights_of
+from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
 MODES = ("ssgd", "ssd(steps=3, warmup=1)", "asgd", "ssp(bound=2)", "local(steps=2)", "dcasgd")
 
@@ -154,12 +154,30 @@ def test_a_clip_before_the_mean_is_told_once(
     assert told == [expected] * num_workers
 
 
-def wait_for_the_slow_one(me: Station, job: str) -> list[str]:
-    """Trains, worker 1 with pauses; returns the warnings."""
-    hints.ASK_TIMEOUT_S = 200.0
+def train_without_a_server(me: Station, job: str) -> list[str]:
+    """Makes a step in a mode whose shards have an average only; returns the warnings."""
     psworker.init(job=job)
     model, lines = make_model(), Lines()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode="dpsgd", optimizer_on="worker"
+    )
+    backward(model, *batch(me.rank, 0))
+    optimizer.step()
+    psworker.shutdown()
+    return lines.end()
+
+
+def test_where_workers_have_the_model_nothing_is_said_of_filling_a_shard(shards: Shards) -> None:
+    assert shards.run(train_without_a_server, new_job()) == [[], []]
+
+
+def wait_for_the_slow_one(me: Station, job: str) -> list[str]:
+    """Trains, worker 1 with pauses, beside a second model; returns the warnings."""
+    hints.ASK_TIMEOUT_S = 200.0
+    psworker.init(job=job)
+    model, other, lines = make_model(), make_model(), Lines()
     optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    psworker.DistributedOptimizer(sgd(other.parameters()), other.named_parameters())
     for step in range(60):  # Some heartbeats long.
         optimizer.zero_grad()
         inputs, classes = batch(me.rank, step)
@@ -171,7 +189,7 @@ def wait_for_the_slow_one(me: Station, job: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_at_its_end_the_first_worker_names_the_one_that_it_waited_for(shards: Shards) -> None:
+def test_at_its_end_the_first_worker_names_once_the_one_that_it_waited_for(shards: Shards) -> None:
     """Its own waits look like those for a slow network, which a mode with rounds would hide."""
     first, second = shards.run(wait_for_the_slow_one, new_job(), num_workers=2)
     (line,) = first

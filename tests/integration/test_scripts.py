@@ -304,6 +304,35 @@ def double_backward(desk: Desk) -> nn.Module:
     return model
 
 
+@script
+def step_hooks_of_the_wrapped_optimizer(desk: Desk) -> nn.Module:
+    model = mlp()
+    model.register_buffer("made", torch.zeros(1))
+    plain = sgd(model.parameters())
+
+    def change(*_: object) -> None:
+        for weight in model.parameters():
+            assert weight.grad is not None
+            weight.grad.mul_(0.5).add_(0.01)
+
+    def count(*_: object) -> None:
+        model.get_buffer("made").add_(1.0)
+
+    plain.register_step_pre_hook(change)
+    plain.register_step_post_hook(count)
+    optimizer = desk.wrap(plain, model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        inputs, labels = desk.batch(step)
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(F.cross_entropy(model(inputs), labels)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Of torch, about its scaler.
+            scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
 def weights(model: nn.Module) -> State:
     return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
 

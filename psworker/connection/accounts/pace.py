@@ -33,7 +33,7 @@ class Pace:
         """Starts at zero; `now` returns seconds."""
         self.now = now
         self._lock = threading.Lock()
-        self._num_steps = 0
+        self._num_steps = self._num_told = 0
         self._steps_s = self._waits_s = self._requests_s = 0.0
         self._stepped_s: float | None = None  # End of the last step.
         self._waited_s = 0.0  # `_waits_s` at that time.
@@ -107,6 +107,12 @@ class Pace:
         with self._lock:
             if self._stepped_s is not None:
                 self._stepped_s += seconds
+
+    def has_new_steps(self) -> bool:
+        """Returns whether a step was counted since the last call."""
+        with self._lock:
+            told, self._num_told = self._num_told, self._num_steps
+            return told != self._num_steps
 
     def message(self) -> pb.Pace:
         """Returns the sums of this moment."""

@@ -118,6 +118,12 @@ def read_state(
             "load_state_dict() of the optimizer takes what its state_dict() returned, with 'state' "
             "and 'param_groups': neither a model's nor a file that holds both"
         )
+    try:
+        table.require_hyper(state_dict["param_groups"])
+    except ConfigError as problem:
+        raise ConfigError(
+            f"the state does not fit: {problem}; is it of another optimizer?"
+        ) from None
     names, layout = table.optimizer.state_names, table.layout
     order = _torch_order(table, param_groups)
     own = state_dict.get("paceline", {})

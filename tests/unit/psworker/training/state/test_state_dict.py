@@ -28,7 +28,7 @@ class FakeShards:
 
     def __init__(self, layout: Any, num_state: int, counts: Sequence[int]) -> None:
         self.layout, self.num_state, self.counts = layout, num_state, counts
-        self.step, self.own = 4, range(len(layout.slices))
+        self.step, self.own, self.num_workers = 4, range(len(layout.slices)), 1
         self.process_rank, self.lowest = 0, 0
         self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
         self.session, self.clocks = self, SimpleNamespace(num_fragments=1)
