@@ -386,13 +386,27 @@ def drain(
     mbit: Annotated[
         int, typer.Option(help="Most Mbit/s before the pause; 0: no limit.", min=0)
     ] = 0,
+    wait_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Before the process ends: seconds to wait for a standby, if workers use the "
+            "shard. It takes no shard any more.",
+            min=0.0,
+        ),
+    ] = None,
 ) -> None:
     """Move a shard to another process, or to its standby, while its job trains."""
-    from psserver.remote.drain import move
+    from psserver.remote.drain import leave, move
 
     here = address_of(found, shard)
+    if to and wait_s is not None:
+        raise ConfigError("--wait-s is for a standby: leave the address out")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # It says what goes on, then.
-    reply = move(here, to, mbit, found.credentials, _say)
+    more = (mbit, found.credentials, _say)
+    reply = move(here, to, *more) if wait_s is None else leave(here, wait_s, *more)
+    if reply is None:
+        sys.stdout.write(f"{here} may end: it has no shard that a worker uses\n")
+        return
     sys.stdout.write(
         f"shard moved to {reply.to}: {reply.sent_nbytes / 1e6:.1f} MB sent, no answers for "
         f"{reply.pause_s:.3f} s; stop the old process, and name the new address from now on\n"

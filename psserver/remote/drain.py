@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,8 +18,10 @@ from psserver.exits import CommandError, Exit
 from psserver.remote.ask import explained
 
 ASK_S = 0.1
+AGAIN_S = 1.0  # Before a move is tried again.
 ANSWER_S_MAX = 10.0
 OVER = ("serving", "moved")
+MOVES_HERE = "prepared"  # Phase of a process that is about to have the shard.
 ONWARD = ("copying", "followed", "frozen", "given")  # Phases of a move, in their order.
 GOES_ON = "the shard goes on with it: `psserver status` shows how; or give this command again"
 UNDECIDED = "asking"  # After a kill: the shard's process asks whether its standby has the shard.
@@ -32,6 +35,7 @@ def move(
     tell: Callable[[str], None],
     *,
     standby: pb.MoveRequest | None = None,
+    deadline_s: float = math.inf,
 ) -> pb.MoveReply:
     """Moves the shard at `address` to the process at `to`; returns when it is there.
 
@@ -42,6 +46,7 @@ def move(
         credentials: With the token for everything.
         tell: Called with each phase.
         standby: How that process is to be the shard's standby; None: the shard moves there.
+        deadline_s: Time of `time.monotonic` until which it waits.
 
     Raises:
         CommandError: A process refuses or does not answer, or the move was given up: then the shard
@@ -50,13 +55,13 @@ def move(
     is_ordered = False
     try:
         with _connected(address, credentials) as stub:
-            request = pb.MoveRequest(to=to or _standby(stub, address), mbit=mbit)
+            request = pb.MoveRequest(to=to or _standby(stub, address, deadline_s), mbit=mbit)
             request.stays = standby is not None
             if standby is not None:
                 tell(_cost(stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX).table_nbytes))
                 request.MergeFrom(standby)
             is_ordered, wanted = True, "followed" if request.stays else "moved"
-            reply = _await(stub, request, wanted, tell)
+            reply = _await(stub, request, wanted, tell, deadline_s)
     except KeyboardInterrupt:
         tell(GOES_ON if is_ordered else f"nothing was begun: the shard stays at {address}")
         raise
@@ -67,6 +72,51 @@ def move(
             f"{reply.problem or 'the move was given up, or the process was started again'}",
         )
     return reply
+
+
+def leave(
+    address: str, wait_s: float, mbit: int, credentials: Credentials, tell: Callable[[str], None]
+) -> pb.MoveReply | None:
+    """Moves the shard at `address` to its standby, before the process there ends.
+
+    That process takes no shard from now on. If both places of a shard are to end, the one without
+    it is let go, and the other one waits for its return.
+
+    Args:
+        wait_s: Seconds in which a move is tried again.
+
+    Returns:
+        How it has moved; None: that process has no shard that a worker uses.
+
+    Raises:
+        CommandError: It has not moved in this time, or does not answer at first.
+    """
+    deadline_s, said = time.monotonic() + wait_s, ""
+    is_needed = _is_needed(address, credentials)
+    while is_needed:
+        try:
+            return move(address, "", mbit, credentials, tell, deadline_s=deadline_s)
+        except CommandError as problem:
+            if time.monotonic() >= deadline_s:
+                raise
+            if problem.message != said:
+                said = problem.message
+                tell(f"{said}; tried again for {wait_s:g} s")
+        time.sleep(AGAIN_S)
+        with contextlib.suppress(CommandError):
+            is_needed = _is_needed(address, credentials)
+    return None
+
+
+def _is_needed(address: str, credentials: Credentials) -> bool:
+    """Returns whether a process that is about to end has, or gets, a shard that workers use.
+
+    Raises:
+        CommandError: It does not answer.
+    """
+    with _connected(address, credentials) as stub:
+        reply = stub.Move(pb.MoveRequest(ends=True), timeout=ANSWER_S_MAX)
+    return reply.num_live > 0 or reply.taking == MOVES_HERE
 
 
 def withdraw(address: str, credentials: Credentials, tell: Callable[[str], None]) -> None:
@@ -90,6 +140,7 @@ def _await(
     request: pb.MoveRequest,
     wanted: str,
     tell: Callable[[str], None],
+    deadline_s: float = math.inf,
 ) -> pb.MoveReply:
     """Gives an order, and returns the shard's answer when that is over, or has the phase `wanted`.
 
@@ -97,9 +148,12 @@ def _await(
 
     Args:
         tell: Called with each phase.
+        deadline_s: Time of `time.monotonic` from which an unfinished one is answered.
     """
     reply, said = stub.Move(request, timeout=ANSWER_S_MAX), ""
     while reply.phase not in (*OVER, wanted):
+        if time.monotonic() >= deadline_s:
+            break
         if {said, reply.phase} <= set(ONWARD) and ONWARD.index(reply.phase) < ONWARD.index(said):
             break
         if reply.phase != said:
@@ -110,14 +164,14 @@ def _await(
     return reply
 
 
-def _standby(stub: standby_pb2_grpc.StandbyStub, address: str) -> str:
+def _standby(stub: standby_pb2_grpc.StandbyStub, address: str, deadline_s: float) -> str:
     """Returns the address of a shard's standby, also while that is filled, or has taken over.
 
     Raises:
         CommandError: It has none.
     """
     reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
-    while reply.phase == UNDECIDED:
+    while reply.phase == UNDECIDED and time.monotonic() < deadline_s:
         time.sleep(ASK_S)
         reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
     if reply.phase == "serving":

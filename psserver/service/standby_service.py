@@ -77,6 +77,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         mover = self._mover
         if request.withdraws:
             mover.withdraw()
+        self.taking.is_ending = self.taking.is_ending or request.ends
         if request.to:
             addresses = parse_addresses(request.to)
             if len(addresses) != 1:
@@ -99,7 +100,13 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             problem=mover.problem,
             pause_s=mover.pause_s,
             table_nbytes=self._engine.shard.table_nbytes,
+            taking=self.taking.phase.value,
+            num_live=self._num_live(),
         )
+
+    def _num_live(self) -> int:
+        with self._engine.lock:
+            return sum(len(job.membership.live()) for job in self._engine.shard.jobs.values())
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferReply:
         """Begins to take a shard."""
@@ -202,6 +209,7 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             await asyncio.to_thread(self._incoming.prepare, spans, self._mark)
         except OSError as problem:
             raise LimitError(f"no room for the journals of a shard: {problem}") from problem
+        self.taking.require_staying()  # Else the end would find the shard here.
         self.taking.prepare(request.id)
         return pb.PrepareMoveReply()
 

@@ -112,10 +112,12 @@ class Taking:
 
     Attributes:
         id: The move that it takes part in; empty: none yet.
+        is_ending: Whether the process is about to end, and takes no shard any more.
     """
 
     phase: Taker
     id: str = ""
+    is_ending: bool = False
 
     @staticmethod
     def resumed(prepared: str, taken: str) -> Taking:
@@ -133,11 +135,17 @@ class Taking:
         """Begins to take a move; an earlier one that was not begun is dropped.
 
         Raises:
-            RemoteProtocolError: This process has jobs of its own.
+            RemoteProtocolError: This process has jobs of its own, or is about to end.
         """
+        self.require_staying()
         if has_jobs:
             raise RemoteProtocolError("the process that is to take the shard has jobs of its own")
         self.phase, self.id = Taker.TAKING, move
+
+    def require_staying(self) -> None:
+        """Raises RemoteProtocolError if the process is about to end."""
+        if self.is_ending:
+            raise RemoteProtocolError("the process that is to take the shard is about to end")
 
     def require(self, move: str) -> None:
         """Raises RemoteProtocolError for pieces of another move."""
@@ -202,6 +210,8 @@ def is_free(giving: Giving, taking: Taking, *, begins_here: bool, has_jobs: bool
         begins_here: Whether the shard begins at this place.
         has_jobs: Whether this process has jobs; those that have moved do not count.
     """
+    if taking.is_ending:
+        return False
     if giving.phase is Giver.MOVED:
         return taking.phase in (Taker.EMPTY, Taker.TAKING, Taker.SERVING)
     is_new = giving.phase is Giver.SERVING and taking.phase in (Taker.EMPTY, Taker.TAKING)

@@ -78,6 +78,7 @@ class Pod:
     starts: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     more: dict[str, str] = field(default_factory=dict)  # Variables beside those of the document.
+    late_s: float = 0.0  # Of its kubelet: between the end of preStop and SIGTERM.
 
     @property
     def boot(self) -> Path:
@@ -262,6 +263,7 @@ class Cluster:
         pod = self.pods[name]
         assert pod.process is not None
         self._prepare_stop(pod)
+        time.sleep(pod.late_s)
         self._kill(pod, signal.SIGTERM)
         try:
             return pod.process.wait(pod.spec["terminationGracePeriodSeconds"])

@@ -170,6 +170,48 @@ def test_a_drained_node_moves_its_shard_to_the_standby_and_the_pod_becomes_that(
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("slow", ["", "-standby"])
+def test_an_upgrade_replaces_both_pods_of_a_shard_at_once_and_the_job_goes_on(
+    slow: str, tmp_path: Path
+) -> None:
+    """Whichever of the two kubelets is slower: it sends SIGTERM long after the command's end."""
+    values = "standby.enabled=true,standby.registerClaim=register,shards=1"
+    with started(tmp_path, rendered("indexed-job.yaml", "--set", values)) as cluster:
+        pair = first, _ = ["paceline-0", "paceline-standby-0"]
+        workers = [name for name in cluster.pods if name.startswith("mnist-")]
+        for name in workers:
+            cluster.pods[name].container["command"].extend(("--epochs", "1000"))
+
+        def said(name: str, text: str) -> bool:
+            return text in cluster.pods[name].log.read_text()
+
+        def epochs() -> int:
+            return cluster.pods["mnist-0"].log.read_text().count("accuracy")
+
+        def goes_on() -> None:
+            before = epochs()
+            cluster.wait("the job does not go on", lambda: epochs() > before + 1)
+
+        def replace(name: str) -> str:
+            cluster.pods[name].late_s = 4.0 if name == f"paceline{slow}-0" else 0.0
+            assert cluster.drain(name) == 0
+            cluster.start(name)
+            return (cluster.pods[name].folder / "pre-stop").read_text()
+
+        cluster.wait("no standby", partial(said, first, "the shard has a standby"))
+        for name in workers:
+            cluster.start(name)
+        for holder in (0, 1):
+            goes_on()
+            with ThreadPoolExecutor() as pool:
+                told = list(pool.map(replace, pair))
+            assert f"shard moved to {pair[1 - holder]}" in told[holder], told
+            cluster.wait("no standby again", partial(said, pair[1 - holder], "has a standby"))
+        goes_on()
+        assert all(cluster.pods[name].starts == 1 for name in workers)
+
+
+@pytest.mark.timeout(1800)
 def test_the_pods_of_an_elastic_job_come_and_go(tmp_path: Path) -> None:
     """Two pods train, a third one joins, and the first one is deleted."""
     documents = rendered("elastic-job.yaml")

@@ -1,7 +1,9 @@
 """Two places of a shard (`--standby-at`, `--standby-of`): one has it, the other is its standby."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
@@ -22,7 +24,7 @@ class Pair:
 
     def __init__(self, folder: Path, register: Path, stack: ExitStack) -> None:
         ports = free_ports(3)
-        self._folder, self._register, self.stack = folder, register, stack
+        self.folder, self._register, self.stack = folder, register, stack
         self.addresses = [f"127.0.0.1:{port}" for port in ports]
         self.first = Place(folder, 0, ports[0], "a")
         self.places: dict[int, Place] = {}
@@ -36,7 +38,7 @@ class Pair:
         words = ["--standby-at" if place == 1 else "--standby-of", other, "--own-address", own]
         words += ["--standby-register", str(self._register), "--failover-s", "1"]
         port = int(own.rpartition(":")[2])
-        self.places[place] = Place(self._folder, 1, port, name, *words)
+        self.places[place] = Place(self.folder, 1, port, name, *words)
         return self.stack.enter_context(self.places[place].running())
 
     def train(self, job: str = "night", pause: int = AT) -> list[Worker]:
@@ -80,6 +82,13 @@ def results(workers: list[Worker]) -> Results:
     return [worker.result() for worker in workers]
 
 
+def hold(pair: Pair, place: int) -> None:
+    """Gives the shard to one of its places; the other one is its standby then."""
+    if place == 2:
+        pair.command.run("drain", "--servers", pair.addresses[1])
+        eventually(lambda: pair.stands_by(1))
+
+
 @pytest.mark.slow
 def test_the_shard_moves_to_its_second_place_and_back(pair: Pair, undisturbed: Results) -> None:
     workers = pair.train()
@@ -108,4 +117,47 @@ def test_the_first_place_is_lost_and_an_empty_one_leads_to_the_second(
     others = pair.train("other", pause=0)  # They know the first place alone.
     assert [worker.result() for worker in others] == undisturbed
     lose(pair.running[1])
+    assert results(workers) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("holder", "order"), [(1, (2, 1)), (2, (1, 2))])
+def test_both_places_are_stopped_at_once_and_come_back_one_after_the_other(
+    holder: int, order: tuple[int, int], pair: Pair, undisturbed: Results
+) -> None:
+    workers = pair.train()
+    reach(workers, 10)
+    hold(pair, holder)
+    for process in pair.running:
+        process.terminate()
+    for process in pair.running:
+        process.wait()
+    for place in order:
+        pair.stack.enter_context(pair.places[place].running())
+    assert results(workers) == undisturbed
+
+
+def roll(pair: Pair, place: int) -> str:
+    """Ends a place and starts it again, as a pod with another image; returns what drain said."""
+    command = Command(pair.folder / f"roll{place}")
+    said = command.run("drain", "--wait-s", 150, "--servers", pair.addresses[place]).stdout
+    process = pair.running[place - 1]
+    process.terminate()
+    process.wait()
+    pair.running[place - 1] = pair.stack.enter_context(pair.places[place].running())
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("holder", [1, 2])
+def test_both_places_are_replaced_at_once_and_one_of_them_always_has_the_shard(
+    holder: int, pair: Pair, undisturbed: Results
+) -> None:
+    workers = pair.train()
+    reach(workers, 10)
+    hold(pair, holder)
+    with ThreadPoolExecutor() as pool:
+        said = list(pool.map(partial(roll, pair), (1, 2)))
+    assert f"shard moved to {pair.addresses[3 - holder]}" in said[holder - 1]
+    eventually(lambda: pair.stands_by(holder))
     assert results(workers) == undisturbed

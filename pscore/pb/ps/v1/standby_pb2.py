@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13ps/v1/standby.proto\x12\x05ps.v1\"\x82\x01\n\x0bMoveRequest\x12\n\n\x02to\x18\x01 \x01(\t\x12\x0c\n\x04mbit\x18\x02 \x01(\r\x12\r\n\x05stays\x18\x03 \x01(\x08\x12\x11\n\tsame_host\x18\x04 \x01(\x08\x12\x10\n\x08register\x18\x05 \x01(\t\x12\x12\n\nfailover_s\x18\x06 \x01(\x01\x12\x11\n\twithdraws\x18\x07 \x01(\x08\"s\n\tMoveReply\x12\r\n\x05phase\x18\x01 \x01(\t\x12\n\n\x02to\x18\x02 \x01(\t\x12\x13\n\x0bsent_nbytes\x18\x03 \x01(\x04\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x14\n\x0ctable_nbytes\x18\x06 \x01(\x04\"\x85\x02\n\x0cOfferRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x12\n\nnum_shards\x18\x03 \x01(\r\x12\x0f\n\x07\x63luster\x18\x04 \x01(\t\x12\x10\n\x08protocol\x18\x05 \x01(\r\x12\x16\n\x0ejournal_format\x18\x06 \x01(\r\x12\x10\n\x08instance\x18\x07 \x01(\x06\x12\x14\n\x0ctable_nbytes\x18\x08 \x01(\x04\x12\x0e\n\x06tables\x18\n \x03(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x10\n\x08register\x18\x0b \x01(\t\x12\x12\n\nfailover_s\x18\x0c \x01(\x01\x12\x0e\n\x06holder\x18\r \x01(\t\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\"\x1a\n\nOfferReply\x12\x0c\n\x04\x62oot\x18\x01 \x01(\t\"f\n\nMovedPiece\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x0c\n\x04gone\x18\x06 \x01(\x08\"I\n\nPutRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12!\n\x06pieces\x18\x02 \x03(\x0b\x32\x11.ps.v1.MovedPiece\x12\x0c\n\x04more\x18\x03 \x01(\x08\"\n\n\x08PutReply\"I\n\tMovedPart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"A\n\x12PrepareMoveRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1f\n\x05parts\x18\x02 \x03(\x0b\x32\x10.ps.v1.MovedPart\"\x12\n\x10PrepareMoveReply\",\n\x0f\x46ollowedRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0f\n\rFollowedReply\"\x17\n\x15ReleaseStandbyRequest\"%\n\x13ReleaseStandbyReply\x12\x0e\n\x06serves\x18\x01 \x01(\x08\"\x10\n\x0ePromoteRequest\"\x1c\n\x0cPromoteReply\x12\x0c\n\x04jobs\x18\x01 \x03(\t\"\x1e\n\x10\x42\x65ginMoveRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x10\n\x0e\x42\x65ginMoveReply2\xc1\x03\n\x07Standby\x12,\n\x04Move\x12\x12.ps.v1.MoveRequest\x1a\x10.ps.v1.MoveReply\x12/\n\x05Offer\x12\x13.ps.v1.OfferRequest\x1a\x11.ps.v1.OfferReply\x12)\n\x03Put\x12\x11.ps.v1.PutRequest\x1a\x0f.ps.v1.PutReply\x12=\n\x07Prepare\x12\x19.ps.v1.PrepareMoveRequest\x1a\x17.ps.v1.PrepareMoveReply\x12\x38\n\x08\x46ollowed\x12\x16.ps.v1.FollowedRequest\x1a\x14.ps.v1.FollowedReply\x12\x43\n\x07Release\x12\x1c.ps.v1.ReleaseStandbyRequest\x1a\x1a.ps.v1.ReleaseStandbyReply\x12\x35\n\x07Promote\x12\x15.ps.v1.PromoteRequest\x1a\x13.ps.v1.PromoteReply\x12\x37\n\x05\x42\x65gin\x12\x17.ps.v1.BeginMoveRequest\x1a\x15.ps.v1.BeginMoveReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13ps/v1/standby.proto\x12\x05ps.v1\"\x90\x01\n\x0bMoveRequest\x12\n\n\x02to\x18\x01 \x01(\t\x12\x0c\n\x04mbit\x18\x02 \x01(\r\x12\r\n\x05stays\x18\x03 \x01(\x08\x12\x11\n\tsame_host\x18\x04 \x01(\x08\x12\x10\n\x08register\x18\x05 \x01(\t\x12\x12\n\nfailover_s\x18\x06 \x01(\x01\x12\x11\n\twithdraws\x18\x07 \x01(\x08\x12\x0c\n\x04\x65nds\x18\x08 \x01(\x08\"\x95\x01\n\tMoveReply\x12\r\n\x05phase\x18\x01 \x01(\t\x12\n\n\x02to\x18\x02 \x01(\t\x12\x13\n\x0bsent_nbytes\x18\x03 \x01(\x04\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x14\n\x0ctable_nbytes\x18\x06 \x01(\x04\x12\x0e\n\x06taking\x18\x07 \x01(\t\x12\x10\n\x08num_live\x18\x08 \x01(\r\"\x85\x02\n\x0cOfferRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x12\n\nnum_shards\x18\x03 \x01(\r\x12\x0f\n\x07\x63luster\x18\x04 \x01(\t\x12\x10\n\x08protocol\x18\x05 \x01(\r\x12\x16\n\x0ejournal_format\x18\x06 \x01(\r\x12\x10\n\x08instance\x18\x07 \x01(\x06\x12\x14\n\x0ctable_nbytes\x18\x08 \x01(\x04\x12\x0e\n\x06tables\x18\n \x03(\t\x12\x0e\n\x06source\x18\t \x01(\t\x12\x10\n\x08register\x18\x0b \x01(\t\x12\x12\n\nfailover_s\x18\x0c \x01(\x01\x12\x0e\n\x06holder\x18\r \x01(\t\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\"\x1a\n\nOfferReply\x12\x0c\n\x04\x62oot\x18\x01 \x01(\t\"f\n\nMovedPiece\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x10\n\x08reserved\x18\x05 \x01(\x04\x12\x0c\n\x04gone\x18\x06 \x01(\x08\"I\n\nPutRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12!\n\x06pieces\x18\x02 \x03(\x0b\x32\x11.ps.v1.MovedPiece\x12\x0c\n\x04more\x18\x03 \x01(\x08\"\n\n\x08PutReply\"I\n\tMovedPart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\"A\n\x12PrepareMoveRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1f\n\x05parts\x18\x02 \x03(\x0b\x32\x10.ps.v1.MovedPart\"\x12\n\x10PrepareMoveReply\",\n\x0f\x46ollowedRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0f\n\rFollowedReply\"\x17\n\x15ReleaseStandbyRequest\"%\n\x13ReleaseStandbyReply\x12\x0e\n\x06serves\x18\x01 \x01(\x08\"\x10\n\x0ePromoteRequest\"\x1c\n\x0cPromoteReply\x12\x0c\n\x04jobs\x18\x01 \x03(\t\"\x1e\n\x10\x42\x65ginMoveRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x10\n\x0e\x42\x65ginMoveReply2\xc1\x03\n\x07Standby\x12,\n\x04Move\x12\x12.ps.v1.MoveRequest\x1a\x10.ps.v1.MoveReply\x12/\n\x05Offer\x12\x13.ps.v1.OfferRequest\x1a\x11.ps.v1.OfferReply\x12)\n\x03Put\x12\x11.ps.v1.PutRequest\x1a\x0f.ps.v1.PutReply\x12=\n\x07Prepare\x12\x19.ps.v1.PrepareMoveRequest\x1a\x17.ps.v1.PrepareMoveReply\x12\x38\n\x08\x46ollowed\x12\x16.ps.v1.FollowedRequest\x1a\x14.ps.v1.FollowedReply\x12\x43\n\x07Release\x12\x1c.ps.v1.ReleaseStandbyRequest\x1a\x1a.ps.v1.ReleaseStandbyReply\x12\x35\n\x07Promote\x12\x15.ps.v1.PromoteRequest\x1a\x13.ps.v1.PromoteReply\x12\x37\n\x05\x42\x65gin\x12\x17.ps.v1.BeginMoveRequest\x1a\x15.ps.v1.BeginMoveReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,41 +32,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps.v1.standby_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MOVEREQUEST']._serialized_start=31
-  _globals['_MOVEREQUEST']._serialized_end=161
-  _globals['_MOVEREPLY']._serialized_start=163
-  _globals['_MOVEREPLY']._serialized_end=278
-  _globals['_OFFERREQUEST']._serialized_start=281
-  _globals['_OFFERREQUEST']._serialized_end=542
-  _globals['_OFFERREPLY']._serialized_start=544
-  _globals['_OFFERREPLY']._serialized_end=570
-  _globals['_MOVEDPIECE']._serialized_start=572
-  _globals['_MOVEDPIECE']._serialized_end=674
-  _globals['_PUTREQUEST']._serialized_start=676
-  _globals['_PUTREQUEST']._serialized_end=749
-  _globals['_PUTREPLY']._serialized_start=751
-  _globals['_PUTREPLY']._serialized_end=761
-  _globals['_MOVEDPART']._serialized_start=763
-  _globals['_MOVEDPART']._serialized_end=836
-  _globals['_PREPAREMOVEREQUEST']._serialized_start=838
-  _globals['_PREPAREMOVEREQUEST']._serialized_end=903
-  _globals['_PREPAREMOVEREPLY']._serialized_start=905
-  _globals['_PREPAREMOVEREPLY']._serialized_end=923
-  _globals['_FOLLOWEDREQUEST']._serialized_start=925
-  _globals['_FOLLOWEDREQUEST']._serialized_end=969
-  _globals['_FOLLOWEDREPLY']._serialized_start=971
-  _globals['_FOLLOWEDREPLY']._serialized_end=986
-  _globals['_RELEASESTANDBYREQUEST']._serialized_start=988
-  _globals['_RELEASESTANDBYREQUEST']._serialized_end=1011
-  _globals['_RELEASESTANDBYREPLY']._serialized_start=1013
-  _globals['_RELEASESTANDBYREPLY']._serialized_end=1050
-  _globals['_PROMOTEREQUEST']._serialized_start=1052
-  _globals['_PROMOTEREQUEST']._serialized_end=1068
-  _globals['_PROMOTEREPLY']._serialized_start=1070
-  _globals['_PROMOTEREPLY']._serialized_end=1098
-  _globals['_BEGINMOVEREQUEST']._serialized_start=1100
-  _globals['_BEGINMOVEREQUEST']._serialized_end=1130
-  _globals['_BEGINMOVEREPLY']._serialized_start=1132
-  _globals['_BEGINMOVEREPLY']._serialized_end=1148
-  _globals['_STANDBY']._serialized_start=1151
-  _globals['_STANDBY']._serialized_end=1600
+  _globals['_MOVEREQUEST']._serialized_end=175
+  _globals['_MOVEREPLY']._serialized_start=178
+  _globals['_MOVEREPLY']._serialized_end=327
+  _globals['_OFFERREQUEST']._serialized_start=330
+  _globals['_OFFERREQUEST']._serialized_end=591
+  _globals['_OFFERREPLY']._serialized_start=593
+  _globals['_OFFERREPLY']._serialized_end=619
+  _globals['_MOVEDPIECE']._serialized_start=621
+  _globals['_MOVEDPIECE']._serialized_end=723
+  _globals['_PUTREQUEST']._serialized_start=725
+  _globals['_PUTREQUEST']._serialized_end=798
+  _globals['_PUTREPLY']._serialized_start=800
+  _globals['_PUTREPLY']._serialized_end=810
+  _globals['_MOVEDPART']._serialized_start=812
+  _globals['_MOVEDPART']._serialized_end=885
+  _globals['_PREPAREMOVEREQUEST']._serialized_start=887
+  _globals['_PREPAREMOVEREQUEST']._serialized_end=952
+  _globals['_PREPAREMOVEREPLY']._serialized_start=954
+  _globals['_PREPAREMOVEREPLY']._serialized_end=972
+  _globals['_FOLLOWEDREQUEST']._serialized_start=974
+  _globals['_FOLLOWEDREQUEST']._serialized_end=1018
+  _globals['_FOLLOWEDREPLY']._serialized_start=1020
+  _globals['_FOLLOWEDREPLY']._serialized_end=1035
+  _globals['_RELEASESTANDBYREQUEST']._serialized_start=1037
+  _globals['_RELEASESTANDBYREQUEST']._serialized_end=1060
+  _globals['_RELEASESTANDBYREPLY']._serialized_start=1062
+  _globals['_RELEASESTANDBYREPLY']._serialized_end=1099
+  _globals['_PROMOTEREQUEST']._serialized_start=1101
+  _globals['_PROMOTEREQUEST']._serialized_end=1117
+  _globals['_PROMOTEREPLY']._serialized_start=1119
+  _globals['_PROMOTEREPLY']._serialized_end=1147
+  _globals['_BEGINMOVEREQUEST']._serialized_start=1149
+  _globals['_BEGINMOVEREQUEST']._serialized_end=1179
+  _globals['_BEGINMOVEREPLY']._serialized_start=1181
+  _globals['_BEGINMOVEREPLY']._serialized_end=1197
+  _globals['_STANDBY']._serialized_start=1200
+  _globals['_STANDBY']._serialized_end=1649
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MoveRequest(_message.Message):
-    __slots__ = ("to", "mbit", "stays", "same_host", "register", "failover_s", "withdraws")
+    __slots__ = ("to", "mbit", "stays", "same_host", "register", "failover_s", "withdraws", "ends")
     TO_FIELD_NUMBER: _ClassVar[int]
     MBIT_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class MoveRequest(_message.Message):
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     FAILOVER_S_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     to: str
     mbit: int
     stays: bool
@@ -22,23 +23,28 @@ class MoveRequest(_message.Message):
     register: str
     failover_s: float
     withdraws: bool
-    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ..., stays: bool = ..., same_host: bool = ..., register: _Optional[str] = ..., failover_s: _Optional[float] = ..., withdraws: bool = ...) -> None: ...
+    ends: bool
+    def __init__(self, to: _Optional[str] = ..., mbit: _Optional[int] = ..., stays: bool = ..., same_host: bool = ..., register: _Optional[str] = ..., failover_s: _Optional[float] = ..., withdraws: bool = ..., ends: bool = ...) -> None: ...
 
 class MoveReply(_message.Message):
-    __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s", "table_nbytes")
+    __slots__ = ("phase", "to", "sent_nbytes", "problem", "pause_s", "table_nbytes", "taking", "num_live")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     SENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     TABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TAKING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
     phase: str
     to: str
     sent_nbytes: int
     problem: str
     pause_s: float
     table_nbytes: int
-    def __init__(self, phase: _Optional[str] = ..., to: _Optional[str] = ..., sent_nbytes: _Optional[int] = ..., problem: _Optional[str] = ..., pause_s: _Optional[float] = ..., table_nbytes: _Optional[int] = ...) -> None: ...
+    taking: str
+    num_live: int
+    def __init__(self, phase: _Optional[str] = ..., to: _Optional[str] = ..., sent_nbytes: _Optional[int] = ..., problem: _Optional[str] = ..., pause_s: _Optional[float] = ..., table_nbytes: _Optional[int] = ..., taking: _Optional[str] = ..., num_live: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("id", "shard", "num_shards", "cluster", "protocol", "journal_format", "instance", "table_nbytes", "tables", "source", "register", "failover_s", "holder", "epoch")

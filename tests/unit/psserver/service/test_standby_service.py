@@ -94,6 +94,29 @@ def test_a_shard_that_is_whole_begins_once_however_often_that_is_asked(tmp_path:
     asyncio.run(scene())
 
 
+def test_a_process_that_is_about_to_end_takes_no_shard(tmp_path: Path) -> None:
+    """A shard that is whole here already is taken: the other process has given it."""
+
+    async def scene() -> None:
+        ends, begin = pb.MoveRequest(ends=True), pb.BeginMoveRequest(id="m")
+        early, late = Process(tmp_path / "early").service, Process(tmp_path / "late").service
+        puts, prepare = sent(tmp_path / "source")
+        for service in (early, late):
+            await service.Offer(offered(), CONTEXT)
+            for put in puts:
+                await service.Put(put, CONTEXT)
+        assert (await early.Move(ends, CONTEXT)).taking == "taking"
+        await late.Prepare(prepare, CONTEXT)
+        assert (await late.Move(ends, CONTEXT)).taking == "prepared"
+        for refused in (early.Prepare(prepare, CONTEXT), early.Offer(offered(), CONTEXT)):
+            with pytest.raises(RemoteProtocolError, match="about to end"):
+                await refused
+        await late.Begin(begin, CONTEXT)
+        assert (await late.Move(pb.MoveRequest(), CONTEXT)).taking == "serving"
+
+    asyncio.run(scene())
+
+
 def test_a_full_disk_at_the_end_of_a_move_is_a_refusal_and_begin_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,3 +237,5 @@ def test_a_place_without_the_shard_stands_by_unless_the_shard_is_on_its_way(
     assert is_free(*state, begins_here=False, has_jobs=True) is (is_moved and not comes)
     wanted = (is_moved or is_new) and not comes
     assert is_free(*state, begins_here=False, has_jobs=False) is wanted
+    state[1].is_ending = True
+    assert not is_free(*state, begins_here=False, has_jobs=False)
