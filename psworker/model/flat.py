@@ -40,7 +40,8 @@ def trained(
     """Returns names, parameters and groups of the trained parameters, in the order of `named`.
 
     Raises:
-        ConfigError: The optimizer has a parameter without a name, or there is nothing to train.
+        ConfigError: The optimizer has a parameter without a name, there is nothing to train, or
+            parameters are on several devices, or on none that holds numbers.
     """
     group_of = {
         id(parameter): index
@@ -64,10 +65,12 @@ def trained(
                 raise ConfigError(
                     f"parameter {position} of group {index} {list(parameter.shape)} is in the "
                     "optimizer but not in named_parameters; pass model.named_parameters() of the "
-                    "whole model"
+                    "whole model, and give a layer that is made later a DistributedOptimizer of "
+                    "its own"
                 )
     if not parameters:
         raise ConfigError("the optimizer has no parameter that requires a gradient")
+    _refuse_devices(parameters)
     _refuse_shared(names, parameters)
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
 
@@ -112,6 +115,13 @@ def _refuse_unmade(name: str, parameter: torch.Tensor) -> None:
         raise ConfigError(
             f"parameter {name!r} was made inside torch.inference_mode(): make the model outside"
         )
+
+
+def _refuse_devices(parameters: Sequence[torch.nn.Parameter]) -> None:
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        listed = ", ".join(sorted(str(device) for device in devices))
+        raise ConfigError(f"the parameters are on {listed}, must be on one device with memory")
 
 
 def _refuse_shared(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -203,17 +213,10 @@ class FlatModel:
             parameters: The parameters, in the order of `layout.tensors`.
             grads: `(layout.numel,) float32` zeros for the gradients of a model on the CPU.
             has_views: Whether parts of `grads` may become `.grad` (grad_views.py).
-
-        Raises:
-            ConfigError: The parameters are on several devices, or on none that holds numbers.
         """
-        devices = {parameter.device for parameter in parameters}
-        if len(devices) != 1 or next(iter(devices)).type == "meta":
-            listed = ", ".join(sorted(str(device) for device in devices))
-            raise ConfigError(f"the parameters are on {listed}, must be on one device with memory")
         self.layout = layout
         self.parameters = list(parameters)
-        self.device = next(iter(devices))
+        self.device = parameters[0].device
         if grads is not None and not is_on_device(parameters[0]):
             self.grads = torch.from_numpy(grads)
         else:

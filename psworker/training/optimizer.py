@@ -351,7 +351,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         plugin = choose_optimizer(self._inner, rule, "auto", is_raw=is_raw)
         handover.require_possible(former, rule, plugin)
         require_sizes(rule, former.session.num_workers, 0)
-        kept = growth.leave(former, recovery)
+        kept = self._leave_table()
         kept = handover.hand_over(
             former, recovery, kept, self._inner, self.param_groups, rule, plugin
         )
@@ -558,9 +558,21 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def _grow(self) -> None:
         """Continues with another table, of all parameters that are to be trained now."""
         self._require_open("add_param_group")
-        growth.require_possible(self._table, self._gradients)
+        table = self._table
+        growth.require_possible(table, self._gradients)
+        plugin, session = table.optimizer, table.session
+        self._declaration.spec(table.name, self, self.rule, plugin, session).layout()
+        table.require_hyper(self.param_groups)
+        self._replace_table(self._leave_table(), self.rule, plugin)
+
+    def _leave_table(self) -> growth.Kept:
+        """Ends training with the present table, and with this wrapper unless the next one starts.
+
+        A step with the former table would be this worker's alone.
+        """
         kept = growth.leave(self._table, self._recovery)
-        self._replace_table(kept, self.rule, self._table.optimizer)
+        self._end = "a change of parameters or mode that failed"
+        return kept
 
     def _replace_table(self, kept: growth.Kept, rule: Rule, plugin: Optimizer) -> None:
         """Continues with the table that follows the present one, which all workers have left.
@@ -581,6 +593,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         with self._recovery.guard():
             growth.take_over(former, table, kept, self.param_groups)
         self._gradients.watch(self._recovery.hook)
+        self._end = ""
 
     def _warn_of_buffers(self, rule: Rule) -> None:
         """Logs, on one process, why evaluation may be wrong in a mode, because of buffers."""

@@ -194,6 +194,71 @@ def test_a_worker_that_comes_later_declares_the_grown_model(shards: Shards) -> N
         assert np.array_equal(np.asarray(exported[key]).reshape(weight.shape), weight), key
 
 
+def refused_groups(me: Station | None) -> Weights:
+    """Trains; between two steps groups and a thawed parameter are refused, and change nothing."""
+    model: Any = make_model()
+    wrong = [
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False),
+        torch.nn.Parameter(torch.zeros(3, device="meta"), requires_grad=False),
+    ]
+    optimizer: Any = torch.optim.SGD([*model[2:].parameters(), *wrong], lr=0.1, momentum=0.9)
+    if me is not None:
+        named = [*model.named_parameters(), ("float64", wrong[0]), ("meta", wrong[1])]
+        optimizer = psworker.DistributedOptimizer(optimizer, named)
+    for step in range(STEPS):
+        if me is not None and step == 4:
+            refuse_groups(optimizer, model, wrong)
+        optimizer.zero_grad()
+        ranks = (0, 1) if me is None else (me.rank,)
+        parts = zip(*(batch(rank, step) for rank in ranks), strict=True)
+        backward(model, *map(torch.cat, parts))
+        optimizer.step()
+    return weights_of(model)
+
+
+def refuse_groups(optimizer: Any, model: Any, wrong: list[torch.nn.Parameter]) -> None:
+    new = torch.nn.Linear(3, 3)
+    for group, message in [
+        ({"params": new.parameters()}, "in the optimizer but not in named_parameters.* of its own"),
+        ({"params": model[0].parameters(), "lr": float("nan")}, "lr of parameter group 1 is nan"),
+        ({"params": model[0].parameters(), "differentiable": True}, "has differentiable=True"),
+    ]:
+        with pytest.raises(psworker.ConfigError, match=message):
+            optimizer.add_param_group(group)
+    for parameter, message in zip(wrong, ("must be float32", "must be on one device"), strict=True):
+        parameter.requires_grad_(True)
+        with pytest.raises(psworker.ConfigError, match=message):
+            optimizer.step()
+        parameter.requires_grad_(False)
+
+
+def test_a_refused_parameter_changes_nothing(shards: Shards) -> None:
+    plain = refused_groups(None)
+    for ours in shards.run(refused_groups):
+        for name, weight in plain.items():
+            assert relative_error(ours[name], weight) <= 5e-6, name
+
+
+def grow_apart(me: Station) -> str:
+    """Each worker adds another layer: one of them is refused, and trains no more."""
+    model: Any = make_model()
+    optimizer = psworker.DistributedOptimizer(adamw(model, 4), model.named_parameters())
+    try:
+        optimizer.add_param_group({"params": model[2 * me.rank].parameters(), "lr": 0.1})
+    except psworker.JobMismatchError:
+        backward(model, *batch(me.rank, 0))
+        with pytest.raises(psworker.ConfigError) as caught:
+            optimizer.step()
+        return str(caught.value)
+    return ""
+
+
+def test_a_worker_whose_change_has_failed_trains_no_more(shards: Shards) -> None:
+    said = shards.run(grow_apart)
+    message = "training has ended: step() called after a change of parameters or mode that failed"
+    assert sorted(said) == ["", message]
+
+
 def grow_elastic(me: Station) -> str:
     model: Any = make_model()
     model[0].requires_grad_(False)

@@ -177,9 +177,9 @@ def test_parameters_must_be_on_one_device_that_holds_numbers(
     devices: list[str], listed: str
 ) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2, device=device)) for device in devices]
-    layout = layout_of({str(index): weight for index, weight in enumerate(parameters)})
+    named = [(str(index), weight) for index, weight in enumerate(parameters)]
     with pytest.raises(ConfigError, match=f"the parameters are on {listed}.*, must be on one"):
-        FlatModel(parameters, layout)
+        trained(torch.optim.SGD(parameters, lr=0.1), named)
 
 
 def test_a_parameter_that_was_given_other_memory_is_refused_by_name() -> None:
