@@ -90,8 +90,8 @@ class AtVersion:
 class UpdateObserver(Protocol):
     """Sees the weights of a table's slices change; called under the engine's lock."""
 
-    def after(self, index: int, action: Load | Update | Skip) -> Work | None:
-        """Returns work on the weights that an action leads to; None: there is none.
+    def after(self, index: int, action: Load | Update | Skip | Answer) -> Work | None:
+        """Returns work on the weights that an action leads to or shows; None: there is none.
 
         It is done behind the answers to the pulls that the action has made readable, and before
         the weights change again.
@@ -197,8 +197,8 @@ class RunningTable:
             if isinstance(action, Update | Skip):
                 former = action.former if isinstance(action, Skip) else action.version - 1
                 works += [e.work for e in entries if former < e.version <= action.version]
-            if isinstance(action, Load | Update | Skip):
-                behind = [w for o in self.observers if (w := o.after(index, action)) is not None]
+            if isinstance(action, Load | Update | Skip | Answer):
+                behind += [w for o in self.observers if (w := o.after(index, action)) is not None]
         return [*works, *behind]
 
 

@@ -6,7 +6,8 @@ common: a version is published every K seconds, its number is the time divided b
 exact.
 
 A lineage is a line of versions whose numbers only rise: it ends when the shards go back to a
-checkpoint or a worker loads a state, and the next one has a larger number.
+checkpoint or a worker loads a state, and the next one has a larger number. A state that is loaded
+is published when workers have begun to read it: then the slices of all shards have it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.publish.possible import require_weights
 from pscore.table_spec import TableSpec
-from psserver.decisions.orders import Load, Skip, Update
+from psserver.decisions.orders import Answer, Load, Skip, Update
 from psserver.engine.job import RunningTable
 from psserver.engine.slice_queue import ShowStore, Work
 from psserver.publish.ring import FoundVersion, PublishedVersion, VersionRing
@@ -71,6 +72,8 @@ class Publication:
         self._new_lineage, self._on_lineage = new_lineage, on_lineage
         self._rings = {index: VersionRing() for index in running.queues}
         self._loaded: set[int] = set()  # Slices with weights of this lineage.
+        # Slices of a state that others may lack: no worker has read them since it was loaded.
+        self._awaited: set[int] = set()
         self._slot = -1  # Number of the last version by time.
         self._lock = threading.Lock()
         self._newest: PublishedVersion | None = None  # That all slices have.
@@ -78,13 +81,15 @@ class Publication:
 
     # ----- when weights change; under the engine's lock
 
-    def after(self, index: int, action: Load | Update | Skip) -> Work | None:
+    def after(self, index: int, action: Load | Update | Skip | Answer) -> Work | None:
         """Returns the publication that an action on a slice leads to."""
         if isinstance(action, Load):
-            if index in self._loaded:  # A worker has loaded a state into weights that are trained.
-                self.begin_lineage()
-            self._loaded.add(index)
+            return self._after_load(index, action.version)
+        if isinstance(action, Answer):
+            if action.is_look or not self._is_awaited(index) or not self.exact:
+                return None
             return self._show(index, action.version // self.every, action.version)
+        self._is_awaited(index)
         if not self.exact:
             return None
         former = action.former if isinstance(action, Skip) else action.version - 1
@@ -93,6 +98,23 @@ class Publication:
             return None
         return self._show(index, number, action.version)
 
+    def _after_load(self, index: int, version: int) -> Work | None:
+        if index in self._loaded:  # A worker loads a state into weights that are trained.
+            self.begin_lineage()
+            self._awaited = set(self._rings)
+        if index in self._awaited:
+            return None
+        self._loaded.add(index)
+        return self._show(index, version // self.every, version)
+
+    def _is_awaited(self, index: int) -> bool:
+        """Returns whether a slice has a state that was not published; it is awaited no more."""
+        if index not in self._awaited:
+            return False
+        self._awaited.remove(index)
+        self._loaded.add(index)
+        return True
+
     def begin_lineage(self) -> None:
         """Ends the lineage: the weights are no longer those that follow from it."""
         with self._lock:
@@ -100,6 +122,7 @@ class Publication:
             self._newest = None
             self._reached.clear()
         self._loaded.clear()
+        self._awaited.clear()
         self._slot = -1
         self._on_lineage()
 
@@ -111,7 +134,7 @@ class Publication:
                 shards have published no other ones under that number.
         """
         for index, clock in self.running.table.clocks.items():
-            if clock.version < 0 or index in self._loaded:
+            if clock.version < 0 or index in self._loaded | self._awaited:
                 continue
             self._loaded.add(index)
             if at_multiples and (clock.version % self.every or not self.exact):
@@ -131,7 +154,8 @@ class Publication:
             self.exact = by_step
             self.begin(at_multiples=False)
         slot = int(time_s) // self.every
-        if self.exact or slot <= self._slot or not self.running.table.has_weights:
+        is_due = not self.exact and slot > self._slot and not self._awaited
+        if not (is_due and self.running.table.has_weights):
             return
         self._slot = slot
         for index, clock in self.running.table.clocks.items():

@@ -85,36 +85,36 @@ class Publisher:
             for name, array in first.items()
         ]
         tensors.append(TensorSpec(name=STEP, shape=(STEP_DIGITS,), dtype="float32"))
-        self._exchange = Exchange(
-            session,
-            TableSpec(
-                name=table,
-                tensors=tuple(tensors),
-                num_shards=len(session.links),
-                rule=SSGD(),
-                compressor=NoCompression(),
-                optimizer=AssignSum.name,
-                num_groups=1,
-            ),
-            share=True,
+        spec = TableSpec(
+            name=table,
+            tensors=tuple(tensors),
+            num_shards=len(session.links),
+            rule=SSGD(),
+            compressor=NoCompression(),
+            optimizer=AssignSum.name,
+            num_groups=1,
         )
+        agreed = session.define(spec)
+        self._exchange = Exchange(session, spec, share=True, agreed=agreed)
         assert self._exchange.grads is not None
         self._values = self._exchange.grads  # Shards of this host read it where it lies.
         self._session = session
         self._key = (session.job, table)
         _publishers[self._key] = self
         begin_publication(session, self._exchange.table, 1)
-        session.group.led(lambda: self._begin(first, step))
+        # Some slices may have a version of a former process that others lack: all begin anew.
+        role = Role.WEIGHTS if agreed.is_new else Role.STATE
+        session.group.led(lambda: self._begin(first, step, role))
 
-    def _begin(self, arrays: Mapping[str, FloatArray], step: int) -> None:
+    def _begin(self, arrays: Mapping[str, FloatArray], step: int, role: Role) -> None:
         self._write(arrays, step)
         for part in self._exchange.layout.slices:
             values = self._values[part.start : part.stop]
-            self._exchange.load(part.index, Role.WEIGHTS, [values], [])
+            self._exchange.load(part.index, role, [values], [], step)
         self._exchange.flush()
-        self._round = self._newest()
-        if self._round:  # The job had versions already: this is the next one.
-            self._push()
+        self._round, is_even = self._newest(0)
+        if not is_even:
+            self._newest(self._round)
 
     def publish(self, step: int) -> None:
         """Publishes the arrays as they are now; returns when all shards have them.
@@ -164,8 +164,8 @@ class Publisher:
         self._exchange.flush()
         self._round += 1
 
-    def _newest(self) -> int:
-        """Returns the number of updates that the table has had."""
+    def _newest(self, begins_at: int) -> tuple[int, bool]:
+        """Begins with an update; returns the newest of all slices, and whether they have all."""
         buffers = []
         for part in self._exchange.layout.slices:
             buffer = PullBuffer(
@@ -173,10 +173,11 @@ class Publisher:
                 state=[],
                 begins=True,
             )
-            self._exchange.pull(part.index, 0, 0, buffer, with_state=False)
+            self._exchange.pull(part.index, begins_at, begins_at, buffer, with_state=False)
             buffers.append(buffer)
         self._exchange.run(part.index for part in self._exchange.layout.slices)
-        return max(max(buffer.clock, buffer.version) for buffer in buffers)
+        places = [place for buffer in buffers for place in (buffer.clock, buffer.version)]
+        return max(places), min(places) == max(places)
 
 
 def _host(name: str, array: Any) -> FloatArray:

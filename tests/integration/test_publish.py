@@ -1,6 +1,7 @@
 """Published weights: each version is bfloat16 of one step of all shards."""
 
 import contextlib
+import copy
 import io
 import os
 import signal
@@ -23,10 +24,12 @@ from pscore.subscription import lines
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.lines import ReaderLine
 from pscore.subscription.weights import PublishedWeights
+from pscore.types import Role
 from psserver.dashboard import terminal
 from psserver.dashboard.history import History
 from psserver.dashboard.watch import Asker, ShardWatch
 from psserver.remote import checkpoint
+from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.publishing import begin_publication
 from psworker.training import table
 from tests.inside import forget_worker, table_of
@@ -216,6 +219,139 @@ def test_a_publisher_makes_a_version_of_each_call(shards: Shards) -> None:
                 assert (module.w == step).all()
                 assert (module.b == -step).all()
         worker.tell(None)
+        worker.result()
+
+
+def stop_behind(station: Station, name: str) -> None:
+    """Makes the next call of a method of `Exchange` say so when the shards have got it, and wait.
+
+    Of one that loads something only if that is a state.
+    """
+    call = getattr(Exchange, name)
+
+    def stopping(exchange: Exchange, index: int, what: Any, *given: Any, **named: Any) -> None:
+        call(exchange, index, what, *given, **named)
+        if name != "load" or what is not Role.WEIGHTS:
+            setattr(Exchange, name, call)
+            exchange.flush()
+            station.tell("stopped")
+            station.hear()
+
+    setattr(Exchange, name, stopping)
+
+
+def require_one(weights: PublishedWeights) -> float:
+    """Returns the value that all elements of a version have."""
+    (value,) = {float(value) for array in weights.arrays.values() for value in np.unique(array)}
+    return value
+
+
+def read_whole(reader: psworker.Subscriber, before: PublishedWeights) -> PublishedWeights:
+    """Returns the newest version of one that is read for a while; each has one value."""
+    for _ in range(3):  # Shards look for something to publish once a second.
+        with contextlib.suppress(TimeoutError):
+            before = reader.wait(newer_than=before.version, timeout_s=1.0)
+            require_one(before)
+    return before
+
+
+LONG = 1 << 19  # Elements of an array: several slices on each shard.
+
+
+def publishes_long(station: Station, value: int, stops_at: int | None) -> None:
+    """Publishes three versions; stops in the middle of one, or of the first one if it is loaded."""
+    psworker.init()
+    arrays = {name: np.full(LONG, value, dtype=np.float32) for name in ("a", "b", "c")}
+    if stops_at == value:
+        stop_behind(station, "load")
+    publisher = psworker.Publisher(arrays, step=value)
+    for step in (value + 1, value + 2):
+        station.tell("made")
+        station.hear()
+        if stops_at == step:
+            stop_behind(station, "push")
+        for array in arrays.values():
+            array += 1
+        publisher.publish(step)
+    station.tell("published")
+
+
+@pytest.mark.slow
+def test_a_publisher_that_was_killed_in_the_middle_of_a_version_begins_anew(shards: Shards) -> None:
+    """Some slices have a version that the others never get: no reader sees it."""
+    job = new_job()
+
+    @contextlib.contextmanager
+    def life(number: int, stops_at: int | None = None) -> Iterator[Worker]:
+        given, env = (10 * number, stops_at), {"TORCHELASTIC_RESTART_COUNT": str(number)}
+        run = shards.workers(publishes_long, *given, num_workers=1, job=job, env=env)
+        with run as (worker,):
+            yield worker
+
+    with psworker.Subscriber(shards.addresses, job=job) as reader:
+        with life(1, stops_at=12) as worker:
+            for step in (10, 11):
+                assert worker.hear() == "made"
+                seen = reader.wait(timeout_s=WAIT_S)
+                assert require_one(seen) == step
+                worker.tell()
+            assert worker.hear() == "stopped"
+            seen = read_whole(reader, seen)
+            worker.kill()
+        with life(2, stops_at=20) as worker:
+            assert worker.hear() == "stopped"
+            seen = read_whole(reader, seen)
+            worker.kill()
+        with life(3) as worker:
+            for step in (30, 31):
+                assert worker.hear() == "made"
+                seen = reader.wait(newer_than=seen.version, timeout_s=WAIT_S)
+                assert (seen.step, require_one(seen)) == (step, step)
+                worker.tell()
+            worker.result()
+
+
+def loads_a_state(station: Station) -> None:
+    """Trains five steps, and loads the state of the third, with a stop in the middle."""
+    names = ("a", "b", "c")
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(LONG)) for name in names})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), publish_every=5
+    )
+    state: dict[str, Any] = {}
+    for step in range(10):
+        if step == 3:
+            state = {"model": copy.deepcopy(model.state_dict()), "own": optimizer.state_dict()}
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, -1.0)
+        optimizer.step()
+    station.tell("trained")
+    station.hear()
+    stop_behind(station, "load")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["own"])
+    station.tell("loaded")
+    station.hear()
+
+
+@pytest.mark.slow
+def test_a_state_that_is_being_loaded_is_published_when_all_slices_have_it(shards: Shards) -> None:
+    job = new_job()
+    with (
+        shards.workers(loads_a_state, num_workers=1, job=job) as (worker,),
+        psworker.Subscriber(shards.addresses, job=job) as reader,
+    ):
+        assert worker.hear() == "trained"
+        trained = reader.wait(timeout_s=WAIT_S)
+        assert require_one(trained) == 10.0
+        worker.tell()
+        assert worker.hear() == "stopped"
+        assert read_whole(reader, trained) is trained
+        worker.tell()
+        assert worker.hear() == "loaded"
+        loaded = reader.wait(newer_than=trained.version, timeout_s=WAIT_S)
+        assert (loaded.step, require_one(loaded)) == (3, 3.0)
+        worker.tell()
         worker.result()
 
 

@@ -42,6 +42,7 @@ class AgreedTable(NamedTuple):
     number: int  # Its index at the shards.
     origin: Origin  # Where its steps begin.
     content: Content
+    is_new: bool  # Whether a shard did not have it: no slice has weights then.
 
 
 class AnswersUnderWay(Protocol):
@@ -232,7 +233,7 @@ class Session:
 
     def _declare(self, request: pb.DefineRequest, *, again: bool) -> AgreedTable:
         """Declares a table by the present membership, as `define` does."""
-        name, tables, origins, contents = request.table.name, set(), [], []
+        name, tables, origins, contents, is_new = request.table.name, set(), [], [], False
         step = self._joining.known.progress.get(name)
         for link in self.links:
             reply = link.call(link.control.Define, request)
@@ -241,6 +242,7 @@ class Session:
             tables.add(reply.table)
             contents.append(content_from_proto(reply))
             origins.append((reply.clock, reply.step))
+            is_new |= reply.created
             is_known = step is not None or (again and reply.created)
             if is_known and not reply.has_weights:  # A shard without slices has nothing to lose.
                 known = "" if step is None else f"; other shards have them at step {step}"
@@ -259,6 +261,7 @@ class Session:
             number=int(tables.pop()),
             origin=Origin(*max(origins)),  # A shard may have no slice of the table.
             content=contents[0],
+            is_new=is_new,
         )
 
     def rejoin(self) -> None:
