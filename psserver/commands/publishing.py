@@ -30,8 +30,8 @@ def publish_versions(
 ) -> None:
     """Writes versions that are newer than those of the folder, until it is interrupted.
 
-    While no version comes, the command says why, once. A version that cannot be written, because
-    the disk is full, is left out: the command says so, and continues with the next one.
+    While no version comes, the command says why, once. If a version cannot be written, because the
+    disk is full, the command says so, and tries the newest one again.
 
     Args:
         servers: Addresses of all shards, in order.
@@ -60,16 +60,18 @@ def publish_versions(
                     said = str(problem)
                     sys.stderr.write(f"psserver: {said}; waiting\n")
                 continue
-            newest = weights.version
             try:
-                path = folder.write(weights, job)
+                path = folder.write(weights)
             except OSError as problem:
                 message = f"step {weights.step} of job {job!r} was not written: {problem}"
                 if is_once:
                     raise CommandError(Exit.STATE_DIR, message) from problem
-                sys.stderr.write(f"psserver: {message}; the next version is tried\n")
+                if message != said:
+                    said = message
+                    sys.stderr.write(f"psserver: {said}; the newest version is tried again\n")
                 time.sleep(PAUSE_S)
                 continue
+            newest = weights.version
             sys.stdout.write(f"{path} step {weights.step}\n")
             sys.stdout.flush()
             if is_once:

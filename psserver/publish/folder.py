@@ -30,6 +30,7 @@ from pscore.json_text import to_json
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.weights import PublishedWeights
 from psserver.durability import records
+from psserver.durability.journal_dir import Lock
 
 LATEST, ABOUT, INDEX = "latest", "publication.json", "model.safetensors.index.json"
 WRITING = ".writing-"
@@ -44,25 +45,34 @@ Array = npt.NDArray[Any]
 class VersionsFolder:
     """A folder with the newest versions of a job's weights."""
 
-    def __init__(self, to: Path, *, keep: int, nbytes_max: int, model: Path | None = None) -> None:
+    def __init__(
+        self, to: Path, *, job: str, keep: int, nbytes_max: int, model: Path | None = None
+    ) -> None:
         """Deletes what a process that was killed has left half-written.
 
         Args:
             to: The folder, which the first version makes if it is not there.
+            job: Name of the job.
             keep: Number of versions that stay.
             nbytes_max: Bytes of tensors in one file.
             model: Folder whose other files (configuration, tokenizer) each version gets too.
 
         Raises:
-            ConfigError: `model` is not a folder, or `latest` is there and no link.
-            OSError: The folder cannot be written.
+            ConfigError: `model` is not a folder, `latest` is there and no link, or the folder has
+                versions of another job.
+            OSError: The folder cannot be written, or another process writes into it.
         """
         if model is not None and not model.is_dir():
             raise ConfigError(f"{model} is no folder: give the one with config.json of the model")
-        self._to, self._keep, self._nbytes_max, self._model = to, keep, nbytes_max, model
+        self._to, self._job, self._keep, self._nbytes_max = to, job, keep, nbytes_max
+        self._model = model
+        self._lock: Lock | None = None
         there = next(path for path in (to, *to.parents) if path.exists() or path.is_symlink())
         tempfile.TemporaryFile(dir=there).close()
         self._require_link()
+        self._require_own()
+        if to.is_dir():
+            self._claim()
         for path in to.glob(f"{WRITING}*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
@@ -70,7 +80,7 @@ class VersionsFolder:
         """Returns the newest version that is there; None: there is none."""
         return max(self._versions(), default=None)
 
-    def write(self, weights: PublishedWeights, job: str) -> Path:
+    def write(self, weights: PublishedWeights) -> Path:
         """Writes a version; it has its name when all of it is on the disk.
 
         Returns:
@@ -79,19 +89,22 @@ class VersionsFolder:
         Raises:
             ConfigError: An array has a type that other programs would not read, or `latest` is no
                 link.
-            OSError: There is no room for it; former versions are as they were.
+            OSError: There is no room for it, or another process writes into the folder; former
+                versions are as they were.
         """
         self._require_link()
         path = self._path(weights.version)
         writing = self._draft()
-        writing.mkdir(parents=True)
+        self._to.mkdir(parents=True, exist_ok=True)
+        self._claim()
+        writing.mkdir()
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, writing, ignore_errors=True)  # Unless it has its name.
             self._copy_model(writing)
             arrays = {name: np.asarray(array) for name, array in weights.arrays.items()}
             files = _write_tensors(writing, arrays, self._nbytes_max)
             about = {
-                "job": job,
+                "job": self._job,
                 "lineage": weights.version.lineage,
                 "number": weights.version.number,
                 "step": weights.step,
@@ -118,6 +131,31 @@ class VersionsFolder:
         for path in self._to.glob("v*"):
             if (found := NAME.fullmatch(path.name)) and (path / ABOUT).is_file():
                 yield WeightsVersion(lineage=int(found[1]), number=int(found[2]))
+
+    def _claim(self) -> None:
+        """Keeps other processes out, which would delete what this one is writing.
+
+        Raises:
+            BlockingIOError: Another one uses the folder.
+        """
+        if self._lock is None:
+            try:
+                self._lock = Lock(self._to)
+            except BlockingIOError as problem:
+                why = f"another psserver publish writes into {self._to}"
+                raise BlockingIOError(problem.errno, why) from problem
+            except OSError:
+                pass  # A file system without locks.
+
+    def _require_own(self) -> None:
+        """Refuses a folder of another job: numbers of two jobs have no order."""
+        newest = self.newest()
+        if newest is not None:
+            about = json.loads((self._path(newest) / ABOUT).read_text(encoding="utf-8"))
+            if about["job"] != self._job:
+                raise ConfigError(
+                    f"{self._to} has versions of job {about['job']!r}: give another --to"
+                )
 
     def _copy_model(self, to: Path) -> None:
         """Copies the model's files, without its weights."""

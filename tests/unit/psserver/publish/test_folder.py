@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from pscore.publish.codec import round_to_bf16
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.weights import PublishedWeights, named
 from pscore.types import TensorSpec
+from psserver.commands import publishing
 from psserver.durability import records
 from psserver.publish.folder import VersionsFolder
 
@@ -40,6 +41,10 @@ def make_weights(number: int, dtype: str = "bf16", lineage: int = 7) -> Publishe
     )
 
 
+def full(path: Path) -> str:
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("nbytes_max", [1 << 30, 20])
 @pytest.mark.parametrize(
     ("dtype", "torchs"),
@@ -49,7 +54,7 @@ def test_others_read_the_tensors_that_were_published(
     tmp_path: Path, nbytes_max: int, dtype: str, torchs: torch.dtype
 ) -> None:
     weights = make_weights(3, dtype)
-    path = VersionsFolder(tmp_path, keep=2, nbytes_max=nbytes_max).write(weights, "night")
+    path = VersionsFolder(tmp_path, job="night", keep=2, nbytes_max=nbytes_max).write(weights)
     files = sorted(path.glob("*.safetensors"))
     found = {k: v for file in files for k, v in safetensors.torch.load_file(file).items()}
     assert found.keys() == weights.arrays.keys()
@@ -72,34 +77,32 @@ def test_others_read_the_tensors_that_were_published(
 
 def test_the_newest_few_stay_and_latest_is_the_newest(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()  # Not ours: it stays.
-    folder = VersionsFolder(tmp_path, keep=2, nbytes_max=1 << 30)
+    folder = VersionsFolder(tmp_path, job="night", keep=2, nbytes_max=1 << 30)
     assert folder.newest() is None
     for lineage, number in ((7, 9), (7, 10), (8, 1), (8, 2)):
-        folder.write(make_weights(number, lineage=lineage), "night")
+        folder.write(make_weights(number, lineage=lineage))
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["latest", "notes", "v8-000000000001", "v8-000000000002"]
+    assert names == ["latest", "lock", "notes", "v8-000000000001", "v8-000000000002"]
     assert (tmp_path / "latest").resolve().name == "v8-000000000002"
-    assert VersionsFolder(tmp_path, keep=2, nbytes_max=1 << 30).newest() == (8, 2)
+    assert folder.newest() == (8, 2)
 
 
 def test_a_version_that_does_not_fit_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
-    folder.write(make_weights(1), "night")
-
-    def full(path: Path) -> str:
-        raise OSError(28, "No space left on device")
+    folder = VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30)
+    folder.write(make_weights(1))
 
     with monkeypatch.context() as patch:
         patch.setattr(records, "sha256_of", full)
         with pytest.raises(OSError, match="No space"):
-            folder.write(make_weights(2), "night")
-    names = ["latest", "v7-000000000001"]
+            folder.write(make_weights(2))
+    names = ["latest", "lock", "v7-000000000001"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+    del folder
     (tmp_path / ".writing-of-a-killed-process").mkdir()
     (tmp_path / ".writing-link").symlink_to("v7-000000000001")
-    assert VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30).newest() == (7, 1)
+    assert VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30).newest() == (7, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -108,8 +111,8 @@ def test_each_version_gets_the_other_files_of_the_model(tmp_path: Path) -> None:
     model.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin"):
         (model / name).write_text("{}")
-    folder = VersionsFolder(tmp_path / "to", keep=1, nbytes_max=1 << 30, model=model)
-    path = folder.write(make_weights(1), "night")
+    folder = VersionsFolder(tmp_path / "to", job="night", keep=1, nbytes_max=1 << 30, model=model)
+    path = folder.write(make_weights(1))
     assert sorted(each.name for each in path.iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -118,53 +121,122 @@ def test_each_version_gets_the_other_files_of_the_model(tmp_path: Path) -> None:
     ]
     assert (path / "model.safetensors").stat().st_size > 2
     with pytest.raises(ConfigError, match="is no folder"):
-        VersionsFolder(tmp_path / "to", keep=1, nbytes_max=1, model=tmp_path / "missing")
+        VersionsFolder(
+            tmp_path / "to", job="night", keep=1, nbytes_max=1, model=tmp_path / "missing"
+        )
 
 
 def test_an_array_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
     weights = make_weights(1)
     wide = {name: array.astype(np.float64) for name, array in weights.arrays.items()}
-    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
+    folder = VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30)
     with pytest.raises(ConfigError, match="is float64: --map has to return uint16"):
-        folder.write(replace(weights, arrays=wide), "night")
-    assert not list(tmp_path.iterdir())
+        folder.write(replace(weights, arrays=wide))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_arrays_of_a_map_may_be_of_any_kind(tmp_path: Path) -> None:
     weights = make_weights(1)
     given: dict[str, Any] = {"a": torch.ones(2, 3), "b": np.float32(4.0)}
-    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
-    path = folder.write(replace(weights, arrays=given), "night")
+    folder = VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30)
+    path = folder.write(replace(weights, arrays=given))
     found = safetensors.torch.load_file(path / "model.safetensors")
     assert torch.equal(found["a"], torch.ones(2, 3))
     assert found["b"] == 4.0
     given["c"] = [1.0]
     with pytest.raises(ConfigError, match="'c' is float64: --map has to return"):
-        folder.write(replace(make_weights(2), arrays=given), "night")
+        folder.write(replace(make_weights(2), arrays=given))
 
 
 def test_a_latest_that_is_no_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """As in a copy of the folder by a program that follows links."""
-    folder = VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30)
+    folder = VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30)
     (tmp_path / "latest").mkdir()
     for refused in (
-        lambda: folder.write(make_weights(1), "night"),
-        lambda: VersionsFolder(tmp_path, keep=1, nbytes_max=1 << 30),
+        lambda: folder.write(make_weights(1)),
+        lambda: VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30),
     ):
         with pytest.raises(ConfigError, match="latest is no link to a version"):
             refused()
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock"]
 
 
 def test_the_first_version_makes_the_folder_and_the_next_one_again(tmp_path: Path) -> None:
     to = tmp_path / "a" / "b"
-    folder = VersionsFolder(to, keep=1, nbytes_max=1 << 30)
+    folder = VersionsFolder(to, job="night", keep=1, nbytes_max=1 << 30)
     assert folder.newest() is None
     assert not list(tmp_path.iterdir()), "no version has come"
     for number in (1, 2):
-        folder.write(make_weights(number), "night")
+        folder.write(make_weights(number))
         assert (to / "latest" / "model.safetensors").is_file()
         shutil.rmtree(tmp_path / "a")
     (tmp_path / "a").write_text("")
     with pytest.raises(OSError, match="Not a directory"):
-        VersionsFolder(to, keep=1, nbytes_max=1 << 30)
+        VersionsFolder(to, job="night", keep=1, nbytes_max=1 << 30)
+
+
+def test_a_second_process_does_not_delete_what_the_first_one_is_writing(tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    first, second = (VersionsFolder(to, job="night", keep=1, nbytes_max=1 << 30) for _ in range(2))
+    first.write(make_weights(1))
+    (to / ".writing-of-the-first").mkdir()
+    for refused in (
+        lambda: second.write(make_weights(2)),
+        lambda: VersionsFolder(to, job="night", keep=1, nbytes_max=1 << 30),
+    ):
+        with pytest.raises(BlockingIOError, match="another psserver publish writes into"):
+            refused()
+    assert (to / ".writing-of-the-first").is_dir()
+    assert first.newest() == (7, 1)
+
+
+def test_a_folder_of_another_job_is_refused(tmp_path: Path) -> None:
+    """A job whose lineage is the older one would wait for ever, and `latest` be of either."""
+    VersionsFolder(tmp_path, job="day", keep=1, nbytes_max=1 << 30).write(make_weights(1))
+    with pytest.raises(ConfigError, match="has versions of job 'day': give another --to"):
+        VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30)
+
+
+class Versions:
+    """A reader that gets two versions; the second one is the last."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.weights = [make_weights(1), make_weights(2)]
+
+    def wait(
+        self, newer_than: WeightsVersion | None = None, timeout_s: float | None = None
+    ) -> PublishedWeights:
+        newer = [one for one in self.weights if newer_than is None or one.version > newer_than]
+        if not newer:
+            raise KeyboardInterrupt
+        return newer[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_the_last_version_is_written_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = iter([records.sha256_of] + 2 * [full] + 9 * [records.sha256_of])
+    monkeypatch.setattr(records, "sha256_of", lambda path: next(digests)(path))
+    monkeypatch.setattr(publishing, "Reader", Versions)
+    monkeypatch.setattr(publishing, "PAUSE_S", 0.0)
+    folder = VersionsFolder(tmp_path, job="night", keep=1, nbytes_max=1 << 30)
+    about: dict[str, Any] = {
+        "job": "night",
+        "table": "model",
+        "dtype": "bf16",
+        "names": None,
+        "token_file": None,
+    }
+    with pytest.raises(KeyboardInterrupt):
+        publishing.publish_versions(folder, [], **about, is_once=False)
+    said = capsys.readouterr()
+    assert said.out.split() == [
+        *(str(tmp_path / "v7-000000000001"), "step", "4"),
+        *(str(tmp_path / "v7-000000000002"), "step", "8"),
+    ]
+    assert said.err.count("No space left on device; the newest version is tried again") == 1
