@@ -7,6 +7,9 @@ later are not waited for.
 
 Each worker brings a number, and all of them get the largest: that is how they agree on it. A worker
 whose answer was lost asks again, perhaps when others are one round further.
+
+Workers that change their job together, in several messages, meet before and after it: in between
+no other worker joins, which would know only a part of the change.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class Barrier:
     largest: float = 0.0  # Largest number that the workers have brought.
     former: float = 0.0  # The same, in the round before.
     former_number: int = -1  # Number of that round.
+    holds: bool = False  # Whether no worker joins between this round and the next of any barrier.
 
     def missing(self, expected: Iterable[int], *, is_short: bool = False) -> list[int]:
         """Returns the expected ranks that have not arrived; opens the round if there are none.
@@ -50,12 +54,16 @@ class Barriers:
     """The barriers of a job. A state machine; the expected workers are an argument."""
 
     by_name: dict[str, Barrier] = field(default_factory=dict)
+    holds: bool = False  # Whether no worker joins: the round that opened last holds.
 
-    def arrive(self, name: str, number: int, rank: int, value: float = 0.0) -> Barrier | None:
+    def arrive(
+        self, name: str, number: int, rank: int, value: float = 0.0, *, holds: bool = False
+    ) -> Barrier | None:
         """Records that `rank` has arrived at round `number`; None if all have passed that round.
 
         Args:
             value: The number that it brings, 0 or more.
+            holds: Whether no worker joins from then on until a round opens again.
         """
         barrier = self.by_name.get(name)
         if barrier is None:
@@ -70,12 +78,14 @@ class Barriers:
         barrier.arrived.add(rank)
         if not barrier.is_open:
             barrier.largest = max(barrier.largest, value)
+            barrier.holds |= holds
         return barrier
 
     def begin_again(self) -> None:
         """Forgets the workers of a former life that wait at rounds which are not open."""
         for barrier in self.by_name.values():
             barrier.arrived.clear()
+        self.holds = False
 
     def agreed(self, name: str, number: int) -> float:
         """Returns the largest number that workers have brought to an open round; 0 if unknown."""

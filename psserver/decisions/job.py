@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pscore.errors import UnknownJobError
+from pscore.table_spec import next_name
 from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barriers
 from psserver.decisions.directory import Directory
@@ -108,11 +109,17 @@ class Job:
 
     @property
     def progress(self) -> dict[str, int]:
-        """The step of each table whose loss would matter: it has updates or was restored."""
+        """The step of each table whose loss would matter.
+
+        It has updates, was restored, or has the state of one that the workers have left for it.
+        """
+        left = {name for name, table in self.tables.items() if table.was_left}
+        followers = set(map(next_name, left))
         return {
             name: table.step
             for name, table in self.tables.items()
-            if table.step > 0 or (self.life.is_restored and table.clocks and table.has_weights)
+            if table.step > 0
+            or ((self.life.is_restored or name in followers) and table.clocks and table.has_weights)
         }
 
     @property

@@ -121,10 +121,10 @@ class Lifetimes:
             self._go_on(job, life)
 
     def require_over(self, job: Job, member: Member) -> None:
-        """Refuses a worker of another run of the job while workers of this one are live.
+        """Refuses a worker while others of the job are live, if it would come too early.
 
-        Its process has finished this run and begins the next one too early, or its launch is
-        another one. An elastic job may have workers of several launches.
+        Its process has finished this run and begins the next one, or its launch is another one; an
+        elastic job may have workers of several launches. Or the others change the job just now.
 
         Raises:
             NotOverError: A worker of the run is live.
@@ -144,6 +144,8 @@ class Lifetimes:
                 f"this worker is of run {member.run_id!r} (PACELINE_RUN_ID): wait for the job's "
                 "end, or take another job name"
             )
+        if job.barriers.holds and live != [member.rank]:
+            raise NotOverError(f"{others} change the mode or the parameters of job {job.name!r}")
 
     def _go_on(self, job: Job, number: int) -> None:
         state, step = job.state, job.step

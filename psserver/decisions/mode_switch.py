@@ -47,10 +47,8 @@ def come_back(table: Table, rank: int, change: ChangeId, minibatch: int) -> None
             clock.minibatches.add_before(minibatch)
 
 
-def missing(job: Job, table: Table, rank: int) -> list[int]:
-    """Returns the workers that have not stepped aside for the change that a worker asks for."""
-    if rank not in table.participants.aside:  # An earlier worker has made it.
-        return []
+def missing(job: Job, table: Table) -> list[int]:
+    """Returns the workers that have not stepped aside for a change of a table's mode."""
     return [who for who in job.membership.expected() if who not in table.participants.aside]
 
 
@@ -85,8 +83,7 @@ def require_possible(job: Job, table: Table, rule: Rule) -> None:
     table.spec.content.require_rule(rule)
     require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
     require_slices(rule, len(table.layout.slices))
-    others = [who for who in job.membership.expected() if who not in table.participants.aside]
-    if others:
+    if others := missing(job, table):
         raise RemoteProtocolError(
             f"job {job.name!r}: the mode is to be changed to {rule}, but "
             f"{job.membership.describe(others[0])} has not stepped aside for it"

@@ -279,6 +279,7 @@ class Shard:
             raise
         actions = self._noted(job, table, lambda clock: clock.change(rule))
         mode_switch.switch(table, rule)
+        job.barriers.holds = bool(rule.gossip)  # Those workers meet again before they begin.
         return actions
 
     def _noted(
@@ -321,15 +322,26 @@ class Shard:
         where = f"slice {address.slice} of {table.spec.name!r} on shard {self.index}"
         return table.waiting_for(address.slice, job.membership, where)
 
-    def barrier(self, job: Job, name: str, number: int, rank: int, value: float = 0.0) -> str:
+    def barrier(
+        self,
+        job: Job,
+        name: str,
+        number: int,
+        rank: int,
+        value: float = 0.0,
+        *,
+        holds: bool = False,
+    ) -> str:
         """Records an arrival at round `number` of a barrier; returns what it waits for, as text."""
-        barrier = job.barriers.arrive(name, number, rank, value)
+        barrier = job.barriers.arrive(name, number, rank, value, holds=holds)
         return "" if barrier is None else self.at_barrier(job, name, barrier)
 
     def at_barrier(self, job: Job, name: str, barrier: Barrier) -> str:
         """Returns what a barrier waits for, as text; empty if it is open."""
-        members = job.membership
+        members, was_open = job.membership, barrier.is_open
         missing = barrier.missing(members.expected(), is_short=members.is_short)
+        if barrier.is_open and not was_open:
+            job.barriers.holds = barrier.holds
         who = ", ".join(members.describe(rank) for rank in missing[:4]) or members.shortage()
         return "" if barrier.is_open else f"{who} at barrier {name!r}"
 

@@ -8,7 +8,7 @@ from pscore.content import Stepping
 from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.partition import Layout
 from pscore.rules.base import Rule, require_sizes, require_slices
-from pscore.table_spec import TableSpec
+from pscore.table_spec import LEFT_FOR_GOOD, TableSpec
 from pscore.timing.memory import num_arrays
 from pscore.types import SliceSpec
 from psserver.decisions.membership import Membership, first_of
@@ -85,6 +85,11 @@ class Table:
     def has_weights(self) -> bool:
         """Whether all slices have weights."""
         return all(clock.version >= 0 for clock in self.clocks.values())
+
+    @property
+    def was_left(self) -> bool:
+        """Whether workers have left it for the table that follows it."""
+        return any(number == LEFT_FOR_GOOD for _, number, *_ in self.participants.aside.values())
 
     def begin_again(self) -> None:
         """Begins another life of the job, whose workers were all lost."""

@@ -313,6 +313,7 @@ class Recovery:
             for name, number, ranks, *rest in meta["barriers"]:
                 round_ = count_of(number, f"the round of barrier {name!r}")
                 job.barriers.by_name[name] = Barrier(round_, set(ranks), *rest)
+            job.barriers.holds = bool(meta.get("holds"))
             begin(job, recorder, [self._open(job, recorder, entry) for entry in tables])
         except UNUSABLE:
             del self._shard.jobs[job.name]
@@ -408,4 +409,5 @@ def _describe(job: Job) -> Meta:
             ]
             for name, one in job.barriers.by_name.items()
         ],
+        "holds": job.barriers.holds,
     }

@@ -42,7 +42,14 @@ class BarrierWaits:
         self._waiting: dict[str, list[Callable[[], None]]] = {}  # By name of the barrier.
 
     def arrive(
-        self, name: str, number: int, rank: int, value: float, wake: Callable[[], None]
+        self,
+        name: str,
+        number: int,
+        rank: int,
+        value: float,
+        wake: Callable[[], None],
+        *,
+        holds: bool = False,
     ) -> Arrival:
         """Records that a worker is at round `number` of a barrier, with `value`.
 
@@ -50,7 +57,7 @@ class BarrierWaits:
         whenever the barrier may have opened.
         """
         with self._lock:
-            awaited = self._shard.barrier(self._job, name, number, rank, value)
+            awaited = self._shard.barrier(self._job, name, number, rank, value, holds=holds)
             waiting = self._waiting.get(name, [])
             is_new = wake not in waiting
             if is_new or not awaited:

@@ -1,4 +1,4 @@
-"""Absences that a worker had announced: it takes part again, or all are ready for a change."""
+"""Absences that workers have announced: one takes part again, or all have met for a change."""
 
 from __future__ import annotations
 
@@ -23,12 +23,28 @@ def come_back(
     """
     with engine.lock:
         mode_switch.come_back(job.job.table(index), rank, change, minibatch)
+        job.job.barriers.holds = False  # Nobody changes the job any more.
         job.recorder.note_table(job.job.table(index))
         for queue in job.tables[index].queues.values():
             queue.submit([CountBefore(minibatch)])
 
 
-def may_change(engine: Engine, job: RunningJob, index: int, rank: int) -> bool:
-    """Returns whether every worker has stepped aside for the change that one asks for."""
+def part_with_absent(
+    engine: Engine, job: RunningJob, index: int, rank: int, change: ChangeId
+) -> None:
+    """Declares the workers lost that have not stepped aside for the change that one asks for.
+
+    On the first shard all workers of the job have met behind their absence: the lease of another
+    one is over there, only not here yet.
+
+    Args:
+        change: The incarnation of the worker that asks, and the number of its absence.
+    """
     with engine.lock:
-        return not mode_switch.missing(job.job, job.job.table(index), rank)
+        table, members = job.job.table(index), job.job.membership.members
+        if not engine.shard.index or table.participants.aside.get(rank, ())[:2] != change:
+            return
+        for absent in mode_switch.missing(job.job, table):
+            if absent in members:
+                own = members[absent].incarnation
+                engine.leave(job.job.name, absent, own, "was lost on the first shard", failed=True)

@@ -20,6 +20,8 @@ async def wait_at_barrier(
     rank: int,
     wait_s: float,
     value: float = 0.0,
+    *,
+    holds: bool = False,
 ) -> Arrival:
     """Arrives at round `number` of a barrier, and waits until it is open or time is up.
 
@@ -28,6 +30,7 @@ async def wait_at_barrier(
         number: Number of the round.
         wait_s: The longest wait, in seconds; at most `WAIT_S_MAX`.
         value: The worker's number; all workers get the largest of a round.
+        holds: Whether no worker joins from then on until the workers meet again.
     """
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
@@ -35,13 +38,13 @@ async def wait_at_barrier(
         loop.call_soon_threadsafe(woken.set)
 
     deadline_s = now() + min(wait_s, WAIT_S_MAX)
-    arrival = job.barriers.arrive(name, number, rank, value, wake)
+    arrival = job.barriers.arrive(name, number, rank, value, wake, holds=holds)
     try:
         while not arrival.is_open and (left_s := deadline_s - now()) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(woken.wait(), left_s)
             woken.clear()
-            arrival = job.barriers.arrive(name, number, rank, value, wake)
+            arrival = job.barriers.arrive(name, number, rank, value, wake, holds=holds)
     finally:
         job.barriers.stop_waiting(name, wake)
     return arrival

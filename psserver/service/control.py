@@ -39,7 +39,7 @@ from psserver.decisions.shard import TABLES_MAX, require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
-from psserver.engine.taking_part import come_back, may_change
+from psserver.engine.taking_part import come_back, part_with_absent
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.messages import (
     from_proto,
@@ -60,8 +60,6 @@ RUN_ID_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
 PROCESSES_MAX = 1024
 COUNTS = ("round", "minibatch", "epoch", "since", "clock", "step")  # Fields of requests.
-LEASES_APART_S = 5.0  # One is over so much earlier on the first shard, or a worker has come since.
-LOOK_S = 0.05
 COUNT_MAX = (1 << 63) - 1  # Rounds of attempts have the life of a job in their upper bits.
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
@@ -329,22 +327,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             self._compiled[name] = asyncio.create_task(work)
         await asyncio.wait([self._compiled[name]])
 
-    async def _await_change(self, job: RunningJob, table: int, rank: int) -> None:
-        """Waits a moment for the end of a lease that is over on the first shard already.
-
-        There the others have met behind their absence, without a worker that was lost.
-        """
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + LEASES_APART_S
-        while not may_change(self._engine, job, table, rank) and loop.time() < until_s:
-            await asyncio.sleep(LOOK_S)
-
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Excludes a worker from open steps, records its return, or changes the mode."""
         job = self._heard(request)
         if request.HasField("rule"):
             rule = rule_from_proto(request.rule)
-            await self._await_change(job, request.table, request.worker)
+            own = (request.incarnation, request.number)
+            part_with_absent(self._engine, job, request.table, request.worker, own)
             self._engine.change(job, request.table, request.worker, rule)
         elif request.returns:
             own = (request.incarnation, request.number)
@@ -444,10 +433,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Waits until all workers of the job are here."""
         require_name("barrier", request.name)
         job = self._heard(request)
-        wait_s, value = request.wait_ms / 1000, request.value
-        arrival = await wait_at_barrier(
-            job, self._engine.now, request.name, request.round, request.worker, wait_s, value
-        )
+        to = request.name, request.round, request.worker, request.wait_ms / 1000, request.value
+        arrival = await wait_at_barrier(job, self._engine.now, *to, holds=request.holds)
         return pb.BarrierReply(
             done=arrival.is_open,
             waiting_for=arrival.waiting_for,

@@ -25,6 +25,7 @@ from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule, require_sizes, takes_all
 from pscore.rules.decentralised import Decentralised
+from pscore.table_spec import next_name
 from pscore.timing.auto import parse_fixed_mode
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context
@@ -586,7 +587,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         early = EarlyGradients(gradients.overlap.is_wanted, names, has_views=has_views)
         gradients.unwatch()
         former.session.heartbeats.left_out.pop(former.exchange.table, None)
-        name = growth.next_name(former.name)
+        name = next_name(former.name)
         table = self._declare(name, parameters, rule, plugin, self.samples, has_views)
         self._inner.param_groups = self.param_groups
         self._drive(table, early)

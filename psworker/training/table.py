@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from pscore.cuda.local import kernels_for
+from pscore.errors import JobMismatchError
 from pscore.local.base import optimizer_state
 from pscore.observe.timeline import recorded
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
+from pscore.rules import parse_mode
 from pscore.rules.base import Rule, rounds_wait
-from pscore.table_spec import TableSpec
+from pscore.table_spec import TableSpec, next_name
 from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.publishing import begin_publication
@@ -277,7 +279,8 @@ class TrainingTable:
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
         """Continues from a state, with its steps, that one worker has uploaded; all wait for it."""
-        self.session.barrier(barrier)
+        # Workers that exchange models meet once more before they begin.
+        self.session.barrier(barrier, holds=bool(self.rule.gossip))
         self.exchange.ask_origin()
         if self.rule.outer_optimizer:
             self.replica.local.restart()  # Moves of the round that was open are over.
@@ -386,11 +389,39 @@ class TrainingTable:
             log.warning("%s", caution)
 
     def rejoin(self) -> None:
-        """Joins the job again as a new incarnation, perhaps at another rank; forgets all pushes."""
+        """Joins the job again as a new incarnation, perhaps at another rank; forgets all pushes.
+
+        Raises:
+            JobMismatchError: The others continue with the table that follows this one.
+            PacelineError: This worker cannot rejoin.
+        """
         self.session.rejoin()
+        self._follow()
         self.exchange.restart()
         self.replica.restart()
         self.replica.rank = self.session.rank
+
+    def _follow(self) -> None:
+        """Changes to the mode that the others have taken without this worker."""
+        known = self.session.known_tables
+        if next_name(self.name) in known:
+            raise JobMismatchError(
+                f"job {self.session.job!r} has changed its mode or its model has grown without "
+                "this worker: start this worker again, with the mode and all parameters that the "
+                "job has by now"
+            )
+        mode = known.get(self.name) or str(self.rule)
+        if mode == str(self.rule):
+            return
+        if self.session.is_leader:
+            text = "worker %d takes the mode %s, to which the job has changed without it"
+            log.warning(text, self.session.rank, mode)
+        rule = parse_mode(mode)
+        self.exchange.spec = replace(self.exchange.spec, rule=rule)
+        self.replica.change(rule)
+        self._hold()
+        self.local_step.close()
+        self.local_step = self.make_step(rule)
 
     def take_weights(self) -> None:
         """Makes the value that was uploaded and pulled the weights, also where means are pulled."""

@@ -9,6 +9,7 @@ import torch
 
 import psworker
 from pscore.net.credentials import ANYONE
+from pscore.table_spec import next_name
 from psserver.remote import checkpoint, checkpoint_files
 from psworker.training.changes import growth
 from tests.inside import table_of
@@ -187,7 +188,8 @@ def test_a_worker_that_comes_later_declares_the_grown_model(shards: Shards) -> N
             message, name, steps = again.result()
         first.tell()
         weights = first.result()
-    assert "make DistributedOptimizer with all parameters that the job trains by now" in message
+    told = "make DistributedOptimizer with the mode and all parameters that the job has by now"
+    assert told in message
     assert (name, steps) == ("model+2", STEPS)
     exported = checkpoint_files.newest_table(found).arrays["weights"]
     for key, weight in weights.items():
@@ -277,8 +279,8 @@ def test_an_elastic_job_refuses_it(shards: Shards) -> None:
 
 
 def test_names_of_tables_count_on() -> None:
-    assert growth.next_name("model.1") == "model.1+1"
-    assert growth.next_name("model+9") == "model+10"
+    assert next_name("model.1") == "model.1+1"
+    assert next_name("model+9") == "model+10"
     known = ["model", "model+1", "model+2", "model.1+1"]
     assert growth.newest("model", known) == "model+2"
     assert growth.newest("model.1", known) == "model.1+1"

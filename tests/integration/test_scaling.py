@@ -333,8 +333,10 @@ def agree_in_turns(me: Station, pauses: bool, spoilt: int) -> tuple[Weights, flo
     if pauses:
         original = Session.agree_at
 
-        def agree_at(self: Session, name: str, number: int, value: float) -> tuple[float, int]:
-            agreed = original(self, name, number, value)
+        def agree_at(
+            self: Session, name: str, number: int, value: float, *, holds: bool = False
+        ) -> tuple[float, int]:
+            agreed = original(self, name, number, value, holds=holds)
             if optimizer.steps == SPOILT:
                 me.tell("agreed")
                 me.hear()

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pscore.errors import LOST, JobMismatchError
+from pscore.errors import LOST, ConfigError, JobMismatchError, LimitError
 from pscore.net import wire
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -296,8 +296,12 @@ class Exchange:
         self.flush()
         self._num_changes += 1
         taking_part.step_aside(self.session, self.table, self._num_changes, step)
-        self.session.barrier("mode")
-        taking_part.change(self.session, self.table, self._num_changes, rule)
+        self.session.barrier("mode", holds=True)
+        try:
+            taking_part.change(self.session, self.table, self._num_changes, rule)
+        except (ConfigError, JobMismatchError, LimitError):  # All continue in the former mode.
+            taking_part.come_back(self.session, self.table, self._num_changes, 0)
+            raise
         self.spec = replace(self.spec, rule=rule)
         self.ask_origin()
 

@@ -294,38 +294,44 @@ class Session:
             raise problem
         self._mending.wait(problem)
 
-    def barrier(self, name: str = "barrier", *, meets: bool = False) -> None:
+    def barrier(self, name: str = "barrier", *, meets: bool = False, holds: bool = False) -> None:
         """Waits until every worker that is still in the job has reached the same barrier.
 
         Args:
             meets: Whether this worker is between two steps, and meets workers that come meanwhile:
                 they wait for it before they reach the barrier.
+            holds: Whether no other worker joins from then on until these meet again, at whichever
+                barrier: they change the job together.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        self.agree(name, 0.0, meets=meets)
+        self.agree(name, 0.0, meets=meets, holds=holds)
 
-    def agree(self, name: str, value: float, *, meets: bool = False) -> float:
+    def agree(self, name: str, value: float, *, meets: bool = False, holds: bool = False) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
 
         Args:
             value: This process's value, 0 or more.
             meets: As for `barrier`.
+            holds: As for `barrier`.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         largest = self.group.largest(value)
-        return float(self.group.led(lambda: self._agree(name, largest, meets=meets)))
 
-    def _agree(self, name: str, value: float, *, meets: bool = False) -> float:
-        """Waits for the other workers, and returns the maximum of their values."""
-        number = self._joining.known.rounds.get(name, 0)
-        self._joining.known.rounds[name] = number + 1
-        return self._await_round(name, number, value, meets=meets)[0]
+        def wait() -> float:
+            number = self._joining.known.rounds.get(name, 0)
+            self._joining.known.rounds[name] = number + 1
+            arrival = self._arrival(name, number, largest, holds=holds)
+            return self._await_round(arrival, meets=meets)[0]
 
-    def agree_at(self, name: str, number: int, value: float) -> tuple[float, int]:
+        return float(self.group.led(wait))
+
+    def agree_at(
+        self, name: str, number: int, value: float, *, holds: bool = False
+    ) -> tuple[float, int]:
         """Waits as `agree` does, in a round that has a number of its own.
 
         A worker that comes when the others have passed that round does not wait.
@@ -333,6 +339,7 @@ class Session:
         Args:
             number: Number of the round, at least that of the one before.
             value: This worker's value, 0 or more; in a group its leader's counts.
+            holds: As for `barrier`.
 
         Returns:
             The largest value of the round, 0 if it is no longer known; and the number of the
@@ -341,7 +348,8 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
-        largest, newest = self.group.led(lambda: self._await_round(name, number, value))
+        arrival = self._arrival(name, number, value, holds=holds)
+        largest, newest = self.group.led(lambda: self._await_round(arrival))
         return float(largest), int(newest)
 
     def pass_by(self, name: str, number: int, value: float) -> None:
@@ -355,7 +363,9 @@ class Session:
             self._note_arrival(request)
             first.call(first.control.Barrier, request)
 
-    def _arrival(self, name: str, number: int, value: float) -> pb.BarrierRequest:
+    def _arrival(
+        self, name: str, number: int, value: float, *, holds: bool = False
+    ) -> pb.BarrierRequest:
         """Returns the request with which this worker arrives at a round of a barrier."""
         return pb.BarrierRequest(
             job=self.job,
@@ -364,6 +374,7 @@ class Session:
             name=name,
             round=number,
             value=value,
+            holds=holds,
         )
 
     def _note_arrival(self, request: pb.BarrierRequest) -> None:
@@ -371,11 +382,9 @@ class Session:
         kept = self.refilling.arrivals[request.name] = pb.BarrierRequest()
         kept.CopyFrom(request)
 
-    def _await_round(
-        self, name: str, number: int, value: float, *, meets: bool = False
-    ) -> tuple[float, int]:
+    def _await_round(self, request: pb.BarrierRequest, *, meets: bool = False) -> tuple[float, int]:
         """Waits at the first shard until every worker has arrived; returns as `agree_at` does."""
-        first, request = self.links[0], self._arrival(name, number, value)
+        first = self.links[0]
         self._note_arrival(request)
         request.wait_ms = SHORT_WAIT_MS
         started_s = time.monotonic()

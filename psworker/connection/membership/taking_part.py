@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.table_spec import plugin_to_proto
 from psworker.connection.membership.session import Session
+from psworker.connection.shard_link import Link
 
 PROCESSES_MAX = float(1 << 30)
 
@@ -16,7 +19,7 @@ def step_aside(session: Session, table: int, number: int, step: int) -> None:
     Args:
         number: Number of the absence or of the change of the mode, counted by this worker.
     """
-    _change(session, pb.ChangeRequest(table=table, number=number, step=step))
+    _change(session, pb.ChangeRequest(table=table, number=number, step=step), session.links)
 
 
 def come_back(session: Session, table: int, number: int, minibatch: int) -> None:
@@ -27,7 +30,7 @@ def come_back(session: Session, table: int, number: int, minibatch: int) -> None
         minibatch: All minibatches before it are in the weights that the job had to begin with.
     """
     request = pb.ChangeRequest(table=table, number=number, returns=True, minibatch=minibatch)
-    _change(session, request)
+    _change(session, request, session.links)
 
 
 def change(session: Session, table: int, number: int, rule: Rule) -> None:
@@ -40,17 +43,20 @@ def change(session: Session, table: int, number: int, rule: Rule) -> None:
         JobMismatchError: Another worker has named another mode.
         ConfigError: The mode does not fit the job.
     """
-    _change(session, pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule)))
+    request = pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule))
+    _change(session, request, session.links[::-1])  # Others may join once the first shard has it.
 
 
 def is_lowest(session: Session, name: str) -> bool:
-    """Returns whether no process of a lower rank is in the job any more; waits as a barrier does.
+    """Returns whether no process of a lower rank is in the job any more.
+
+    Waits as a barrier that holds: the workers meet again once that process has done its work.
 
     Raises:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     rank = session.process_rank
-    lowest = PROCESSES_MAX - session.agree(name, PROCESSES_MAX - rank)
+    lowest = PROCESSES_MAX - session.agree(name, PROCESSES_MAX - rank, holds=True)
     return rank in {0, lowest}
 
 
@@ -72,8 +78,8 @@ def is_first(session: Session) -> bool:
     return int(first.call(first.control.Heartbeat, request).first) == session.rank
 
 
-def _change(session: Session, request: pb.ChangeRequest) -> None:
+def _change(session: Session, request: pb.ChangeRequest, links: Sequence[Link]) -> None:
     request.job, request.worker = session.job, session.rank
     request.incarnation = session.incarnation
-    for link in session.links:
+    for link in links:
         link.call(link.control.Change, request)

@@ -105,10 +105,11 @@ class ModeWish:
             for name in (REPORTED, CHOSEN):
                 session.pass_by(name, step, 0.0)
             return None
-        session.agree_at(REPORTED, step, 0.0)
+        session.agree_at(REPORTED, step, 0.0, holds=True)
         request.decides = True
         number, text = _call(session, request)
-        number = int(session.agree_at(CHOSEN, step, float(number))[0])
+        changes = bool(number) and modes[number - 1] != table.rule
+        number = int(session.agree_at(CHOSEN, step, float(number), holds=changes)[0])
         session.pace.pause(time.monotonic() - begun_s)
         rule = modes[number - 1] if number else table.rule
         changes = rule != table.rule

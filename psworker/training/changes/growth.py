@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError, GradientError, JobMismatchError
-from pscore.table_spec import GROWN
+from pscore.table_spec import GROWN, LEFT_FOR_GOOD, next_name
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
 from psworker.model.sharded import refuse_sharded
@@ -48,12 +48,6 @@ def is_thawed(frozen: Iterable[torch.nn.Parameter]) -> bool:
     return any(parameter.requires_grad and parameter.numel() for parameter in frozen)
 
 
-def next_name(name: str) -> str:
-    """Returns the name of the table that follows `name`."""
-    stem, _, number = name.partition(GROWN)
-    return f"{stem}{GROWN}{int(number or 0) + 1}"
-
-
 def newest(name: str, known: Container[str]) -> str:
     """Returns the last table that follows `name` among those known; `name` if none does."""
     while next_name(name) in known:
@@ -63,15 +57,15 @@ def newest(name: str, known: Container[str]) -> str:
 
 @contextlib.contextmanager
 def explain_growth(name: str) -> Iterator[None]:
-    """Context manager: says in the error of a declaration that the job's model has grown."""
+    """Context manager: says in the error of a declaration that the job has another table now."""
     try:
         yield
     except JobMismatchError as problem:
         if GROWN not in name:
             raise
         raise JobMismatchError(
-            f"{problem}; the job's model has grown since it began: make DistributedOptimizer with "
-            "all parameters that the job trains by now"
+            f"{problem}; the job has changed its mode or its model has grown since it began: make "
+            "DistributedOptimizer with the mode and all parameters that the job has by now"
         ) from None
 
 
@@ -112,8 +106,8 @@ def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
         table.local_step.part()
         table.end_round()
         table.settle()
-        step = int(session.agree(BARRIER, float(replica.step)))
-        taking_part.step_aside(session, table.exchange.table, 1 << 30, replica.step)
+        step = int(session.agree(BARRIER, float(replica.step), holds=True))
+        taking_part.step_aside(session, table.exchange.table, LEFT_FOR_GOOD, replica.step)
         is_lowest = taking_part.is_lowest(session, BARRIER)
         table.fetch(None)
     table.flat.scatter_weights()

@@ -26,7 +26,8 @@ HASH_BITS = 48  # The shards' barriers carry float64, exact up to 53 bits.
 def share_state(inner: torch.optim.Optimizer, table: TrainingTable) -> None:
     """Replaces the state of each worker's optimizer by the mean over those that have one.
 
-    All workers call it. A state that is the same everywhere stays as it is, to the bit.
+    All workers call it, and meet once more after it. A state that is the same everywhere stays as
+    it is, to the bit.
 
     Args:
         inner: The wrapped optimizer, of the same class and parameters on all workers.
@@ -37,7 +38,7 @@ def share_state(inner: torch.optim.Optimizer, table: TrainingTable) -> None:
     """
     session, parameters = table.session, table.flat.parameters
     own = pack(inner)
-    length = int(session.agree(BARRIER, float(len(own))))
+    length = int(session.agree(BARRIER, float(len(own)), holds=True))
     if _are_equal(session, own):
         return
     has_any = len(own) > 0
@@ -54,8 +55,8 @@ def _are_equal(session: Session, values: FloatArray) -> bool:
     """Returns whether all workers have the same bits; all of them call it."""
     digest = hashlib.sha256(values.tobytes()).digest()
     number, most = int.from_bytes(digest[: HASH_BITS // 8], "big"), float(1 << HASH_BITS)
-    largest = session.agree(BARRIER, float(number))
-    return largest == most - session.agree(BARRIER, most - number)
+    largest = session.agree(BARRIER, float(number), holds=True)
+    return largest == most - session.agree(BARRIER, most - number, holds=True)
 
 
 def _mean(name: str, values: FloatArray, weight: float) -> FloatArray:

@@ -476,7 +476,7 @@ class FetchResidualReply(_message.Message):
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value")
+    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value", "holds")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +484,7 @@ class BarrierRequest(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -491,7 +492,8 @@ class BarrierRequest(_message.Message):
     round: int
     wait_ms: int
     value: float
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    holds: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ..., holds: bool = ...) -> None: ...
 
 class BarrierReply(_message.Message):
     __slots__ = ("done", "waiting_for", "value", "newest")

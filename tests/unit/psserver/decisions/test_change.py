@@ -1,13 +1,23 @@
 """A change of a table's mode on one shard: its conditions, repeated and late messages."""
 
+from dataclasses import replace
+
 import pytest
 
-from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProtocolError
+from pscore.errors import (
+    ConfigError,
+    JobMismatchError,
+    LimitError,
+    NotOverError,
+    RemoteProtocolError,
+)
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
+from pscore.table_spec import LEFT_FOR_GOOD
+from pscore.types import Push, Role
 from psserver.decisions.limits import Limits
 from psserver.decisions.orders import Update
-from psserver.decisions.shard import Job, Shard
-from tests.unit.psserver.decisions.test_jobs_and_tables import push, ready
+from psserver.decisions.shard import Address, Job, Shard
+from tests.unit.psserver.decisions.test_jobs_and_tables import member, push, ready
 
 NEW = SSD(steps=4, warmup=0)
 
@@ -119,3 +129,57 @@ def test_a_mode_that_needs_more_memory_than_there_is_is_refused() -> None:
     shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes)
     aside(shard, job, 0, number=2)
     assert shard.change(job, 0, 0, NEW) == []
+
+
+# ----- workers that come in the middle of a change
+
+
+def lost(shard: Shard, job: Job, rank: int) -> None:
+    shard.decide_leave(job.name, rank, 1, "its host is gone", failed=True)
+
+
+def test_nobody_joins_between_two_meetings_of_workers_that_change_their_job() -> None:
+    shard, job, _ = ready(2)
+    lost(shard, job, 1)
+    shard.barrier(job, "mode", 0, 0, holds=True)
+    with pytest.raises(NotOverError, match=r"worker 0 .*change the mode or the parameters of job"):
+        shard.decide_join(job.name, 2, member(1, 78))
+    assert job.membership.live() == [0]
+    assert shard.barrier(job, "mode", 1, 0) == ""
+    shard.decide_join(job.name, 2, member(1, 78))
+    assert job.membership.live() == [0, 1]
+
+
+def test_a_worker_that_came_before_the_others_have_met_is_waited_for() -> None:
+    shard, job, _ = ready(3)
+    lost(shard, job, 2)
+    shard.barrier(job, "mode", 0, 0, holds=True)
+    shard.decide_join(job.name, 3, member(2, 78))
+    assert "worker 2 " in shard.barrier(job, "mode", 0, 1, holds=True)
+
+
+def test_workers_join_where_all_that_changed_a_job_are_gone() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+        shard.barrier(job, "mode", 0, rank, holds=True)
+    for rank in (0, 1):
+        lost(shard, job, rank)
+    for rank in (1, 0):
+        shard.decide_join(job.name, 2, member(rank, 78))
+    assert job.membership.live() == [0, 1]
+
+
+def test_the_next_table_is_known_before_its_first_update() -> None:
+    """Else a worker that comes would train the former table, alone."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    table, _ = shard.define(job, replace(job.table(0).spec, name="model+1"))
+    push_of = Push(worker=0, step=0, base_version=0, role=Role.STATE)
+    shard.decide_push(job, Address(job.name, table.index, 0), push_of, "state")
+    assert job.progress == {"model": 1}
+    aside(shard, job, 0, number=LEFT_FOR_GOOD)
+    assert job.progress == {"model": 1, "model+1": 0}
+    job.table(0).begin_again()
+    assert job.progress == {"model": 1}, "all were lost: new ones begin as the first did"

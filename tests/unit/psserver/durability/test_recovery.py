@@ -406,6 +406,11 @@ def test_changes_of_the_participants_are_written(tmp_path: Path) -> None:
     path.write_text("as it was")
     recorder.note()
     assert path.read_text() == "as it was"
-    shard.barrier(job, "end", 0, 0)
+    shard.barrier(job, "end", 0, 0, holds=True)
     recorder.note()
-    assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True, 0.0, 0.0, -1]]
+    meta = json.loads(path.read_text())["meta"]
+    assert meta["barriers"] == [["end", 0, [0], True, 0.0, 0.0, -1]]
+    assert meta["holds"]
+    recovered = Shard(0, 1, 10.0)
+    Recovery(journals, recovered).recover(0.0, lambda *_: None)
+    assert recovered.jobs[job.name].barriers.holds

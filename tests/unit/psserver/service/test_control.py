@@ -10,7 +10,7 @@ from pscore.rules import SSD
 from pscore.table_spec import plugin_to_proto
 from psserver.service import control
 from psserver.stores import kind_of
-from tests.unit.psserver.front import JOB, Context, Front
+from tests.unit.psserver.front import JOB, Context, Front, Refused
 
 
 def test_a_table_is_declared_when_its_loops_are_compiled_and_other_calls_do_not_wait(
@@ -64,20 +64,25 @@ def test_a_shard_is_described_to_one_that_awaits_it_once_it_serves(
     asyncio.run(asyncio.wait_for(scene(), 60))
 
 
-def test_a_change_waits_for_the_end_of_a_lost_workers_lease() -> None:
-    """That lease was over on the first shard, where the others have met without the worker."""
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_was_lost_on_the_first_shard_is_lost_where_the_others_change_a_mode(
+    index: int,
+) -> None:
+    """Its lease is over there, where the others have met without it."""
     change = pb.ChangeRequest(job=JOB, worker=0, incarnation=100, table=0, number=1)
 
     async def scene() -> None:
         front = Front()
         await front.ready()
+        front.engine.shard.index = index
         await front.control.Change(change, Context())
         change.rule.CopyFrom(plugin_to_proto(SSD(steps=2, warmup=0)))
-        asked = asyncio.create_task(front.control.Change(change, Context()))
-        await asyncio.sleep(0)
-        assert not asked.done()
-        front.job.membership.leave(1, 101, "lost", failed=True)
-        await asked
+        if index == 0:
+            with pytest.raises(Refused, match=r"worker 1 .*has not stepped aside for it"):
+                await front.control.Change(change, Context())
+            return
+        await front.control.Change(change, Context())
+        assert front.job.membership.live() == [0]
         assert front.job.table(0).spec.rule == SSD(steps=2, warmup=0)
         again = await front.control.Change(change, Context())  # It was made.
         assert again == pb.ChangeReply()

@@ -49,10 +49,10 @@ class FakeShards:
         self.log.append("fetch")
         return iter(())
 
-    def barrier(self, name: str) -> None:
+    def barrier(self, name: str, *, holds: bool = False) -> None:
         self.log.append("barrier")
 
-    def agree(self, name: str, value: float) -> float:
+    def agree(self, name: str, value: float, *, holds: bool = False) -> float:
         """Returns the largest value of all processes."""
         self.log.append("agree")
         return max(value, PROCESSES_MAX - self.lowest)

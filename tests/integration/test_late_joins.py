@@ -1,0 +1,174 @@
+"""A worker comes while the others, who have met, change the mode or the table of their job."""
+
+import signal
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from psworker.connection.membership import taking_part
+from psworker.connection.membership.joining import PlaceWait
+from tests.integration.cluster import (
+    Shards,
+    Station,
+    Worker,
+    WorkerError,
+    new_job,
+    results_of,
+    wait_until,
+)
+
+NUMEL = 9000  # Two slices on two shards.
+STEPS = 3
+# By change: the modes before and after it, and the first call after the workers have met.
+CHANGES = {
+    "ssd": ("ssgd", "ssd(steps=3, warmup=0)", "change"),
+    "dpsgd": ("ssgd", "dpsgd", "is_lowest"),
+    "back": ("dpsgd", "ssgd", "is_lowest"),
+    "growth": ("ssgd", "ssgd", "is_lowest"),
+}
+
+
+def parameters() -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, torch.nn.Parameter(torch.zeros(NUMEL))) for name in ("first", "second")]
+
+
+def make(named: list[tuple[str, torch.nn.Parameter]], mode: str) -> Any:
+    inner = torch.optim.SGD([parameter for _, parameter in named], lr=1.0)
+    return psworker.DistributedOptimizer(inner, named, mode=mode)
+
+
+def train(optimizer: Any, until: int) -> None:
+    while optimizer.steps < until:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.grad = torch.ones(NUMEL)
+        optimizer.step()
+
+
+def changes(me: Station, name: str) -> np.ndarray:
+    """Trains, changes the job, and trains on; the first worker waits once all have met for it."""
+    before, after, call = CHANGES[name]
+    named = parameters()
+    named[1][1].requires_grad = name != "growth"
+    optimizer = make(named, before)
+    train(optimizer, STEPS)
+    me.tell()
+    if me.hear() == "go on":
+        train(optimizer, 2 * STEPS)
+        return torch.cat([value.detach() for _, value in named]).numpy()
+    real = getattr(taking_part, call)
+
+    def met(*given: Any) -> Any:
+        me.tell("met")
+        me.hear()
+        return real(*given)
+
+    with mock.patch.object(taking_part, call, met):
+        if name == "growth":
+            named[1][1].requires_grad = True
+            train(optimizer, STEPS + 1)
+        else:
+            optimizer.set_mode(after)
+    me.hear()  # The other one has joined.
+    train(optimizer, 2 * STEPS)
+    optimizer.close()
+    return torch.cat([value.detach() for _, value in named]).numpy()
+
+
+def comes(me: Station, name: str) -> np.ndarray:
+    """Joins the job that changes, and trains to its end; tells when it waits, or is there."""
+    real = PlaceWait.wait
+
+    def waits(*given: Any) -> Any:
+        me.tell("waits")
+        return real(*given)
+
+    with mock.patch.object(PlaceWait, "wait", waits):
+        psworker.init()
+    me.tell("has joined")
+    named = parameters()
+    optimizer = make(named, CHANGES[name][1])
+    train(optimizer, 2 * STEPS)
+    optimizer.close()
+    return torch.cat([value.detach() for _, value in named]).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_worker_that_comes_in_the_middle_of_a_change_waits_for_its_end(
+    shards: Shards, name: str
+) -> None:
+    job = new_job()
+    with shards.workers(changes, name, num_workers=3, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[2].kill()
+        shards.wait_until_lost(job, 2)
+        for worker in workers[:2]:
+            worker.tell()
+        for worker in workers[:2]:
+            assert worker.hear() == "met"
+        with shards.workers(comes, name, num_workers=3, ranks=[2], job=job) as (late,):
+            assert late.hear() == "waits"
+            for worker in workers[:2]:
+                worker.tell()
+            while late.hear() != "has joined":
+                pass
+            for worker in workers[:2]:
+                worker.tell()
+            results = results_of([*workers[:2], late])
+    for weights in results:
+        assert np.isfinite(weights).all()
+        assert (weights < 0).all()
+
+
+def change_without(shards: Shards, name: str, workers: list[Worker], job: str) -> None:
+    """Changes a job by two of three workers while the third one is stopped and lost."""
+    for worker in workers:
+        worker.hear()
+    workers[2].kill(signal.SIGSTOP)
+    shards.wait_until_lost(job, 2)
+    for worker in workers[:2]:
+        worker.tell()
+    for worker in workers[:2]:
+        assert worker.hear() == "met"
+        worker.tell()
+    workers[2].kill(signal.SIGCONT)
+    workers[2].tell("go on")
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_away_takes_the_mode_that_the_others_have_changed_to(
+    shards: Shards,
+) -> None:
+    job = new_job()
+    with shards.workers(changes, "ssd", num_workers=3, job=job) as workers:
+        change_without(shards, "ssd", workers, job)
+        said = "takes the mode ssd(steps=3"
+        wait_until(lambda: said in workers[2].written() or workers[2].is_over())
+        for worker in workers[:2]:
+            worker.tell()
+        for weights in results_of(workers):
+            assert (weights < 0).all()
+        assert said in workers[2].written()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpsgd", "growth"])
+def test_a_worker_that_was_away_does_not_train_a_table_that_the_others_have_left(
+    shards: Shards, name: str
+) -> None:
+    job = new_job()
+    with shards.workers(changes, name, num_workers=3, job=job) as workers:
+        change_without(shards, name, workers, job)
+        with pytest.raises(WorkerError, match=r"JobMismatchError: .*start this worker again"):
+            workers[2].result()
+        for worker in workers[:2]:
+            worker.tell()
+        for weights in results_of(workers[:2]):
+            assert (weights < 0).all()
