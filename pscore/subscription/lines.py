@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 
+from pscore.awake import awake_s
 from pscore.errors import DamagedError, DecodeError, PacelineError, ShardMapError, TransportError
 from pscore.net import endpoint, rpc, sockets, tls
 from pscore.net.credentials import Credentials
@@ -73,7 +74,7 @@ class ReaderLine:
         Args:
             ask: The version to wait for.
             known: Fingerprint of the table's declaration that this reader knows; empty: none.
-            end_s: Time by the monotonic clock at which the caller wants to be told; None: no time.
+            end_s: Time by `awake_s` at which the caller wants to be told; None: no time.
 
         Raises:
             ShardMapError: The address is that of another shard.
@@ -280,7 +281,7 @@ def patience_s(limit_s: float, end_s: float | None) -> float:
     """Returns how long a shard may take for an answer, in seconds: at most `limit_s`."""
     if end_s is None:
         return limit_s
-    return min(limit_s, max(0.0, end_s - time.monotonic()) + ANSWER_S)
+    return min(limit_s, max(0.0, end_s - awake_s()) + ANSWER_S)
 
 
 def this_process(number: int) -> publish_pb2.Reader:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
 
+from pscore.awake import awake_s
 from pscore.errors import ConfigError, DecodeError
 from pscore.net.addresses import explain_silence, parse_addresses
 from pscore.net.credentials import read_credentials
@@ -171,8 +172,8 @@ class Reader:
 
         Args:
             newer_than: The identity of a version, `weights.version`; None: any version will do.
-            timeout_s: The longest wait, in seconds; a silent shard has 1.5 s more. None: as long as
-                it takes.
+            timeout_s: The longest wait, in seconds; a silent shard has 1.5 s more, and a time in
+                which this process is stopped does not count. None: as long as it takes.
 
         Raises:
             TimeoutError: There was none in time; the message says what is missing.
@@ -250,7 +251,7 @@ class Reader:
             TimeoutError: There was none in time.
         """
         self._require_usable()
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        end_s = None if timeout_s is None else awake_s() + timeout_s
         self._await_former(timeout_s)
         self._told_s, self._told = time.monotonic(), ""
         self._memory.prepare()
@@ -261,7 +262,7 @@ class Reader:
             if found is not None:
                 held = found
             asks = [self._ask(index) for index in range(len(self._lines))]
-            is_over = looked and end_s is not None and time.monotonic() >= end_s
+            is_over = looked and end_s is not None and awake_s() >= end_s
             if held is not None and (newer_than is None or held.version > newer_than):
                 if looked and (is_over or found is not None or not self._expects(asks)):
                     return held
@@ -277,7 +278,7 @@ class Reader:
             if self._assembly is None:  # A shard may have no slice of the table.
                 wait_s = min(wait_s, FIRST_WAIT_S)
             if end_s is not None:
-                wait_s = max(0.0, min(wait_s, end_s - time.monotonic()))
+                wait_s = max(0.0, min(wait_s, end_s - awake_s()))
             self._do(asks, wait_s, end_s)
             looked = True
 
@@ -418,7 +419,7 @@ class Reader:
             with self._landing:
                 self._note_slices(index, *found)
                 ask = self._ask(index)
-            if end_s is not None and time.monotonic() >= end_s:
+            if end_s is not None and awake_s() >= end_s:
                 return
 
     def _note_slices(self, index: int, reply: data_pb2.FetchReply, payload: ByteArray) -> None:

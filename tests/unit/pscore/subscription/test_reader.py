@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from pscore.awake import AwakeClock
 from pscore.errors import ShardMapError
 from pscore.subscription import reader
 from pscore.subscription.lines import ReaderLine
@@ -64,3 +65,23 @@ def test_a_wait_behind_one_that_has_failed_waits_for_its_calls(
         with pytest.raises(ShardMapError):
             found.wait()
         assert sorted(asked) == [0, 0, 1, 1]
+
+
+def test_a_wait_goes_on_after_its_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would say that there was no version, and had asked for none since."""
+    now_s = [0.0]
+    asked: list[float] = []
+
+    def watch(*_: object) -> None:
+        asked.append(now_s[0])
+        now_s[0] += 1000.0 if len(asked) == 2 else 1.0  # It is stopped while it waits.
+        clock.tick()
+
+    clock = AwakeClock(now=lambda: now_s[0])
+    monkeypatch.setattr(reader, "awake_s", clock.read_s)
+    monkeypatch.setattr(ReaderLine, "watch", watch)
+    monkeypatch.setattr(ReaderLine, "close", lambda *_: None)
+    message = "no version of job 'night' within 5 s"
+    with Reader("127.0.0.1:1", job="night") as found, pytest.raises(TimeoutError, match=message):
+        found.wait(timeout_s=5.0)
+    assert asked == [0.0, 1.0, 1001.0, 1002.0]
