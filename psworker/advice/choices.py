@@ -116,7 +116,8 @@ def _shard_rows(situation: Situation, hosts: Sequence[int]) -> Iterator[AdviceRo
 
 def candidates_of(situation: Situation) -> tuple[Candidate, ...]:
     """Returns the modes that fit: with unequal workers also backup workers."""
-    backup = backup_candidate(situation.num_workers)
+    number = len(situation.groups) if is_grouped(situation) else situation.num_workers
+    backup = backup_candidate(number)
     is_unequal = bool(situation.slow) or situation.deviation > 0
     return (*CANDIDATES, backup) if is_unequal else CANDIDATES
 

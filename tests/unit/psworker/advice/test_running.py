@@ -1,5 +1,6 @@
 """Advice from a job that runs, and from a script that is measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from psworker.advice.report import advise
 from psworker.advice.request import AdviceRequest
 from psworker.advice.running import ObservedJob, situation_of_job
 from psworker.advice.shown import lines_of
+from psworker.advice.situation import read_situation
 
 SCRIPT = """
 import torch, psworker
@@ -95,6 +97,12 @@ def test_a_slow_worker_of_a_job_is_one_in_its_advice() -> None:
     modes = {row.mode: row.time for row in advise(situation, "any").rows}
     assert modes["ssgd"].limit == "computing of worker 2"
     assert modes["ssgd(backup=1)"].step_s < 0.5 * modes["ssgd"].step_s
+
+
+def test_a_slow_host_of_several_workers_is_one_backup_worker() -> None:
+    situation = read_situation(model="resnet50", groups=(8,) * 4, gbit=100.0, compute_ms=500.0)
+    modes = {row.mode for row in advise(replace(situation, slow={0: 3.0}), "any").rows}
+    assert "ssgd(backup=1)" in modes
 
 
 def test_workers_of_a_job_stand_on_their_hosts_in_any_order_of_ranks() -> None:
