@@ -109,14 +109,33 @@ def set_places(settings: Mapping[str, str]) -> None:
 def move(unit: str, to: str) -> bool:
     """Stops the unit with shard 1 once another one is its standby; returns whether it moved."""
     call("systemctl", "start", f"psserver@{to}")
+    await_standby(unit, to)
+    call("systemctl", "stop", f"psserver@{unit}")
+    return has_moved(unit, to, 1)
+
+
+def replace(unit: str, to: str) -> bool:
+    """Restarts both units of shard 1 at once; returns whether it moved."""
+    call("systemctl", "start", f"psserver@{to}")
+    await_standby(unit, to)
+    call("systemctl", "restart", "psserver@1", "psserver@2")
+    await_standby(to, unit)
+    return has_moved(unit, to, 2)
+
+
+def await_standby(unit: str, to: str) -> None:
+    """Waits until a unit has shard 1, and another one is its standby."""
     at, there = (f"127.0.0.1:{PORTS[name]}" for name in (unit, to))
     asked = (BIN / "psserver", "status", "--servers", at)
-    until(lambda: f"followed, to {there}" in call(*asked), "a standby")
-    call("systemctl", "stop", f"psserver@{unit}")
+    until(lambda: f"followed, to {there}" in call(*asked), f"a standby of {at} at {there}")
+
+
+def has_moved(unit: str, to: str, times: int) -> bool:
+    """Waits for steps; returns whether a unit has given its shard to another one so often."""
     begin = step()
     until(lambda: step() > begin + 5, "steps after a move")
     journal = call("journalctl", "--no-pager", "--output=cat", f"--unit=psserver@{unit}")
-    return f"shard moved to {there}" in journal
+    return journal.count(f"shard moved to 127.0.0.1:{PORTS[to]}") == times
 
 
 def first_boot(found: dict[str, Any]) -> None:
@@ -154,7 +173,7 @@ def first_boot(found: dict[str, Any]) -> None:
         "1": "PACELINE_OWN_ADDRESS=127.0.0.1:7080\nPACELINE_STANDBY_AT=127.0.0.1:7090\n",
         "2": "PACELINE_OWN_ADDRESS=127.0.0.1:7090\nPACELINE_STANDBY_OF=127.0.0.1:7080\n",
     })  # fmt: skip
-    found["moves"] = [move("1", "2"), move("2", "1")]
+    found["moves"] = [move("1", "2"), move("2", "1"), replace("1", "2"), replace("2", "1")]
     set_places({})  # The second boot knows one place.
     goes_on("two moves")
 
