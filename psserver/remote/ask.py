@@ -30,7 +30,6 @@ from psserver.exits import CommandError, Exit
 
 ANSWER_S_MAX = 5.0
 BUSY_S_MAX = 60.0  # A shard that is connected may be so long about other work.
-NOTE_S_MAX = 1.0
 POLL_S = 0.05
 RETRY_POLICY = {
     "maxAttempts": 5,
@@ -173,7 +172,7 @@ def note_last(addresses: Sequence[str], credentials: Credentials, *, is_over: bo
     def ask(channel: grpc.Channel) -> grpc.CallFuture[checkpoint_pb2.NoteLastReply]:
         stub = checkpoint_pb2_grpc.CheckpointsStub(channel)
         request = checkpoint_pb2.NoteLastRequest(is_over=is_over)
-        return stub.NoteLast.future(request, timeout=NOTE_S_MAX)
+        return stub.NoteLast.future(request, timeout=ANSWER_S_MAX)
 
     _ask_each(addresses, credentials, ask)
 

@@ -1,8 +1,10 @@
 """The questions of commands to shards: connections that break, and shards that do not answer."""
 
 import contextlib
+import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +12,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    control_pb2_grpc,
+    publish_pb2,
+    publish_pb2_grpc,
+)
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2, publish_pb2_grpc
 from psserver.exits import CommandError
 from psserver.remote import ask, readers
 
@@ -114,6 +123,47 @@ def test_a_checkpoint_waits_for_the_status_of_a_shard_that_is_busy(
     control.is_idle.clear()
     threading.Timer(2.0, control.is_idle.set).start()
     assert [reply.pid for reply in ask.statuses([address], is_patient=True)] == [3]
+    server.stop(None).wait()
+
+
+class Noted(checkpoint_pb2_grpc.CheckpointsServicer):
+    """A shard that hears of the last checkpoint."""
+
+    def __init__(self) -> None:
+        self.heard = threading.Event()
+
+    def NoteLast(  # noqa: N802
+        self, request: checkpoint_pb2.NoteLastRequest, context: object
+    ) -> checkpoint_pb2.NoteLastReply:
+        self.heard.set()
+        return checkpoint_pb2.NoteLastReply()
+
+
+def test_a_last_checkpoint_is_announced_to_a_shard_that_is_slow_to_talk() -> None:
+    """At a load of 30 a connection took longer than a second: the shard ended before it."""
+    noted, server = Noted(), grpc.server(ThreadPoolExecutor(2))  # type: ignore[abstract]
+    checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(noted, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pass_on() -> None:
+            near, _ = listener.accept()
+            time.sleep(2.0)
+            with near, socket.create_connection(("127.0.0.1", port)) as far:
+                ends = {near: far, far: near}
+                while True:
+                    for source in select.select(ends, (), ())[0]:
+                        if not (data := source.recv(1 << 16)):
+                            return
+                        ends[source].sendall(data)
+
+        thread = threading.Thread(target=pass_on)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        ask.note_last([address], ANYONE, is_over=False)
+        thread.join()
+    assert noted.heard.is_set()
     server.stop(None).wait()
 
 
