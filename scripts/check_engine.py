@@ -990,6 +990,7 @@ def swarm(log: Log) -> None:
                 log.say(f"      {command or deploy!r}: {count} workers are live")
             tasks = run("docker", "stack", "ps", "--filter", "desired-state=running", name)
             log.say(f"      the nodes {' and '.join(nodes)} run {tail(tasks)}")
+            replace_after_end(log, shell, deploy, name)
         except CheckError:
             log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
             raise
@@ -1000,6 +1001,26 @@ def swarm(log: Log) -> None:
             # A stack leaves its volumes behind, and the next run would continue from this one's.
             volume = ("docker", "volume", "rm", "--force", f"{name}_shard0")
             wait("the end of the shard", lambda: run(*volume))
+
+
+def replace_after_end(log: Log, shell: Shell, deploy: str, name: str) -> None:
+    """Ends the stack's job, by a deployment of fewer steps; then replaces its workers."""
+
+    def ends() -> list[int]:
+        return [int(job["step"]) for job in swarm_jobs(name) if job["state"] == "ended"]
+
+    def are_complete(count: int) -> bool:
+        states = run("docker", "service", "ps", "--format", "{{.CurrentState}}", f"{name}_worker")
+        return states.count("Complete") >= count
+
+    shell(f"STEPS=1 {deploy}")
+    ended = wait("the job's end", ends)
+    wait("the end of its workers", partial(are_complete, PAIR))
+    run("docker", "service", "update", "--detach", "--force", f"{name}_worker")
+    wait("the end of those in their places", partial(are_complete, 2 * PAIR))
+    log.say(f"      ended at step {ended[0]}; its workers are replaced: at step {ends()}")
+    if ends() != ended:
+        raise CheckError("they have begun the job again")
 
 
 def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
