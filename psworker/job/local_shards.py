@@ -141,7 +141,8 @@ def await_addresses(path: Path) -> tuple[tuple[str, ...], str]:
         time.sleep(POLL_S)
     raise ServerUnavailableError(
         f"the first worker on this machine has not started shards within {EMBEDDED_TIMEOUT_S:g} s "
-        f"(no {path})"
+        f"(no {path}); if that process is no worker of this job, start shards with `psserver "
+        "start` and set PACELINE_SERVERS=host:port,..."
     )
 
 

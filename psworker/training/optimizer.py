@@ -142,7 +142,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     """
 
     _end = ""  # Why training has ended.
-    _is_global = False  # Whether the model holds the global weights: inside `global_weights`.
+    _global: contextlib.ExitStack | None = None  # Ends `global_weights`; None outside of it.
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
     @_one_at_a_time
@@ -297,15 +297,16 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         holds the shared buffers. On exit the former values come back bit for bit. After `close`
         the model holds the global weights anyway, and its own buffers.
         """
-        if self._end:
+        if self._end or self._global is not None:
             yield
             return
-        with global_weights(self._table, self._recovery, self._buffers):
-            self._is_global = True
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(global_weights(self._table, self._recovery, self._buffers))
+            self._global = stack
             try:
                 yield
             finally:
-                self._is_global = False
+                self._global = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -332,9 +333,11 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             mode: As for the constructor: `"ssd(steps=8)"`.
 
         Raises:
-            ConfigError: It does not fit this job, or this is not between two steps.
+            ConfigError: It does not fit this job, or this is not between two steps, or inside
+                `global_weights`.
             JobMismatchError: Another worker has named another mode.
         """
+        self._require_own_weights("set_mode")
         former, recovery = self._table, self._recovery
         with recovery.guard():
             if self._end or self._gradients.have_left:
@@ -375,6 +378,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         `psworker.shutdown`, which calls this, or at the end of the script.
         """
         if not self._end:
+            if self._global is not None:
+                self._global.close()  # The worker's own weights have the moves of an open round.
             self._retire("close() or psworker.shutdown()")
             self._recovery.run_between_steps(self._end_training)
             self._hints.sum_up()
@@ -391,7 +396,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         until the job ends (psworker/training/changes/growth.py).
 
         Raises:
-            ConfigError: A parameter has no name, or workers of this job come and go.
+            ConfigError: A parameter has no name, workers of this job come and go, or this is inside
+                `global_weights`.
             GradientError: Gradients of this step have left during backward.
             PacelineError: A shard refused something, or does not answer.
         """
@@ -469,7 +475,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             self.param_groups,
             super().state_dict(),
             inner,
-            at_round=self._is_global,
+            at_round=self._global is not None,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -482,9 +488,11 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             state_dict: From `state_dict` of a wrapper, or of a plain torch optimizer.
 
         Raises:
-            ConfigError: The state is of another model or optimizer.
+            ConfigError: The state is of another model or optimizer, or this is inside
+                `global_weights`.
             PacelineError: A shard refused something, or does not answer.
         """
+        self._require_own_weights("load_state_dict")
         with self._recovery.guard():
             try:
                 loaded = read_state(self._table, self.param_groups, state_dict)
@@ -559,6 +567,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def _grow(self) -> None:
         """Continues with another table, of all parameters that are to be trained now."""
         self._require_open("add_param_group")
+        self._require_own_weights("add_param_group")
         table = self._table
         growth.require_possible(table, self._gradients)
         plugin, session = table.optimizer, table.session
@@ -627,7 +636,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._table.session.require_own()
 
     def _require_own_weights(self, name: str) -> None:
-        if self._is_global:
+        if self._global is not None:
             raise ConfigError(
                 f"{name}() inside global_weights(): the model would go back to its former weights "
                 "at the end; end the context first"

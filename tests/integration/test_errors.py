@@ -498,9 +498,13 @@ def wrong_calls(me: Station) -> None:
     model = make_model()
     optimizer = wrap(model)
     saved = optimizer.state_dict()
+    started = saved | {"state": {0: {"momentum_buffer": torch.zeros(128, 20), "step": 1}}}
     for damaged in (None, {"step": "x"}, {"compressor_state": [1]}):
         with pytest.raises(psworker.ConfigError, match="the state does not fit: "):
             optimizer.load_state_dict(saved | {"paceline": damaged})
+    for wrong in ({"step": -3}, {"step": 1 << 70}, {"counts": torch.full((6,), -1)}):
+        with pytest.raises(psworker.ConfigError, match=r"of the state is|steps in the state is"):
+            optimizer.load_state_dict(started | {"paceline": wrong})
     backward(model, *batch(me.rank, 0))
     for norm in (-1.0, float("nan"), "1"):
         with pytest.raises(psworker.ConfigError, match=r"max_norm is .*, must be a number from 0"):
@@ -516,7 +520,13 @@ def wrong_calls(me: Station) -> None:
         optimizer.samples = "all"  # type: ignore[assignment]
     with pytest.raises(psworker.ConfigError, match=r"goes to DistributedOptimizer\(\); here, name"):
         optimizer.set_mode("auto")
-    for call in (optimizer.step, optimizer.skip_step):
+    for call in (
+        optimizer.step,
+        optimizer.skip_step,
+        lambda: optimizer.set_mode("ssd"),
+        lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.add_param_group({"params": []}),
+    ):
         inside = pytest.raises(psworker.ConfigError, match=r"inside global_weights\(\)")
         with inside, optimizer.global_weights():
             call()

@@ -170,6 +170,33 @@ def test_looks_change_nothing_and_show_the_weights_of_the_shards(
         assert same(one, other), step
 
 
+def end_inside(me: Station, mode: str, job: str, inside: bool) -> Weights:
+    """Trains, and ends inside of `global_weights` or after it; returns the model afterwards."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode=mode
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    with optimizer.global_weights():
+        if inside:
+            psworker.shutdown()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("mode", ["ssd(steps=5, warmup=1)", "diloco(steps=3)"])
+def test_the_end_of_training_while_looking_is_as_it_is_after_that(
+    shards: Shards, mode: str
+) -> None:
+    after, inside = (shards.run(end_inside, mode, new_job(), flag) for flag in (False, True))
+    for one, other in zip(after, inside, strict=True):
+        assert same(one, other)
+
+
 def look_when_lost(me: Station, job: str) -> None:
     """A worker that was lost looks, and continues."""
     for number, (mode, has_state) in enumerate(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError
+from pscore.json_text import count_of
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
@@ -127,7 +128,7 @@ def read_state(
     names, layout = table.optimizer.state_names, table.layout
     order = _torch_order(table, param_groups)
     own = state_dict.get("paceline", {})
-    step = int(own.get("step", table.replica.step))
+    step = count_of(int(own.get("step", table.replica.step)), "step of the state")
     flat = {name: np.zeros(layout.numel, dtype=np.float32) for name in names}
     counts = [0] * len(order)
     entries = own.get("outer", {}) if table.rule.outer_optimizer else state_dict["state"]
@@ -137,7 +138,8 @@ def read_state(
         entry = entries.get(position)
         if entry is None:
             continue
-        counts[index] = int(own["counts"][index]) if "counts" in own else int(entry.get("step", 1))
+        steps = own["counts"][index] if "counts" in own else entry.get("step", 1)
+        counts[index] = count_of(int(steps), "a count of steps in the state")
         for name in names:
             fill(table, table.optimizer, flat[name], entry.get(name), index, name)
     compressor = own.get("compressor_state", {})
