@@ -90,6 +90,7 @@ class Publication:
                 return None
             return self._show(index, action.version // self.every, action.version)
         self._is_awaited(index)
+        self._loaded.add(index)  # `begin` comes too late: other shards may have begun before.
         if not self.exact:
             return None
         former = action.former if isinstance(action, Skip) else action.version - 1
@@ -152,7 +153,7 @@ class Publication:
         if by_step != self.exact:  # The mode has changed: numbers would fall.
             self.begin_lineage()
             self.exact = by_step
-            self.begin(at_multiples=False)
+            self.begin(at_multiples=True)
         slot = int(time_s) // self.every
         is_due = not self.exact and slot > self._slot and not self._awaited
         if not (is_due and self.running.table.has_weights):

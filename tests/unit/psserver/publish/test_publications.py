@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from psserver.durability.sealed import read_json
 from psserver.engine.resume import recover
 from psserver.publish.publications import Publications
 from psserver.service.data_socket import DataService
-from tests.unit.psserver.front import JOB, Front, play
+from tests.unit.psserver.front import JOB, NUMEL, Front, play, push_header
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,34 @@ def test_a_lineage_that_had_no_room_on_the_disk_is_written_when_there_is_room(
         assert read_json(path)["model"][0] == found.publication.lineage
         front.executor.shutdown()
         journals.close()
+
+    play(scene)
+
+
+@pytest.mark.parametrize("before", ["goes back", "has no step in common"])
+def test_a_job_that_goes_on_before_it_is_published_anew_is_published_at_a_multiple(
+    before: str,
+) -> None:
+    """Another shard may have published the step before under the same number."""
+
+    async def scene(front: Front) -> None:
+        table = Publications(front.engine, {JOB: 4}, now_s=lambda: 1e6)
+        await front.ready(num_workers=1)
+        ((_, _, found),) = table.listed()
+        publication, steps = found.publication, itertools.count()
+
+        async def step() -> int:
+            await front.push(push_header(0, next(steps)), np.ones(NUMEL, np.float32))
+            await asyncio.wrap_future(front.executor.submit(lambda: None))
+            table.tick()
+            await asyncio.wrap_future(front.executor.submit(lambda: None))
+            newest = publication.newest
+            return -1 if newest is None else newest.step
+
+        with front.engine.lock:
+            publication.begin_lineage()
+            publication.exact = before == "goes back"
+        assert [await step() for _ in range(8)] == [-1, -1, -1, 4, 4, 4, 4, 8]
 
     play(scene)
 
