@@ -290,10 +290,12 @@ def test_a_publisher_that_was_killed_in_the_middle_of_a_version_begins_anew(shar
 
     with psworker.Subscriber(shards.addresses, job=job) as reader:
         with life(1, stops_at=12) as worker:
+            version = None
             for step in (10, 11):
                 assert worker.hear() == "made"
-                seen = reader.wait(timeout_s=WAIT_S)
+                seen = reader.wait(newer_than=version, timeout_s=WAIT_S)
                 assert require_one(seen) == step
+                version = seen.version
                 worker.tell()
             assert worker.hear() == "stopped"
             seen = read_whole(reader, seen)
