@@ -19,6 +19,9 @@ from psserver.remote.ask import explained
 
 ASK_S = 0.1
 AGAIN_S = 1.0  # Before a move is tried again.
+SILENT_MAX = (
+    15  # Questions in a row without an answer: a process that is killed comes back earlier.
+)
 ANSWER_S_MAX = 10.0
 OVER = ("serving", "moved")
 MOVES_HERE = "prepared"  # Phase of a process that is about to have the shard.
@@ -89,9 +92,9 @@ def leave(
         How it has moved; None: that process has no shard that a worker uses.
 
     Raises:
-        CommandError: It has not moved in this time, or does not answer at first.
+        CommandError: It has not moved in this time, or the process is gone.
     """
-    deadline_s, said = time.monotonic() + wait_s, ""
+    deadline_s, said, num_silent = time.monotonic() + wait_s, "", 0
     is_needed = _is_needed(address, credentials)
     while is_needed:
         try:
@@ -103,8 +106,12 @@ def leave(
                 said = problem.message
                 tell(f"{said}; tried again for {wait_s:g} s")
         time.sleep(AGAIN_S)
-        with contextlib.suppress(CommandError):
-            is_needed = _is_needed(address, credentials)
+        try:
+            is_needed, num_silent = _is_needed(address, credentials), 0
+        except CommandError:
+            num_silent += 1
+            if num_silent == SILENT_MAX:
+                raise
     return None
 
 

@@ -12,7 +12,15 @@ import pytest
 from psserver.exits import CommandError
 from tests.integration.cluster import Worker
 from tests.integration.command import Command, eventually, free_ports
-from tests.integration.test_drain import STEPS, Place, Results, status_of, train, undisturbed
+from tests.integration.test_drain import (
+    STEPS,
+    Place,
+    Results,
+    kill_child,
+    status_of,
+    train,
+    undisturbed,
+)
 from tests.integration.test_standby import lose, register
 
 __all__ = ["register", "undisturbed"]  # The fixtures.
@@ -146,6 +154,25 @@ def roll(pair: Pair, place: int) -> str:
     process.wait()
     pair.running[place - 1] = pair.stack.enter_context(pair.places[place].running())
     return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["the one that waits", "the one that is filled"])
+def test_a_place_is_killed_while_both_are_replaced(
+    victim: str, pair: Pair, undisturbed: Results
+) -> None:
+    workers, former = pair.train(), pair.running[1]
+    reach(workers, 10)
+    with ThreadPoolExecutor() as pool:
+        said = [pool.submit(roll, pair, place) for place in (1, 2)]
+        if victim == "the one that waits":
+            eventually(lambda: former.poll() is not None)
+            kill_child(pair.running[0])
+        else:
+            eventually(lambda: pair.running[1] is not former)
+            kill_child(pair.running[1])
+    assert f"shard moved to {pair.addresses[2]}" in said[0].result()
+    assert results(workers) == undisturbed
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1 import standby_pb2, standby_pb2_grpc
-from psserver.exits import CommandError
+from psserver.exits import CommandError, Exit
 from psserver.remote import drain
 
 
@@ -59,6 +59,24 @@ def test_a_process_that_is_to_end_does_so_at_once_without_workers(
 ) -> None:
     answer_with(monkeypatch, "serving")
     assert drain.leave("here", 60.0, 0, ANYONE, print) is None
+
+
+def test_a_process_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed comes back, and is asked again until then."""
+    here = standby_pb2.MoveReply(phase="serving", num_live=1)
+    asked = [here, None, None, here, here, None]
+
+    def move(request: standby_pb2.MoveRequest, timeout: float) -> standby_pb2.MoveReply:
+        reply = asked.pop(0) if asked else None
+        if reply is None:
+            raise CommandError(Exit.NO_ANSWER, "nothing answers")
+        return reply
+
+    monkeypatch.setattr(standby_pb2_grpc, "StandbyStub", lambda _: SimpleNamespace(Move=move))
+    monkeypatch.setattr(drain, "AGAIN_S", 0.0)
+    with pytest.raises(CommandError, match="nothing answers"):
+        drain.leave("here", 3600.0, 0, ANYONE, print)
+    assert not asked
 
 
 @pytest.mark.parametrize(
