@@ -347,8 +347,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         self._declaration.require_publishable(rule, former.optimizer)
         self._warn_of_buffers(rule)
         if not handover.moves_optimizer(former.rule, rule):
-            with recovery.guard():
-                change_mode(former, rule)
+            recovery.run_between_steps(lambda: change_mode(former, rule))
             return
         # Others run the optimizer in the next mode, which takes another table.
         is_raw = former.exchange.spec.pull_compressor.is_raw
@@ -365,9 +364,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def _choose_mode(self) -> None:
         """Changes to the mode that the job has chosen, if its mode was left open."""
         if self._wish.is_open:
-            with self._recovery.guard():
-                overlaps = self._gradients.overlap.is_wanted
-                rule = self._wish.ask(self._table, self._inner, overlaps=overlaps)
+            overlaps = self._gradients.overlap.is_wanted
+            rule = self._recovery.run_between_steps(
+                lambda: self._wish.ask(self._table, self._inner, overlaps=overlaps)
+            )
             if rule is not None:
                 self.set_mode(rule)
 

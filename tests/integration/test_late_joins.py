@@ -158,6 +158,40 @@ def test_a_worker_that_was_away_takes_the_mode_that_the_others_have_changed_to(
         assert said in workers[2].written()
 
 
+def stops_before(me: Station) -> list[str]:
+    """Trains and changes the mode; the second worker is stopped before it steps aside."""
+    named = parameters()
+    optimizer = make(named, "ssgd")
+    train(optimizer, STEPS)
+    real = taking_part.step_aside
+
+    def aside(*given: Any) -> None:
+        me.tell()
+        me.hear()
+        real(*given)
+
+    with mock.patch.object(taking_part, "step_aside", aside if me.rank else real):
+        optimizer.set_mode("asgd")
+    train(optimizer, 2 * STEPS)
+    optimizer.close()
+    return [optimizer.rule.name, str(optimizer.steps)]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_in_a_change_of_the_mode_joins_again_and_has_it(
+    shards: Shards,
+) -> None:
+    job = new_job()
+    with shards.workers(stops_before, job=job) as (first, second):
+        second.hear()
+        second.kill(signal.SIGSTOP)
+        shards.wait_until_lost(job, 1)
+        second.kill(signal.SIGCONT)
+        second.tell()
+        wait_until(lambda: first.is_over() or second.is_over())
+        assert results_of([first, second]) == [["asgd", str(2 * STEPS)]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpsgd", "growth"])
 def test_a_worker_that_was_away_does_not_train_a_table_that_the_others_have_left(
