@@ -62,7 +62,7 @@ from psworker.training.hints import Hints
 from psworker.training.local_steps.peer_step import require_peers, use_local_steps
 from psworker.training.local_steps.worker_steps import choose_optimizer
 from psworker.training.progress import require_weight
-from psworker.training.state.buffers import Buffers
+from psworker.training.state.buffers import Buffers, require_policy
 from psworker.training.state.global_weights import global_weights
 from psworker.training.state.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
@@ -188,15 +188,14 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=is_raw)
         names, parameters, _ = trained(optimizer, self._declaration.named)
         require_model(model, parameters)
+        require_policy(model, buffers)
         early = EarlyGradients(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._take(optimizer)
         self._context = context.join(
             servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
         )
         session = self._context.session
-        _replace_others(parameters)
         first = self._context.next_name(TABLE)
         name = growth.newest(first, session.known_tables)
         if (chosen := self._wish.join(session, name)) != rule:
@@ -205,6 +204,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         declare = find_companions(rows, named, beside or rule, self._context, first, run)
         with growth.explain_growth(name):
             table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
+        self._take(optimizer, parameters)
         self._left_out, self._hints = LeftOut(), Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
@@ -409,11 +409,16 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise
 
-    def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the wrapped optimizer these groups, and refuses steps that are not this one's.
+    def _take(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """Ends training with former wrappers of the parameters, and wraps the optimizer.
+
+        That gets these groups, and steps of it that are not this wrapper's are refused.
 
         Its step hooks run here where it makes no step itself, on this worker's gradient.
         """
+        _replace_others(parameters)
         self._inner, self._stepping = optimizer, threading.Lock()
         optimizer.param_groups = self.param_groups
         mine = weakref.ref(self)

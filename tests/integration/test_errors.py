@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 import re
 import signal
@@ -495,8 +496,9 @@ def test_a_shard_that_hangs_is_named() -> None:
 
 def wrong_calls(me: Station) -> None:
     """Makes calls with wrong arguments; training continues as if there had been none."""
-    model = make_model()
-    optimizer = wrap(model)
+    model: Any = make_model()
+    inner = sgd(model.parameters())
+    optimizer = psworker.DistributedOptimizer(inner, model.named_parameters())
     saved = optimizer.state_dict()
     started = saved | {"state": {0: {"momentum_buffer": torch.zeros(128, 20), "step": 1}}}
     for damaged in (None, {"step": "x"}, {"compressor_state": [1]}):
@@ -533,6 +535,11 @@ def wrong_calls(me: Station) -> None:
     for twin in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(psworker.ConfigError, match="cannot be copied or pickled"):
             twin(optimizer)
+    again = functools.partial(psworker.DistributedOptimizer, inner, [*model.named_parameters()])
+    with pytest.raises(psworker.ConfigError, match="buffers is 'all', must be one of"):
+        again(mode="asgd", buffers="all")
+    with pytest.raises(psworker.ConfigError, match="no placeholder of a row table"):
+        again(rows=sgd(model[:1].parameters()))
     optimizer.param_groups[0]["lr"] = "0,1"
     with pytest.raises(psworker.ConfigError, match="lr of a parameter group is '0,1'"):
         optimizer.step()

@@ -30,6 +30,14 @@ from psworker.replica.ports import PullBuffer
 CHOICES = ("rank0", "mean", "local")
 
 
+def require_policy(model: torch.nn.Module | None, policy: str) -> None:
+    """Raises ConfigError for a policy that does not exist, or does not fit the model."""
+    if policy not in CHOICES:
+        raise ConfigError(f"buffers is {policy!r}, must be one of {', '.join(CHOICES)}")
+    if model is None and policy != CHOICES[0]:
+        raise ConfigError(f"buffers={policy!r} has no effect without model=")
+
+
 class Buffers:
     """The float buffers of a model, shared as `policy` says."""
 
@@ -37,12 +45,8 @@ class Buffers:
         """Declares a table for each worker whose buffers others may read.
 
         Raises:
-            ConfigError: The policy does not exist, or does not fit the model or the job.
+            ConfigError: The policy does not fit the job.
         """
-        if policy not in CHOICES:
-            raise ConfigError(f"buffers is {policy!r}, must be one of {', '.join(CHOICES)}")
-        if model is None and policy != CHOICES[0]:
-            raise ConfigError(f"buffers={policy!r} has no effect without model=")
         named = [] if model is None else list(model.named_buffers())
         kept = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
         self._buffers = [buffer for _, buffer in kept]

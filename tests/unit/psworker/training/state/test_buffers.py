@@ -14,7 +14,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Push, Role
 from psworker.replica.ports import PullBuffer
 from psworker.training.state import buffers as module
-from psworker.training.state.buffers import Buffers
+from psworker.training.state.buffers import Buffers, require_policy
 
 Posts = dict[str, dict[int, np.ndarray]]  # By table, then slice.
 
@@ -193,7 +193,7 @@ def test_without_buffers_there_is_no_table(model: torch.nn.Module | None, policy
 @pytest.mark.parametrize("policy", ["mean", "local"])
 def test_a_policy_without_a_model_is_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match=f"buffers='{policy}' has no effect without model="):
-        Buffers(None, policy, FakeSession(0, {}))  # type: ignore[arg-type]
+        require_policy(None, policy)
 
 
 def test_only_the_owner_of_a_table_declares_values() -> None:
@@ -211,7 +211,7 @@ def test_a_worker_that_comes_back_declares_its_tables_again() -> None:
 
 def test_another_policy_is_refused_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match="buffers is 'all', must be one of rank0, mean, local"):
-        Buffers(None, "all", FakeSession(0, {}))  # type: ignore[arg-type]
+        require_policy(None, "all")
 
 
 def test_a_mean_over_workers_that_come_and_go_is_refused() -> None:
