@@ -184,6 +184,7 @@ def _check_same(
         "num_workers": session.num_workers,
         "min_workers": session.min_workers,
         "servers": tuple(link.address for link in session.links),
+        "timeout_s": session.links[0].patience.limit_s,
     }
     wanted = {**given, "servers": parse_addresses(servers) or None}
     for name, mine in held.items():

@@ -30,7 +30,8 @@ class FakeSession:
         self.job, self.rank = environment.job, environment.rank
         self.num_workers = environment.num_workers
         self.min_workers = environment.min_workers
-        self.links = [SimpleNamespace(address=address) for address in servers]
+        patience = SimpleNamespace(limit_s=environment.timeout_s)
+        self.links = [SimpleNamespace(address=address, patience=patience) for address in servers]
         self.left: list[str] = []
         self.has_failed = False
         self.timeline = timeline
@@ -110,6 +111,7 @@ def test_a_process_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"job": "day"}, "joined with job='night'; call .* before joining with job='day'"),
         ({"rank": 1}, "joined with rank=0; call"),
         ({"num_workers": 3}, "joined with num_workers=1; call"),
+        ({"timeout_s": 60.0}, r"joined with timeout_s=30\.0; .* with timeout_s=60\.0"),
         ({"servers": "b:1"}, r"joined with servers=\('a:1',\); .* with servers=\('b:1',\)"),
     ],
 )
