@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from pscore.table_spec import BESIDE
 from pscore.timing.waiting import PaceSums, advice_line
 
 AT_SLICE = re.compile(r"(.*), at (slice \d+ of .* on shard \d+)", re.DOTALL)
@@ -39,7 +40,10 @@ def waits_of(job: dict[str, Any]) -> list[Wait]:
 
 
 def advice_of(job: dict[str, Any]) -> str:
-    """Returns the share of waits in a job and a mode that takes less; empty: they hardly wait."""
+    """Returns the share of waits in a job and a mode that takes less; empty: they hardly wait.
+
+    With row tables no mode is named: lookups wait for the rows in any mode of the dense part.
+    """
     paces = [
         PaceSums(
             rank=worker["rank"],
@@ -52,5 +56,6 @@ def advice_of(job: dict[str, Any]) -> str:
         for worker in job["workers"]
         if worker["state"] == "live"
     ]
-    mode = job["tables"][0]["mode"] if job["tables"] else ""
+    has_rows = any(BESIDE in table["name"] for table in job["tables"])
+    mode = job["tables"][0]["mode"] if job["tables"] and not has_rows else ""
     return advice_line(mode, paces)

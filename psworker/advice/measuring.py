@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pscore.errors import ConfigError
 from pscore.net.credentials import EVERY, read_credentials
-from psworker.advice.running import STEPS_MIN, ObservedJob, await_job
+from psworker.advice.running import STEPS_MIN, ObservedJob, await_job, require_dense
 from psworker.job.own_shards import start_shards
 
 SECONDS = 60.0
@@ -26,7 +26,8 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
         seconds: Seconds after which it is ended.
 
     Raises:
-        ConfigError: There is no such script, it has failed, or it has made too few steps.
+        ConfigError: There is no such script, it has failed, has made too few steps, or trains row
+            tables.
         ServerUnavailableError: The shard did not start.
     """
     if not (command[0].startswith("-") or os.path.exists(command[0])):
@@ -66,6 +67,7 @@ def measure_script(command: Sequence[str], seconds: float = SECONDS) -> Observed
         own.end()
     if found is None or not is_ready:
         raise ConfigError(f"{command[0]} {_lack(found, code, seconds)}")
+    require_dense(found, command[0])
     return found
 
 

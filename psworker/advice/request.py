@@ -67,17 +67,20 @@ class AdviceRequest:
         """Returns the situation of a job that runs.
 
         Raises:
-            ConfigError: There is no such job, no address, or a flag that has no effect.
+            ConfigError: There is no such job, no address, or a flag that has no effect; or it
+                trains row tables.
             ServerUnavailableError: A shard does not answer.
         """
         self._require_no_numbers("--job")
         if not addresses:
             raise ConfigError("--job needs --servers, host:port,..., or PACELINE_SERVERS")
-        from psworker.advice.running import read_job, situation_of_job
+        from psworker.advice.running import read_job, require_dense, situation_of_job
 
         credentials = read_credentials(os.environ, job=EVERY)
+        found = read_job(addresses, credentials, job)
+        require_dense(found, f"job {job!r}")
         return situation_of_job(
-            read_job(addresses, credentials, job),
+            found,
             self.gbit,
             tls=credentials.ca is not None if self.tls is None else self.tls,
             latency_ms=self.latency_ms,

@@ -7,6 +7,7 @@ which is named as such, unless `--gbit` gives the bandwidth.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from pscore.net.credentials import Credentials
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.table_spec import BESIDE, GROWN
 from pscore.timing.deployment import GBIT
 from pscore.timing.shown import in_ms, three_figures
 from pscore.timing.waiting import PaceSums, advice_line
@@ -37,6 +39,7 @@ LIVE = "live"
 UNEQUAL = 1.15  # A worker that computes for so many times the median is slow.
 GBIT_LEAST = 1e-3  # Taken for links that have carried next to nothing.
 STEPS_MIN = 3  # Steps that each worker has to have made.
+GROWN_NAME = re.compile(rf"(.+){re.escape(GROWN)}(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class ObservedJob:
     paces: Sequence[PaceSums]  # Sums of the same workers, in the same order.
     moved_nbytes: int  # Bytes pushed and pulled by all workers so far.
     has_ended: bool = False  # Whether no worker is live.
+    has_rows: bool = False  # Whether it trains row tables.
 
     @property
     def is_ready(self) -> bool:
@@ -84,21 +88,35 @@ def read_job(addresses: Sequence[str], credentials: Credentials, name: str) -> O
             names = ", ".join(sorted(job.job for job in reply.jobs)) or "none"
             raise ConfigError(f"no job {name!r} at {address}; there are {names}")
         parts += found
-    tables = [table for part in parts for table in part.tables if table.nbytes]
+    every = [table for part in parts for table in part.tables if table.nbytes]
+    tables = _of_step(every)
     if not tables:
         raise ConfigError(f"job {name!r} has declared no model yet")
+    largest = max(tables, key=lambda table: table.nbytes)
     live = [worker for worker in parts[0].workers if worker.state == LIVE]
     workers = live or [worker for worker in parts[0].workers if worker.pace.num_steps]
     return ObservedJob(
         name=name,
-        mode=tables[0].mode,
-        optimizer=tables[0].optimizer,
+        mode=largest.mode,
+        optimizer=largest.optimizer,
         nbytes=sum(table.nbytes for table in tables),
         hosts=[worker.host for worker in workers],
         paces=[sums_of(worker.rank, worker.pace) for worker in workers],
         has_ended=not live,
         moved_nbytes=sum(part.pushed_nbytes + part.pulled_nbytes for part in parts),
+        has_rows=any(BESIDE in table.name for table in every),
     )
+
+
+def _of_step(tables: Sequence[pb.TableStatus]) -> list[pb.TableStatus]:
+    """Returns the tables that a step moves whole: no row tables, and none that has grown since."""
+    grown: dict[str, int] = {}  # The newest of each, by the name of the first one.
+    numbers = {table.name: GROWN_NAME.fullmatch(table.name) for table in tables}
+    for found in filter(None, numbers.values()):
+        grown[found[1]] = max(grown.get(found[1], 0), int(found[2]))
+    former = {f"{name}{GROWN}{n}" for name, newest in grown.items() for n in range(newest)}
+    gone = former | set(grown)
+    return [one for one in tables if BESIDE not in one.name and one.name not in gone]
 
 
 def situation_of_job(
@@ -171,6 +189,15 @@ def situation_of_job(
         ),
     }
     return replace(situation, slow=slow, sources=sources)
+
+
+def require_dense(job: ObservedJob, what: str) -> None:
+    """Raises ConfigError for row tables: a step sends the rows of its batch, not the model."""
+    if job.has_rows:
+        raise ConfigError(
+            f"{what} trains row tables, of which a step sends only the rows that it touches: "
+            "advice is for dense models (docs/rows.md)"
+        )
 
 
 def _carried_gbit(job: ObservedJob, num_hosts: int) -> float:

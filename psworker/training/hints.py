@@ -54,6 +54,7 @@ class Hints:
         self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._made: int | torch.Tensor | None = None  # The first gradient, as backward made it.
         self._num_watched = 0  # Backward passes of a sharded model.
+        self._is_beside = False  # Whether tables beside the model's are trained too.
 
     def follow(self, table: TrainingTable, gradients: Gradients) -> None:
         """Watches the gradients of a table from now on, instead of those of a former one.
@@ -81,6 +82,7 @@ class Hints:
         """
         parameters, made = self._table.flat.parameters, self._made
         self._made = None
+        self._is_beside |= is_beside
         if all(parameter.grad is None for parameter in parameters):
             if not is_beside:
                 self._give(NO_GRADIENT)
@@ -99,8 +101,10 @@ class Hints:
         if session.process_rank or not session.pace.has_new_steps():
             return
         paces = _paces(session)
-        # One worker cannot tell a slow network from a slow worker.
-        mode = str(self._table.rule) if len(paces) == session.num_workers else ""
+        # One worker cannot tell a slow network from a slow worker, and modes with a delay are
+        # refused for row tables, whose lookups wait in any mode.
+        names_mode = len(paces) == session.num_workers and not self._is_beside
+        mode = str(self._table.rule) if names_mode else ""
         if line := advice_line(mode, paces):
             log.warning("%s", line)
 

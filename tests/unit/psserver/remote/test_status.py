@@ -8,6 +8,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import publish_pb2
 from psserver.exits import CommandError
 from psserver.remote import readers, status
+from psserver.remote.waits import advice_of
 
 
 def worker(rank: int, **values: object) -> pb.WorkerStatus:
@@ -270,3 +271,16 @@ def test_the_readers_of_a_job_are_shown_those_furthest_behind_first(
     assert "other/model" not in shown
     readers.show(picture["jobs"][0]["published"])
     assert "h1 pid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("beside", "names_mode"), [("buffers.0", True), ("model/rows", False)])
+def test_no_mode_is_named_where_lookups_of_rows_wait(beside: str, names_mode: bool) -> None:
+    """Modes with a delay are refused for rows."""
+    pace = {"num_steps": 100, "steps_s": 100.0, "waits_s": 60.0, "requests_s": 70.0, "step_s": 0.4}
+    picture = {
+        "tables": [{"name": name, "mode": "ssgd(backup=0)"} for name in ("model", beside)],
+        "workers": [{"rank": 0, "state": "live", "pace": pace}],
+    }
+    line = advice_of(picture)
+    assert line.startswith("workers waited 60% of the time")
+    assert ("`od` would take" in line) is names_mode

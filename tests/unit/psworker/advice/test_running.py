@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
+from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.timing.deployment import GBIT
 from pscore.timing.waiting import PaceSums
 from psworker.advice import running
@@ -123,6 +126,42 @@ def test_a_job_on_cpus_is_said_to_be_one() -> None:
 def test_a_job_that_has_just_begun_is_asked_later() -> None:
     with pytest.raises(ConfigError, match="fewer than 4 steps yet: ask later"):
         situation_of_job(job([pace(0, 0.1, 0.1, 0.1, num=1)], hosts=["a"]), 1.0, tls=False)
+
+
+class Shard:
+    """The answers of a shard to questions."""
+
+    def __init__(self, *tables: tuple[str, int]) -> None:
+        self.job = pb.JobStatus(job="night")
+        for name, nbytes in tables:
+            mode = "asgd" if name.startswith("buffers") else "ssgd(backup=0)"
+            self.job.tables.add(name=name, mode=mode, optimizer="adam", nbytes=nbytes)
+        worker = self.job.workers.add(rank=0, host="a", state=running.LIVE)
+        worker.pace.num_steps = 10
+
+    def Status(self, _: pb.StatusRequest, timeout: float) -> pb.StatusReply:  # noqa: N802
+        return pb.StatusReply(jobs=[self.job])
+
+    def read(self, monkeypatch: pytest.MonkeyPatch) -> ObservedJob:
+        monkeypatch.setattr(control_pb2_grpc, "ControlStub", lambda channel: self)
+        return running.read_job(["a:1"], ANYONE, "night")
+
+
+def test_a_model_that_has_grown_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards keep the table of the smaller model, which no step pushes to."""
+    tables = (("model", 100), ("buffers.0", 4), ("model+1", 200), ("model+2", 300))
+    found = Shard(*tables).read(monkeypatch)
+    assert (found.nbytes, found.mode) == (304, "ssgd(backup=0)")
+
+
+def test_a_job_with_row_tables_gets_no_advice_for_dense_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tables have room for rows that no step touches."""
+    found = Shard(("model", 100), ("model/rows", 1 << 40)).read(monkeypatch)
+    assert found.nbytes == 100
+    with pytest.raises(ConfigError, match="job 'night' trains row tables, of which a step sends"):
+        request().of_job("night", ["a:1"])
 
 
 def request(**given: object) -> AdviceRequest:
