@@ -101,8 +101,7 @@ class Publication:
 
     def _after_load(self, index: int, version: int) -> Work | None:
         if index in self._loaded:  # A worker loads a state into weights that are trained.
-            self.begin_lineage()
-            self._awaited = set(self._rings)
+            self.begin_lineage(is_awaited=True)
         if index in self._awaited:
             return None
         self._loaded.add(index)
@@ -116,14 +115,33 @@ class Publication:
         self._loaded.add(index)
         return True
 
-    def begin_lineage(self) -> None:
-        """Ends the lineage: the weights are no longer those that follow from it."""
+    @property
+    def kept_lineage(self) -> int:
+        """Number of the lineage for the process after this one; 0: it has to begin another.
+
+        While a state is awaited, that process cannot know which slices have it.
+        """
+        return 0 if self._awaited else self.lineage
+
+    def resume(self, lineage: int) -> None:
+        """Continues the lineage of a former process; 0: its state is awaited."""
+        if lineage:
+            self.lineage = lineage
+        else:
+            self._awaited = set(self._rings)
+
+    def begin_lineage(self, *, is_awaited: bool = False) -> None:
+        """Ends the lineage: the weights are no longer those that follow from it.
+
+        Args:
+            is_awaited: Whether they are a state that other slices may lack.
+        """
         with self._lock:
             self.lineage = self._new_lineage()
             self._newest = None
             self._reached.clear()
         self._loaded.clear()
-        self._awaited.clear()
+        self._awaited = set(self._rings) if is_awaited else set()
         self._slot = -1
         self._on_lineage()
 

@@ -116,7 +116,7 @@ class Publications(PublishedTables[Publication]):
             log.warning("not published", job=job.name, reason=str(problem))
             return
         if every == former:  # Else its numbers have another meaning now.
-            found.publication.lineage = lineage
+            found.publication.resume(lineage)
         self._write()
 
     def _add(self, job: RunningJob, running: RunningTable, every: int) -> Published[Publication]:
@@ -207,7 +207,7 @@ class Publications(PublishedTables[Publication]):
         new: dict[str, Kept] = {}
         for (job, table), found in self._published.items():
             publication = found.publication
-            entry = [publication.lineage, publication.every, self._given(job)]
+            entry = [publication.kept_lineage, publication.every, self._given(job)]
             new.setdefault(job, {})[table] = entry
         try:
             for job, tables in new.items():

@@ -23,7 +23,7 @@ from psserver.durability.sealed import read_json
 from psserver.engine.resume import recover
 from psserver.publish.publications import Publications
 from psserver.service.data_socket import DataService
-from tests.unit.psserver.front import JOB, NUMEL, Front, play, push_header
+from tests.unit.psserver.front import JOB, NUMEL, Front, play, pull_header, push_header
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,54 @@ def test_a_job_that_goes_on_before_it_is_published_anew_is_published_at_a_multip
         assert [await step() for _ in range(8)] == [-1, -1, -1, 4, 4, 4, 4, 8]
 
     play(scene)
+
+
+def test_a_state_that_was_loaded_when_a_shard_was_killed_is_awaited_by_the_next_process(
+    tmp_path: Path,
+) -> None:
+    """The other slices may lack it; the state has the version that they have."""
+    lineages: list[int] = []
+
+    async def idle(front: Front) -> None:
+        await asyncio.wrap_future(front.executor.submit(lambda: None))
+
+    async def before(outer: Front) -> None:
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
+        table = Publications(front.engine, {JOB: 1})
+        await front.ready(num_workers=1)
+        ((_, _, found),) = table.listed()
+        lineages.append(found.publication.lineage)
+        state = push_header(0, 0, role=data_pb2.ROLE_STATE, hyper=[])
+        await front.push(state, np.ones((2, NUMEL), np.float32))
+        await idle(front)
+        assert found.publication.newest is None
+        front.executor.shutdown()
+        journals.close()
+
+    async def after(outer: Front) -> None:
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
+        table = Publications(front.engine, {JOB: 1})
+        recover(front.engine)
+        table.begin()
+        table.tick()
+        await idle(front)
+        ((_, _, found),) = table.listed()
+        assert found.publication.newest is None
+        await front.join(0, 1, incarnation=100)
+        await front.pull(pull_header(0, 0, 0))
+        await idle(front)
+        assert found.publication.newest is not None
+        assert found.publication.lineage > lineages[0]
+        table.tick()
+        (path,) = tmp_path.glob(f"*/{PUBLISHED}")
+        assert read_json(path)["model"][0] == found.publication.lineage
+        front.executor.shutdown()
+        journals.close()
+
+    play(before)
+    play(after)
 
 
 class Answers:
