@@ -28,7 +28,8 @@ ASK_TIMEOUT_S = 2.0
 KNOWN = ("live", "left")  # States of workers whose sums count.
 WATCHED_MAX = 10  # Passes of a sharded model: a GPU has to be waited for in each.
 NO_GRADIENT = (
-    "step() found no gradient in any parameter: did backward() run since zero_grad()? The step "
+    "step() found no gradient in any parameter: did backward() run since zero_grad(), or does the "
+    "model have other parameters by now (fully_shard(), load_state_dict(assign=True))? The step "
     "counts, and this worker adds nothing to it; skip_step() ends a step whose batch cannot be used"
 )
 CHANGED = (

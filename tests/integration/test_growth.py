@@ -34,6 +34,15 @@ def thaw(model: Any, optimizer: Any, step: int) -> None:
         optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.02})
 
 
+def make_step(me: Station | None, model: Any, optimizer: Any, step: int) -> None:
+    """Makes a worker's step; without Paceline that of both batches."""
+    optimizer.zero_grad()
+    ranks = (0, 1) if me is None else (me.rank,)
+    parts = zip(*(batch(rank, step) for rank in ranks), strict=True)
+    backward(model, *map(torch.cat, parts))
+    optimizer.step()
+
+
 def train(me: Station, mode: str, overlap: bool = False) -> Any:
     """Trains with the last layer at first; returns weights and a state that loads elsewhere."""
     model: Any = make_model()
@@ -48,9 +57,7 @@ def train(me: Station, mode: str, overlap: bool = False) -> Any:
     )
     for step in range(STEPS):
         thaw(model, optimizer, step)
-        optimizer.zero_grad()
-        backward(model, *batch(me.rank, step))
-        optimizer.step()
+        make_step(me, model, optimizer, step)
     assert optimizer.steps == STEPS
     file = io.BytesIO()
     with optimizer.global_weights():
@@ -65,10 +72,7 @@ def alone() -> Weights:
     optimizer = adamw(model, 2, 4)
     for step in range(STEPS):
         thaw(model, optimizer, step)
-        optimizer.zero_grad()
-        both = [torch.cat(parts) for parts in zip(batch(0, step), batch(1, step), strict=True)]
-        backward(model, *both)
-        optimizer.step()
+        make_step(None, model, optimizer, step)
     return weights_of(model)
 
 
@@ -128,11 +132,7 @@ def grow_with(me: Station | None, kind: str) -> Weights:
         optimizer = psworker.DistributedOptimizer(optimizer, model.named_parameters())
     for step in range(STEPS):
         thaw(model, optimizer, step)
-        optimizer.zero_grad()
-        ranks = (0, 1) if me is None else (me.rank,)
-        parts = zip(*(batch(rank, step) for rank in ranks), strict=True)
-        backward(model, *map(torch.cat, parts))
-        optimizer.step()
+        make_step(me, model, optimizer, step)
     return weights_of(model)
 
 
@@ -210,11 +210,7 @@ def refused_groups(me: Station | None) -> Weights:
     for step in range(STEPS):
         if me is not None and step == 4:
             refuse_groups(optimizer, model, wrong)
-        optimizer.zero_grad()
-        ranks = (0, 1) if me is None else (me.rank,)
-        parts = zip(*(batch(rank, step) for rank in ranks), strict=True)
-        backward(model, *map(torch.cat, parts))
-        optimizer.step()
+        make_step(me, model, optimizer, step)
     return weights_of(model)
 
 
