@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from pscore.table_spec import BESIDE
+from pscore.table_spec import BESIDE, GROWN
 from pscore.timing.waiting import PaceSums, advice_line
 
 AT_SLICE = re.compile(r"(.*), at (slice \d+ of .* on shard \d+)", re.DOTALL)
@@ -56,6 +56,9 @@ def advice_of(job: dict[str, Any]) -> str:
         for worker in job["workers"]
         if worker["state"] == "live"
     ]
-    has_rows = any(BESIDE in table["name"] for table in job["tables"])
-    mode = job["tables"][0]["mode"] if job["tables"] and not has_rows else ""
+    modes = {table["name"]: table["mode"] for table in job["tables"]}
+    first = next(iter(modes), "")
+    grown = [mode for name, mode in modes.items() if name.startswith(f"{first}{GROWN}")]
+    has_rows = any(BESIDE in name for name in modes)
+    mode = "" if has_rows else [modes.get(first, ""), *grown][-1]
     return advice_line(mode, paces)

@@ -273,12 +273,22 @@ def test_the_readers_of_a_job_are_shown_those_furthest_behind_first(
     assert "h1 pid" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("beside", "names_mode"), [("buffers.0", True), ("model/rows", False)])
-def test_no_mode_is_named_where_lookups_of_rows_wait(beside: str, names_mode: bool) -> None:
-    """Modes with a delay are refused for rows."""
+@pytest.mark.parametrize(
+    ("beside", "mode", "names_mode"),
+    [
+        ("buffers.0", "asgd", True),
+        ("model/rows", "ssgd(backup=0)", False),
+        ("model+1", "od", False),
+        ("model+1", "ssgd(backup=0)", True),
+    ],
+)
+def test_a_mode_is_named_for_a_dense_model_in_ssgd(
+    beside: str, mode: str, names_mode: bool
+) -> None:
+    """Modes with a delay are refused for rows; a model that has grown has the newest one."""
     pace = {"num_steps": 100, "steps_s": 100.0, "waits_s": 60.0, "requests_s": 70.0, "step_s": 0.4}
     picture = {
-        "tables": [{"name": name, "mode": "ssgd(backup=0)"} for name in ("model", beside)],
+        "tables": [{"name": "model", "mode": "ssgd(backup=0)"}, {"name": beside, "mode": mode}],
         "workers": [{"rank": 0, "state": "live", "pace": pace}],
     }
     line = advice_of(picture)
