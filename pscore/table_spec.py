@@ -29,15 +29,6 @@ from pscore.types import Origin, TensorSpec
 
 RAW = NoCompression()
 START = Origin()
-GROWN = "+"  # In the name of a table that follows another: `model+1` after `model`.
-LEFT_FOR_GOOD = 1 << 30  # Number of an absence from a table for the one that follows it.
-BESIDE = "/"  # In the name of a table with the steps of another: `model/rows` of `model`.
-
-
-def next_name(name: str) -> str:
-    """Returns the name of the table that follows `name`."""
-    stem, _, number = name.partition(GROWN)
-    return f"{stem}{GROWN}{int(number or 0) + 1}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pscore.errors import UnknownJobError
-from pscore.table_spec import next_name
+from pscore.table_names import next_name
 from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barriers
 from psserver.decisions.directory import Directory

@@ -8,7 +8,8 @@ from pscore.content import Stepping
 from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.partition import Layout
 from pscore.rules.base import Rule, require_sizes, require_slices
-from pscore.table_spec import LEFT_FOR_GOOD, TableSpec
+from pscore.table_names import LEFT_FOR_GOOD
+from pscore.table_spec import TableSpec
 from pscore.timing.memory import num_arrays
 from pscore.types import SliceSpec
 from psserver.decisions.membership import Membership, first_of

@@ -22,7 +22,7 @@ from pscore.net.shared_rate import SharedRate
 from pscore.publish import codec
 from pscore.publish.codec import Form
 from pscore.publish.possible import PUBLISH_EVERY_MAX
-from pscore.table_spec import GROWN
+from pscore.table_names import GROWN
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob, RunningTable

@@ -27,7 +27,8 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.rows.spec import Rows
-from pscore.table_spec import BESIDE, GROWN, TableSpec
+from pscore.table_names import BESIDE, GROWN
+from pscore.table_spec import TableSpec
 from psserver.archives import archive_of
 from psserver.archives.base import Tensors
 from psserver.decisions.job_state import State

@@ -49,7 +49,8 @@ from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
 from pscore.json_text import COUNT_MAX, count_of
-from pscore.table_spec import GROWN, TableSpec
+from pscore.table_names import GROWN
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.archives import archive_of
 from psserver.decisions.membership import WORKERS_MAX

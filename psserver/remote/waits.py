@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from pscore.table_spec import BESIDE, GROWN
+from pscore.table_names import BESIDE, GROWN
 from pscore.timing.waiting import PaceSums, advice_line
 
 AT_SLICE = re.compile(r"(.*), at (slice \d+ of .* on shard \d+)", re.DOTALL)

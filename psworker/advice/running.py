@@ -20,7 +20,7 @@ from pscore.net.credentials import Credentials
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from pscore.table_spec import BESIDE, GROWN
+from pscore.table_names import BESIDE, GROWN
 from pscore.timing.deployment import GBIT
 from pscore.timing.shown import in_ms, three_figures
 from pscore.timing.waiting import PaceSums, advice_line

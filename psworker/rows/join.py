@@ -9,7 +9,7 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule
-from pscore.table_spec import BESIDE
+from pscore.table_names import BESIDE
 from psworker.connection.membership.session import Session
 from psworker.job.companions import FINDERS, WARNINGS, Declare
 from psworker.rows.hyper import counterpart

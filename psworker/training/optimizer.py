@@ -25,7 +25,7 @@ from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule, require_sizes, takes_all
 from pscore.rules.decentralised import Decentralised
-from pscore.table_spec import next_name
+from pscore.table_names import next_name
 from pscore.timing.auto import parse_fixed_mode
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context

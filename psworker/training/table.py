@@ -23,7 +23,8 @@ from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule, rounds_wait
-from pscore.table_spec import TableSpec, next_name
+from pscore.table_names import next_name
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.exchange.publishing import begin_publication

@@ -9,7 +9,7 @@ import torch
 
 import psworker
 from pscore.net.credentials import ANYONE
-from pscore.table_spec import next_name
+from pscore.table_names import next_name
 from psserver.remote import checkpoint, checkpoint_files
 from psworker.training.changes import growth
 from tests.inside import table_of

@@ -46,11 +46,11 @@ def test_a_repeated_request_that_counts_for_the_next_round_is_caught(
     original = Barriers.arrive
 
     def at_newest(
-        self: Barriers, name: str, number: int, rank: int, value: float = 0.0
+        self: Barriers, name: str, number: int, rank: int, value: float = 0.0, **options: bool
     ) -> Barrier | None:
         barrier = self.by_name.get(name)
         newest = number if barrier is None else max(number, barrier.number)
-        return original(self, name, newest, rank, value)
+        return original(self, name, newest, rank, value, **options)
 
     monkeypatch.setattr(Barriers, "arrive", at_newest)
     assert first_failure(tmp_path)

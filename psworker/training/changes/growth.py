@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError, GradientError, JobMismatchError
-from pscore.table_spec import GROWN, LEFT_FOR_GOOD, next_name
+from pscore.table_names import GROWN, LEFT_FOR_GOOD, next_name
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
 from psworker.model.sharded import refuse_sharded

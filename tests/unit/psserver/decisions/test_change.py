@@ -12,7 +12,7 @@ from pscore.errors import (
     RemoteProtocolError,
 )
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
-from pscore.table_spec import LEFT_FOR_GOOD
+from pscore.table_names import LEFT_FOR_GOOD
 from pscore.types import Push, Role
 from psserver.decisions.limits import Limits
 from psserver.decisions.orders import Update
