@@ -2,7 +2,8 @@
 
 Each worker passes round after round of one barrier of a real shard, and repeats a request until it
 is answered. The ledger checks each answer: no worker passes before all have arrived, and all get
-the same number.
+the same number. Between each second round and the next the workers change their job together: one
+that comes in a dead one's place may not begin there.
 """
 
 import random
@@ -21,6 +22,7 @@ NAME = "round"
 LIMIT_S = 300.0  # Seconds of virtual time.
 LEASE_S = 3.0
 DEATH = 0.2  # Probability that a worker falls silent.
+RETURN = 0.7  # Probability that another process then comes in its place.
 TICK_S = 0.5
 RETRY_S = 0.7
 
@@ -33,6 +35,7 @@ class BarrierCase:
     num_workers: int
     num_rounds: int  # Rounds that each worker passes before it leaves.
     dies_s: tuple[float | None, ...]  # Time when each worker falls silent; None: it does not.
+    comes_s: tuple[float | None, ...] = ()  # Time when another takes its place; None: none does.
     crashes_s: tuple[float, ...] = ()  # Times when the shard is killed and started again.
     faults: MessageFaults = NO_FAULTS  # Faults of each message.
 
@@ -41,12 +44,16 @@ def draw(seed: int) -> BarrierCase:
     """Returns the case of a seed."""
     rng = random.Random(f"barrier {seed}")
     num_workers = rng.randint(2, 4)
+    num_rounds = rng.randint(3, 6)
+    dies_s = [rng.uniform(0.0, 3.0) if rng.random() < DEATH else None for _ in range(num_workers)]
     return BarrierCase(
         seed=seed,
         num_workers=num_workers,
-        num_rounds=rng.randint(3, 6),
-        dies_s=tuple(
-            rng.uniform(0.0, 3.0) if rng.random() < DEATH else None for _ in range(num_workers)
+        num_rounds=num_rounds,
+        dies_s=tuple(dies_s),
+        comes_s=tuple(
+            None if at_s is None or rng.random() > RETURN else at_s + rng.uniform(0.1, LEASE_S + 2)
+            for at_s in dies_s
         ),
         crashes_s=tuple(rng.uniform(0.0, 3.0) for _ in range(rng.choice((0, 0, 1, 3)))),
         faults=MessageFaults(
@@ -62,28 +69,34 @@ def draw(seed: int) -> BarrierCase:
 class BarrierLedger:
     """Arrivals at each round as the workers sent them, and the number that each round gave."""
 
-    brought: dict[int, dict[int, float]] = field(default_factory=dict)  # By round and rank.
+    brought: dict[int, dict[int, float]] = field(default_factory=dict)  # By round and incarnation.
     given: dict[int, float] = field(default_factory=dict)  # By round.
+    num_came: int = 0  # Workers that came in a dead one's place while others were live.
 
-    def arrived(self, rank: int, number: int, value: float) -> None:
-        """A worker sends its first request of a round."""
+    def came(self, rank: int, number: int) -> None:
+        """A worker comes while others are live, and begins with a round."""
+        self.num_came += 1
+        assert number % 2 == 0, f"worker {rank} came in a change, at round {number}"
+
+    def arrived(self, worker: int, number: int, value: float) -> None:
+        """A worker sends its first request of a round; workers have their incarnations here."""
         values = self.brought.setdefault(number, {})
-        assert rank not in values, f"worker {rank} arrives twice at round {number}"
-        values[rank] = value
+        assert worker not in values, f"worker {worker} arrives twice at round {number}"
+        values[worker] = value
 
-    def passed(self, rank: int, number: int, largest: float, expected: Sequence[int]) -> None:
+    def passed(self, worker: int, number: int, largest: float, expected: Sequence[int]) -> None:
         """A worker is told that a round is open, and the largest number.
 
         Args:
             largest: The number that it is given.
-            expected: Ranks that have not died, been lost or left.
+            expected: Workers that have not died, been lost or left, and were there at that round.
         """
         values = self.brought[number]
         early = [other for other in expected if other not in values]
-        assert not early, f"worker {rank} passed round {number} before workers {early} arrived"
+        assert not early, f"worker {worker} passed round {number} before workers {early} arrived"
         given = self.given.setdefault(number, largest)
-        assert largest == given, f"round {number} gave {given}, and {largest} to worker {rank}"
-        least = max(values[other] for other in [rank, *expected])
+        assert largest == given, f"round {number} gave {given}, and {largest} to worker {worker}"
+        least = max(values[other] for other in [worker, *expected])
         assert largest >= least, f"round {number} gave {largest}, and {least} was brought"
         assert largest in values.values(), f"no worker brought {largest} to round {number}"
 
@@ -91,19 +104,22 @@ class BarrierLedger:
 class BarrierWorker:
     """One worker: it computes, arrives, and passes."""
 
-    def __init__(self, rank: int, cluster: "BarrierCluster") -> None:
-        """Joins; its first round begins after a while."""
+    def __init__(self, rank: int, cluster: "BarrierCluster", incarnation: int) -> None:
+        """Joins; its first round begins after a while.
+
+        Raises:
+            PacelineError: It cannot join yet.
+        """
         self.rank = rank
-        self.number = 0  # The round that it is in.
         self.is_over = False  # Whether it has died, was declared lost, or has left.
-        self._incarnation = 100 + rank
+        self.incarnation = incarnation
         self._cluster = cluster
-        self._rng = random.Random(f"{cluster.case.seed} {rank}")
+        self._rng = random.Random(f"{cluster.case.seed} {incarnation}")
         self._value = 0.0
         cluster.shard.join(
             Member(
                 rank=rank,
-                incarnation=self._incarnation,
+                incarnation=incarnation,
                 restart=0,
                 host="host",
                 pid=rank,
@@ -111,6 +127,8 @@ class BarrierWorker:
             ),
             cluster.case.num_workers,
         )
+        rounds = cluster.shard.engine.jobs[JOB].job.barriers.next_rounds()
+        self.number = self.first = rounds.get(NAME, 0)  # The round that it is in, and the first.
         self._beat()
         self._compute()
 
@@ -124,7 +142,7 @@ class BarrierWorker:
     def _arrive(self) -> None:
         if not self.is_over:
             self._value = float(self._rng.randint(1, 100))
-            self._cluster.ledger.arrived(self.rank, self.number, self._value)
+            self._cluster.ledger.arrived(self.incarnation, self.number, self._value)
             self._request(self.number)
 
     def _request(self, number: int) -> None:
@@ -144,14 +162,15 @@ class BarrierWorker:
         def look() -> None:
             if engine is not cluster.shard.engine:
                 return  # The process that waited was killed.
-            arrival = job.barriers.arrive(NAME, number, self.rank, value, wake)
+            holds = number % 2 == 0
+            arrival = job.barriers.arrive(NAME, number, self.rank, value, wake, holds=holds)
             if arrival.is_open:
                 job.barriers.stop_waiting(NAME, wake)
                 answer = partial(self._passed, number, arrival.largest)
                 self._send(f"answer to round {number}", answer, is_answer=True)
 
         try:
-            engine.heard(JOB, self.rank, self._incarnation)
+            engine.heard(JOB, self.rank, self.incarnation)
         except PacelineError:
             self.is_over = True  # It was silent for a lease, and was declared lost.
             return
@@ -163,12 +182,16 @@ class BarrierWorker:
             return  # The answer has come before.
         cluster = self._cluster
         lost = cluster.shard.lost()
-        expected = [w.rank for w in cluster.workers if not (w.is_over or w.rank in lost)]
-        cluster.ledger.passed(self.rank, number, largest, expected)
+        expected = [
+            w.incarnation
+            for w in cluster.workers
+            if not (w.is_over or w.rank in lost or w.first > number)
+        ]
+        cluster.ledger.passed(self.incarnation, number, largest, expected)
         self.number += 1
-        if self.number == cluster.case.num_rounds:
+        if self.number >= cluster.case.num_rounds:
             self.is_over = True
-            cluster.shard.leave(self.rank, self._incarnation)
+            cluster.shard.leave(self.rank, self.incarnation)
         else:
             self._compute()
 
@@ -180,7 +203,7 @@ class BarrierWorker:
 
     def _heard(self) -> None:
         try:
-            self._cluster.shard.heartbeat(self.rank, self._incarnation)
+            self._cluster.shard.heartbeat(self.rank, self.incarnation)
         except PacelineError:
             self.is_over = True
 
@@ -202,6 +225,7 @@ class BarrierCluster:
             0, 1, now=lambda: self.loop.now_s, lease_s=LEASE_S, folder=folder
         )
         self.workers: list[BarrierWorker] = []
+        self._is_over = False  # All seemed dead after a restart of the shard: another job began.
 
     def run(self) -> BarrierLedger:
         """Runs until every worker has left, died or been lost; returns the books.
@@ -211,10 +235,13 @@ class BarrierCluster:
         """
         with quiet():
             for rank in range(self.case.num_workers):
-                self.workers.append(BarrierWorker(rank, self))
+                self.workers.append(BarrierWorker(rank, self, 100 + rank))
             for worker, dies_s in zip(self.workers, self.case.dies_s, strict=True):
                 if dies_s is not None:
                     self.loop.after(dies_s, worker.die)
+            for rank, comes_s in enumerate(self.case.comes_s):
+                if comes_s is not None:
+                    self.loop.after(comes_s, partial(self._come, rank))
             for at_s in self.case.crashes_s:
                 self.loop.after(at_s, partial(self.shard.crash, lambda store: None))
             self.loop.after(TICK_S, self._tick)
@@ -226,6 +253,24 @@ class BarrierCluster:
         if waiting or not is_done:
             raise StuckError(f"after {LIMIT_S:g} virtual seconds: {', '.join(waiting)}")
         return self.ledger
+
+    def _come(self, rank: int) -> None:
+        """Starts a worker in a dead one's place, once it may join; none if no other is left."""
+        job = self.shard.engine.jobs[JOB].job
+        others = set(job.membership.live()) - {rank}
+        if not others or self._is_over or all(w.is_over for w in self.workers):
+            return
+        try:
+            worker = BarrierWorker(rank, self, 200 + rank)
+        except PacelineError:
+            self.loop.after(RETRY_S, partial(self._come, rank))
+            return
+        if self.shard.engine.jobs[JOB].job is not job:
+            worker.die()
+            self._is_over = True
+            return
+        self.workers.append(worker)
+        self.ledger.came(rank, worker.number)
 
     def _tick(self) -> None:
         self.shard.tick()

@@ -81,6 +81,12 @@ class Barriers:
             barrier.holds |= holds
         return barrier
 
+    def forget(self, rank: int) -> None:
+        """Forgets that the former worker of a rank waits at rounds which are not open."""
+        for barrier in self.by_name.values():
+            if not barrier.is_open:
+                barrier.arrived.discard(rank)
+
     def begin_again(self) -> None:
         """Forgets the workers of a former life that wait at rounds which are not open."""
         for barrier in self.by_name.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Protocol
 
+from pscore.table_names import LEFT_FOR_GOOD
 from psserver.decisions.membership import Membership
 
 # Incarnation of a worker, its own number of a change of the mode, and its training step then.
@@ -47,6 +48,11 @@ class TableParticipants:
         self.num_workers, self.is_elastic = membership.num_workers, membership.is_elastic
         self.aside: dict[int, ChangeId] = {}
         self._membership = membership
+
+    def forget(self, rank: int) -> None:
+        """Forgets that the former worker of a rank waits for a change; not that it has left."""
+        if self.aside.get(rank, ())[1:2] != (LEFT_FOR_GOOD,):
+            self.aside.pop(rank, None)
 
     def ranks(self) -> list[int]:
         """Returns the ranks that a step waits for, in order."""

@@ -106,11 +106,8 @@ class Shard:
         job.met.add(member.rank)
         if member.refills:
             await_others(job.membership, member.heard_s)
-        for table in [] if repeated else job.tables.values():
-            for clock in table.clocks.values():
-                # Before the first update a worker begins together with the others.
-                if came_back or clock.is_under_way():
-                    clock.welcome(member.rank)
+        if not repeated:
+            _welcome(job, member.rank, came_back=came_back)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self.lifetimes.make_room(name, JOBS_MAX)
             self.jobs[name] = job
@@ -365,6 +362,17 @@ def require_name(what: str, name: str) -> None:
             f"{what} name {name[:NAME_LENGTH_MAX]!a} must have 1..{NAME_LENGTH_MAX} "
             "characters, all of them printable (no line ends, no escape sequences)"
         )
+
+
+def _welcome(job: Job, rank: int, *, came_back: bool) -> None:
+    """Prepares a job for a worker that has joined it, perhaps in another one's place."""
+    job.barriers.forget(rank)
+    for table in job.tables.values():
+        table.participants.forget(rank)
+        for clock in table.clocks.values():
+            # Before the first update a worker begins together with the others.
+            if came_back or clock.is_under_way():
+                clock.welcome(rank)
 
 
 def close_windows(job: Job, now_s: float) -> Actions:

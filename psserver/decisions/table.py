@@ -90,7 +90,8 @@ class Table:
     @property
     def was_left(self) -> bool:
         """Whether workers have left it for the table that follows it."""
-        return any(number == LEFT_FOR_GOOD for _, number, *_ in self.participants.aside.values())
+        changes = self.participants.aside.values()
+        return any(change[1:2] == (LEFT_FOR_GOOD,) for change in changes)
 
     def begin_again(self) -> None:
         """Begins another life of the job, whose workers were all lost."""

@@ -329,6 +329,10 @@ class Recovery:
         table.participants.aside |= {
             int(rank): tuple(change) for rank, change in entry["aside"].items()
         }
+        for rank, member in job.membership.members.items():
+            # Another worker has its place since: the record of a table is older than the job's.
+            if table.participants.aside.get(rank, (member.incarnation,))[0] != member.incarnation:
+                table.participants.forget(rank)
         table.changed |= {int(rank): tuple(c) for rank, c in entry["changed"].items()}
         return table, recorder.open_memory(table, entry)
 

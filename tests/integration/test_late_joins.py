@@ -206,3 +206,40 @@ def test_a_worker_that_was_away_does_not_train_a_table_that_the_others_have_left
             worker.tell()
         for weights in results_of(workers[:2]):
             assert (weights < 0).all()
+
+
+def changes_when_told(me: Station) -> int:
+    """Trains, changes the mode once it is told to, and trains on."""
+    optimizer = make(parameters(), "ssgd")
+    train(optimizer, STEPS)
+    me.tell()
+    me.hear()
+    optimizer.set_mode("asgd")
+    train(optimizer, 2 * STEPS)
+    optimizer.close()
+    return int(optimizer.steps)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_worker_in_the_place_of_one_that_died_at_the_change(
+    shards: Shards,
+) -> None:
+    """The change does not count it as there: it would train on in the former mode."""
+    job = new_job()
+    waits = "at barrier 'mode'"
+    with shards.workers(changes_when_told, num_workers=3, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[2].tell()
+        wait_until(lambda: waits in workers[2].written())
+        workers[2].kill()
+        again = {"PACELINE_RESTART": "1"}
+        with shards.workers(changes_when_told, num_workers=3, ranks=[2], job=job, env=again) as (
+            new,
+        ):
+            new.hear()
+            for worker in workers[:2]:
+                worker.tell()
+            wait_until(lambda: all(waits in each.written() for each in workers[:2]))
+            new.tell()
+            assert results_of([*workers[:2], new]) == [2 * STEPS] * 3

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from psserver.decisions.barriers import Barrier, Barriers
+from psserver.decisions.shard import Job, Shard
 from pssim.barriers import BarrierCluster, draw
 
 SEEDS = 40
@@ -27,6 +28,7 @@ def test_no_worker_passes_early_and_all_get_the_same_number(tmp_path: Path) -> N
     cases = [draw(seed) for seed in range(SEEDS)]
     assert any(case.crashes_s for case in cases)
     assert any(dies_s is not None for case in cases for dies_s in case.dies_s)
+    assert any(comes_s is not None for case in cases for comes_s in case.comes_s)
 
 
 def test_a_round_that_opens_for_the_first_worker_is_caught(
@@ -54,6 +56,18 @@ def test_a_repeated_request_that_counts_for_the_next_round_is_caught(
 
     monkeypatch.setattr(Barriers, "arrive", at_newest)
     assert first_failure(tmp_path)
+
+
+def test_a_worker_that_comes_in_the_middle_of_a_change_is_caught(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def forgetting(self: Shard, job: Job, name: str, barrier: Barrier) -> str:
+        barrier.holds = False
+        return original(self, job, name, barrier)
+
+    original = Shard.at_barrier
+    monkeypatch.setattr(Shard, "at_barrier", forgetting)
+    assert "came in a change" in first_failure(tmp_path)
 
 
 def test_a_number_that_is_forgotten_after_the_round_is_caught(

@@ -183,3 +183,24 @@ def test_the_next_table_is_known_before_its_first_update() -> None:
     assert job.progress == {"model": 1, "model+1": 0}
     job.table(0).begin_again()
     assert job.progress == {"model": 1}, "all were lost: new ones begin as the first did"
+
+
+def test_a_worker_in_the_place_of_one_that_waited_has_not_arrived_nor_stepped_aside() -> None:
+    shard, job, _ = ready(2)
+    aside(shard, job, 1)
+    shard.barrier(job, "mode", 0, 1, holds=True)
+    lost(shard, job, 1)
+    shard.decide_join(job.name, 2, member(1, 78))
+    aside(shard, job, 0)
+    assert "worker 1 " in shard.barrier(job, "mode", 0, 0, holds=True)
+    assert set(job.table(0).participants.aside) == {0}
+
+
+def test_a_worker_in_the_place_of_one_that_has_left_a_table_is_not_awaited_there() -> None:
+    shard, job, _ = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank, number=LEFT_FOR_GOOD)
+    lost(shard, job, 1)
+    shard.decide_join(job.name, 2, member(1, 78))
+    assert job.table(0).was_left
+    assert set(job.table(0).participants.aside) == {0, 1}
