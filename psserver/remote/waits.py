@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from pscore.table_names import BESIDE, GROWN
+from pscore.table_names import BESIDE, newest
 from pscore.timing.waiting import PaceSums, advice_line
 
 AT_SLICE = re.compile(r"(.*), at (slice \d+ of .* on shard \d+)", re.DOTALL)
@@ -57,8 +57,6 @@ def advice_of(job: dict[str, Any]) -> str:
         if worker["state"] == "live"
     ]
     modes = {table["name"]: table["mode"] for table in job["tables"]}
-    first = next(iter(modes), "")
-    grown = [mode for name, mode in modes.items() if name.startswith(f"{first}{GROWN}")]
     has_rows = any(BESIDE in name for name in modes)
-    mode = "" if has_rows else [modes.get(first, ""), *grown][-1]
+    mode = "" if has_rows or not modes else modes[newest(next(iter(modes)), modes)]
     return advice_line(mode, paces)

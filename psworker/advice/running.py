@@ -7,7 +7,6 @@ which is named as such, unless `--gbit` gives the bandwidth.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from pscore.net.credentials import Credentials
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from pscore.table_names import BESIDE, GROWN
+from pscore.table_names import BESIDE, next_name
 from pscore.timing.deployment import GBIT
 from pscore.timing.shown import in_ms, three_figures
 from pscore.timing.waiting import PaceSums, advice_line
@@ -39,7 +38,6 @@ LIVE = "live"
 UNEQUAL = 1.15  # A worker that computes for so many times the median is slow.
 GBIT_LEAST = 1e-3  # Taken for links that have carried next to nothing.
 STEPS_MIN = 3  # Steps that each worker has to have made.
-GROWN_NAME = re.compile(rf"(.+){re.escape(GROWN)}(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +108,8 @@ def read_job(addresses: Sequence[str], credentials: Credentials, name: str) -> O
 
 def _of_step(tables: Sequence[pb.TableStatus]) -> list[pb.TableStatus]:
     """Returns the tables that a step moves whole: no row tables, and none that has grown since."""
-    grown: dict[str, int] = {}  # The newest of each, by the name of the first one.
-    numbers = {table.name: GROWN_NAME.fullmatch(table.name) for table in tables}
-    for found in filter(None, numbers.values()):
-        grown[found[1]] = max(grown.get(found[1], 0), int(found[2]))
-    former = {f"{name}{GROWN}{n}" for name, newest in grown.items() for n in range(newest)}
-    gone = former | set(grown)
-    return [one for one in tables if BESIDE not in one.name and one.name not in gone]
+    names = {table.name for table in tables}
+    return [one for one in tables if BESIDE not in one.name and next_name(one.name) not in names]
 
 
 def situation_of_job(

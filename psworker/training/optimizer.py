@@ -25,7 +25,7 @@ from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule, require_sizes, takes_all
 from pscore.rules.decentralised import Decentralised
-from pscore.table_names import next_name
+from pscore.table_names import newest, next_name
 from pscore.timing.auto import parse_fixed_mode
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context
@@ -197,7 +197,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         )
         session = self._context.session
         first = self._context.next_name(TABLE)
-        name = growth.newest(first, session.known_tables)
+        name = newest(first, session.known_tables)
         if (chosen := self._wish.join(session, name)) != rule:
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
         named, run = self._declaration.named, self._run_in_forward

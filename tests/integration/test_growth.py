@@ -9,9 +9,8 @@ import torch
 
 import psworker
 from pscore.net.credentials import ANYONE
-from pscore.table_names import next_name
+from pscore.table_names import newest, next_name
 from psserver.remote import checkpoint, checkpoint_files
-from psworker.training.changes import growth
 from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import backward, batch, make_model, relative_error, same, weights_of
@@ -278,6 +277,6 @@ def test_names_of_tables_count_on() -> None:
     assert next_name("model.1") == "model.1+1"
     assert next_name("model+9") == "model+10"
     known = ["model", "model+1", "model+2", "model.1+1"]
-    assert growth.newest("model", known) == "model+2"
-    assert growth.newest("model.1", known) == "model.1+1"
-    assert growth.newest("model.2", known) == "model.2"
+    assert newest("model", known) == "model+2"
+    assert newest("model.1", known) == "model.1+1"
+    assert newest("model.2", known) == "model.2"

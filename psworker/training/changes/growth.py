@@ -10,7 +10,7 @@ at that step. The former table stays on the shards until the job ends, and no wo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError, GradientError, JobMismatchError
-from pscore.table_names import GROWN, LEFT_FOR_GOOD, next_name
+from pscore.table_names import GROWN, LEFT_FOR_GOOD
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
 from psworker.model.sharded import refuse_sharded
@@ -46,13 +46,6 @@ class Kept:
 def is_thawed(frozen: Iterable[torch.nn.Parameter]) -> bool:
     """Returns whether a parameter that was frozen when the table was declared is trained now."""
     return any(parameter.requires_grad and parameter.numel() for parameter in frozen)
-
-
-def newest(name: str, known: Container[str]) -> str:
-    """Returns the last table that follows `name` among those known; `name` if none does."""
-    while next_name(name) in known:
-        name = next_name(name)
-    return name
 
 
 @contextlib.contextmanager
