@@ -28,6 +28,11 @@ def printable(text: str, length_max: int = LENGTH_MAX, keep: str = "") -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: `1 host`, `2 hosts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine can reach `host`."""
     try:

@@ -105,13 +105,11 @@ def start(
     *,
     detach: Detach = False,
     config: Config = None,
-    snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start shards, one process each, on ports P..P+N-1."""
     from psserver.process.start import launch
 
-    flags = {**context.obj, "config": config, "snapshot_s": snapshot_s}
-    sys.exit(launch(_settings(flags), detach=detach))
+    sys.exit(launch(_settings({**context.obj, "config": config}), detach=detach))
 
 
 @about_servers

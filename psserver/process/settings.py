@@ -279,7 +279,6 @@ def resolve(flags: Mapping[str, object] | None = None, file: Path | None = None)
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     tables = _read(file)
-    _refuse_former(given, tables, file)
     sections: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for section, kind in SECTIONS.items():
@@ -372,23 +371,6 @@ def _check(settings: Settings) -> None:
             f"metrics.port is by default server.port + {METRICS_OFFSET} = {last_metrics}, must be "
             f"at most {PORT_MAX}; give --metrics-port, 0 is off"
         )
-
-
-def _refuse_former(
-    given: Mapping[str, object], tables: Mapping[str, Mapping[str, object]], file: Path | None
-) -> None:
-    """Raises a `ConfigError` if a setting is given that another one has replaced."""
-    for origin, is_given in (
-        ("flag --snapshot-s", "server.snapshot_s" in given),
-        ("environment PACELINE_SNAPSHOT_S", bool(os.environ.get("PACELINE_SNAPSHOT_S"))),
-        (f"file {file}", "snapshot_s" in tables.get("server", {})),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"server.snapshot_s ({origin}) was removed: checkpoints of all shards together "
-                "have replaced snapshots; give server.checkpoint_s (--checkpoint-s, "
-                "PACELINE_CHECKPOINT_S), the seconds between two checkpoints"
-            )
 
 
 def _check_pair(server: ServerSettings) -> None:

@@ -20,6 +20,7 @@ from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.table_names import BESIDE, next_name
+from pscore.text import counted
 from pscore.timing.deployment import GBIT
 from pscore.timing.shown import in_ms, three_figures
 from pscore.timing.waiting import PaceSums, advice_line
@@ -28,7 +29,6 @@ from psworker.advice.situation import (
     OPTIMIZER,
     Situation,
     Sourced,
-    counted,
     read_situation,
 )
 from psworker.connection.accounts.pace import sums_of

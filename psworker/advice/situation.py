@@ -8,6 +8,7 @@ from typing import Any
 
 from pscore.errors import ConfigError
 from pscore.optimizers import OPTIMIZERS
+from pscore.text import counted
 from pscore.timing.deployment import (
     FAR_S,
     GBIT,
@@ -237,11 +238,6 @@ def read_situation(
         rates=rates,
         sources=sources,
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun: `1 host`, `2 hosts`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _require_numbers(

@@ -18,8 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -129,10 +128,6 @@ class CompressorReport:
     advice: str  # A compressor, or `none`.
     both_ways: bool  # Whether pulls are to be compressed too.
     text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields by name."""
-        return asdict(self)
 
 
 # ----- measuring

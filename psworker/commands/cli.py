@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -312,8 +312,8 @@ def plan(
     else:
         wanted.require_none()
         shapes = model_plan.shapes_of(model)
-        report = model_plan.report_of(shapes, job, shards or 1, workers, tokens)
-        found, lines = report.as_json(), model_plan.lines_of(report)
+        report = model_plan.make_report(shapes, job, shards or 1, workers, tokens)
+        found, lines = asdict(report), model_plan.lines_of(report)
     sys.stdout.write((to_json(found) if as_json else "\n".join(lines)) + "\n")
 
 
@@ -523,7 +523,7 @@ def compressors(
         min_nbytes=min_nbytes,
     )
     if as_json:
-        sys.stdout.write(to_json(report.as_json()) + "\n")
+        sys.stdout.write(to_json(asdict(report)) + "\n")
     else:
         measuring.show(report)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.estimate import parse_pull_compressor
 from pscore.net.wire import FLOAT_NBYTES
@@ -24,7 +21,6 @@ from psworker.compression.error_feedback import choose
 from psworker.connection.accounts.mode_traffic import MIN_NBYTES
 from psworker.connection.accounts.traffic import ddp_nbytes
 
-RAW = NoCompression()
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
@@ -78,30 +74,14 @@ class Report:
     tokens: int  # Tokens, or samples, of a worker's step; 0: not given.
     uncompressed: list[str]  # Tensors that are pushed uncompressed in every step.
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields by name."""
-        return asdict(self)
-
 
 def make_report(
-    shapes: Shapes,
-    *,
-    num_shards: int,
-    rule: Rule,
-    compressor: Compressor,
-    optimizer: Optimizer,
-    pull_compressor: Compressor = RAW,
-    min_nbytes: int = MIN_NBYTES,
-    exclude: Sequence[str] = (),
-    num_workers: int = 2,
-    tokens: int = 0,
+    shapes: Shapes, job: PlannedJob, num_shards: int, num_workers: int = 2, tokens: int = 0
 ) -> Report:
     """Returns the plan of a model.
 
     Args:
         shapes: Names and shapes of its trained parameters, in order.
-        min_nbytes: Smaller parameters are not compressed, in bytes of float32.
-        exclude: Names, or patterns, of more that are not.
         num_workers: Workers of the job, for the bytes of DDP.
         tokens: Tokens, or samples, of a worker's step; 0: bytes are per step only.
 
@@ -109,13 +89,13 @@ def make_report(
         ConfigError: There is no such layout, or the mode does not fit it or the number of workers.
     """
     tensors = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes]
-    compressors = (compressor, pull_compressor)
-    tensors = choose(tensors, *compressors, min_nbytes=min_nbytes, exclude=exclude)
+    rule, compressors = job.rule, (job.compressor, job.pull_compressor)
+    tensors = choose(tensors, *compressors, min_nbytes=MIN_NBYTES, exclude=())
     rule.require_workers(num_workers)
     layout = make_layout(tensors, num_shards)
     require_slices(rule, len(layout.slices))
     num_elements = sum(spec.numel for spec in tensors)
-    steps = by_step(layout.slices, rule, compressors, len(optimizer.state_names))
+    steps = by_step(layout.slices, rule, compressors, len(job.optimizer.state_names))
     (pushed, pulled), peaks = mean_of(steps), [max(each) for each in zip(*steps, strict=True)]
     return Report(
         num_tensors=len(tensors),
@@ -130,9 +110,9 @@ def make_report(
             for shard in range(num_shards)
         ],
         mode=str(rule),
-        compression=str(compressor),
-        pull_compression=str(pull_compressor),
-        optimizer=optimizer.name,
+        compression=str(job.compressor),
+        pull_compression=str(job.pull_compressor),
+        optimizer=job.optimizer.name,
         period_steps=len(steps),
         pushed_nbytes=pushed,
         pulled_nbytes=pulled,
@@ -140,25 +120,9 @@ def make_report(
         pulled_peak_nbytes=peaks[1],
         num_workers=num_workers,
         ddp_nbytes=ddp_nbytes(num_elements, num_workers),
-        caution=rule.caution(compressor),
+        caution=rule.caution(job.compressor),
         tokens=tokens,
         uncompressed=[spec.name for spec in tensors if not spec.compress],
-    )
-
-
-def report_of(
-    shapes: Shapes, job: PlannedJob, num_shards: int, num_workers: int, tokens: int
-) -> Report:
-    """Returns the plan of a model for a job; `make_report` describes the rest."""
-    return make_report(
-        shapes,
-        num_shards=num_shards,
-        rule=job.rule,
-        compressor=job.compressor,
-        optimizer=job.optimizer,
-        pull_compressor=job.pull_compressor,
-        num_workers=num_workers,
-        tokens=tokens,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.rules.decentralised import Decentralised
+from pscore.text import counted
 from psworker.commands.model_plan import PlannedJob
 from psworker.commands.models import MODELS, make_model
 from psworker.pipeline.plan.costs import Cost, RingCost
@@ -284,11 +285,11 @@ def lines_of(data: dict[str, Any]) -> list[str]:
         update = f" and {stage['update_ms']:.4g} ms of update" if stage["update_ms"] else ""
         sends = f", sends {size(stage['output_nbytes'])}" if stage["output_nbytes"] else ""
         lines.append(
-            f"stage {number}: {_count(stage['num_layers'], 'layer')}, {stage['first']} to "
-            f"{stage['last']}, on {_count(stage['replicas'], 'worker')}; "
+            f"stage {number}: {counted(stage['num_layers'], 'layer')}, {stage['first']} to "
+            f"{stage['last']}, on {counted(stage['replicas'], 'worker')}; "
             f"{stage['compute_ms']:.4g} ms of computing{update}, "
             f"{size(stage['parameter_nbytes'])} of parameters{sends}; "
-            f"{_count(stage['weight_versions'], 'weight version')}, "
+            f"{counted(stage['weight_versions'], 'weight version')}, "
             f"{size(stage['memory_nbytes'])} of memory"
         )
     if data["pipeline"]:
@@ -310,7 +311,3 @@ def lines_of(data: dict[str, Any]) -> list[str]:
         )
     lines.append(f"verdict: {data['verdict']}: {data['reason']}")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -29,7 +29,7 @@ from typing import IO
 from pscore.commandline import is_debugging
 from pscore.errors import ConfigError, ThreadError
 from pscore.net.addresses import PROBE_TIMEOUT_S, explain_silence, split_address
-from pscore.text import printable
+from pscore.text import counted, printable
 from pscore.threads import OwnedThread
 from pscore.variables import require_name
 from psworker.commands.interrupted import Interrupted
@@ -199,7 +199,7 @@ class Launch:
         here = "" if self.plan.servers else " on this machine"
         self._tell(
             f"job {self.plan.job}: {describe(self.plan.place)}, "
-            f"{count(len(servers), 'shard')}{here} ({','.join(servers)})"
+            f"{counted(len(servers), 'shard')}{here} ({','.join(servers)})"
         )
         if self.plan.pipeline:
             pipeline = read_plan(self.plan.pipeline)
@@ -207,7 +207,7 @@ class Launch:
         if "OMP_NUM_THREADS" not in os.environ:
             self._tell(
                 f"OMP_NUM_THREADS={threads_each(self.plan.place.num_workers)} for each worker "
-                f"({count(num_cores(), 'core')}); set it to use another number"
+                f"({counted(num_cores(), 'core')}); set it to use another number"
             )
 
     def _start_worker(self, rank: int, servers: Sequence[str]) -> None:
@@ -486,7 +486,7 @@ def threads_each(num_workers: int) -> int:
 
 def describe(place: LaunchPlace) -> str:
     """Returns `2 workers`, with their ranks or the bounds if the job has more."""
-    workers = count(place.num_workers, "worker")
+    workers = counted(place.num_workers, "worker")
     if place.elastic is not None:
         return "{} of {} to {}".format(workers, *place.elastic)
     if place.num_workers == place.job_workers:
@@ -494,11 +494,6 @@ def describe(place: LaunchPlace) -> str:
     last = place.first_rank + place.num_workers - 1
     ranks = f"rank {last}" if last == place.first_rank else f"ranks {place.first_rank} to {last}"
     return f"{workers} of {place.job_workers} ({ranks})"
-
-
-def count(number: int, noun: str) -> str:
-    """Returns `1 worker`, `2 workers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def name_of(number: int) -> str:

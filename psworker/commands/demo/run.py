@@ -25,11 +25,12 @@ from rich.progress import (
 
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
+from pscore.text import counted
 from pscore.timing.auto import parse_fixed_mode
 from psworker.commands.demo import data, report
 from psworker.commands.demo.report import Curve, Result
 from psworker.commands.demo.train import BATCH
-from psworker.commands.run import Launch, LaunchPlan, count, new_job, worker_command
+from psworker.commands.run import Launch, LaunchPlan, new_job, worker_command
 from psworker.exits import Exit
 from psworker.job.own_shards import start_shards
 from psworker.job.place import LaunchPlace
@@ -132,8 +133,8 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
     finally:
         shards.end()
     title = (
-        f"LeNet on Fashion-MNIST: {count(plan.num_workers, 'worker')} with batches of {BATCH}, "
-        f"{count(plan.num_shards, 'shard')}"
+        f"LeNet on Fashion-MNIST: {counted(plan.num_workers, 'worker')} with batches of {BATCH}, "
+        f"{counted(plan.num_shards, 'shard')}"
     )
     drawn = report.plot(results, plan.out, title=title, num_steps=num_steps, epochs=plan.epochs)
     report.show(results, drawn)

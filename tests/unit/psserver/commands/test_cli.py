@@ -28,7 +28,7 @@ def test_each_setting_has_a_flag_that_is_passed_on_only_if_it_is_given() -> None
         for section, kind in SECTIONS.items()
         for field in kind.model_fields
     }
-    assert flags.keys() - settings == {"detach", "config", "snapshot_s", "help"}
+    assert flags.keys() - settings == {"detach", "config", "help"}
     assert settings <= flags.keys()
     assert {flags[name].default for name in settings} == {None}
     assert flags["restart"].secondary_opts == ["--no-restart"]

@@ -197,19 +197,6 @@ def test_wrong_places_of_a_shard_are_refused(
         resolve({f"server.{name}": value for name, value in part.items()})
 
 
-@pytest.mark.parametrize("source", ["flag", "environment", "file"])
-def test_the_former_snapshots_are_refused_with_the_new_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    file = tmp_path / "paceline.toml"
-    file.write_text("[server]\nsnapshot_s = 5\n" if source == "file" else "")
-    if source == "environment":
-        monkeypatch.setenv("PACELINE_SNAPSHOT_S", "5")
-    flags = {"server.snapshot_s": "5"} if source == "flag" else {}
-    with pytest.raises(ConfigError, match=rf"\({source} .* give server.checkpoint_s \(--checkpo"):
-        resolve(flags, file)
-
-
 PART = {"server.shard_index": 0, "server.shards": 2, "server.cluster": "c"}
 ADDRESSES = {"server.shard_addresses": "a:1, b:2"}
 

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pscore.compressors import parse_compressor
 from pscore.errors import ConfigError
-from pscore.optimizers import OPTIMIZERS
-from pscore.rules import parse_mode
 from psworker.commands import cli
-from psworker.commands.model_plan import Report, lines_of, make_report, shapes_of
+from psworker.commands.model_plan import (
+    Report,
+    Shapes,
+    lines_of,
+    make_report,
+    parse_job,
+    shapes_of,
+)
 from psworker.commands.models import make_model
 
 SHAPES = [("large", (1024, 1024)), ("small", (64, 64)), ("bias", (1 << 20,))]
@@ -21,16 +25,15 @@ MIB = 1 << 20
 
 
 def report_of(
-    mode: str, compression: str = "none", optimizer: str = "sgd", pulls: str = "none"
+    mode: str,
+    compression: str = "none",
+    optimizer: str = "sgd",
+    pulls: str = "none",
+    shapes: Shapes = SHAPES,
+    **more: int,
 ) -> Report:
-    return make_report(
-        SHAPES,
-        num_shards=2,
-        rule=parse_mode(mode),
-        compressor=parse_compressor(compression),
-        optimizer=OPTIMIZERS[optimizer](),
-        pull_compressor=parse_compressor(pulls),
-    )
+    job = parse_job(mode, compression, pulls, optimizer)
+    return make_report(shapes, job, 2, **more)
 
 
 def test_compressed_pulls_are_those_of_the_large_matrices_and_bring_no_state() -> None:
@@ -87,13 +90,7 @@ def test_every_kth_push_of_cd_is_whole() -> None:
 def test_resnet_50_has_161_tensors_of_25557032_elements() -> None:
     shapes = shapes_of("resnet50")
     assert len({name for name, _ in shapes}) == len(shapes) == 161
-    report = make_report(
-        shapes,
-        num_shards=1,
-        rule=parse_mode("ssgd"),
-        compressor=parse_compressor("none"),
-        optimizer=OPTIMIZERS["sgd"](),
-    )
+    report = report_of("ssgd", shapes=shapes)
     assert report.num_elements == 25_557_032
 
 
@@ -172,15 +169,8 @@ def test_a_wrong_model_is_refused_in_a_sentence(
 
 def test_bytes_of_a_round_are_compressed_and_stand_beside_those_of_ddp() -> None:
     """H = 100 and 4 workers: DDP's ring moves 2 * 3/4 of the gradients each way in every step."""
-    report = make_report(
-        SHAPES,
-        num_shards=2,
-        rule=parse_mode("diloco(steps=100, outer_momentum=0.0, overlap=mirror)"),
-        compressor=parse_compressor("fp16"),
-        optimizer=OPTIMIZERS["sgd"](),
-        num_workers=4,
-        tokens=1000,
-    )
+    mode = "diloco(steps=100, outer_momentum=0.0, overlap=mirror)"
+    report = report_of(mode, "fp16", num_workers=4, tokens=1000)
     nbytes = 4 * report.num_elements
     assert report.ddp_nbytes == 1.5 * nbytes
     assert report.pulled_nbytes == nbytes / 100
@@ -192,13 +182,6 @@ def test_bytes_of_a_round_are_compressed_and_stand_beside_those_of_ddp() -> None
 
 
 def test_one_worker_of_ddp_sends_nothing() -> None:
-    report = make_report(
-        SHAPES,
-        num_shards=1,
-        rule=parse_mode("ssgd"),
-        compressor=parse_compressor("none"),
-        optimizer=OPTIMIZERS["sgd"](),
-        num_workers=1,
-    )
+    report = report_of("ssgd", num_workers=1)
     assert report.ddp_nbytes == 0
     assert "of that" not in "\n".join(lines_of(report))
