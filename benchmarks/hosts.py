@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import kit, measured
-from benchmarks.forked import Forked, ending
-from benchmarks.links import link_use, relay
+from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s, shaped_nbytes
 
 MODULE = "benchmarks.hosts"
@@ -72,7 +71,7 @@ class Case:
     rate: str  # Of each link, each way, as tc writes it.
     shapes: Sequence[tuple[int, ...]]
     compute_s: float
-    delay_s: float = 0.0  # Of every frame on its way through the switch, each way.
+    delay_s: float = 0.0  # Of every packet on its way through the switch, each way.
     slow: Mapping[int, float] = field(default_factory=dict)  # Factors on `compute_s`, by worker.
 
     @property
@@ -230,16 +229,10 @@ class Hosts:
         case = self.case
         num_all = case.num_hosts + case.num_dedicated
         with (
-            contextlib.ExitStack() as stack,
-            Lab(num_all, case.rate, has_bridge=not case.delay_s) as lab,
+            Lab(num_all, case.rate, case.delay_s) as lab,
             tempfile.TemporaryDirectory(prefix="paceline-hosts-") as folder,
         ):
             self._lab = lab
-            if case.delay_s:
-                ports = [f"port{host}" for host in range(num_all)]
-                switch = Forked(relay.run, ports, case.delay_s, namespace=lab.name("switch"))
-                stack.enter_context(ending([switch]))
-                switch.hear()  # It forwards frames from now on.
             addresses = [lab.address(host) for host in case.shard_hosts]
             self._servers = [f"{address}:{PORT}" for address in addresses]
             shards = [

@@ -8,7 +8,8 @@
 
 Every host is a namespace `paceline-PID-I` with one link to a switch, a namespace of its own, so
 that nothing of the machine's own network is touched; addresses are 10.77.0.1 and on, inside only.
-Both ends of a link are shaped (tc tbf), so it is full duplex, and `delay` is added once each way.
+Both ends of a link are shaped (tc tbf), so it is full duplex. The switch can hold every packet for
+some time (`links/delay.py`), as a long way would.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 QUEUE_MS = 50  # As much as a switch's buffer may hold.
@@ -54,21 +56,18 @@ def shaped_nbytes(device: str, namespace: str | None = None) -> int:
 class Lab:
     """Namespaces that exist inside a `with` block."""
 
-    def __init__(
-        self, num_hosts: int, rate: str, delay: str | None = None, *, has_bridge: bool = True
-    ) -> None:
+    def __init__(self, num_hosts: int, rate: str, delay_s: float = 0.0) -> None:
         """Makes nothing yet.
 
         Args:
             num_hosts: Hosts on one switch.
             rate: Rate of each link, each way, as tc writes it: `100mbit`.
-            delay: Delay of each link, each way: `1ms`.
-            has_bridge: Whether the kernel connects the ports; else a program has to (`relay.py`).
+            delay_s: Seconds for which the switch holds each packet.
         """
-        self._has_bridge = has_bridge
         self.num_hosts = num_hosts
         self._rate = rate
-        self._delay = delay
+        self._delay_s = delay_s
+        self._delays: subprocess.Popen[str] | None = None  # The process that delays packets.
         self._names: list[str] = []
 
     def name(self, host: int | str) -> str:
@@ -106,6 +105,9 @@ class Lab:
 
     def close(self) -> None:
         """Removes the namespaces, and with them the links; processes inside lose both."""
+        if self._delays is not None:
+            self._delays.kill()
+            self._delays.communicate()
         while self._names:
             subprocess.run(["ip", "netns", "delete", self._names.pop()], check=False)
 
@@ -117,17 +119,25 @@ class Lab:
             inner, port = self._namespace(host), f"port{host}"
             _ip("-n", switch, "link", "add", port, "type", "veth",
                 "peer", "name", "net", "netns", inner)  # fmt: skip
-            if self._has_bridge:
-                _ip("-n", switch, "link", "set", port, "master", "bridge")
+            _ip("-n", switch, "link", "set", port, "master", "bridge")
             _ip("-n", switch, "link", "set", port, "up")
             _ip("-n", inner, "addr", "add", f"{self.address(host)}/24", "dev", "net")
             _ip("-n", inner, "link", "set", "net", "up")
             _ip("-n", inner, "link", "set", "lo", "up")
             for namespace, device in ((switch, port), (inner, "net")):
                 self._shape(namespace, device, self._rate, "add")
-                if self._delay is not None:
-                    _tc(namespace, "qdisc", "add", "dev", device, "parent", "1:", "netem",
-                        "delay", self._delay, "limit", "100000")  # fmt: skip
+        if self._delay_s:
+            words = ["ip", "netns", "exec", switch, sys.executable, "-m", "benchmarks.links.delay"]
+            self._delays = subprocess.Popen(
+                [*words, str(self._delay_s)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parents[1],
+            )
+            assert self._delays.stdout is not None
+            if not self._delays.stdout.readline():
+                raise OSError("packets cannot be delayed here")
 
     def _namespace(self, host: int | str) -> str:
         name = self.name(host)
@@ -174,13 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--delay", help="of each link, each way")
+    parser.add_argument("--delay-s", type=float, default=0.0, help="of each packet")
     parser.add_argument("--clean", action="store_true", help="only remove remains")
     options = parser.parse_args()
     if options.clean:
         clean()
         return
-    with Lab(options.hosts, options.rate, options.delay) as lab:
+    with Lab(options.hosts, options.rate, options.delay_s) as lab:
         for host in range(options.hosts):
             print(f"{lab.address(host)}: {' '.join(lab.inside(host))} COMMAND")
         print("Enter removes them", flush=True)

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 import psworker
 from benchmarks import forked, hosts, kit
 from benchmarks.forked import Forked
-from benchmarks.links import relay
 from benchmarks.links.link_use import counters
 from benchmarks.links.simulated_gpu import SimulatedModel
 from benchmarks.markdown import table
@@ -172,19 +171,14 @@ def hosts_of_all(
     Args:
         train: Trains a worker once, and returns what it has measured.
         rate: Rate of each link, each way, as tc writes it.
-        delay_s: Seconds for which each frame is held at the switch.
+        delay_s: Seconds for which the switch holds each packet.
     """
     with ExitStack() as stack:
         num = NUM_WORKERS + NUM_SHARDS
-        lab = stack.enter_context(Lab(num, rate, has_bridge=not delay_s))
+        lab = stack.enter_context(Lab(num, rate, delay_s))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-rounds-"))
         workers = [Forked(work, train, namespace=lab.name(host)) for host in range(NUM_WORKERS)]
         stack.enter_context(forked.ending(workers))
-        if delay_s:
-            ports = [f"port{host}" for host in range(num)]
-            switch = Forked(relay.run, ports, delay_s, namespace=lab.name("switch"))
-            stack.enter_context(forked.ending([switch]))
-            switch.hear()
         shards = []
         for index in range(NUM_SHARDS):
             arguments = {

@@ -1,8 +1,8 @@
 """How long a round takes on slow links: `python -m benchmarks.rounds --times`.
 
 Four workers and four shards, each in a network namespace of its own (`netlab.py`), train a model of
-1.6 million weights with `diloco` on links of 0.1 and 1 Gbit/s; in some cases each frame is held for
-20 ms on its way (`links/relay.py`). A step computes for 50 or 100 ms, which is sleeping, and a
+1.6 million weights with `diloco` on links of 0.1 and 1 Gbit/s; in some cases each packet is held
+for 20 ms on its way (`links/delay.py`). A step computes for 50 or 100 ms, which is sleeping, and a
 round has 50 or 100 steps. An answer lands 30 steps into the next round; in `late` and `eager` it is
 used at its end. Each figure is of the slowest worker: the mean seconds of two rounds, behind two
 others. Beside it stands the same model in plain torch, in the same processes: the computing of a

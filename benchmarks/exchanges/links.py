@@ -1,7 +1,7 @@
 """Step times on slow links: part of `benchmarks.decentralised` (`--links`). Needs root.
 
 Each worker is in a network namespace of its own (`netlab.py`), with a link of 0.1 or 1 Gbit/s; in
-two of the four cases each frame is held for 20 ms on its way (`links/relay.py`). A step computes
+two of the four cases each packet is held for 20 ms on its way (`links/delay.py`). A step computes
 for 10 ms, which is sleeping; the rest is exchange, beside torch's DDP over Gloo on the same links,
 in the same run, of the same model. `ssgd` has one shard on the first host, or one on each host. A
 worker of `adpsgd` makes steps without waiting for its exchange, so its figure counts with
@@ -30,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 import psworker
 from benchmarks import forked, hosts, kit
 from benchmarks.forked import Forked
-from benchmarks.links import relay
 from benchmarks.links.link_use import counters
 from benchmarks.links.simulated_gpu import SimulatedModel
 from benchmarks.netlab import Lab
@@ -169,15 +168,10 @@ class Net:
 def net(num: int, rate: str, delay_s: float) -> Iterator[Net]:
     """Makes the hosts, and starts their shards and workers; ends all in any case."""
     with ExitStack() as stack:
-        lab = stack.enter_context(Lab(num, rate, has_bridge=not delay_s))
+        lab = stack.enter_context(Lab(num, rate, delay_s))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-links-"))
         workers = [Forked(work, namespace=lab.name(host)) for host in range(num)]
         stack.enter_context(forked.ending(workers))
-        if delay_s:
-            ports = [f"port{host}" for host in range(num)]
-            switch = Forked(relay.run, ports, delay_s, namespace=lab.name("switch"))
-            stack.enter_context(forked.ending([switch]))
-            switch.hear()
         shards = [_shard(lab, host, num, hosts.PORT, folder) for host in range(num)]
         shards.append(_shard(lab, 0, 1, ONE_SHARD_PORT, folder))
         stack.enter_context(kit.roles(*shards))
