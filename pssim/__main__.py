@@ -8,10 +8,13 @@ python -m pssim pipelines 0 1000   # these seeds of pipelines whose workers die 
 python -m pssim events "ssd(steps=2, warmup=1)"  # two workers and a shard, event by event
 """
 
+import itertools
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pscore.rules import RULES
 from pssim import continued, peer_case
@@ -42,40 +45,21 @@ def find_failure(job: tuple[str, str, int]) -> str:
     return ""
 
 
-def sweep(num_seeds: int) -> int:
-    """Runs seeds of every rule on all cores; returns how many failed."""
-    jobs = [
-        (kind, rule, seed)
-        for seed in range(num_seeds)
-        for rule in sorted(name for name, found in RULES.items() if not found.gossip)
-        for kind in ("run", "elastic")
-    ]
-    num_failed = 0
+def sweep(find: Callable[[Any], str], cases: Iterable[Any]) -> int:
+    """Prints the failures of cases, found on all cores; returns 1 if there are some, else 0."""
+    cases, num_failed = list(cases), 0
     with multiprocessing.Pool() as pool:
-        for failure in filter(None, pool.imap_unordered(find_failure, jobs, chunksize=8)):
+        for failure in filter(None, pool.imap_unordered(find, cases, chunksize=8)):
             num_failed += 1
             sys.stdout.write(f"{failure}\n")
-    sys.stdout.write(f"{len(jobs)} seeds, {num_failed} failed\n")
-    return num_failed
+    sys.stdout.write(f"{len(cases)} seeds, {num_failed} failed\n")
+    return min(1, num_failed)
 
 
-def sweep_peers(first: int, end: int) -> int:
-    """Runs seeds of workers that exchange models, on all cores; returns how many failed."""
-    with multiprocessing.Pool() as pool:
-        failures = list(filter(None, pool.imap(peer_case.find_failure, range(first, end), 16)))
-    sys.stdout.write("".join(f"{failure}\n" for failure in failures))
-    sys.stdout.write(f"{end - first} seeds, {len(failures)} failed\n")
-    return len(failures)
-
-
-def sweep_pipelines(first: int, end: int) -> int:
-    """Runs seeds of pipelines whose workers die, on all cores; returns how many failed."""
-    members.LOOK_S = 0.0  # Time does not pass there.
-    with multiprocessing.Pool() as pool:
-        failures = list(filter(None, pool.imap(continued.find_failure, range(first, end), 16)))
-    sys.stdout.write("".join(f"{failure}\n" for failure in failures))
-    sys.stdout.write(f"{end - first} seeds, {len(failures)} failed\n")
-    return len(failures)
+def each_rule(num_seeds: int) -> Iterator[tuple[str, str, int]]:
+    """Yields kind, rule and seed of the cases of every rule whose workers use shards."""
+    rules = sorted(name for name, found in RULES.items() if not found.gossip)
+    yield from itertools.product(("run", "elastic"), rules, range(num_seeds))
 
 
 if __name__ == "__main__":
@@ -85,11 +69,12 @@ if __name__ == "__main__":
         case ["elastic", rule, number]:
             run(draw_elastic(rule, int(number)))
         case ["sweep", number]:
-            sys.exit(min(1, sweep(int(number))))
+            sys.exit(sweep(find_failure, each_rule(int(number))))
         case ["peers", first, end]:
-            sys.exit(min(1, sweep_peers(int(first), int(end))))
+            sys.exit(sweep(peer_case.find_failure, range(int(first), int(end))))
         case ["pipelines", first, end]:
-            sys.exit(min(1, sweep_pipelines(int(first), int(end))))
+            members.LOOK_S = 0.0  # Time does not pass there.
+            sys.exit(sweep(continued.find_failure, range(int(first), int(end))))
         case ["events", mode]:
             sys.stdout.write(text(transcript(mode)))
         case _:

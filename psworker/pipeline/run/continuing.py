@@ -25,10 +25,10 @@ import torch
 
 from pscore.errors import LOST, ConfigError, PacelineError, TransportError
 from psworker.connection.membership.session import Session
-from psworker.gossip.base import Meet, Waits, Want
+from psworker.gossip.base import Meet, Want
 from psworker.peers.peers import Peers
 from psworker.pipeline.run import wire
-from psworker.pipeline.run.checkpoint import Tensors, from_numbers, to_numbers
+from psworker.pipeline.run.checkpoint import to_numbers
 from psworker.pipeline.run.driver import Driver, Work, Write, explain_unwritten
 from psworker.pipeline.run.members import Members, MembersChangedError
 from psworker.pipeline.run.schedule import Place
@@ -283,7 +283,7 @@ class ContinuingDriver(Driver):
         save, parts = self._own_save, self._work.parts()
         if members.index == writer:
             assert save is not None
-            self._peers.run(self._collect_parts(parts))
+            self._peers.run(self._waits(self._collect(self.first, parts)))
             try:
                 save.write(*parts)
                 written = True
@@ -298,15 +298,6 @@ class ContinuingDriver(Driver):
         members.saves = None
         with contextlib.suppress(MembersChangedError):  # The next minibatch finds it, or the end.
             members.agree(lambda: 0, writer)
-
-    def _collect_parts(self, whole: tuple[Tensors, Tensors]) -> Waits:
-        """Adds the parts of the other stages, from the first replica of each."""
-        for stage in range(len(self.place.replicas)):
-            if stage != self.place.stage:
-                source = sum(self.place.replicas[:stage])
-                numbers = yield from self._members.receive(source, wire.STATE, self.first)
-                for mine, part in zip(whole, from_numbers(numbers), strict=True):
-                    mine.update(part)
 
     def _forget(self, counted: int) -> None:
         """Forgets the minibatches before one: all stages have counted them."""
@@ -323,14 +314,10 @@ class ContinuingDriver(Driver):
 
     @contextlib.contextmanager
     def _leaves_on_error(self) -> Iterator[None]:
-        """Leaves the job on an error, so that the others go on without this worker."""
-        is_done = False
-        try:
-            yield
-            is_done = True
-        except PacelineError as problem:
-            log.warning("worker %d leaves its pipeline: %s", self._members.rank, problem)
-            raise
-        finally:
-            if not is_done:
-                self._give_up()
+        """Leaves the job on an error, which it logs: the others go on without this worker."""
+        with super()._leaves_on_error():
+            try:
+                yield
+            except PacelineError as problem:
+                log.warning("worker %d leaves its pipeline: %s", self._members.rank, problem)
+                raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,7 @@ class Driver:
                 wire.send(self._peers, 0, wire.STATE, number, to_numbers(*self._work.parts()))
         else:
             whole = self._work.parts()
-            self._drive(self._collect(number, *whole))
+            self._drive(self._collect(number, whole))
             try:
                 write(*whole)
             except OSError as found:
@@ -216,14 +216,17 @@ class Driver:
         wire.send(self._peers, to, kind, self.first + minibatch, values)
 
     def _drive(self, script: StageWaits) -> None:
-        """Runs what the stage has to do; on an error it leaves the job, so the others learn it."""
-        is_done = False
-        try:
+        """Runs what the stage has to do."""
+        with self._leaves_on_error():
             self._peers.run(self._waits(script))
-            is_done = True
-        finally:
-            if not is_done:
-                self._give_up()
+
+    @contextlib.contextmanager
+    def _leaves_on_error(self) -> Iterator[None]:
+        """Leaves the job on an error, so that the others learn it."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._give_up)
+            yield
+            stack.pop_all()
 
     def _give_up(self) -> None:
         """Leaves the job after an error."""
@@ -266,13 +269,14 @@ class Driver:
         self._work.weigh(wait.weight)
         self._work.optimizer.step()
 
-    def _collect(self, number: int, weights: Tensors, state: Tensors) -> StageWaits:
+    def _collect(self, number: int, whole: tuple[Tensors, Tensors]) -> StageWaits:
         """Adds the parts of the other stages' first replicas to a checkpoint."""
-        for stage in range(1, len(self.place.replicas)):
-            source = sum(self.place.replicas[:stage])
-            numbers = yield Receive(source, wire.STATE, number - self.first)
-            for whole, part in zip((weights, state), from_numbers(numbers), strict=True):
-                whole.update(part)
+        for stage in range(len(self.place.replicas)):
+            if stage != self.place.stage:
+                source = sum(self.place.replicas[:stage])
+                numbers = yield Receive(source, wire.STATE, number - self.first)
+                for mine, part in zip(whole, from_numbers(numbers), strict=True):
+                    mine.update(part)
 
     def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
         minibatch = self.first + wait.minibatch

@@ -250,6 +250,7 @@ class FlushReplica:
         self._module, self._versions, self._loss = module, versions, loss
         self._place = versions.place
         self._stage = FrameStage(module, self._place, send, take, around)
+        self.activations = self._stage.activations  # Those of the minibatches in flight.
         self._held: list[tuple[int, Any, Any]] = []  # Number, inputs and targets.
         self._seen = 0  # Minibatches of this update, those on other replicas too.
         self._updates = 0
@@ -260,11 +261,6 @@ class FlushReplica:
     def num_flying(self) -> int:
         """Minibatches between forward and backward."""
         return self._stage.num_flying
-
-    @property
-    def activations(self) -> Activations:
-        """Those of the minibatches in flight."""
-        return self._stage.activations
 
     def step(self, minibatch: int, inputs: Any, targets: Any) -> StageWaits:
         """Keeps a minibatch; with the last one of an update, runs all of them and updates.
