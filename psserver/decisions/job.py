@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pscore.errors import UnknownJobError
-from pscore.table_names import next_name
+from pscore.table_names import GROWN, next_name
 from psserver.decisions.auto_mode import ModeChoice
 from psserver.decisions.barriers import Barriers
 from psserver.decisions.directory import Directory
@@ -111,10 +111,14 @@ class Job:
     def progress(self) -> dict[str, int]:
         """The step of each table whose loss would matter.
 
-        It has updates, was restored, or has the state of one that the workers have left for it.
+        It has updates, was restored, or has the state of one that the workers have left for it: the
+        former one says so, or a push, which a new process of this shard knows too.
         """
         left = {name for name, table in self.tables.items() if table.was_left}
         followers = set(map(next_name, left))
+        followers |= {
+            name for name, table in self.tables.items() if GROWN in name and table.has_pushes
+        }
         return {
             name: table.step
             for name, table in self.tables.items()

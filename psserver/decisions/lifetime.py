@@ -153,9 +153,9 @@ class Lifetimes:
             return
         job.membership.begin_again()
         job.met.clear()
-        job.barriers.begin_again()
         for table in job.tables.values():
-            table.begin_again()
+            table.begin_again(is_changing=job.barriers.holds)
+        job.barriers.begin_again()
         why = "it was restored from a checkpoint"
         if state is not State.RESTORED:
             why = (

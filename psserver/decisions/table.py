@@ -88,14 +88,26 @@ class Table:
         return all(clock.version >= 0 for clock in self.clocks.values())
 
     @property
+    def has_pushes(self) -> bool:
+        """Whether some slice has counted a push."""
+        counted = [one for clock in self.clocks.values() for one in clock.counted.values()]
+        return any(one.num_counted for one in counted)
+
+    @property
     def was_left(self) -> bool:
         """Whether workers have left it for the table that follows it."""
         changes = self.participants.aside.values()
         return any(change[1:2] == (LEFT_FOR_GOOD,) for change in changes)
 
-    def begin_again(self) -> None:
-        """Begins another life of the job, whose workers were all lost."""
-        self.participants.aside.clear()
+    def begin_again(self, *, is_changing: bool) -> None:
+        """Begins another life of the job, whose workers were all lost.
+
+        Args:
+            is_changing: Whether they were changing the job just then: they have not left for good
+                a table whose follower may not have all of its state.
+        """
+        if is_changing or not self.was_left:
+            self.participants.aside.clear()
         for clock in self.clocks.values():
             clock.begin_again()
 

@@ -1,5 +1,6 @@
 """A worker comes while the others, who have met, change the mode or the table of their job."""
 
+import functools
 import re
 import signal
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import psworker
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.joining import PlaceWait
+from psworker.training.changes import growth
 from tests.integration.cluster import (
     Shards,
     Station,
@@ -247,3 +249,55 @@ def test_the_others_wait_for_a_worker_in_the_place_of_one_that_died_at_the_chang
             wait_until(lambda: all(waits in each.written() for each in workers[:2]))
             new.tell()
             assert results_of([*workers[:2], new]) == [2 * STEPS] * 3
+
+
+def is_killed_behind_growth(me: Station) -> None:
+    """Trains, unfreezes a parameter, and makes a step; the second worker stops before that step."""
+    named = parameters()
+    named[1][1].requires_grad = False
+    optimizer = make(named, "ssgd")
+    train(optimizer, STEPS)
+    real = growth.take_over
+
+    def take_over(*given: Any) -> None:
+        real(*given)
+        me.tell()
+        if me.rank:
+            me.hear()
+
+    with mock.patch.object(growth, "take_over", take_over):
+        named[1][1].requires_grad = True
+        train(optimizer, STEPS + 1)
+
+
+def goes_on(me: Station, *, whole: bool) -> list[float]:
+    """Begins as the first worker did, or with all parameters, and trains to the end."""
+    named = parameters()
+    named[1][1].requires_grad = whole
+    optimizer = make(named, "ssgd")
+    begun = optimizer.steps
+    train(optimizer, 2 * STEPS)
+    optimizer.close()
+    return [begun, *(float(value.detach()[0]) for _, value in named)]
+
+
+@pytest.mark.slow
+def test_workers_that_are_all_killed_in_the_first_step_behind_growth_continue_there(
+    shards: Shards,
+) -> None:
+    """Those who made the change again found a push of the former life, and waited for ever."""
+    job = new_job()
+    with shards.workers(is_killed_behind_growth, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        wait_until(lambda: "has waited" in workers[0].written())
+        for worker in workers:
+            worker.kill()
+    again = {"PACELINE_RESTART": "1"}
+    with (
+        shards.workers(functools.partial(goes_on, whole=False), job=job, env=again) as workers,
+        pytest.raises(WorkerError, match="all parameters that the job has by now"),
+    ):
+        workers[0].result()
+    results = shards.run(functools.partial(goes_on, whole=True), job=job, env=again)
+    assert results == [[STEPS, -2.0 * STEPS, -1.0 * STEPS]] * 2

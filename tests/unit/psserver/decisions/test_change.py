@@ -181,8 +181,43 @@ def test_the_next_table_is_known_before_its_first_update() -> None:
     assert job.progress == {"model": 1}
     aside(shard, job, 0, number=LEFT_FOR_GOOD)
     assert job.progress == {"model": 1, "model+1": 0}
-    job.table(0).begin_again()
+    job.table(0).begin_again(is_changing=True)
     assert job.progress == {"model": 1}, "all were lost: new ones begin as the first did"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_workers_of_the_next_life_begin_with_the_next_table_if_the_change_was_over(
+    is_over: bool,
+) -> None:
+    """Its pushes would else be in the way of those who make the change again."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    for rank in (0, 1):
+        shard.barrier(job, "growth", 0, rank, holds=True)
+    table, _ = shard.define(job, replace(job.table(0).spec, name="model+1"))
+    for rank in (0, 1):
+        aside(shard, job, rank, number=LEFT_FOR_GOOD)
+    push_of = Push(worker=0, step=0, base_version=0, role=Role.STATE)
+    shard.decide_push(job, Address(job.name, table.index, 0), push_of, "state")
+    for rank in (0, 1) if is_over else ():
+        shard.barrier(job, "growth", 1, rank)
+    for rank in (0, 1):
+        lost(shard, job, rank)
+    shard.decide_join(job.name, 2, member(0, 77))
+    assert job.progress == ({"model": 1, "model+1": 0} if is_over else {"model": 1})
+
+
+def test_a_new_process_of_the_shard_knows_the_next_table_by_a_push() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    table, _ = shard.define(job, replace(job.table(0).spec, name="model+1"))
+    place = Address(job.name, table.index, 0)
+    shard.decide_push(job, place, Push(worker=0, step=0, base_version=0, role=Role.STATE), "state")
+    assert job.progress == {"model": 1}
+    push(shard, job, place, 0, 0)
+    assert job.progress == {"model": 1, "model+1": 0}
 
 
 def test_a_worker_in_the_place_of_one_that_waited_has_not_arrived_nor_stepped_aside() -> None:
