@@ -69,11 +69,10 @@ def is_done(job: Job, table: Table, rank: int, rule: Rule) -> bool:
 
 
 def require_possible(job: Job, table: Table, rule: Rule) -> None:
-    """Checks that a table can change to a mode now.
+    """Checks that a table can change to a mode.
 
     Raises:
         ConfigError: The mode's arguments do not fit the job, or its updates the optimizer.
-        RemoteProtocolError: Not all workers have stepped aside.
     """
     if rule.outer_optimizer != table.spec.rule.outer_optimizer:
         raise ConfigError(
@@ -83,6 +82,10 @@ def require_possible(job: Job, table: Table, rule: Rule) -> None:
     table.spec.content.require_rule(rule)
     require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
     require_slices(rule, len(table.layout.slices))
+
+
+def require_met(job: Job, table: Table, rule: Rule) -> None:
+    """Raises RemoteProtocolError unless all workers have stepped aside for a mode."""
     if others := missing(job, table):
         raise RemoteProtocolError(
             f"job {job.name!r}: the mode is to be changed to {rule}, but "

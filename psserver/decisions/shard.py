@@ -241,9 +241,21 @@ class Shard:
 
     # ----- a change of the mode
 
-    def step_aside(self, job: Job, index: int, rank: int, change: ChangeId) -> Actions:
-        """Stops waiting for a worker at a table's steps until the mode has been changed."""
+    def step_aside(
+        self, job: Job, index: int, rank: int, change: ChangeId, rule: Rule | None = None
+    ) -> Actions:
+        """Stops waiting for a worker at a table's steps until the mode has been changed.
+
+        Args:
+            rule: The mode to come; None: that is not known.
+
+        Raises:
+            ConfigError: The mode does not fit.
+            LimitError: There is no memory for it.
+        """
         table = job.table(index)
+        if rule is not None:
+            self._require_possible(job, table, rule)
         if not mode_switch.set_aside(table, rank, change):
             return []
         return self._noted(job, table, lambda clock: clock.recheck())
@@ -269,8 +281,8 @@ class Shard:
         if mode_switch.is_done(job, table, rank, rule):
             return None
         try:
-            mode_switch.require_possible(job, table, rule)
-            self._require_memory(job, table, table.memory_under(rule) - table.memory_nbytes)
+            mode_switch.require_met(job, table, rule)
+            self._require_possible(job, table, rule)
         except PacelineError:
             table.participants.aside.clear()  # The workers continue in the former mode, if they do.
             raise
@@ -278,6 +290,11 @@ class Shard:
         mode_switch.switch(table, rule)
         job.barriers.holds = bool(rule.gossip)  # Those workers meet again before they begin.
         return actions
+
+    def _require_possible(self, job: Job, table: Table, rule: Rule) -> None:
+        """Checks that a table can change to a mode (`change`)."""
+        mode_switch.require_possible(job, table, rule)
+        self._require_memory(job, table, table.memory_under(rule) - table.memory_nbytes)
 
     def _noted(
         self, job: Job, table: Table, decide: Callable[[SliceClock], list[Action]]

@@ -240,10 +240,17 @@ class Engine:
         )
         return view
 
-    def step_aside(self, job: RunningJob, index: int, rank: int, change: tuple[int, ...]) -> None:
-        """Closes the steps of a table without a worker that waits for a change of its mode."""
+    def step_aside(
+        self,
+        job: RunningJob,
+        index: int,
+        rank: int,
+        change: tuple[int, ...],
+        rule: Rule | None = None,
+    ) -> None:
+        """Closes the steps of a table without a worker that waits for a change (`Shard`)."""
         with self.lock:
-            actions = self.shard.step_aside(job.job, index, rank, change)
+            actions = self.shard.step_aside(job.job, index, rank, change, rule)
             job.recorder.note_table(job.job.table(index))
             self.requests.execute(job, actions)
 

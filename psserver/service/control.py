@@ -331,16 +331,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Excludes a worker from open steps, records its return, or changes the mode."""
         job = self._heard(request)
         if request.HasField("rule"):
-            rule = rule_from_proto(request.rule)
             own = (request.incarnation, request.number)
             part_with_absent(self._engine, job, request.table, request.worker, own)
-            self._engine.change(job, request.table, request.worker, rule)
+            self._engine.change(job, request.table, request.worker, rule_from_proto(request.rule))
         elif request.returns:
             own = (request.incarnation, request.number)
             come_back(self._engine, job, request.table, request.worker, own, request.minibatch)
         else:
             change = (request.incarnation, request.number, request.step)
-            self._engine.step_aside(job, request.table, request.worker, change)
+            rule = rule_from_proto(request.next) if request.HasField("next") else None
+            self._engine.step_aside(job, request.table, request.worker, change, rule)
         return pb.ChangeReply()
 
     async def Choose(self, request: pb.ChooseRequest, context: Context) -> pb.ChooseReply:

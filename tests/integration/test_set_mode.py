@@ -1,6 +1,8 @@
 """A change of the mode while a job runs: every gradient counts once, and nothing else is lost."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import torch
 import psworker
 from pscore.errors import ConfigError, JobMismatchError
 from tests.inside import table_of
-from tests.integration.cluster import Shards, Station
+from tests.integration.cluster import Shards, Station, Worker, results_of
+from tests.integration.command import Command
 
 Array = npt.NDArray[Any]
 NUMEL = 9000  # Two slices on two shards.
@@ -240,3 +243,39 @@ def test_fragments_that_a_table_with_long_slices_has_not_are_refused(shards: Sha
         assert "fragments is 6, and the model has 4 slices" in said
         assert "start a new job" in said
         assert values == {-24 * 1.5}
+
+
+def meets_full_shard(me: Station) -> tuple[str, int]:
+    """Asks for a mode for which one shard has no memory, and trains on."""
+    weight = torch.nn.Parameter(torch.zeros(3 << 20))  # 6 MiB on each of two shards.
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)], mode="ssgd"
+    )
+    for step in range(4):
+        if step == 2:
+            with pytest.raises(ConfigError, match="on shard 0 needs 12582912 bytes"):
+                optimizer.set_mode("ssd(steps=3, warmup=0)")
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    optimizer.close()
+    assert (weight == -4.0).all()
+    return optimizer.rule.name, optimizer.steps
+
+
+def test_a_mode_that_one_shard_cannot_take_changes_no_shard(tmp_path: Path) -> None:
+    """The others had it then, and waited for pushes that none of the workers made."""
+    with ExitStack() as stack:
+        addresses: list[str] = []
+        for index, megabytes in enumerate((40, 400)):
+            shard = Command(tmp_path / f"machine-{index}")
+            shard.folder.mkdir(mode=0o700)
+            place = ("--cluster", "night", "--shards", 2, "--shard-index", index)
+            run = stack.enter_context(shard.detached(*place, "--memory-mb", megabytes))
+            addresses += run["addresses"]
+        world = {"PACELINE_SERVERS": ",".join(addresses), "PACELINE_JOB": "night"}
+        workers: list[Worker] = []
+        for rank in range(2):
+            place_of = {"RANK": str(rank), "WORLD_SIZE": "2"}
+            workers.append(Worker(meets_full_shard, rank, (), world | place_of))
+            stack.callback(workers[-1].close)
+        assert results_of(workers) == [("ssgd", 4)] * 2

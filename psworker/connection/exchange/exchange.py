@@ -292,15 +292,22 @@ class Exchange:
         self.missed.forget()
 
     def change(self, rule: Rule, step: int) -> None:
-        """Changes the table's rule, on every shard and for every worker."""
+        """Changes the table's rule, on every shard and for every worker.
+
+        Raises:
+            ConfigError: A shard cannot take it; all continue in the former mode.
+            JobMismatchError: Another worker has named another mode.
+        """
         self.flush()
         self._num_changes += 1
-        taking_part.step_aside(self.session, self.table, self._num_changes, step)
-        self.session.barrier("mode", holds=True)
         try:
+            taking_part.step_aside(self.session, self.table, self._num_changes, step, rule)
+            self.session.barrier("mode", holds=True)
             taking_part.change(self.session, self.table, self._num_changes, rule)
-        except (ConfigError, JobMismatchError, LimitError):  # All continue in the former mode.
+        except (ConfigError, JobMismatchError, LimitError) as problem:
             taking_part.come_back(self.session, self.table, self._num_changes, 0)
+            if isinstance(problem, LimitError):  # All continue in the former mode.
+                raise ConfigError(str(problem)) from problem
             raise
         self.spec = replace(self.spec, rule=rule)
         self.ask_origin()

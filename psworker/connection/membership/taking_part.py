@@ -13,13 +13,24 @@ from psworker.connection.shard_link import Link
 PROCESSES_MAX = float(1 << 30)
 
 
-def step_aside(session: Session, table: int, number: int, step: int) -> None:
+def step_aside(
+    session: Session, table: int, number: int, step: int, rule: Rule | None = None
+) -> None:
     """Asks the shards not to wait for this worker's pushes until it returns.
 
     Args:
         number: Number of the absence or of the change of the mode, counted by this worker.
+        rule: The mode to come, if it changes: every shard has to be able to take it before one
+            does.
+
+    Raises:
+        ConfigError: The mode does not fit the job.
+        LimitError: A shard has no memory for it.
     """
-    _change(session, pb.ChangeRequest(table=table, number=number, step=step), session.links)
+    request = pb.ChangeRequest(table=table, number=number, step=step)
+    if rule is not None:
+        request.next.CopyFrom(plugin_to_proto(rule))
+    _change(session, request, session.links)
 
 
 def come_back(session: Session, table: int, number: int, minibatch: int) -> None:

@@ -212,7 +212,7 @@ class DefineReply(_message.Message):
     def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., has_weights: bool = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step", "returns", "minibatch")
+    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step", "returns", "minibatch", "next")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +222,7 @@ class ChangeRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     MINIBATCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -231,7 +232,8 @@ class ChangeRequest(_message.Message):
     step: int
     returns: bool
     minibatch: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ..., returns: bool = ..., minibatch: _Optional[int] = ...) -> None: ...
+    next: Plugin
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ..., returns: bool = ..., minibatch: _Optional[int] = ..., next: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class ChangeReply(_message.Message):
     __slots__ = ()

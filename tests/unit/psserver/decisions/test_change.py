@@ -126,8 +126,11 @@ def test_a_mode_that_needs_more_memory_than_there_is_is_refused() -> None:
     aside(shard, job, 0)
     with pytest.raises(LimitError, match="table 'model' of job 'run' on shard 0 needs"):
         shard.change(job, 0, 0, NEW)
+    with pytest.raises(LimitError, match="on shard 0 needs"):
+        shard.step_aside(job, 0, 0, (1, 2), NEW)
+    assert not table.participants.aside, "a refusal before all have met changes nothing"
     shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes)
-    aside(shard, job, 0, number=2)
+    shard.step_aside(job, 0, 0, (1, 2), NEW)
     assert shard.change(job, 0, 0, NEW) == []
 
 
