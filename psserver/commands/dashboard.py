@@ -21,7 +21,7 @@ from psserver.dashboard import terminal
 from psserver.dashboard.history import History
 from psserver.dashboard.server import REQUEST_S_MAX, Guard, Page
 from psserver.dashboard.watch import POLL_S, Asker, ShardWatch
-from psserver.exits import CommandError, Exit
+from psserver.process.ports import binding
 from psserver.remote import ask
 from psserver.remote.status import WIDTH
 from psserver.service.web import WebServer
@@ -60,14 +60,8 @@ def run_page(
     watch = ShardWatch(Asker(found.addresses, found.credentials), history)
 
     async def serve() -> None:
-        try:
+        with binding(host, port, "--listen"):
             bound = await server.start(host, port)
-        except OSError as problem:
-            raise CommandError(
-                Exit.PORT_TAKEN,
-                f"cannot listen on {listen}: {problem.strerror or problem}; choose another address "
-                "with --listen",
-            ) from problem
         watch.start()
         scheme = "http" if context is None else "https"
         login_hint = " (any user name; the password is the token)" if token else ""

@@ -195,16 +195,34 @@ class JobJournal:
 
 
 class Lock(Descriptor):
-    """Keeps other processes out of a folder, for as long as this one lives."""
+    """Keeps other processes from what a file stands for, for as long as this one lives."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """Acquires the lock; raises BlockingIOError if another process has it."""
-        super().__init__(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.close()
             raise
+
+
+def lock_folder(path: Path, busy: str) -> Lock | None:
+    """Keeps other processes out of a folder; returns None on a file system without locks.
+
+    Args:
+        path: File of the lock, in the folder.
+        busy: Text of the error if another process has it.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+    try:
+        return Lock(path)
+    except BlockingIOError as problem:
+        raise BlockingIOError(problem.errno, busy) from problem
+    except OSError:
+        return None
 
 
 class JournalDir:
@@ -227,7 +245,7 @@ class JournalDir:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
         self.on_change: Callable[[Path], None] = ignore
-        self._lock = Lock(folder)
+        self._lock = Lock(folder / LOCK)
         self.instance = secrets.randbits(63)
         self.num_recoveries = 0
         stamp: Meta = {}
@@ -474,7 +492,7 @@ class TemporaryJournalDir:
             _sweep(base)
             folder = base / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = Lock(folder)
+            self._lock = Lock(folder / LOCK)
             self.path = folder
         except OSError as problem:
             log.warning("no journals: a killed shard would lose its weights", reason=str(problem))
@@ -490,5 +508,5 @@ def _sweep(base: Path) -> None:
     for folder in base.glob("*/"):
         if (folder / LOCK).exists():  # Else it is just being made.
             with contextlib.suppress(OSError):
-                Lock(folder).close()
+                Lock(folder / LOCK).close()
                 shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,6 @@ checkpoint of each job, the end of the input ends the process at once.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import sys
@@ -34,6 +33,7 @@ from pscore.threads import OwnedThread
 from psserver.copies.copier import Copier, fetch
 from psserver.copies.places import place_of
 from psserver.decisions.shard import JOBS_MAX
+from psserver.durability.journal_dir import Lock, lock_folder
 from psserver.exits import Exit
 from psserver.logs import setup
 from psserver.mending.mender import Mender
@@ -65,7 +65,7 @@ class CheckpointSchedule:
         self._bases: dict[str, Checkpoint] = {}  # By job: the newest one, in its files.
         self._pool = ThreadPoolExecutor(JOBS_MAX, thread_name_prefix="checkpoint")
         self._under_way: dict[str, Future[None]] = {}  # By job: its newest checkpoint.
-        self._lock_fd: int | None = None
+        self._lock: Lock | None = None
         self._copier: Copier | None = None
         if plan.copies is not None:
             self._copier = Copier(self._folder, plan.copies, KEEP, self._report_copies)
@@ -136,7 +136,7 @@ class CheckpointSchedule:
         """Waits for words of the supervisor; ends the process when that is gone."""
         for line in sys.stdin:
             if line.strip() == LAST:
-                if self._lock_fd is not None:
+                if self._lock is not None:
                     with contextlib.suppress(OSError):
                         (self._folder / STOPPING).touch(mode=0o600)
                 self._note_last(is_over=False)
@@ -241,23 +241,13 @@ class CheckpointSchedule:
             BlockingIOError: Another one uses it.
             OSError: The folder cannot be used.
         """
-        if self._lock_fd is not None:
-            return
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as problem:
-            os.close(fd)
-            raise BlockingIOError(
-                problem.errno,
+        if self._lock is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            busy = (
                 f"another psserver writes its checkpoints into {self._folder}; give each a "
-                "--state-dir of its own",
-            ) from problem
-        except OSError:  # A file system without locks.
-            os.close(fd)
-            return
-        self._lock_fd = fd
+                "--state-dir of its own"
+            )
+            self._lock = lock_folder(self._folder / LOCK, busy)
 
 
 def mark_of(statuses: Sequence[control_pb2.StatusReply], job: str) -> Mark | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import secrets
 import signal
@@ -18,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from pscore.errors import ConfigError, PacelineError
 from pscore.net import descriptors
 from pscore.net.credentials import read_credentials
 from pscore.net.listener import Listener
-from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
+from pscore.net.rpc import CONNECTIONS_MAX
 from pscore.observe import spans
 from pscore.observe.timeline import open_timeline
 from pscore.optimizers import OPTIMIZERS
@@ -52,7 +52,7 @@ from pscore.rules import RULES
 from pscore.text import join_address
 from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
-from psserver.durability.journal_dir import JournalDir, Lock
+from psserver.durability.journal_dir import LOCK, JournalDir, Lock
 from psserver.engine.engine import Engine
 from psserver.engine.placement import Placement
 from psserver.engine.resume import recover
@@ -60,6 +60,7 @@ from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
 from psserver.process.moves import ShardMoves
+from psserver.process.ports import bind_server, binding, make_server
 from psserver.process.shard_plan import (
     ENDING,
     Ready,
@@ -158,18 +159,13 @@ class Daemon:
         )
 
     def _make_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            options=(
-                *SERVER_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", self._connections_max),
-            ),
-            interceptors=[
-                self._moves.signpost,
-                *spans.interceptors("psserver"),
-                AuthInterceptor(self._authorizer, self.engine.heard),
-                ErrorInterceptor(self.broke, self.callers.note_call),
-            ],
-        )
+        interceptors = [
+            self._moves.signpost,
+            *spans.interceptors("psserver"),
+            AuthInterceptor(self._authorizer, self.engine.heard),
+            ErrorInterceptor(self.broke, self.callers.note_call),
+        ]
+        server = make_server(interceptors, self._connections_max)
         server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))
         self._servicer = ControlServicer(
             self.engine,
@@ -204,7 +200,7 @@ class Daemon:
             CommandError: The host is not one of this machine, or the port is taken.
         """
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
-        try:
+        with binding(self.plan.host, self.plan.data_port, "--data-port"):
             return make_listener(
                 self.engine,
                 self.plan.host,
@@ -214,10 +210,6 @@ class Daemon:
                 context=self.plan.trust.context(),
                 fetches=self._publications,
             )
-        except OSError as problem:
-            raise bind_error(
-                problem, self.plan.host, self.plan.data_port, "--data-port"
-            ) from problem
 
     async def start(self) -> Ready:
         """Binds, and answers from then on; a thread that fails ends the process.
@@ -230,18 +222,15 @@ class Daemon:
             self._restore()
         self._data = self._make_listener()
         self._server = self._make_server()
-        self._port = port = self._bind()
+        host, trust = self.plan.host, self.plan.trust
+        self._port = port = bind_server(self._server, host, self.plan.port, trust, "--port")
         self._addresses = with_own_port(self.plan.addresses, self.plan.index, port)
         own = self.plan.pair.own if self.plan.pair is not None else ""
         self._moves.address = own or join_address(socket.gethostname(), port)
         metrics_port = None
         if self.plan.metrics_port is not None:
-            try:
+            with binding(self.plan.host, self.plan.metrics_port, "--metrics-port"):
                 metrics_port = await self._web.start(self.plan.host, self.plan.metrics_port)
-            except OSError as problem:
-                raise bind_error(
-                    problem, self.plan.host, self.plan.metrics_port, "--metrics-port"
-                ) from problem
         for name in NAMES:
             await self._health.set(name, STATUS.SERVING)
         await self._server.start()
@@ -315,17 +304,6 @@ class Daemon:
         )
         self.code = Exit.BUG
         self._loop.call_soon_threadsafe(self._ending.set)
-
-    def _bind(self) -> int:
-        address = join_address(self.plan.host, self.plan.port)
-        credentials = self.plan.trust.grpc_credentials()
-        try:
-            if credentials is not None:
-                return self._server.add_secure_port(address, credentials)
-            return self._server.add_insecure_port(address)
-        except RuntimeError as problem:
-            reason = probe(self.plan.host, self.plan.port)
-            raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
 
     def _watch(self) -> None:
         """Ends on a signal, or when the parent has closed our standard input.
@@ -493,24 +471,44 @@ def seal(journals: JournalDir) -> None:
         )
 
 
-def _claim(plan: ShardPlan) -> Lock | None:
-    """Keeps other processes of this shard out of the state directory, if there is one.
+@contextlib.contextmanager
+def _folder_of(plan: ShardPlan, root: str, what: str, advice: str) -> Iterator[Path]:
+    """Yields the folder of a shard in another one.
 
     Raises:
         CommandError: Another process uses it, or it cannot be used.
     """
-    if plan.state_dir is None:
-        return None
-    folder = Path(plan.state_dir) / folder_name(plan)
+    folder = Path(root) / folder_name(plan)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return Lock(folder)
+        yield folder
     except BlockingIOError as problem:
-        raise _in_use(plan, folder) from problem
+        raise CommandError(
+            Exit.ALREADY_RUNNING,
+            f"another process of shard {plan.index} uses {folder}; stop it first, or give another "
+            "--state-dir",
+        ) from problem
     except OSError as problem:
         raise CommandError(
-            Exit.STATE_DIR, f"cannot use {folder}: {problem}; give another --state-dir"
+            Exit.STATE_DIR, f"cannot {what} {folder}: {problem}; give another --state-dir{advice}"
         ) from problem
+
+
+def _claim(plan: ShardPlan) -> Lock | None:
+    """Keeps other processes of this shard out of the state directory, if there is one."""
+    if plan.state_dir is None:
+        return None
+    with _folder_of(plan, plan.state_dir, "use", "") as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Lock(folder / LOCK)
+
+
+def _open_journals(plan: ShardPlan) -> JournalDir | None:
+    """Opens where this shard keeps its journals, if it keeps any."""
+    if plan.journal_dir is None:
+        return None
+    advice = ", or --durability memory"
+    with _folder_of(plan, plan.journal_dir, "keep journals in", advice) as folder:
+        return JournalDir(folder)
 
 
 def _set_aside(folder: str | None, job: str) -> str:
@@ -527,76 +525,6 @@ def _set_aside(folder: str | None, job: str) -> str:
             f"{problem}; move them away, or the next start loads them"
         ) from problem
     return "" if moved is None else str(moved)
-
-
-def _in_use(plan: ShardPlan, folder: Path) -> CommandError:
-    return CommandError(
-        Exit.ALREADY_RUNNING,
-        f"another process of shard {plan.index} uses {folder}; stop it first, or give another "
-        "--state-dir",
-    )
-
-
-def _open_journals(plan: ShardPlan) -> JournalDir | None:
-    """Opens where this shard keeps its journals, if it keeps any.
-
-    Raises:
-        CommandError: The folder cannot be used.
-    """
-    if plan.journal_dir is None:
-        return None
-    folder = Path(plan.journal_dir) / folder_name(plan)
-    try:
-        return JournalDir(folder)
-    except BlockingIOError as problem:
-        raise _in_use(plan, folder) from problem
-    except OSError as problem:
-        raise CommandError(
-            Exit.STATE_DIR,
-            f"cannot keep journals in {folder}: {problem}; give another --state-dir, or "
-            "--durability memory",
-        ) from problem
-
-
-def probe(host: str, port: int) -> OSError:
-    """Returns the system's reason for not letting us listen."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found:
-            with socket.socket(family, kind, protocol) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen()
-    except OSError as problem:
-        return problem
-    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # Free again by now.
-
-
-def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandError:
-    """Explains why a port cannot be bound, and names a remedy."""
-    address = join_address(host, port)
-    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
-        return CommandError(
-            Exit.HOST,
-            f"cannot listen on {address}: {host!r} is not an address of this machine; "
-            "give --host one that is, or 127.0.0.1",
-        )
-    if problem.errno == errno.EADDRINUSE:
-        return CommandError(
-            Exit.PORT_TAKEN,
-            f"cannot listen on {address}: another process does; stop it (psserver status shows "
-            f"ours), or choose other ports with {flag}",
-        )
-    if problem.errno in (errno.EACCES, errno.EPERM):
-        return CommandError(
-            Exit.NOT_PERMITTED,
-            f"cannot listen on {address}: {os.strerror(problem.errno).lower()}; ports below 1024 "
-            f"need rights that this user lacks, choose one above with {flag}",
-        )
-    what = f"cannot listen on {address}: {problem.strerror or problem}"
-    if problem.errno in descriptors.EXHAUSTED:
-        what += f"; {descriptors.limit()} file descriptors are allowed (ulimit -n)"
-    return CommandError(Exit.SHARD_DIED, what)
 
 
 async def serve(plan: ShardPlan) -> Exit:
@@ -619,14 +547,12 @@ async def serve(plan: ShardPlan) -> Exit:
 
 
 def tell(report: Report) -> None:
-    """Reports to the supervisor, if it is still there: standard input shows its end."""
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(report_to_json(report) + "\n")
-        sys.stdout.flush()
+    """Reports to the supervisor."""
+    say(report_to_json(report))
 
 
 def say(word: str) -> None:
-    """Writes a line to the supervisor."""
+    """Writes a line to the supervisor, if it is still there."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"{word}\n")
         sys.stdout.flush()

@@ -116,11 +116,7 @@ class ShardMoves:
         self._incoming.remove()
         self.mover.restart()
         self._admit("")
-        self.signpost.release()
-        self.is_frozen = False
-        for name in recover(self._engine):
-            log.warning("job continues here", job=name)
-        self._took_over()
+        self.reopen("here")
         return True
 
     @property
@@ -269,12 +265,12 @@ class ShardMoves:
         while not {(job, one.incarnation) for job, one in self._live()} <= self.control.told:
             await asyncio.sleep(POLL_S)
 
-    def reopen(self) -> None:
+    def reopen(self, where: str = "where it was") -> None:
         """Resumes the jobs of a former process, and answers workers."""
         self.signpost.release()
         self.is_frozen = False
         for name in recover(self._engine):
-            log.warning("job continues where it was", job=name)
+            log.warning(f"job continues {where}", job=name)
         self._took_over()
 
     async def thaw(self) -> None:

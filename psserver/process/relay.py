@@ -16,12 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 import structlog
 
 from pscore.errors import PacelineError
 from pscore.net import descriptors
-from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
+from pscore.net.rpc import CONNECTIONS_MAX
 from pscore.pb.ps.v1 import control_pb2_grpc, publish_pb2_grpc
 from pscore.subscription.reader import Reader
 from pscore.text import join_address
@@ -30,7 +29,7 @@ from psserver.access.authorizer import AuthInterceptor
 from psserver.access.files import Trust
 from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
-from psserver.exits import CommandError, Exit
+from psserver.process.ports import bind_server, binding, make_server
 from psserver.publish.relayed import RelayedVersions, RelayShard
 from psserver.service.callers import GRPC_SHARE, Callers, defer_silent
 from psserver.service.data_socket import make_listener
@@ -134,12 +133,8 @@ class RelayProcess:
         web = WebServer(
             page.answer, seconds_max=REQUEST_S_MAX, context=plan.trust.context(mutual=False)
         )
-        try:
+        with binding(plan.host, plan.metrics_port, "--metrics-port"):
             port = await web.start(plan.host, plan.metrics_port)
-        except OSError as problem:
-            raise _not_bound(
-                plan.host, plan.metrics_port, str(problem), "--metrics-port"
-            ) from problem
         stack.push_async_callback(web.stop)
         scheme = "http" if plan.trust.cert is None else "https"
         return f"metrics: {scheme}://{join_address(plan.host, port)}/metrics\n"
@@ -149,7 +144,7 @@ class RelayProcess:
         plan, index = self._plan, self._versions.shards.index(shard)
         engine = Engine(Shard(index, len(plan.servers), LEASE_S), now=time.monotonic)
         data_port = plan.data_port + index if plan.data_port else 0
-        try:
+        with binding(plan.host, data_port, "--data-port"):
             data = make_listener(
                 engine,
                 plan.host,
@@ -159,40 +154,26 @@ class RelayProcess:
                 context=plan.trust.context(),
                 fetches=shard,
             )
-        except OSError as problem:
-            raise _not_bound(plan.host, data_port, str(problem), "--data-port") from problem
         stack.callback(data.stop)
         callers = Callers(self._connections_max, needs_token=not self._authorizer.is_open)
         self._callers.append(callers)
-        server = grpc.aio.server(
-            options=(
-                *SERVER_OPTIONS,
-                ("grpc.max_allowed_incoming_connections", self._connections_max),
-            ),
-            interceptors=[
-                AuthInterceptor(self._authorizer, engine.heard),
-                ErrorInterceptor(self._broke, callers.note_call),
-            ],
-        )
+        interceptors = [
+            AuthInterceptor(self._authorizer, engine.heard),
+            ErrorInterceptor(self._broke, callers.note_call),
+        ]
+        server = make_server(interceptors, self._connections_max)
         # Methods that they lack are refused (refusals.py).
         control = RelayControl(index, len(plan.servers), data)  # type: ignore[abstract]
         readers = ReadersServicer(shard)  # type: ignore[abstract]
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         publish_pb2_grpc.add_PublicationsServicer_to_server(readers, server)
         number = plan.port + index if plan.port else 0
-        address, credentials = join_address(plan.host, number), plan.trust.grpc_credentials()
-        try:
-            if credentials is None:
-                port = server.add_insecure_port(address)
-            else:
-                port = server.add_secure_port(address, credentials)
-        except RuntimeError as problem:
-            raise _not_bound(plan.host, number, "the port is taken") from problem
+        port = bind_server(server, plan.host, number, plan.trust, "--listen")
         await server.start()
         defer_silent(port)
         stack.push_async_callback(server.stop, None)
         data.start()
-        return int(port)
+        return port
 
     def _read(self) -> None:
         """Reads version after version, on a thread of its own."""
@@ -215,14 +196,6 @@ class RelayProcess:
         """Ends the process; may be called from any thread."""
         self._problem = problem
         self._loop.call_soon_threadsafe(self._ending.set)
-
-
-def _not_bound(host: str, port: int, reason: str, flag: str = "--listen") -> CommandError:
-    return CommandError(
-        Exit.PORT_TAKEN,
-        f"cannot listen on {join_address(host, port)}: {reason}; choose another address with "
-        f"{flag}",
-    )
 
 
 def run_relay(plan: RelayPlan) -> None:

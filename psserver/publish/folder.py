@@ -30,7 +30,7 @@ from pscore.json_text import to_json
 from pscore.subscription.assembly import WeightsVersion
 from pscore.subscription.weights import PublishedWeights
 from psserver.durability import records
-from psserver.durability.journal_dir import Lock
+from psserver.durability.journal_dir import LOCK, Lock, lock_folder
 
 LATEST, ABOUT, INDEX = "latest", "publication.json", "model.safetensors.index.json"
 WRITING = ".writing-"
@@ -139,13 +139,8 @@ class VersionsFolder:
             BlockingIOError: Another one uses the folder.
         """
         if self._lock is None:
-            try:
-                self._lock = Lock(self._to)
-            except BlockingIOError as problem:
-                why = f"another psserver publish writes into {self._to}"
-                raise BlockingIOError(problem.errno, why) from problem
-            except OSError:
-                pass  # A file system without locks.
+            busy = f"another psserver publish writes into {self._to}"
+            self._lock = lock_folder(self._to / LOCK, busy)
 
     def _require_own(self) -> None:
         """Refuses a folder of another job: numbers of two jobs have no order."""

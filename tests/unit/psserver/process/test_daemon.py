@@ -19,7 +19,8 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
-from psserver.process.daemon import NAMES, STATUS, Daemon, bind_error, probe, serve
+from psserver.process.daemon import NAMES, STATUS, Daemon, serve
+from psserver.process.ports import bind_error, probe
 from psserver.process.shard_plan import ShardPlan, report_from_json, report_to_json
 from psserver.service.control import ControlServicer
 from tests.unit.psserver.process.test_supervisor import make_plan

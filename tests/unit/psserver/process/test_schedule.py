@@ -195,7 +195,8 @@ def test_a_bug_in_one_checkpoint_ends_no_other_one(cluster: Cluster, tmp_path: P
 
 def test_two_starts_do_not_write_into_one_folder(cluster: Cluster, tmp_path: Path) -> None:
     cluster.versions = {"a": 1}
-    CheckpointSchedule(plan_of(tmp_path)).take()
+    first = CheckpointSchedule(plan_of(tmp_path))  # Its lock is that of the object.
+    first.take()
     with capture_logs() as lines:
         CheckpointSchedule(plan_of(tmp_path)).take()
     assert names(tmp_path) == ["a-00000001"]
