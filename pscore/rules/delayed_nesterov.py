@@ -30,7 +30,7 @@ from pscore.fragments import Schedule
 from pscore.optimizers.delayed_nesterov import EVERY_MAX
 from pscore.plugins import require_range
 from pscore.rules.base import Plan
-from pscore.rules.local import STEPS_MAX, momentum_caution
+from pscore.rules.local import momentum_caution
 from pscore.rules.speed import WithSpeed, round_length
 from pscore.types import Role
 
@@ -64,7 +64,7 @@ class DelayedNesterov(WithSpeed):
     outer_optimizer = "delayed_nesterov"
 
     def __post_init__(self) -> None:
-        self.read_steps(STEPS_MAX)
+        self.read_steps()
         require_range(f"{self.name}.every", self.every, 0, EVERY_MAX)
         require_range(f"{self.name}.outer_lr", self.outer_lr, 0.0, 1e6)
         require_range(f"{self.name}.outer_momentum", self.outer_momentum, 0.0, 1.0 - 1e-9)

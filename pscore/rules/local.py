@@ -39,7 +39,6 @@ from pscore.rules.quorum import ADAPTIVE, WithQuorum
 from pscore.rules.speed import WithSpeed, round_length
 from pscore.types import Role
 
-STEPS_MAX = 1_000_000
 AUTOMATIC = -1  # A delay that follows the length of a round.
 AUTOMATIC_PART = 5
 SAMPLE_NUMEL = 1 << 20  # Elements for which a compressor's bits are counted.
@@ -92,7 +91,7 @@ class LocalSGD(WithSpeed, WithQuorum):
     outer_optimizer = "sgd"
 
     def __post_init__(self) -> None:
-        self.read_steps(STEPS_MAX)
+        self.read_steps()
         super().__post_init__()
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
         require_one_of(f"{self.name}.overlap", self.overlap, {NONE: None, **OVERLAPS})

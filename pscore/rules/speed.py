@@ -26,6 +26,7 @@ from pscore.plugins import WORDS, require_range
 from pscore.rules.base import Rule
 
 SPEED = "speed"
+STEPS_MAX = 1_000_000
 
 
 def round_length(default: int) -> Any:
@@ -44,7 +45,7 @@ class WithSpeed(Rule):
     steps: int
     steps_min: int
 
-    def read_steps(self, steps_max: int) -> None:
+    def read_steps(self) -> None:
         """Checks both fields, and replaces `steps="speed"` by its numbers.
 
         Raises:
@@ -55,5 +56,5 @@ class WithSpeed(Rule):
             default = type(self).__dataclass_fields__["steps"].default
             object.__setattr__(self, "steps", default)
             object.__setattr__(self, "steps_min", self.steps_min or 1)
-        require_range(f"{self.name}.steps", self.steps, 1, steps_max)
+        require_range(f"{self.name}.steps", self.steps, 1, STEPS_MAX)
         require_range(f"{self.name}.steps_min", self.steps_min, 0, self.steps)

@@ -71,7 +71,7 @@ class AdviceRequest:
                 trains row tables.
             ServerUnavailableError: A shard does not answer.
         """
-        self._require_no_numbers("--job")
+        self._require_no_numbers()
         if not addresses:
             raise ConfigError("--job needs --servers, host:port,..., or PACELINE_SERVERS")
         from psworker.advice.running import read_job, require_dense, situation_of_job
@@ -99,8 +99,6 @@ class AdviceRequest:
                 f"--model and --compute-ms have no effect with a script, here {command[0]!r}: it "
                 "has them"
             )
-        if self.gbit is None:
-            raise ConfigError("--gbit is missing: bandwidth of each host's link, in 10^9 bit/s")
         replace(self, model="1", compute_ms=1.0).read()  # Refuses flags before the minute.
         from psworker.advice.measuring import measure_script
 
@@ -121,10 +119,10 @@ class AdviceRequest:
     def _on_gpu(self) -> bool | None:
         return None if self.gpus is None else self.gpus > 0
 
-    def _require_no_numbers(self, what: str) -> None:
+    def _require_no_numbers(self) -> None:
         given = (self.model, self.workers, self.hosts, self.compute_ms, self.sites)
         if any(value is not None for value in (*given, self.between_gbit, self.gpus or None)):
-            raise ConfigError(f"{what} has the model, workers, hosts and computing of its job: "
+            raise ConfigError("--job has the model, workers, hosts and computing of its job: "
                               "leave them out (but --gpus 0: it computes on CPUs)")  # fmt: skip
 
     def _groups(self) -> tuple[int, ...]:

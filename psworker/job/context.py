@@ -233,21 +233,21 @@ def place() -> Session:
     return _pipeline
 
 
+def _take() -> Context | None:
+    """Returns this process's context, which is forgotten; None: it has not joined a job."""
+    global _current
+    context, _current = _current, None
+    return context if context is not None and context.is_own else None
+
+
 def shutdown() -> None:
     """Ends this process's part of the job in order; does nothing if there is none."""
-    global _current
-    if _current is not None:
-        context, _current = _current, None
-        if context.is_own:
-            context.close()
+    if (context := _take()) is not None:
+        context.close()
 
 
 def at_exit() -> None:
     """Leaves the job when the script ends, so that no worker waits for this one."""
-    global _current
-    if _current is not None:
-        context, _current = _current, None
-        if context.is_own:
-            has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
-            ending = "failed" if has_failed else "ended"
-            context.abandon(f"its process {ending}", failed=has_failed)
+    if (context := _take()) is not None:
+        has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
+        context.abandon(f"its process {'failed' if has_failed else 'ended'}", failed=has_failed)

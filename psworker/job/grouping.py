@@ -40,8 +40,8 @@ def choose_group(choice: Choice, environment: Environment) -> tuple[WorkerGroup,
     """
     if choice is None or (choice == "auto" and not _is_wanted(environment)):
         return WorkerGroup(), environment
-    if isinstance(choice, str):
-        group = _of_host(choice, environment)
+    if choice in CHOICES:
+        group = _of_host(environment)
     elif isinstance(choice, dist.ProcessGroup):
         group = choice
     else:
@@ -77,17 +77,12 @@ def _is_wanted(environment: Environment) -> bool:
     return False
 
 
-def _of_host(choice: str, environment: Environment) -> dist.ProcessGroup:
+def _of_host(environment: Environment) -> dist.ProcessGroup:
     """Returns a new group of torch with the processes of this host.
 
     Raises:
-        ConfigError: There is no such choice, torch is not initialised, or hosts differ in size.
+        ConfigError: Torch is not initialised, or hosts differ in size.
     """
-    if choice not in CHOICES:
-        raise ConfigError(
-            f"local_group is {choice!r}, must be a ProcessGroup of torch.distributed, "
-            f"{', '.join(map(repr, CHOICES))} or None"
-        )
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             "local_group='host' needs torch.distributed.init_process_group() before it"
