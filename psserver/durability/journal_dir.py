@@ -195,7 +195,7 @@ class JobJournal:
 
 
 class Lock(Descriptor):
-    """Keeps other processes from what a file stands for, for as long as this one lives."""
+    """Keeps other processes out, by a file, for as long as this one lives."""
 
     def __init__(self, path: Path) -> None:
         """Acquires the lock; raises BlockingIOError if another process has it."""
