@@ -192,10 +192,10 @@ def _length(numel: int, num_shards: int, is_long: bool) -> int:
     """Returns the elements of each slice.
 
     A shard's part of the model is at least `SLICES_PER_SHARD` slices, so that pushes, updates and
-    pulls overlap, and so that all shards' links are busy from the first gradients on; through
-    shared memory fewer long ones need less Python (`is_long`). But no slice
-    is shorter than `SLICE_NUMEL_FINE` for that. A smaller model has one slice on each shard, unless
-    they would be shorter than `SLICE_NUMEL_MIN`.
+    pulls overlap, and so that all shards' links are busy from the first gradients on; within one
+    host fewer long ones need less Python (`is_long`). But no slice is shorter than
+    `SLICE_NUMEL_FINE` for that. A smaller model has one slice on each shard, unless they would be
+    shorter than `SLICE_NUMEL_MIN`.
     """
     per_shard = -(-numel // num_shards)
     most, number = SLICE_NUMEL_MAX, SLICES_PER_SHARD

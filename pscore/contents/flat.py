@@ -21,7 +21,7 @@ class Flat(Content):
     """Parts of one flat vector of float32.
 
     Attributes:
-        long: Whether slices have up to 16 MiB of weights, for shared memory (pscore/partition.py).
+        long: Whether slices have up to 16 MiB of weights, within one host (pscore/partition.py).
     """
 
     name = "flat"

@@ -23,8 +23,8 @@ from psworker.model.flat import describe, trained
 
 
 def is_near(session: Session) -> bool:
-    """Returns whether this process is a worker by itself, with shared memory to all shards."""
-    return session.group.is_alone and all(link.transport.shares_memory for link in session.links)
+    """Returns whether this process is a worker by itself, on the host of all shards."""
+    return session.group.is_alone and all(link.transport.is_near for link in session.links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Declaration:
             require_weights("model", rule, plugin)
 
     def content(self, rule: Rule, session: Session) -> Content:
-        """Returns the slices that a worker chooses: long ones through shared memory.
+        """Returns the slices that a worker chooses: long ones within one host.
 
         Where the numbers depend on the slices, which is so for the scales of compressors and for
         fragments, they do not depend on the data plane. A group shares slices out.

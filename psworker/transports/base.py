@@ -136,6 +136,11 @@ class Transport(ABC):
     name: ClassVar[str]
     shares_memory: bool = False
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the shard is known to be on this host."""
+        return self.shares_memory
+
     @abstractmethod
     def push(self, push: OutgoingPush) -> None:
         """Sends one slice; `push.done` gets the reply or the error."""

@@ -13,6 +13,16 @@ class TcpTransport(SocketTransport):
 
     name = "tcp"
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the shard is on this host; asks it by a connection of its own.
+
+        Raises:
+            PacelineError: The shard does not answer.
+        """
+        with self._reconnect() as connection:
+            return sockets.is_within_host(connection)
+
     def _connect(self) -> tls.Stream:
         connection = connect(self._endpoint(), is_local=False)
         if sockets.is_within_host(connection):

@@ -77,7 +77,7 @@ def _contents() -> dict[str, str]:
     )
     found = {}
     for (name, rule), is_near in product(RULES.own.items(), (True, False)):
-        links = [SimpleNamespace(transport=SimpleNamespace(shares_memory=is_near))]
+        links = [SimpleNamespace(transport=SimpleNamespace(is_near=is_near))]
         session: Any = SimpleNamespace(group=SimpleNamespace(is_alone=True), links=links)
         content = declaration.content(parse_mode(name + rule.examples[0]), session)
         way = "shared memory" if is_near else "TCP"

@@ -23,7 +23,7 @@ from psworker.training.declaration import Declaration
         ("diloco(steps=2, fragments=2)", "none", "none", True, False),
     ],
 )
-def test_slices_are_long_through_shared_memory_where_no_number_depends_on_them(
+def test_slices_are_long_within_one_host_where_no_number_depends_on_them(
     mode: str, compressor: str, pull_compressor: str, is_near: bool, is_long: bool
 ) -> None:
     declaration = Declaration(
@@ -34,9 +34,7 @@ def test_slices_are_long_through_shared_memory_where_no_number_depends_on_them(
         exclude=(),
     )
     wanted = LONG if is_long else FLAT
-    links = [
-        SimpleNamespace(transport=SimpleNamespace(shares_memory=near)) for near in (True, is_near)
-    ]
+    links = [SimpleNamespace(transport=SimpleNamespace(is_near=near)) for near in (True, is_near)]
     session: Any = SimpleNamespace(group=SimpleNamespace(is_alone=True), links=links)
     assert declaration.content(parse_mode(mode), session) == wanted
     session.group.is_alone = False
