@@ -148,6 +148,10 @@ class _ClosedForm:
         self._compute_s = deployment.computing_s(waited_for)
         self._computing = _computing(deployment, waited_for)
         self._nbytes = deployment.nbytes
+        # A coarse layout has longer slices than a job.
+        self._num_slices = max(
+            len(deployment.slices), self._nbytes // FLOAT_NBYTES // SLICE_NUMEL_MAX
+        )
         shares = deployment.shares()
         self._largest = max(shares)
         share = dict.fromkeys(deployment.hosts, 0.0)  # Share of the model on a host's shards.
@@ -214,6 +218,7 @@ class _ClosedForm:
         packed_s = self._nbytes / rates.encode if packs else 0.0
         byte_s = 1 / rates.worker + (1 / rates.tls if deployment.tls else 0.0)
         own_s = max(packed_s + pushed * byte_s, pulled * byte_s)  # One thread for each way.
+        own_s += self._num_slices * rates.message_s if pushed + pulled else 0.0
         group = deployment.group
         sum_s = 2 * (group - 1) / group * self._nbytes / rates.ring
         found[WORKER_CPU] = own_s / group + (sum_s if pushed else 0.0)
@@ -238,8 +243,7 @@ class _ClosedForm:
         bytes_s = add_s + pulled / rates.send
         bytes_s += (pushed + pulled) / rates.tls if deployment.tls else 0.0
         update_s = nbytes / rates.update if pushed else 0.0
-        number = max(len(deployment.slices), nbytes // FLOAT_NBYTES // SLICE_NUMEL_MAX)
-        message_s = 2 * workers * number / deployment.num_shards * rates.message_s
+        message_s = 2 * workers * self._num_slices / deployment.num_shards * rates.message_s
         return (self._largest * (workers * bytes_s + update_s) + message_s) / deployment.threads
 
     def _tail(self, pushed: float, name: str) -> Parts:

@@ -41,7 +41,8 @@ class MachineRates:
     encode: float = 1.5e9  # Bytes of gradients per second that a worker compresses.
     # Bytes of gradients per second that a thread of a shard decompresses and adds.
     decode: float = 2.0e9
-    message_s: float = 0.2e-3  # Seconds of a shard's thread for one push or pull, beside its bytes.
+    # Seconds of a thread for one push or pull, beside its bytes, of the shard and of the worker.
+    message_s: float = 0.2e-3
     tls: float = 0.6e9  # Bytes per second that one thread encrypts or decrypts.
     # Hosts, at most, between which all-reduce sends a model once each way: it adds up within each
     # host first. Between more hosts it is a ring of all processes.
@@ -66,7 +67,7 @@ RATE_SOURCES = {
     "local": "docs/dataplane.md: 3.2 GB/s of memory",
     "encode": "assumed for 2-bit; `psworker bench compressors` measures it",
     "decode": "assumed for 2-bit; `psworker bench compressors` measures it",
-    "message_s": "docs/dataplane.md: 1.06 ms of a step with one slice, by TCP, both sides",
+    "message_s": "docs/dataplane.md: 0.76 ms of a round of one slice, by TCP, in four such parts",
     "tls": "assumed: 0.3 GB/s on two cores that do both sides",
     "tree_hosts": "NCCL takes a tree on two nodes: github.com/NVIDIA/nccl/issues/946",
 }

@@ -215,7 +215,7 @@ class TimedWorker:
             packed=is_packed,
             answer=partial(self._answer, index, self._acknowledged, 0),
         )
-        seconds = each.nbytes / rates.encode if is_packed else 0.0
+        seconds = rates.message_s + (each.nbytes / rates.encode if is_packed else 0.0)
         shard = self._deployment.slices[index].shard
         arrive = partial(self._shards[shard].push, index, push, request)
         leave = partial(self._send, shard, ("push", self.rank, shard), nbytes, arrive)
@@ -274,7 +274,8 @@ class TimedWorker:
         if not nbytes:
             take()
             return
-        seconds = nbytes / self._deployment.rates.worker + self._tls_s(shard, nbytes)
+        rates = self._deployment.rates
+        seconds = rates.message_s + nbytes / rates.worker + self._tls_s(shard, nbytes)
         self.receiver.work(seconds / self._deployment.group, take)
 
     def _acknowledged(self, index: int, action: Acknowledge | Answer) -> None:
