@@ -68,7 +68,7 @@ class Watch:
     def listen(self) -> str:
         """Listens as the leader; returns what `connect` needs in each process."""
         self._token = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = f"paceline-group-{secrets.token_hex(8)}"
         self._listener.bind("\0" + name)
         self._listener.listen(self._size)
@@ -89,7 +89,7 @@ class Watch:
             if self._listener is not None:
                 self._accept(token)
             else:
-                peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 peer.settimeout(CONNECT_TIMEOUT_S)
                 peer.connect("\0" + name)
                 peer.sendall(f"{token} {self._rank}\n".encode())
