@@ -116,9 +116,9 @@ class Lifetimes:
                     f"`psserver forget {job.name}`"
                 )
         elif life == 0 and job.membership.is_deserted(member.rank):
-            self._go_on(job, job.life.number + 1)
+            self._go_on(job, job.life.number + 1, is_changing=job.barriers.holds)
         elif life not in (0, job.life.number):
-            self._go_on(job, life)
+            self._go_on(job, life, is_changing=True)  # The first shard knows whether they were.
 
     def require_over(self, job: Job, member: Member) -> None:
         """Refuses a worker while others of the job are live, if it would come too early.
@@ -147,14 +147,14 @@ class Lifetimes:
         if job.barriers.holds and live != [member.rank]:
             raise NotOverError(f"{others} change the mode or the parameters of job {job.name!r}")
 
-    def _go_on(self, job: Job, number: int) -> None:
+    def _go_on(self, job: Job, number: int, *, is_changing: bool) -> None:
         state, step = job.state, job.step
         if state is State.ENDED or not job.has_progress:
             return
         job.membership.begin_again()
         job.met.clear()
         for table in job.tables.values():
-            table.begin_again(is_changing=job.barriers.holds)
+            table.begin_again(is_changing=is_changing)
         job.barriers.begin_again()
         why = "it was restored from a checkpoint"
         if state is not State.RESTORED:

@@ -181,11 +181,15 @@ class SliceClock(SliceState):
 
         Workers that join before the next update are expected at once, as at the start of a job.
         Parked pushes came from the lost workers, whose memory may be in use again: they are
-        dropped.
+        dropped. Where workers exchange models, a step with some of their models closes without the
+        others: those would push the next one only with workers that wait for the end of this one.
         """
         self.parking.clear()
         self._first_version = max(self.version, 0)
         self._workers.begin_again(by_step=self.rule.by_step)
+        if self.rule.gossip and self.rule.by_step and self._open.steps:
+            for rank in range(self._workers.participants.num_workers):
+                self._workers.newcomers.start(rank, max(self._open.steps) + 1)
 
     def is_under_way(self) -> bool:
         """Returns whether a worker that joins for the first time has to catch up with others."""

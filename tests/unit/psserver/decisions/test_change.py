@@ -188,15 +188,18 @@ def test_the_next_table_is_known_before_its_first_update() -> None:
     assert job.progress == {"model": 1}, "all were lost: new ones begin as the first did"
 
 
-@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.parametrize(("is_over", "is_first"), [(True, True), (False, True), (False, False)])
 def test_workers_of_the_next_life_begin_with_the_next_table_if_the_change_was_over(
-    is_over: bool,
+    is_over: bool, is_first: bool
 ) -> None:
-    """Its pushes would else be in the way of those who make the change again."""
+    """Its pushes would else be in the way of those who make the change again.
+
+    Only the first shard knows that the change was over, as workers meet there.
+    """
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
-    for rank in (0, 1):
+    for rank in (0, 1) if is_first else ():
         shard.barrier(job, "growth", 0, rank, holds=True)
     table, _ = shard.define(job, replace(job.table(0).spec, name="model+1"))
     for rank in (0, 1):
@@ -207,8 +210,10 @@ def test_workers_of_the_next_life_begin_with_the_next_table_if_the_change_was_ov
         shard.barrier(job, "growth", 1, rank)
     for rank in (0, 1):
         lost(shard, job, rank)
-    shard.decide_join(job.name, 2, member(0, 77))
-    assert job.progress == ({"model": 1, "model+1": 0} if is_over else {"model": 1})
+    life = 0 if is_first else 2
+    shard.decide_join(job.name, 2, member(0, 77), life=life)
+    is_known = is_first and is_over
+    assert job.progress == ({"model": 1, "model+1": 0} if is_known else {"model": 1})
 
 
 def test_a_new_process_of_the_shard_knows_the_next_table_by_a_push() -> None:

@@ -5,13 +5,15 @@ import dataclasses
 import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
-from pscore.types import Push, Role
+from pscore.rules import DPSGD
+from pscore.types import Pull, Push, Role
 from psserver.decisions.job_state import State
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.decisions.membership import Member, Presence
-from psserver.decisions.orders import Update
+from psserver.decisions.orders import Answer, Update
 from psserver.decisions.shard import JOBS_MAX, Actions, Address, Job, Shard
 from tests.unit.psserver.decisions.test_jobs_and_tables import (
+    HYPER,
     LEASE_S,
     SPEC,
     member,
@@ -44,6 +46,29 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert "psserver forget run" in first.news
     assert shard.jobs["run"].state is State.LIVE
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
+
+
+def test_a_mean_of_models_that_a_kill_has_interrupted_closes_in_the_next_life() -> None:
+    """The others waited for it, and so for a worker that waited for them to exchange models."""
+    shard, job, address = ready(3, dataclasses.replace(SPEC, rule=DPSGD(average_every=4)))
+    for step, ranks in enumerate(((0, 1, 2), (1, 2))):
+        for rank in ranks:
+            model = Push(worker=rank, step=step, base_version=step, role=Role.MODEL, hyper=HYPER)
+            shard.decide_push(job, address, model, f"{rank}@{step}")
+    clock = job.table(0).clock(0)
+    assert clock.version == 1
+    for rank in (0, 1, 2):
+        job.membership.suspect(rank, 1, 1.0)
+    _, actions = shard.decide_join("run", 3, member(0, 2, restart=1))
+    assert updates(actions) == 1
+    for rank in (1, 2):
+        shard.decide_join("run", 3, member(rank, 2, restart=1))
+    for rank in (0, 1, 2):
+        (answer,) = shard.decide_pull(
+            job, address, Pull(worker=rank, clock=0, min_version=0), f"pull {rank}"
+        )
+        assert isinstance(answer[1], Answer)
+        assert (answer[1].version, answer[1].clock) == (2, 2)
 
 
 def test_an_interrupted_job_is_freed_after_days_and_its_next_workers_are_told() -> None:
