@@ -25,9 +25,8 @@ class Barrier:
     """The newest round of one name."""
 
     number: int = 0
-    arrived: set[int] = field(default_factory=set)  # Ranks.
+    arrived: dict[int, float] = field(default_factory=dict)  # Ranks, and the numbers they brought.
     is_open: bool = False
-    largest: float = 0.0  # Largest number that the workers have brought.
     former: float = 0.0  # The same, in the round before.
     former_number: int = -1  # Number of that round.
     holds: bool = False  # Whether no worker joins between this round and the next of any barrier.
@@ -42,6 +41,11 @@ class Barrier:
         missing = [] if self.is_open else [rank for rank in expected if rank not in self.arrived]
         self.is_open |= not (missing or is_short)
         return missing
+
+    @property
+    def largest(self) -> float:
+        """The largest number that the workers have brought."""
+        return max(self.arrived.values(), default=0.0)
 
     @property
     def next_round(self) -> int:
@@ -75,9 +79,8 @@ class Barriers:
         if number > barrier.number:
             barrier = Barrier(number, former=barrier.largest, former_number=barrier.number)
             self.by_name[name] = barrier
-        barrier.arrived.add(rank)
         if not barrier.is_open:
-            barrier.largest = max(barrier.largest, value)
+            barrier.arrived[rank] = value
             barrier.holds |= holds
         return barrier
 
@@ -85,12 +88,14 @@ class Barriers:
         """Forgets that the former worker of a rank waits at rounds which are not open."""
         for barrier in self.by_name.values():
             if not barrier.is_open:
-                barrier.arrived.discard(rank)
+                barrier.arrived.pop(rank, None)
 
     def begin_again(self) -> None:
         """Forgets the workers of a former life that wait at rounds which are not open."""
         for barrier in self.by_name.values():
-            barrier.arrived.clear()
+            if not barrier.is_open:
+                barrier.arrived.clear()
+                barrier.holds = False
         self.holds = False
 
     def agreed(self, name: str, number: int) -> float:

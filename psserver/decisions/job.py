@@ -128,8 +128,8 @@ class Job:
 
     @property
     def has_progress(self) -> bool:
-        """Whether it holds an update or a restored checkpoint."""
-        return self.life.is_restored or self.step > 0
+        """Whether it holds an update, a restored checkpoint, or the state of a table that was left."""
+        return self.life.is_restored or bool(self.progress)
 
     @property
     def state(self) -> State:

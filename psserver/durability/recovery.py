@@ -310,9 +310,12 @@ class Recovery:
         try:
             job.choice = ModeChoice(*map(str, meta.get("choice", ())))
             job.life.number = count_of(meta["life"], "the life of the job", most=records.UINT32_MAX)
-            for name, number, ranks, *rest in meta["barriers"]:
+            for name, number, ranks, is_open, largest, *former in meta["barriers"]:
                 round_ = count_of(number, f"the round of barrier {name!r}")
-                job.barriers.by_name[name] = Barrier(round_, set(ranks), *rest)
+                arrived = dict.fromkeys(
+                    ranks, largest
+                )  # For all that ask again, it is the largest.
+                job.barriers.by_name[name] = Barrier(round_, arrived, is_open, *former)
             job.barriers.holds = bool(meta.get("holds"))
             begin(job, recorder, [self._open(job, recorder, entry) for entry in tables])
         except UNUSABLE:

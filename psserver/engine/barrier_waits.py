@@ -92,7 +92,7 @@ class BarrierWaits:
         for name in self._waiting:
             barrier = self._job.barriers.by_name.get(name)
             if barrier is not None and not barrier.is_open:
-                missing = set(members.expected()) - barrier.arrived
+                missing = set(members.expected()) - barrier.arrived.keys()
                 found.append((tuple(missing), len(barrier.arrived)))
         return found
 

@@ -216,6 +216,20 @@ def test_workers_of_the_next_life_begin_with_the_next_table_if_the_change_was_ov
     assert job.progress == ({"model": 1, "model+1": 0} if is_known else {"model": 1})
 
 
+def test_a_shard_whose_first_slices_are_of_the_next_table_keeps_them() -> None:
+    """The first shard, which had slices before, told the workers that they are there."""
+    shard, job, _ = ready(2)
+    assert not job.has_progress
+    table, _ = shard.define(job, replace(job.table(0).spec, name="model+1"))
+    push_of = Push(worker=0, step=0, base_version=0, role=Role.STATE)
+    shard.decide_push(job, Address(job.name, table.index, 0), push_of, "state")
+    for rank in (0, 1):
+        aside(shard, job, rank, number=LEFT_FOR_GOOD)
+        lost(shard, job, rank)
+    assert job.has_progress
+    assert shard.decide_join(job.name, 2, member(0, 77), life=2)[0] is job
+
+
 def test_a_new_process_of_the_shard_knows_the_next_table_by_a_push() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
@@ -226,6 +240,28 @@ def test_a_new_process_of_the_shard_knows_the_next_table_by_a_push() -> None:
     assert job.progress == {"model": 1}
     push(shard, job, place, 0, 0)
     assert job.progress == {"model": 1, "model+1": 0}
+
+
+def test_a_number_that_a_dead_worker_has_brought_to_a_round_does_not_count() -> None:
+    """Those of the next life took it for their step, and had finished."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    shard.barrier(job, "growth", 0, 1, value=7.0, holds=True)
+    for rank in (0, 1):
+        lost(shard, job, rank)
+    shard.decide_join(job.name, 2, member(0, 77))
+    shard.decide_join(job.name, 2, member(1, 78))
+    for rank in (0, 1):
+        shard.barrier(job, "growth", 0, rank, value=1.0)
+    assert job.barriers.agreed("growth", 0) == 1.0
+    shard.barrier(job, "growth", 1, 1, value=7.0)
+    shard.decide_leave(job.name, 1, 78, "its host is gone", failed=True)
+    shard.decide_join(job.name, 2, member(1, 79))
+    for rank in (0, 1):
+        shard.barrier(job, "growth", 1, rank, value=2.0)
+    assert job.barriers.agreed("growth", 1) == 2.0
+    assert not job.barriers.holds
 
 
 def test_a_worker_in_the_place_of_one_that_waited_has_not_arrived_nor_stepped_aside() -> None:
