@@ -128,7 +128,7 @@ class Job:
 
     @property
     def has_progress(self) -> bool:
-        """Whether it holds an update, a restored checkpoint, or the state of a table that was left."""
+        """Whether it holds an update, a restored checkpoint, or the state of a former table."""
         return self.life.is_restored or bool(self.progress)
 
     @property
