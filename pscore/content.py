@@ -22,6 +22,7 @@ class Stepping(Protocol):
     name: ClassVar[str]  # Its name on the wire.
     hyper_names: ClassVar[tuple[str, ...]]  # Columns of the hyper-parameters, the first `lr`.
     state_names: ClassVar[tuple[str, ...]]  # Names of its state arrays.
+    assigns: ClassVar[bool]  # Whether pushes are values that replace the weights, not gradients.
 
 
 class Content(ABC):

@@ -22,6 +22,7 @@ class Assign(Optimizer):
     """The mean of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
 
     name = "assign"
+    assigns = True
     adds = True
     hyper_names = ("lr",)
 

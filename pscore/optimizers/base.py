@@ -134,6 +134,7 @@ class Optimizer(ABC):
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
         scalar_names: Those of them that torch keeps as one number for each parameter.
         holds_weights: Whether the value of its table is the model's weights.
+        assigns: Whether pushes are values that replace the weights, not gradients.
         adds: Whether `step` takes several gradients (`SliceStep.others`); a class with a `step` of
             its own that does not sets it to False.
         torch_has_step: Whether torch's state holds the number of steps as `step`.
@@ -145,6 +146,7 @@ class Optimizer(ABC):
     state_names: ClassVar[tuple[str, ...]] = ()
     scalar_names: ClassVar[tuple[str, ...]] = ()
     holds_weights: ClassVar[bool] = True
+    assigns: ClassVar[bool] = False
     adds: ClassVar[bool] = False
     torch_has_step: ClassVar[bool] = False
 

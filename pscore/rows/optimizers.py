@@ -64,6 +64,7 @@ class RowOptimizer(ABC):
     hyper_names: ClassVar[tuple[str, ...]]  # Columns of the hyper-parameters.
     # Its state, each as long as the row or one number for a row.
     state_names: ClassVar[tuple[str, ...]] = ()
+    assigns: ClassVar[bool] = False
     divisors: ClassVar[tuple[str, ...]] = ()  # Hyper-parameters by which a step divides.
     is_rowwise: ClassVar[bool] = False  # Whether the state is one number for a row.
 

@@ -176,18 +176,22 @@ class SliceClock(SliceState):
         for rank, clock in clocks.items():
             self._workers.counted[rank] = Progress(clock=version if self.rule.by_step else clock)
 
-    def begin_again(self) -> None:
+    def begin_again(self, *, closes: bool) -> None:
         """Begins another life of the job, whose workers were all lost.
 
         Workers that join before the next update are expected at once, as at the start of a job.
         Parked pushes came from the lost workers, whose memory may be in use again: they are
-        dropped. Where workers exchange models, a step with some of their models closes without the
-        others: those would push the next one only with workers that wait for the end of this one.
+        dropped.
+
+        Args:
+            closes: Whether a step with the pushes of some closes without the others, as for models
+                and named tensors: workers all do the same from now on, and those whose push is in
+                would be one round ahead.
         """
         self.parking.clear()
         self._first_version = max(self.version, 0)
         self._workers.begin_again(by_step=self.rule.by_step)
-        if self.rule.gossip and self.rule.by_step and self._open.steps:
+        if closes and self.rule.by_step and self._open.steps:
             for rank in range(self._workers.participants.num_workers):
                 self._workers.newcomers.start(rank, max(self._open.steps) + 1)
 

@@ -109,7 +109,7 @@ class Table:
         if is_changing or not self.was_left:
             self.participants.aside.clear()
         for clock in self.clocks.values():
-            clock.begin_again()
+            clock.begin_again(closes=self.optimizer.assigns)
 
     def waiting_for(self, index: int, membership: Membership, where: str) -> str:
         """Returns what an unanswered pull of a slice waits for, as text.

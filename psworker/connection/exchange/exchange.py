@@ -304,11 +304,9 @@ class Exchange:
             taking_part.step_aside(self.session, self.table, self._num_changes, step, rule)
             self.session.barrier("mode", holds=True)
             taking_part.change(self.session, self.table, self._num_changes, rule)
-        except (ConfigError, JobMismatchError, LimitError) as problem:
+        except (ConfigError, LimitError) as problem:  # All continue in the former mode.
             taking_part.come_back(self.session, self.table, self._num_changes, 0)
-            if isinstance(problem, LimitError):  # All continue in the former mode.
-                raise ConfigError(str(problem)) from problem
-            raise
+            raise ConfigError(str(problem)) from problem
         self.spec = replace(self.spec, rule=rule)
         self.ask_origin()
 

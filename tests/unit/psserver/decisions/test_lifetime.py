@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
-from pscore.rules import DPSGD
+from pscore.rules import DPSGD, SSGD
+from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role
 from psserver.decisions.job_state import State
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
@@ -48,9 +49,14 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
 
 
-def test_a_mean_of_models_that_a_kill_has_interrupted_closes_in_the_next_life() -> None:
-    """The others waited for it, and so for a worker that waited for them to exchange models."""
-    shard, job, address = ready(3, dataclasses.replace(SPEC, rule=DPSGD(average_every=4)))
+@pytest.mark.parametrize(
+    ("rule", "optimizer"), [(DPSGD(average_every=4), "assign"), (SSGD(), "assign_sum")]
+)
+def test_a_mean_that_a_kill_has_interrupted_closes_in_the_next_life(
+    rule: Rule, optimizer: str
+) -> None:
+    """Workers whose push was in would be a round ahead, and the others get a value of before."""
+    shard, job, address = ready(3, dataclasses.replace(SPEC, rule=rule, optimizer=optimizer))
     for step, ranks in enumerate(((0, 1, 2), (1, 2))):
         for rank in ranks:
             model = Push(worker=rank, step=step, base_version=step, role=Role.MODEL, hyper=HYPER)
