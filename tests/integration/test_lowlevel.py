@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import psworker
-from tests.integration.cluster import DEADLINE_S, Shards, Station, new_job
+from tests.integration.cluster import DEADLINE_S, Shards, Station, new_job, wait_until
 
 LARGE = (1 << 21) + 77  # Elements: more than one slice on each of two shards.
 
@@ -336,3 +336,35 @@ def test_a_push_that_waits_for_room_says_so(shards: Shards) -> None:
         second.tell()
         for worker in (first, second):
             worker.result()
+
+
+def is_interrupted(me: Station) -> None:
+    """Takes part in a mean, and all but the first worker in a second one."""
+    psworker.init()
+    psworker.push_pull(torch.ones(9000), "loss")
+    if me.rank == 0:
+        me.tell()
+        me.hear()
+    psworker.push_pull(torch.full((9000,), 100.0), "loss")
+
+
+def takes_part_again(me: Station) -> list[float]:
+    psworker.init()
+    values = (psworker.push_pull(torch.full((9000,), float(value)), "loss") for value in (2, 3))
+    return [float(value[-1]) for value in values]
+
+
+@pytest.mark.slow
+def test_a_mean_in_which_all_workers_were_killed_is_void_for_those_who_come_after(
+    shards: Shards,
+) -> None:
+    """Launchers such as torchrun start all workers again after a death."""
+    job = new_job()
+    with shards.workers(is_interrupted, num_workers=3, job=job) as workers:
+        workers[0].hear()
+        wait_until(lambda: all("has waited" in each.written() for each in workers[1:]))
+        for worker in workers:
+            worker.kill()
+    again = {"PACELINE_RESTART": "1"}
+    results = shards.run(takes_part_again, num_workers=3, job=job, env=again)
+    assert results == [[2.0, 3.0]] * 3
