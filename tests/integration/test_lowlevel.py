@@ -339,7 +339,7 @@ def test_a_push_that_waits_for_room_says_so(shards: Shards) -> None:
 
 
 def is_interrupted(me: Station) -> None:
-    """Takes part in a mean, and all but the first worker in a second one."""
+    """Waits in a second mean, in which the first worker does not take part."""
     psworker.init()
     psworker.push_pull(torch.ones(9000), "loss")
     if me.rank == 0:
