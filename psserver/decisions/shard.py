@@ -107,7 +107,7 @@ class Shard:
         if member.refills:
             await_others(job.membership, member.heard_s)
         if not repeated:
-            _welcome(job, member.rank, came_back=came_back)
+            _welcome(job, member, came_back=came_back)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self.lifetimes.make_room(name, JOBS_MAX)
             self.jobs[name] = job
@@ -381,8 +381,9 @@ def require_name(what: str, name: str) -> None:
         )
 
 
-def _welcome(job: Job, rank: int, *, came_back: bool) -> None:
+def _welcome(job: Job, member: Member, *, came_back: bool) -> None:
     """Prepares a job for a worker that has joined it, perhaps in another one's place."""
+    rank = member.rank
     job.barriers.forget(rank)
     for table in job.tables.values():
         table.participants.forget(rank)
@@ -390,6 +391,8 @@ def _welcome(job: Job, rank: int, *, came_back: bool) -> None:
             # Before the first update a worker begins together with the others.
             if came_back or clock.is_under_way():
                 clock.welcome(rank)
+            if member.returns:
+                clock.knows_pushes(rank)
 
 
 def close_windows(job: Job, now_s: float) -> Actions:

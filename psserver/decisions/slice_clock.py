@@ -96,6 +96,7 @@ class SliceClock(SliceState):
             )
         self.window.tick(now_s)
         counted = self._workers.progress(push.worker)
+        self._workers.anew.discard(push.worker)
         if push.step in counted:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
@@ -210,6 +211,10 @@ class SliceClock(SliceState):
         if self.version >= 0:
             self._workers.newcomers.join(worker)
             self.parking.discard_worker(worker)
+
+    def knows_pushes(self, worker: int) -> None:
+        """Records that the process of a worker has made its pushes itself: it makes none again."""
+        self._workers.anew.discard(worker)
 
     def change(self, rule: Rule) -> list[Action]:
         """Changes the mode while no worker is expected; pushes that are in enter an update.

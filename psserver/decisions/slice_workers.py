@@ -18,6 +18,7 @@ class SliceWorkers:
         self.newcomers = Newcomers()  # Those of them that have not reached their first step.
         # By rank. Invariant: contains every push of an open step, and no parked one.
         self.counted: dict[int, Progress] = {}
+        self.anew: set[int] = set()  # Ranks that have pushed nothing in the job's present life.
         self._first_clock = 0  # Largest clock when the job began, or its present life.
 
     @property
@@ -75,12 +76,16 @@ class SliceWorkers:
     def next_step(self, worker: int, version: int, *, by_step: bool) -> int:
         """Returns a worker's next step that is not in: its previous process may have sent some.
 
-        In a mode by step, workers may have left out steps that have closed.
+        In a mode by step, workers may have left out steps that have closed. In a new life of the
+        job all begin with the step that is open, so that none waits for another one's push before
+        it makes a step; a push that is in from the former life counts, and is not counted again.
 
         Args:
             worker: Rank.
         """
         step = self.clock(worker)
+        if by_step and worker in self.anew:
+            return version
         if by_step:
             step = max(step, version)
             while self.has(worker, step):
@@ -115,12 +120,14 @@ class SliceWorkers:
         self.newcomers.clear()
         self._first_clock = self.clock_max()
         if by_step:
-            for rank in range(self.participants.num_workers):
+            self.anew = set(range(self.participants.num_workers))
+            for rank in self.anew:
                 self.counted.setdefault(rank, Progress())
 
     def restart(self, clock: int) -> None:
         """Sets every worker's clock: the mode has changed."""
         self.newcomers.clear()
+        self.anew.clear()
         for rank in {*self.participants.ranks(), *self.counted}:
             self.counted[rank] = Progress(clock=clock)
 

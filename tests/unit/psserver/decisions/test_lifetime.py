@@ -7,11 +7,11 @@ import pytest
 from pscore.errors import ConfigError, JobMismatchError, LimitError, NotOverError, RankTakenError
 from pscore.rules import DPSGD, SSGD
 from pscore.rules.base import Rule
-from pscore.types import Pull, Push, Role
+from pscore.types import Pull, Push, Role, Verdict
 from psserver.decisions.job_state import State
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S, Limits
 from psserver.decisions.membership import Member, Presence
-from psserver.decisions.orders import Answer, Update
+from psserver.decisions.orders import Acknowledge, Answer, Update
 from psserver.decisions.shard import JOBS_MAX, Actions, Address, Job, Shard
 from tests.unit.psserver.decisions.test_jobs_and_tables import (
     HYPER,
@@ -47,6 +47,31 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert "psserver forget run" in first.news
     assert shard.jobs["run"].state is State.LIVE
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_all_begin_another_life_at_the_open_step_and_a_push_that_is_in_counts_once(
+    returns: bool,
+) -> None:
+    """A worker would else wait, as it begins, for the first step of another that waits for it."""
+    shard, job, address = ready(2)
+    for step, ranks in enumerate(((0, 1), (1,))):
+        for rank in ranks:
+            push(shard, job, address, rank, step)
+    for rank in (0, 1):
+        job.membership.suspect(rank, 1, 1.0)
+    for rank in (0, 1):
+        new = member(rank, 2, restart=1)
+        shard.decide_join("run", 2, dataclasses.replace(new, returns=returns and rank == 1))
+    for rank in (0, 1):
+        (answer,) = shard.decide_pull(job, address, Pull(worker=rank, clock=0, min_version=0), rank)
+        assert isinstance(answer[1], Answer)
+        assert answer[1].clock == (2 if returns and rank == 1 else 1)
+    ((_, answered),) = push(shard, job, address, 1, 1)
+    assert isinstance(answered, Acknowledge)
+    assert answered.verdict is Verdict.DUPLICATE
+    assert updates(push(shard, job, address, 0, 1)) == 1
+    assert job.table(0).clock(0).version == 2
 
 
 @pytest.mark.parametrize(
