@@ -1,6 +1,5 @@
 """A worker comes while the others, who have met, change the mode or the table of their job."""
 
-import functools
 import re
 import signal
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import psworker
+from pscore.errors import JobMismatchError
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.joining import PlaceWait
 from psworker.training.changes import growth
@@ -270,10 +270,13 @@ def is_killed_behind_growth(me: Station) -> None:
         train(optimizer, STEPS + 1)
 
 
-def goes_on(me: Station, *, whole: bool) -> list[float]:
-    """Begins as the first worker did, or with all parameters, and trains to the end."""
+def goes_on(me: Station) -> list[float]:
+    """Begins as the first worker did, then with all parameters, and trains to the end."""
     named = parameters()
-    named[1][1].requires_grad = whole
+    named[1][1].requires_grad = False
+    with pytest.raises(JobMismatchError, match="all parameters that the job has by now"):
+        make(named, "ssgd")
+    named[1][1].requires_grad = True
     optimizer = make(named, "ssgd")
     begun = optimizer.steps
     train(optimizer, 2 * STEPS)
@@ -294,10 +297,5 @@ def test_workers_that_are_all_killed_in_the_first_step_behind_growth_continue_th
         for worker in workers:
             worker.kill()
     again = {"PACELINE_RESTART": "1"}
-    with (
-        shards.workers(functools.partial(goes_on, whole=False), job=job, env=again) as workers,
-        pytest.raises(WorkerError, match="all parameters that the job has by now"),
-    ):
-        workers[0].result()
-    results = shards.run(functools.partial(goes_on, whole=True), job=job, env=again)
+    results = shards.run(goes_on, job=job, env=again)
     assert results == [[STEPS, -2.0 * STEPS, -1.0 * STEPS]] * 2
