@@ -221,7 +221,7 @@ class Hosts:
         """Starts nothing yet.
 
         Args:
-            watches: Whether to look when links are busy, which takes 7 % of a core.
+            watches: Whether to look when links are busy, which costs CPU.
         """
         self.case, self._watches = case, watches
         self.uses: dict[str, link_use.LinkUse] = {}  # When links were busy, by mode.

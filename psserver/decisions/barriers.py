@@ -27,7 +27,7 @@ class Barrier:
     number: int = 0
     arrived: dict[int, float] = field(default_factory=dict)  # Ranks, and the numbers they brought.
     is_open: bool = False
-    former: float = 0.0  # The same, in the round before.
+    former: float = 0.0  # Largest number of the round before.
     former_number: int = -1  # Number of that round.
     holds: bool = False  # Whether no worker joins between this round and the next of any barrier.
 

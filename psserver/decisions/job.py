@@ -114,8 +114,7 @@ class Job:
         It has updates, was restored, or has the state of one that the workers have left for it: the
         former one says so, or a push, which a new process of this shard knows too.
         """
-        left = {name for name, table in self.tables.items() if table.was_left}
-        followers = set(map(next_name, left))
+        followers = {next_name(name) for name, table in self.tables.items() if table.was_left}
         followers |= {
             name for name, table in self.tables.items() if GROWN in name and table.has_pushes
         }
@@ -128,7 +127,7 @@ class Job:
 
     @property
     def has_progress(self) -> bool:
-        """Whether it holds an update, a restored checkpoint, or the state of a former table."""
+        """Whether it holds an update, a restored checkpoint, or a table that follows one."""
         return self.life.is_restored or bool(self.progress)
 
     @property

@@ -312,9 +312,8 @@ class Recovery:
             job.life.number = count_of(meta["life"], "the life of the job", most=records.UINT32_MAX)
             for name, number, ranks, is_open, largest, *former in meta["barriers"]:
                 round_ = count_of(number, f"the round of barrier {name!r}")
-                arrived = dict.fromkeys(
-                    ranks, largest
-                )  # For all that ask again, it is the largest.
+                # The record has no number of each rank; those who ask again get the largest.
+                arrived = dict.fromkeys(ranks, largest)
                 job.barriers.by_name[name] = Barrier(round_, arrived, is_open, *former)
             job.barriers.holds = bool(meta.get("holds"))
             begin(job, recorder, [self._open(job, recorder, entry) for entry in tables])
