@@ -74,11 +74,20 @@ def _fault(address: str, port_min: int) -> str:
     is_bracketed = re.fullmatch(r"\[[0-9A-Fa-f:.]+(%\w+)?\]", host) is not None
     if ":" in host and not is_bracketed:
         return f"put an IPv6 address into brackets: [{host}]:{port}"
-    if not is_bracketed and re.fullmatch(r"[\w.-]+", host) is None:
+    if not (is_bracketed or _is_name(host)):
         return f"{host!r} is not the name or the address of a host"
     if not re.fullmatch("[0-9]{1,5}", port) or not port_min <= int(port) <= PORT_MAX:
         return f"the port is {port!r}, and ports are {port_min} to {PORT_MAX}"
     return ""
+
+
+def _is_name(host: str) -> bool:
+    """Returns whether a host may be asked for; the resolver raises for an empty or long label."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return re.fullmatch(r"[\w.-]+", host) is not None
 
 
 def explain_silence(address: str) -> str:

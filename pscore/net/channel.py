@@ -115,10 +115,11 @@ class FrameChannel(Generic[C]):
         point = envelope.WhichOneof("body") or "" if self._points else self._name
         sent = Unanswered(call, point, envelope.SerializeToString(), payload)
         with self._lock:
-            if self._failure is None:
+            failure = self._failure
+            if failure is None:
                 self._open[number] = sent
-        if self._failure is not None:
-            call.done.set_exception(self._failure)
+        if failure is not None:
+            call.done.set_exception(failure)
             return
         with self._sending:
             if self._stream is not None:

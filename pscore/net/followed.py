@@ -48,12 +48,16 @@ class Followed(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def add(self, connection: socket.socket, value: T) -> None:
-        """Follows a connection, as long as it is open."""
+        """Follows a connection, as long as it is open and there is room for a thread."""
         with self._lock:
-            self._values[connection] = value
             if self._thread is None:
-                self._thread = OwnedThread(self._run, f"follow-{self._name}", self._give_up)
-                self._thread.start()
+                thread = OwnedThread(self._run, f"follow-{self._name}", self._give_up)
+                try:
+                    thread.start()
+                except RuntimeError:  # The connection stays as it is, and is served all the same.
+                    return
+                self._thread = thread
+            self._values[connection] = value
 
     def take(self, connection: socket.socket) -> T | None:
         """Follows a connection no longer; returns its value, None if it was not followed."""

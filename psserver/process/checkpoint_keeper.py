@@ -50,6 +50,8 @@ class Keeper:
         with self._lock:
             self._is_ending.set()
             process = self._process
+            if process is None and self._thread is not None:
+                log.warning("no last checkpoint is written: the process that writes them has died")
             if process is not None and process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write("last\n")

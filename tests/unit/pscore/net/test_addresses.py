@@ -28,6 +28,8 @@ from pscore.net.addresses import explain_silence, is_open_elsewhere, parse_addre
         ("fe80::1:7070", r"into brackets: \[fe80::1\]:7070"),
         ("user@gpu3:7070", "'user@gpu3' is not the name"),
         ("[gpu3]:7070", r"'\[gpu3\]' is not the name"),
+        ("gpu3..cluster:7070", "'gpu3..cluster' is not the name"),
+        (f"{'g' * 64}.cluster:7070", "g.cluster' is not the name"),
     ],
 )
 def test_a_malformed_address_is_refused_with_its_fault(text: str, reason: str) -> None:

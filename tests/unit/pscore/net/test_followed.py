@@ -84,6 +84,24 @@ def test_a_look_that_raises_leaves_all_as_they_are_and_the_next_connection_is_fo
     assert len(looks) == 2
 
 
+def test_without_room_for_a_thread_a_connection_stays_as_it_is(
+    connection: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who follows serves the connection: an error would end a shard."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    followed = Followed[None]("look", list)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        followed.add(connection, None)
+    assert not len(followed)
+    followed.add(connection, None)  # There is room again.
+    eventually(lambda: not len(followed))
+    eventually(is_over)
+
+
 class Slow(socket.socket):
     """A socket that holds whoever asks for its number, in the process that made it."""
 

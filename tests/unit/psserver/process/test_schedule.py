@@ -317,6 +317,22 @@ def test_one_that_cannot_be_started_is_tried_again(
     keeper.close()
 
 
+def test_one_that_has_died_writes_no_last_one_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    keeper = Keeper(last_s=60.0)
+    with capture_logs() as lines:
+        keeper.start(plan_of(tmp_path).to_json)
+        eventually(lambda: lines)
+        keeper.last()
+    said = [line["event"] for line in lines]
+    assert said[-1] == "no last checkpoint is written: the process that writes them has died"
+
+
 def test_without_a_start_there_is_nothing_to_end() -> None:
     keeper = Keeper(last_s=60.0)
     keeper.last()
