@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pscore.types import Verdict
 from psserver.decisions.orders import Acknowledge, Answer, Update
-from psserver.engine.requests import LOADS
+from psserver.decisions.slice_clock import LOADS
 from pssim.shard import Decision
 
 

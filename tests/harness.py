@@ -23,8 +23,7 @@ from pscore.compressors.none import NoCompression
 from pscore.rules.base import Rule
 from pscore.types import Verdict
 from psserver.decisions.orders import Acknowledge, Answer
-from psserver.decisions.slice_clock import SliceClock
-from psserver.engine.requests import LOADS
+from psserver.decisions.slice_clock import LOADS, SliceClock
 from psserver.slices.store import SliceStore
 from pssim.cluster import quiet, small_slices
 from pssim.network import Loop, Message, Network

@@ -32,7 +32,6 @@ class BarrierWaits:
         """Starts with none.
 
         Args:
-            lock: The engine's.
             note: Called when the barriers have changed, to journal them.
         """
         self._shard = shard

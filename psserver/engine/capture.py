@@ -70,7 +70,6 @@ class TableCapture:
 
         Args:
             version: Wanted of all slices; -1: that of each slice now.
-            lock: The engine's.
             base: By slice: the mark of an earlier copy, since which the changes will do.
         """
         self.job = job.name
@@ -218,7 +217,6 @@ def capture(
 
     Args:
         version: Wanted of all slices; -1: that of each slice now.
-        weights_only: Whether residuals are left out.
         base: By slice: the mark of an earlier copy, since which the changes will do.
 
     Raises:

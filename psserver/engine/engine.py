@@ -16,7 +16,8 @@ from concurrent.futures import Executor
 
 import structlog
 
-from pscore.memory.segment import Segment
+from pscore.errors import LimitError
+from pscore.memory.segment import Segment, WeightsMap
 from pscore.net.budget import Budget
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
@@ -24,16 +25,21 @@ from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Actions, Job, Shard, close_windows
+from psserver.decisions.shard import Actions, Address, Job, Shard, close_windows
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
-from psserver.engine.allocation import Allocation
 from psserver.engine.counters import Counters
+from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
+from psserver.engine.slice_queue import SliceQueue
+from psserver.engine.trace import Tracer
 from psserver.engine.views import CopiesView, DefinedTable, Saves
+from psserver.slices.base import NO_OBSERVER
+from psserver.stores import kind_of
+from psserver.stores.base import SliceMemory
 
 log = structlog.get_logger()
 
@@ -53,7 +59,7 @@ class Engine:
         executor: Executor | None = None,
         placement: Placement | None = None,
         journals: JournalDir | None = None,
-        broke: Callable[[BaseException], None] | None = None,
+        broke: Callable[[BaseException], None] = lambda problem: None,
         on_decided: Callable[[Job, Actions], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -86,13 +92,12 @@ class Engine:
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
         self.recovery = Recovery(journals, shard)
-        self._broke = broke
         self._executor = executor
         self.requests = Requests(
             shard=shard,
             jobs=self.jobs,
             now=now,
-            report=self._report,
+            broke=broke,
             lock=self.lock,
             counters=self.counters,
             on_decided=on_decided,
@@ -100,15 +105,7 @@ class Engine:
             placement=self.placement,
         )
         self.on_table: Callable[[RunningJob, RunningTable], None] = lambda job, table: None
-        self._allocation = Allocation(
-            shard,
-            self._close_ended,
-            self.requests,
-            executor,
-            self.placement,
-            timeline,
-            lambda job, table: self.on_table(job, table),
-        )
+        self._timeline = timeline
 
     # ----- jobs
 
@@ -217,7 +214,7 @@ class Engine:
         with self.lock:
             table, is_new = self.shard.define(job.job, spec, adopts=adopts)
             if is_new:
-                self._allocation.allocate(job, table)
+                self._allocate(job, table)
             view = DefinedTable(
                 index=table.index,
                 is_new=is_new,
@@ -239,6 +236,46 @@ class Engine:
             nbytes=table.nbytes,
         )
         return view
+
+    def _allocate(self, job: RunningJob, table: Table) -> None:
+        """Makes a new table, if need be in memory of jobs that have ended.
+
+        Raises:
+            LimitError: There is no memory for it; the job no longer has the table.
+        """
+        self._close_ended()  # Jobs that had to make room for it.
+        try:
+            what = f"table {table.spec.name!r} on shard {self.shard.index}"
+            require_host_memory(what, table.memory_nbytes, self._free_one)
+            memory = job.recorder.make_memory(table, self._free_one)
+        except LimitError:
+            del job.job.tables[table.spec.name]
+            raise
+        self._add_table(job, table, memory)
+
+    def _add_table(self, job: RunningJob, table: Table, memory: TableMemory) -> None:
+        """Makes the stores and queues of a table in `memory`, whose weights workers can map."""
+        layout = WeightsMap(list(table.specs.values()))
+        queues: dict[int, SliceQueue] = {}
+        for index, part in table.specs.items():
+            address, timeline = Address(job.name, table.index, index), self._timeline
+            own = SliceMemory(
+                buffers=layout.buffers(memory.weights, index),
+                versions=layout.versions(memory.weights, index),
+                stamps=memory.stamps.get(index),
+                journal=memory.journals.get(index),
+            )
+            seen = NO_OBSERVER if timeline is None else Tracer(timeline, address, part.numel)
+            store = kind_of(table.spec.content.name).make(table, part, own, seen)
+            queues[index] = SliceQueue(store, self.requests, self._executor, self.placement)
+        job.tables[table.index] = running = RunningTable(table, memory.weights, queues)
+        self.on_table(job, running)
+
+    def _free_one(self) -> bool:
+        """Frees the memory of the job that ended first; returns whether any has ended."""
+        is_freed = self.shard.lifetimes.free_one()
+        self._close_ended()
+        return is_freed
 
     def step_aside(
         self,
@@ -302,7 +339,7 @@ class Engine:
         """Makes a job of its journal (resume.py)."""
         job = RunningJob(decided, self.shard, recorder, self.lock, self.now())
         for table, memory in tables:
-            self._allocation.add(job, table, memory)
+            self._add_table(job, table, memory)
         self.jobs[job.name] = job
 
     def begin_restored(self, name: str, num_workers: int, min_workers: int) -> RunningJob:
@@ -384,7 +421,3 @@ class Engine:
         """Records how copies of checkpoints at a second place fare."""
         with self.lock:
             self.copies = copies
-
-    def _report(self, problem: BaseException | None) -> None:
-        if self._broke is not None and problem is not None:
-            self._broke(problem)

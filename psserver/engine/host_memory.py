@@ -29,7 +29,6 @@ def require_host_memory(what: str, wanted: int, free_one: Callable[[], bool]) ->
     """Refuses an allocation that is larger than the free memory of this host or container.
 
     Args:
-        what: The allocation, for the message.
         free_one: Frees memory that is kept without need; returns whether there was any.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -54,8 +54,6 @@ class Reply(Protocol):
         """Answers a pull.
 
         Args:
-            reply: The header.
-            arrays: The payload.
             release: Called when the arrays have been sent. None: they are only valid during the
                 call.
         """
@@ -212,9 +210,6 @@ class RunningJob:
 
         Args:
             job: The decisions about it; read and changed only under the lock.
-            shard: The decisions about all jobs.
-            recorder: Its journal.
-            lock: The engine's.
         """
         self.job = job
         self.name = job.name
@@ -246,14 +241,10 @@ class RunningJob:
         return {index: running.num_exposed for index, running in self.tables.items()}
 
     @property
-    def held(self) -> dict[int, dict[str, int]]:
-        """Counts of the things that each table holds beside weights, by its index."""
-        return {index: running.count_held() for index, running in self.tables.items()}
-
-    @property
     def is_busy(self) -> bool:
         """Whether any queue has work; under the lock."""
-        return any(queue.is_busy for table in self.tables.values() for queue in _queues(table))
+        tables = self.tables.values()
+        return any(queue.is_busy for table in tables for queue in table.queues.values())
 
     def part_with(self, rank: int) -> None:
         """Unmaps the gradients that a worker has shared."""
@@ -287,8 +278,6 @@ class RunningJob:
         """Records a worker's report for the choice of the mode, or decides it.
 
         Args:
-            step: The step before which it reports.
-            risk: The risk that its script accepts.
             decides: Whether all workers have reported at this step.
 
         Returns:
@@ -333,8 +322,6 @@ class RunningJob:
         Args:
             waiting_for: The shard that does not answer it; empty if none.
             left_out: By table: steps, count and first step of its pushes that came too late.
-            reported: Values of its training, by name.
-            peers: Its last exchanges with peers.
             pace: Pace of its steps and waits; None: it reports it to another shard.
             data_plane: Name of that between it and this shard; empty: not chosen yet.
             stage: Its part in a pipeline; None: it has none, or reports it to another shard.
@@ -373,7 +360,6 @@ class RunningJob:
         """Records a peer that has stopped under an epoch (`Directory.arrive`).
 
         Args:
-            epoch: The epoch that it knows.
             since: Epoch of the last meeting that it knows.
             again: Whether an exchange under that epoch has failed.
 
@@ -431,7 +417,3 @@ class RunningJob:
         with self._lock:
             kept = self.residuals.kept(self.job.table(table).index, rank)
             return {index: dict(arrays) for index, arrays in kept.items()}
-
-
-def _queues(table: RunningTable) -> Iterable[SliceQueue]:
-    return table.queues.values()

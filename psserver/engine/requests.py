@@ -28,7 +28,7 @@ from pscore.types import SAMPLES_MAX, ByteArray, Pull, Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
-from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.slice_clock import LOADS, SliceClock
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
 from psserver.engine.job import Reply, Request, RunningJob, RunningTable
@@ -43,7 +43,6 @@ NO_BYTES: ByteArray = np.empty(0, np.uint8)
 STEPS_MAX = 1 << 48  # Most steps of a job.
 VERDICTS = [data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict]
 ROLES = tuple(Role)
-LOADS = (Role.WEIGHTS, Role.STATE, Role.REFILL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class Requests:
     shard: Shard
     jobs: Mapping[str, RunningJob]
     now: Callable[[], float]
-    report: Callable[[BaseException | None], None]  # Called when a queue fails.
+    broke: Callable[[BaseException], None]  # Called when a queue fails.
     lock: threading.RLock
     counters: Counters
     waiting: dict[Request, None] = field(default_factory=dict)  # Unanswered pulls, oldest first.
@@ -94,9 +93,7 @@ class Requests:
         """Decides on a push and starts the work that follows; may answer before it returns.
 
         Args:
-            header: The push.
             data: `(nbytes,) uint8`, its payload; empty if it is in shared memory.
-            reply: Sends the answer.
             release: Called when the payload is no longer needed.
             here: This thread may execute the work.
             pull_wait_s: The longest wait of the pull in the header, in seconds; None: there is
@@ -156,8 +153,6 @@ class Requests:
         A late answer says what the pull waits for.
 
         Args:
-            header: The pull.
-            reply: Sends the answer.
             wait_s: The longest wait, in seconds.
             data: `(nbytes,) uint8`, its payload.
 
@@ -272,14 +267,6 @@ class Requests:
             token.release()
         self.counters.times_s.append(self.now() - token.taken_s)
 
-    def acknowledge(self, action: Acknowledge) -> None:
-        """Answers a push."""
-        self.make_acknowledgement(action)()
-
-    def answer(self, action: Answer, store: Store) -> None:
-        """Answers a pull with the numbers that the store reads for it."""
-        self.make_answer(action, store)()
-
     def make_acknowledgement(self, action: Acknowledge) -> Callable[[], None]:
         """Returns the answer to a push."""
         assert isinstance(action.token, Request)
@@ -307,10 +294,6 @@ class Requests:
             request.job.job.counters.raw_pulled_nbytes += reading.raw_nbytes
             self.counters.sent_nbytes += reading.nbytes
         return partial(request.reply.pulled, reply, reading.arrays, reading.release)
-
-    def broke(self, problem: BaseException | None) -> None:
-        """Reports that a queue has failed."""
-        self.report(problem)
 
     # ----- inside
 

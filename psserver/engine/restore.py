@@ -38,7 +38,6 @@ def restore(
     Args:
         num_workers: Its workers; the maximum of an elastic job.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
-        tables: This shard's part of the checkpoint.
         replaces: Whether a job of this name may have live workers, which then have to join again.
 
     Raises:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Protocol
 
 import numpy as np
@@ -101,7 +102,7 @@ Send = Callable[[], None]  # Sends an answer that is ready.
 
 
 class Completion(Protocol):
-    """Holds the payloads of requests and sends their answers; called from any thread."""
+    """Holds the payloads of requests and makes their answers; called from any thread."""
 
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push; the same one until `done`."""
@@ -112,24 +113,14 @@ class Completion(Protocol):
     def done(self, token: Token) -> None:
         """Drops the payload of a push."""
 
-    def acknowledge(self, action: Acknowledge) -> None:
-        """Answers a push."""
-
-    def answer(self, action: Answer, store: Store) -> None:
-        """Answers a pull from the store's arrays, before it returns."""
-
-    def broke(self, problem: BaseException | None) -> None:
-        """Reports that an action raised, which only a bug can cause; the slice stays stuck."""
-
-
-class DeferringCompletion(Completion, Protocol):
-    """A completion whose answers can be made before they are sent."""
-
     def make_acknowledgement(self, action: Acknowledge) -> Send:
         """Returns the answer to a push."""
 
     def make_answer(self, action: Answer, store: Store) -> Send:
         """Returns the answer to a pull; it may read the store's arrays until its next order."""
+
+    def broke(self, problem: BaseException) -> None:
+        """Reports that an action raised, which only a bug can cause; the slice stays stuck."""
 
 
 class Follower(Protocol):
@@ -143,36 +134,13 @@ class Follower(Protocol):
         """
 
 
-class Outbox:
-    """A completion whose answers wait."""
-
-    def __init__(self, completion: DeferringCompletion) -> None:
-        self._completion = completion
-        self._sends: list[Send] = []
-        self.payload, self.keep = completion.payload, completion.keep
-        self.done, self.broke = completion.done, completion.broke
-
-    def acknowledge(self, action: Acknowledge) -> None:
-        """Keeps the answer to a push."""
-        self._sends.append(self._completion.make_acknowledgement(action))
-
-    def answer(self, action: Answer, store: Store) -> None:
-        """Keeps the answer to a pull."""
-        self._sends.append(self._completion.make_answer(action, store))
-
-    def release(self) -> None:
-        """Sends all answers."""
-        for send in self._sends:
-            send()
-
-
 class SliceQueue:
     """The actions of one slice, in order."""
 
     def __init__(
         self,
         store: Store,
-        completion: DeferringCompletion,
+        completion: Completion,
         executor: Executor | None,
         placement: Placement = DEFAULTS,
     ) -> None:
@@ -180,7 +148,6 @@ class SliceQueue:
 
         Args:
             store: The slice's numbers; only this queue touches them.
-            completion: Payloads and answers of requests.
             executor: Does the work of large slices; None: `submit` does it before it returns.
         """
         self.store = store
@@ -221,7 +188,7 @@ class SliceQueue:
                 self._queue.append(BeginShipping())
                 return
             self._is_busy = True
-        if self._has_it(Outbox(self._completion)):
+        if self._has_it([]):
             self.run()
 
     def run(self) -> None:
@@ -237,8 +204,8 @@ class SliceQueue:
                     break
             finished = True
         finally:
-            if not finished:
-                self._completion.broke(sys.exception())
+            if not finished and (problem := sys.exception()) is not None:
+                self._completion.broke(problem)
 
     def _put_off(self, copies: list[Work]) -> None:
         """Queues the next portions of copies, behind the actions that have come meanwhile."""
@@ -268,28 +235,29 @@ class SliceQueue:
             stop += 1
         with self._lock:
             self._queue.extendleft(reversed(batch[stop:]))
-        outbox = Outbox(self._completion)
-        self._put_off(execute(batch[:stop], self.store, outbox))
-        return self._has_it(outbox)
+        answers: list[Send] = []
+        self._put_off(execute(batch[:stop], self.store, self._completion, answers.append))
+        return self._has_it(answers)
 
-    def _has_it(self, outbox: Outbox) -> bool:
-        """Sends answers if the other process has all changes, else the changes first.
+    def _has_it(self, answers: list[Send]) -> bool:
+        """Sends answers if the other process has all changes; else the changes, and returns False.
 
-        Returns:
-            Whether the answers have left.
+        The answers then leave later.
         """
         follower, journal = self._follower, self.store.journal
         if follower is not None and journal is not None:
             is_new = journal.number != self._shipped or not journal.is_on
             self._shipped = journal.number
-            if is_new and follower.ship(partial(self._go_on, outbox)):
+            if is_new and follower.ship(partial(self._go_on, answers)):
                 return False
-        outbox.release()
+        for send in answers:
+            send()
         return True
 
-    def _go_on(self, outbox: Outbox) -> None:
+    def _go_on(self, answers: list[Send]) -> None:
         """Sends answers whose changes the other process has, and executes the next actions."""
-        outbox.release()
+        for send in answers:
+            send()
         self._start()
 
     def _start(self) -> None:
@@ -307,7 +275,12 @@ class SliceQueue:
             return batch
 
 
-def execute(actions: Sequence[Work], store: Store, completion: Completion) -> list[Work]:
+def execute(
+    actions: Sequence[Work],
+    store: Store,
+    completion: Completion,
+    send: Callable[[Send], None] = call,
+) -> list[Work]:
     """Executes actions of one slice in order; an update and the additions before it run as one.
 
     So a gradient is read once, for addition and step. Acknowledgements between them are sent after
@@ -323,20 +296,26 @@ def execute(actions: Sequence[Work], store: Store, completion: Completion) -> li
             run.append(action)
             continue
         if isinstance(action, Update) and run:
-            _update_with(run, action, store, completion)
+            _update_with(run, action, store, completion, send)
         else:
-            _one_by_one(run, store, completion)
+            for earlier in run:
+                _do(earlier, store, completion, send)
             if isinstance(action, CopyOut | CopyMore):
                 more += _copy(action, store)
             else:
-                HANDLERS[type(action)](action, store, completion)
+                _do(action, store, completion, send)
         run = []
-    _one_by_one(run, store, completion)
+    for earlier in run:
+        _do(earlier, store, completion, send)
     return more
 
 
 def _update_with(
-    run: Sequence[Add | Acknowledge], update: Update, store: Store, completion: Completion
+    run: Sequence[Add | Acknowledge],
+    update: Update,
+    store: Store,
+    completion: Completion,
+    send: Callable[[Send], None],
 ) -> None:
     """Makes an update together with the additions to its open step at the end of `run`."""
     begin = 0
@@ -344,52 +323,53 @@ def _update_with(
         if isinstance(action, Add) and action.open_step != update.open_step:
             begin = position + 1
     adds = [action for action in run[begin:] if isinstance(action, Add)]
+    for earlier in run[:begin] if adds else (*run, update):
+        _do(earlier, store, completion, send)
     if not adds:
-        _one_by_one([*run, update], store, completion)
         return
-    _one_by_one(run[:begin], store, completion)
     store.add_and_update([(add, completion.payload(add.token)) for add in adds], update)
     for add in adds:
         completion.done(add.token)
-    _one_by_one(
-        [action for action in run[begin:] if not isinstance(action, Add)], store, completion
-    )
+    for action in run[begin:]:
+        if not isinstance(action, Add):
+            _do(action, store, completion, send)
 
 
-def _one_by_one(actions: Sequence[Work], store: Store, completion: Completion) -> None:
-    for action in actions:
-        HANDLERS[type(action)](action, store, completion)
+def _do(action: Work, store: Store, completion: Completion, send: Callable[[Send], None]) -> None:
+    """Executes one action, but for copies."""
+    if isinstance(action, Acknowledge):
+        store.note_late(action)
+        send(completion.make_acknowledgement(action))
+    elif isinstance(action, Answer):
+        send(completion.make_answer(action, store))
+    elif isinstance(action, Add):
+        store.add(action, completion.payload(action.token))
+        completion.done(action.token)
+    elif isinstance(action, Update):
+        store.update(action)
+    elif isinstance(action, Hold):
+        completion.keep(action.token, store.hold(action, completion.payload(action.token)))
+    elif isinstance(action, Load):
+        store.load(action, completion.payload(action.token))
+        completion.done(action.token)
+    elif isinstance(action, Skip):
+        store.skip(action)
+    else:
+        _do_other(action, store)
 
 
-def _add(action: Add, store: Store, completion: Completion) -> None:
-    store.add(action, completion.payload(action.token))
-    completion.done(action.token)
-
-
-def _load(action: Load, store: Store, completion: Completion) -> None:
-    store.load(action, completion.payload(action.token))
-    completion.done(action.token)
-
-
-def _hold(action: Hold, store: Store, completion: Completion) -> None:
-    completion.keep(action.token, store.hold(action, completion.payload(action.token)))
-
-
-def _update(action: Update, store: Store, completion: Completion) -> None:
-    store.update(action)
-
-
-def _skip(action: Skip, store: Store, completion: Completion) -> None:
-    store.skip(action)
-
-
-def _acknowledge(action: Acknowledge, store: Store, completion: Completion) -> None:
-    store.note_late(action)
-    completion.acknowledge(action)
-
-
-def _answer(action: Answer, store: Store, completion: Completion) -> None:
-    completion.answer(action, store)
+def _do_other(action: Work, store: Store) -> None:
+    """Executes an action that no clock has decided; `BeginShipping` only marks a place."""
+    if isinstance(action, ShowStore):
+        action.see(store)
+    elif isinstance(action, SwitchRule):
+        store.change(action.rule, action.epoch, action.clocks)
+    elif isinstance(action, CountBefore) and store.progress is not None:
+        store.progress.count_before(action.minibatch)
+    elif isinstance(action, Seal):
+        store.seal()
+    elif isinstance(action, JournalAgain):
+        store.journal_again()
 
 
 def _copy(action: CopyOut | CopyMore, store: Store) -> list[Work]:
@@ -401,45 +381,3 @@ def _copy(action: CopyOut | CopyMore, store: Store) -> list[Work]:
         return [action]
     action.take(arrays)
     return []
-
-
-def _show_store(action: ShowStore, store: Store, completion: Completion) -> None:
-    action.see(store)
-
-
-def _switch_rule(action: SwitchRule, store: Store, completion: Completion) -> None:
-    store.change(action.rule, action.epoch, action.clocks)
-
-
-def _count_before(action: CountBefore, store: Store, completion: Completion) -> None:
-    if store.progress is not None:
-        store.progress.count_before(action.minibatch)
-
-
-def _seal(action: Seal, store: Store, completion: Completion) -> None:
-    store.seal()
-
-
-def _journal_again(action: JournalAgain, store: Store, completion: Completion) -> None:
-    store.journal_again()
-
-
-def _begin_shipping(action: BeginShipping, store: Store, completion: Completion) -> None:
-    """Does nothing: the queue ships behind it."""
-
-
-HANDLERS: dict[type[Work], Callable[..., None]] = {
-    ShowStore: _show_store,
-    SwitchRule: _switch_rule,
-    CountBefore: _count_before,
-    Seal: _seal,
-    JournalAgain: _journal_again,
-    BeginShipping: _begin_shipping,
-    Add: _add,
-    Load: _load,
-    Hold: _hold,
-    Update: _update,
-    Skip: _skip,
-    Acknowledge: _acknowledge,
-    Answer: _answer,
-}

@@ -8,16 +8,13 @@ one moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from pscore.content import Content
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
-from psserver.decisions.shard import Job, Shard
-from psserver.decisions.table import Table
 from psserver.decisions.worker_reports import NO_PACE, ReportedPace, StageReport
 from psserver.engine.counters import Counters
-from psserver.engine.waits import Waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,118 +192,3 @@ class Figures:
     counters: Counters  # A copy.
     live: dict[str, int]  # Live workers, by the name of the job.
     shard: ShardView
-
-
-def figures_of(shard: Shard, counters: Counters, view: ShardView) -> Figures:
-    """Returns a copy of the numbers; called under the lock."""
-    live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
-    counters.keep({name for name, count in live.items() if count})
-    return Figures(counters=counters.copy(), live=live, shard=view)
-
-
-def view_of(
-    job: Job,
-    waits: Waits,
-    now_s: float,
-    saves: Saves,
-    exposed: Mapping[int, int],
-    held: Mapping[int, Mapping[str, int]],
-) -> JobView:
-    """Returns a job as it is at this moment; called under the lock.
-
-    Args:
-        saves: Its checkpoints.
-        exposed: By table: number of slices that a journal should hold, and does not.
-        held: By table: counts of the things that it holds beside weights, by name.
-    """
-    return JobView(
-        **asdict(job.counters),
-        name=job.name,
-        num_workers=job.membership.num_workers,
-        min_workers=job.membership.min_workers,
-        workers=_workers(job, waits, now_s),
-        tables=tuple(
-            _table(table, waits, exposed.get(table.index, 0), held.get(table.index, {}))
-            for table in job.tables.values()
-        ),
-        waiting_for=tuple(waits.others()),
-        state=job.state.value,
-        step=job.step,
-        memory_nbytes=job.memory_nbytes,
-        open_steps=max(
-            (len(c.open_steps) for table in job.tables.values() for c in table.clocks.values()),
-            default=0,
-        ),
-        num_lost=job.membership.num_lost,
-        num_away=job.membership.num_away,
-        has_checkpoint=saves.has_any,
-        checkpoint_age_s=now_s - saves.since_s,
-        rounds=_rounds(job),
-        chosen=job.choice.text,
-    )
-
-
-def _rounds(job: Job) -> tuple[RoundView, ...]:
-    found = []
-    for name, table in job.tables.items():
-        if table.spec.rule.window_s is not None and table.clocks:
-            clock = max(table.clocks.values(), key=lambda clock: clock.version)
-            found.append(
-                RoundView(
-                    table=name,
-                    num_in=len(clock.ranks_in()),
-                    window_s=clock.window.length_s,
-                    num_late=max(clock.window.num_late for clock in table.clocks.values()),
-                )
-            )
-    return tuple(found)
-
-
-def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
-    staleness: dict[int, int] = {}
-    for table in job.tables.values():
-        for clock in table.clocks.values():
-            for rank, updates in clock.staleness.items():
-                if updates > staleness.get(rank, 0):
-                    staleness[rank] = updates
-    return tuple(
-        WorkerView(
-            rank=member.rank,
-            host=member.host,
-            pid=member.pid,
-            step=job.steps.get(member.rank, 0),
-            staleness=staleness.get(member.rank, 0),
-            state=member.presence.value,
-            silent_s=now_s - member.heard_s,
-            reported=dict(member.reported),
-            peers=member.peers,
-            pace=member.pace,
-            waited_for_s=waits.waited_for_s.get(member.rank, 0.0),
-            data_plane=member.data_plane,
-            stage=member.stage,
-            reached=member.reached,
-        )
-        for _, member in sorted(job.membership.members.items())
-    )
-
-
-def _table(table: Table, waits: Waits, num_exposed: int, held: Mapping[str, int]) -> TableView:
-    versions = [clock.version for clock in table.clocks.values()] or [-1]
-    return TableView(
-        name=table.spec.name,
-        mode=str(table.spec.rule),
-        compressor=str(table.spec.compressor),
-        optimizer=table.spec.optimizer,
-        num_slices=len(table.specs),
-        nbytes=table.nbytes,
-        version_min=min(versions),
-        version_max=max(versions),
-        waiting_for=waits.of_table(table),
-        fingerprint=table.layout.fingerprint,
-        rounds=table.rounds,
-        minibatches=table.minibatches,
-        num_exposed=num_exposed,
-        held=held,
-        lead=table.spec.origin.clock - table.spec.origin.step,
-        on_workers=table.spec.is_held,
-    )

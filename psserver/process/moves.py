@@ -16,15 +16,15 @@ from pscore.net.credentials import read_credentials
 from pscore.observe.boot import boot_id
 from pscore.pb.ps.v1 import standby_pb2 as pb
 from psserver.engine.resume import recover
-from psserver.process.followed import FollowedShard, FollowedSlice
+from psserver.process.followed import FollowedShard
 from psserver.process.pairing import Pairing, note_given
 from psserver.service.signpost import Signpost
 from psserver.service.standby_metrics import StandbyView
 from psserver.service.standby_service import StandbyServicer
 from psserver.standby.handover import Giver
 from psserver.standby.mover import Mover, described
-from psserver.standby.pieces import ArrivingJournals, SentSpan
-from psserver.standby.stream import JournalStream, Sender
+from psserver.standby.pieces import ArrivingJournals
+from psserver.standby.stream import JournalStream
 from psserver.standby.succession import Claim
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ShardMoves:
         if plan.pair is not None and folder is not None:
             note_given(folder, plan.pair)
         self.mover = Mover(folder, self, self._credentials)
-        self._followed = None if journals is None else FollowedShard(engine, journals)
+        self.followed = None if journals is None else FollowedShard(engine, journals)
         # Holds calls, or passes them on.
         self.signpost = Signpost(self._await_kept, lambda: self.view.stands_by)
         self.is_frozen = False  # Whether nothing may change the shard, also not time.
@@ -170,26 +170,6 @@ class ShardMoves:
         offer.tables[:] = dict.fromkeys(json.dumps(table.spec.to_json()) for table in tables)
         return offer
 
-    def follow(self, send: Sender, failed: Callable[[], None]) -> JournalStream:
-        """Opens a stream of all changes of small files and new tables."""
-        assert self._followed is not None
-        return self._followed.follow(send, failed)
-
-    def slices(self, stream: JournalStream) -> Iterator[FollowedSlice]:
-        """Yields the slices that are there, which join the stream one by one."""
-        assert self._followed is not None
-        return self._followed.slices(stream)
-
-    def unfollow(self) -> None:
-        """Ends the stream."""
-        assert self._followed is not None
-        self._followed.unfollow()
-
-    def sent_spans(self) -> list[SentSpan]:
-        """Returns all that counts, with its hashes; nothing may change the journals."""
-        assert self._followed is not None
-        return self._followed.sent_spans()
-
     def require_movable(self, boot: str) -> None:
         """Raises ConfigError for a move that a worker could not follow."""
         for job, member in self._live():
@@ -285,7 +265,7 @@ class ShardMoves:
 
     @property
     def _stream(self) -> JournalStream | None:
-        return None if self._followed is None else self._followed.stream
+        return None if self.followed is None else self.followed.stream
 
     def _admit(self, reason: str) -> None:
         if self.control is not None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 import structlog
 
+from pscore.signals import signal_pipe
 from psserver.exits import CommandError, Exit
 from psserver.process.notify import ServiceManager
 from psserver.process.shard_plan import ENDING, Ready, Refused, Report, ShardPlan, report_from_json
@@ -180,32 +180,6 @@ def stop(shards: Iterable[ShardProcess], grace_s: float) -> bool:
     return not late
 
 
-class Wake:
-    """Turns SIGTERM and SIGINT into a readable file; use as a context manager."""
-
-    def __enter__(self) -> Wake:
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
-        self._former_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._former = {n: signal.signal(n, self._ignore) for n in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._former_fd)
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-        os.close(self._read_fd)
-        os.close(self._write_fd)
-
-    def fileno(self) -> int:
-        """Readable once a signal has come."""
-        return self._read_fd
-
-    @staticmethod
-    def _ignore(number: int, frame: FrameType | None) -> None:
-        """The byte in the pipe is what counts."""
-
-
 @dataclass(slots=True)
 class SupervisedShard:
     """One shard: its process, or the time when the next one is due."""
@@ -241,17 +215,17 @@ class Supervisor:
         Raises:
             CommandError: They cannot be started.
         """
-        with Wake() as wake:
+        with signal_pipe((signal.SIGTERM, signal.SIGINT)) as (wake_fd, _):
             try:
                 for plan, log_file in zip(self.plans, self.log_files, strict=True):
                     process = ShardProcess(plan, log_file)
                     self.shards.append(SupervisedShard(plan, log_file, process))
-                if not wait_ready(self._processes(), wake.fileno()):
+                if not wait_ready(self._processes(), wake_fd):
                     return Exit.OK
                 for shard in self.shards:
                     shard.plan = _fixed(shard)
                 self._all_ready()
-                code = self._keep(wake)
+                code = self._keep(wake_fd)
                 if code is Exit.OK and self._processes():
                     self.before_stop()
                 return code if self._stop() else Exit.SHARD_DIED
@@ -259,10 +233,10 @@ class Supervisor:
                 self._stop()
                 self.on_end()
 
-    def _keep(self, wake: Wake) -> Exit:
+    def _keep(self, wake_fd: int) -> Exit:
         """Watches until a signal comes, no shard is left, or one is dead for good."""
         with selectors.DefaultSelector() as selector:
-            selector.register(wake, selectors.EVENT_READ)
+            selector.register(wake_fd, selectors.EVENT_READ)
             for process in self._processes():
                 selector.register(process, selectors.EVENT_READ)
             while any(shard.process or shard.due_s for shard in self.shards):

@@ -27,7 +27,6 @@ async def wait_at_barrier(
 
     Args:
         now: The engine's clock, in seconds.
-        number: Number of the round.
         wait_s: The longest wait, in seconds; at most `WAIT_S_MAX`.
         value: The worker's number; all workers get the largest of a round.
         holds: Whether no worker joins from then on until the workers meet again.

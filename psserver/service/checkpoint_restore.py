@@ -56,9 +56,6 @@ class CheckpointUpload:
     def __init__(self, request: pb.PrepareRequest, engine: Engine, staged_nbytes: int) -> None:
         """Allocates memory for the declared tables.
 
-        Args:
-            staged_nbytes: Memory of other uploads.
-
         Raises:
             PacelineError: It cannot be a job of this shard, or there is no memory for it.
         """

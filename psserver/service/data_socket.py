@@ -10,7 +10,6 @@ Connections and their limits are pscore/net's; this module knows pushes and pull
 
 from __future__ import annotations
 
-import logging
 import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from pscore.types import ByteArray, FloatArray
 from psserver.access.authorizer import Authorizer, Grant
 from psserver.engine.engine import Engine
 from psserver.engine.requests import NO_BYTES
-from psserver.logs import setup
+from psserver.logs.setup import sparsely
 
 WAIT_S_MAX = 10.0  # A pull is answered within this time, ready or not.
 
@@ -85,6 +84,8 @@ class Fetches(Protocol):
 class DataService:
     """Admits workers to a shard and makes a handler for each of their connections."""
 
+    log = staticmethod(sparsely)
+
     def __init__(
         self, engine: Engine, authorizer: Authorizer | None = None, fetches: Fetches | None = None
     ) -> None:
@@ -95,6 +96,8 @@ class DataService:
             fetches: Answers readers of published weights; None: there are none.
         """
         self._engine = engine
+        self.budget = engine.budget
+        self.queued_nbytes_min = engine.placement.queued_nbytes_min
         self._fetches = fetches
         self._authorizer = Authorizer() if authorizer is None else authorizer
 
@@ -102,16 +105,6 @@ class DataService:
     def needs_token(self) -> bool:
         """Whether a worker must say hello with a token first."""
         return not self._authorizer.is_open
-
-    @property
-    def budget(self) -> Budget:
-        """Bytes under way in the shard."""
-        return self._engine.budget
-
-    @property
-    def queued_nbytes_min(self) -> int:
-        """Smallest payload of an answer that is left to a connection's writing thread, in bytes."""
-        return self._engine.placement.queued_nbytes_min
 
     def admit(self, connection: Connection, token: str) -> DataHandler:
         """Returns the handler of a new connection.
@@ -138,18 +131,6 @@ class DataService:
 
     def broke(self, error: ThreadError) -> None:
         """Does nothing: the thread's error goes on, and ends the shard (daemon.py)."""
-
-    def log(
-        self,
-        event: str,
-        peer: str = "",
-        *,
-        level: int = logging.WARNING,
-        kind: str = "",
-        **fields: object,
-    ) -> None:
-        """Logs an event, unless the same was logged a moment ago."""
-        setup.sparsely(event, peer, level=level, kind=kind, **fields)
 
 
 class DataHandler:

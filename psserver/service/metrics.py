@@ -26,6 +26,7 @@ from psserver.engine import reading
 from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
 from psserver.engine.views import ShardView
+from psserver.service.families import Columns, families
 from psserver.service.job_metrics import job_metrics
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Collector(Protocol):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of the part."""
+
+
+WORKERS: Columns[int] = {"gauge paceline_workers_live": ("Workers that hold a lease.", float)}
 
 
 class ShardCollector:
@@ -90,12 +94,8 @@ class ShardCollector:
             counters.staleness,
         )
         yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
-        workers = GaugeMetricFamily(
-            "paceline_workers_live", "Workers that hold a lease.", labels=["job"]
-        )
-        for name, live in figures.live.items():
-            workers.add_metric([name], live)
-        yield workers
+        live = [([name], count) for name, count in figures.live.items()]
+        yield from families(["job"], live, WORKERS)
         yield from self._identified(sum(figures.live.values()))
         yield from job_metrics(figures.shard)
         yield from self._resources(figures.shard)
@@ -127,54 +127,47 @@ class ShardCollector:
         yield end
 
     def _resources(self, view: ShardView) -> Iterator[Metric]:
-        """Yields memory, its limits, the clock and the recoveries of the shard."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
+        """Returns memory, its limits, the clock and the recoveries of the shard."""
         limits = self._engine.shard.limits
-        for name, text, value in (
-            (
-                "paceline_under_way_bytes",
+        columns: Columns[ShardView] = {
+            "gauge paceline_under_way_bytes": (
                 "Bytes of pushes and answers that wait.",
-                view.under_way_nbytes,
+                lambda it: it.under_way_nbytes,
             ),
-            (
-                "paceline_under_way_limit_bytes",
+            "gauge paceline_under_way_limit_bytes": (
                 "Limit of paceline_under_way_bytes (--under-way-mb).",
-                limits.under_way_nbytes,
+                lambda _: limits.under_way_nbytes,
             ),
-            (
-                "paceline_table_bytes",
+            "gauge paceline_table_bytes": (
                 "Memory that the tables of all jobs take.",
-                sum(job.memory_nbytes for job in view.jobs),
+                lambda it: sum(job.memory_nbytes for job in it.jobs),
             ),
-            (
-                "paceline_table_limit_bytes",
+            "gauge paceline_table_limit_bytes": (
                 "Limit of paceline_table_bytes (--memory-mb); +Inf without one.",
-                limits.memory_nbytes or math.inf,
+                lambda _: limits.memory_nbytes or math.inf,
             ),
-            (
-                "paceline_journal_bytes",
+            "gauge paceline_journal_bytes": (
                 "Bytes of the journals on disk or in memory.",
-                self._journal_nbytes,
+                lambda _: self._journal_nbytes,
             ),
-            (
-                "paceline_copies_broken",
+            "gauge paceline_copies_broken": (
                 "1 while the newest checkpoints are not at the second place, else 0.",
-                int(view.copies is not None and bool(view.copies.problem)),
+                lambda it: int(it.copies is not None and bool(it.copies.problem)),
             ),
-            ("paceline_time_seconds", "The shard's clock, in seconds since 1970.", time.time()),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
-        yield CounterMetricFamily(
-            "paceline_recoveries",
-            "Processes of this shard that have continued jobs from their journals.",
-            value=view.num_recoveries,
-        )
-        yield CounterMetricFamily(
-            "paceline_mended_jobs",
-            "Jobs that were set back to a checkpoint because a shard had lost its part.",
-            value=view.num_mended,
-        )
+            "gauge paceline_time_seconds": (
+                "The shard's clock, in seconds since 1970.",
+                lambda _: time.time(),
+            ),
+            "counter paceline_recoveries": (
+                "Processes of this shard that have continued jobs from their journals.",
+                lambda it: it.num_recoveries,
+            ),
+            "counter paceline_mended_jobs": (
+                "Jobs that were set back to a checkpoint because a shard had lost its part.",
+                lambda it: it.num_mended,
+            ),
+        }
+        return families((), [((), view)], columns)
 
 
 def _requests(counters: Counters) -> Iterator[Metric]:

@@ -73,23 +73,8 @@ class FirstCopy(Protocol):
         """Sends it, and from then on all its changes; returns its bytes once they are there."""
 
 
-class Host(Protocol):
-    """The process that has the shard.
-
-    Attributes:
-        address: Its own.
-    """
-
-    address: str
-
-    def offer(self) -> pb.OfferRequest:
-        """Returns a description of the shard; raises a `PacelineError` if it cannot be moved."""
-
-    def require_movable(self, boot: str) -> None:
-        """Raises a `PacelineError` if a worker could not follow to a machine with this boot."""
-
-    def require_apart(self, boot: str) -> None:
-        """Raises a `PacelineError` if a machine with this boot is the one of this process."""
+class Followable(Protocol):
+    """All that another process needs to follow the shard."""
 
     def follow(self, send: Sender, failed: Callable[[], None]) -> JournalStream:
         """Opens a stream of all changes of small files and new tables."""
@@ -102,6 +87,29 @@ class Host(Protocol):
 
     def sent_spans(self) -> list[SentSpan]:
         """Returns all that counts, with its hashes; nothing may change the journals."""
+
+
+class Host(Protocol):
+    """The process that has the shard.
+
+    Attributes:
+        address: Its own.
+    """
+
+    address: str
+
+    @property
+    def followed(self) -> Followable | None:
+        """The shard as another process follows it; None: it has no journals."""
+
+    def offer(self) -> pb.OfferRequest:
+        """Returns a description of the shard; raises a `PacelineError` if it cannot be moved."""
+
+    def require_movable(self, boot: str) -> None:
+        """Raises a `PacelineError` if a worker could not follow to a machine with this boot."""
+
+    def require_apart(self, boot: str) -> None:
+        """Raises a `PacelineError` if a machine with this boot is the one of this process."""
 
     async def announce(self, address: str) -> None:
         """Names the next address, and waits until workers and menders know it."""
@@ -142,7 +150,6 @@ class Mover:
 
         Args:
             folder: Folder of the journals; None: there are none, and the shard cannot be moved.
-            host: The process that has the shard.
             credentials: Returns the token for everything.
         """
         self._folder, self._host, self._credentials = folder, host, credentials
@@ -166,6 +173,11 @@ class Mover:
         self.problem, self.pause_s = "", 0.0
         self._said = ""  # The problem that was logged last, of this wish for a standby.
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def _followed(self) -> Followable:
+        assert self._host.followed is not None  # No other shard moves.
+        return self._host.followed
 
     def start(self, order: MoveOrder) -> None:
         """Begins to move the shard, or to give it a standby; an order given again changes nothing.
@@ -222,7 +234,7 @@ class Mover:
         assert self._folder is not None
         (self._folder / STANDBY).unlink(missing_ok=True)
         if self._is_offered and self._stays and self.giving.phase is not Giver.SERVING:
-            self._host.unfollow()  # Its task finds that, and gives up.
+            self._followed.unfollow()  # Its task finds that, and gives up.
         elif self._stays:
             self._end_try()
             self._stays = False
@@ -338,7 +350,7 @@ class Mover:
             return
         finally:
             target.close()
-        self._host.unfollow()
+        self._followed.unfollow()
         self.giving.give()
         await self._finish(began_s)
 
@@ -348,7 +360,7 @@ class Mover:
         self._host.require_movable(boot)
 
     async def _go_on_alone(self) -> None:
-        self._host.unfollow()
+        self._followed.unfollow()
         await self._host.announce("")
         if self._is_closed:
             self._is_closed = False
@@ -425,7 +437,7 @@ class Mover:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._wakes.set)
         else:
-            self._host.unfollow()
+            self._followed.unfollow()
 
     async def _part(self) -> bool:
         """Makes sure that the standby does not serve, nor will; returns False if it does.
@@ -454,7 +466,7 @@ class Mover:
         began_s = time.monotonic()
         write_json(self._folder / GIVEN, self._mark)
         await self._host.fence()
-        self._host.unfollow()
+        self._followed.unfollow()
         self._stays = False
         self.giving.lose()
         await self._finish(began_s)
@@ -474,8 +486,8 @@ class Mover:
         """Sends all slices, one after the other; each is followed from then on."""
         began_s, nbytes = time.monotonic(), 0
         send = partial(target.put, self._move)
-        self._stream = stream = self._host.follow(send, self._note_failed)
-        for one in self._host.slices(stream):
+        self._stream = stream = self._followed.follow(send, self._note_failed)
+        for one in self._followed.slices(stream):
             nbytes += await one.send()
             if mbit:
                 due_s = began_s + nbytes / (mbit * MBIT_NBYTES)
@@ -494,7 +506,7 @@ class Mover:
         assert self._stream is not None
         await self._host.freeze()
         await self._flush(self._stream)
-        spans = await asyncio.to_thread(self._host.sent_spans)
+        spans = await asyncio.to_thread(self._followed.sent_spans)
         await asyncio.to_thread(target.prepare, self._move, spans)
         write_json(self._folder / GIVEN, self._mark)
         (self._folder / STANDBY).unlink(missing_ok=True)

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from pscore.commandline import is_debugging
 from pscore.errors import ConfigError, ThreadError
 from pscore.net.addresses import PROBE_TIMEOUT_S, explain_silence, split_address
+from pscore.signals import signal_pipe
 from pscore.text import counted, printable
 from pscore.threads import OwnedThread
 from pscore.variables import require_name
@@ -43,6 +43,7 @@ from psworker.training.script_errors import SHORT
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
 READERS_TIMEOUT_S = 2.0  # A worker's children may hold its output open after its end.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+END = b"\0"  # No signal has this number.
 SHARDS = -1  # Instead of a rank: the shards that were started for this job.
 
 # Variables that would give a worker another place than the launcher does.
@@ -147,7 +148,6 @@ class Launch:
             write: Is called on threads of its own with a worker's rank, one line of its output
                 and the stream that it came for.
             tell: Is called with a line about the job, for a person.
-            is_quiet: Tells only what fails.
         """
         self.plan = plan
         self._write, self._tell, self._is_quiet = write, tell, is_quiet
@@ -341,37 +341,21 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turns the signals that end a process into events.
-
-        A handler in Python would run late, if at all: the signal may interrupt another thread, or
-        come just before the main thread begins to wait. The handler in C writes the number into a
-        pipe at once, and a thread reads it there.
-        """
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
-        reader = OwnedThread(partial(self._hear, read_fd), "signals", self._events.put)
-        former_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        before = {number: signal.signal(number, _ignore) for number in FORWARDED}
-        reader.start()
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(former_fd)
-            os.close(write_fd)
-            reader.join()
-            os.close(read_fd)
+        """Turns the signals that end a process into events, which a thread reads."""
+        with signal_pipe(FORWARDED) as (read_fd, write_fd):
+            reader = OwnedThread(partial(self._hear, read_fd), "signals", self._events.put)
+            reader.start()
+            try:
+                yield
+            finally:
+                os.write(write_fd, END)
+                reader.join()
 
     def _hear(self, read_fd: int) -> None:
-        """Queues an event for each signal, until the pipe is closed."""
-        while number := os.read(read_fd, 1):
+        """Queues an event for each signal, until the end."""
+        while (number := os.read(read_fd, 1)) != END:
             if number[0] in FORWARDED:  # Handlers of others write here too.
                 self._events.put(Signalled(number[0]))
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Does nothing: the byte in the pipe is what counts."""
 
 
 # ----- commands and environments of workers

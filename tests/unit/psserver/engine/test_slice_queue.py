@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,11 +91,11 @@ class Words:
     def keep(self, token: object, payload: object) -> None:
         self.said.append(f"keep {payload} for {token}")
 
-    def acknowledge(self, action: Acknowledge) -> None:
-        self.said.append(f"ack {action.token}")
+    def make_acknowledgement(self, action: Acknowledge) -> Callable[[], None]:
+        return lambda: self.said.append(f"ack {action.token}")
 
-    def answer(self, action: Answer, store: object) -> None:
-        self.said.append(f"answer {action.token}")
+    def make_answer(self, action: Answer, store: object) -> Callable[[], None]:
+        return lambda: self.said.append(f"answer {action.token}")
 
     def broke(self, problem: BaseException | None) -> None:
         raise AssertionError(problem)
@@ -287,7 +286,6 @@ def test_actions_that_come_meanwhile_are_before_the_next_portion_of_a_copy(
     """And the thread that began the copy is free again: it may be the one that receives."""
     words: Any = Words(1 << 20)
     words.journal = SimpleNamespace(number=1, is_on=True)
-    words.make_acknowledgement = lambda action: partial(words.acknowledge, action)
     tasks: list[Callable[[], None]] = []
     queue = SliceQueue(words, words, SimpleNamespace(submit=tasks.append))  # type: ignore[arg-type]
     if is_followed:
@@ -340,12 +338,6 @@ class JournalWords(Words):
     def add(self, action: Add, payload: object) -> None:
         self.number += 1
         super().add(action, payload)
-
-    def make_acknowledgement(self, action: Acknowledge) -> Callable[[], None]:
-        return lambda: self.acknowledge(action)
-
-    def make_answer(self, action: Answer, store: object) -> Callable[[], None]:
-        return lambda: self.answer(action, store)
 
 
 def test_answers_and_later_actions_wait_until_the_other_process_has_the_changes() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from pscore.signals import signal_pipe
 from psserver.exits import CommandError, Exit
 from psserver.process import supervisor
 from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan
@@ -17,7 +18,6 @@ from psserver.process.supervisor import (
     ShardProcess,
     SupervisedShard,
     Supervisor,
-    Wake,
     ended,
     wait_ready,
 )
@@ -203,16 +203,16 @@ def test_a_shard_that_says_nothing_is_not_waited_for_without_end(
 def test_a_signal_ends_the_wait_for_readiness(fake: type[Fake]) -> None:
     fake.scripts = {0: iter([(None, None)])}
     shard = fake(make_plan())
-    with Wake() as wake:
+    with signal_pipe([signal.SIGTERM]) as (wake_fd, _):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not wait_ready([shard], wake.fileno())
+        assert not wait_ready([shard], wake_fd)
     assert wait_ready([], None)
     shard.close()
 
 
-def test_wake_gives_the_former_handlers_back() -> None:
+def test_the_former_handlers_come_back() -> None:
     former = signal.getsignal(signal.SIGTERM)
-    with Wake():
+    with signal_pipe([signal.SIGTERM]):
         assert signal.getsignal(signal.SIGTERM) is not former
     assert signal.getsignal(signal.SIGTERM) is former
 

@@ -1,5 +1,6 @@
 """A process killed at any commit, before it or after it: the next one has all that was answered."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -104,10 +105,10 @@ class Process:
     def done(self, token: Token) -> None:
         del self.payloads[token]
 
-    def acknowledge(self, action: Acknowledge) -> None:
-        self.answered[action.token] = action.verdict
+    def make_acknowledgement(self, action: Acknowledge) -> Callable[[], None]:
+        return lambda: self.answered.update({action.token: action.verdict})
 
-    def answer(self, action: Answer, store: Store) -> None:
+    def make_answer(self, action: Answer, store: Store) -> Callable[[], None]:
         raise AssertionError("nobody asks")
 
     def broke(self, problem: BaseException | None) -> None:

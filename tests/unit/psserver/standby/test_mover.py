@@ -59,6 +59,7 @@ class Host:
 
     def __init__(self) -> None:
         self.is_open, self.done = True, list[str]()
+        self.followed = self
         self.has_local = False  # Whether a worker could not follow.
         self.stream: Any = None
         self.failed: Callable[[], None] = lambda: None
