@@ -64,7 +64,6 @@ class Cluster:
         """Starts the shards.
 
         Args:
-            spec: The table, which workers declare.
             lease_s: Seconds of silence after which a worker is lost.
             send_later: Delays answers that lie in leased weights; None: they are sent at once.
             folder: Folder of the journals; None: nothing survives a crash.

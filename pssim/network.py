@@ -159,11 +159,7 @@ class FaultyNetwork(Network):
     def __init__(
         self, loop: Loop, faults: MessageFaults, cuts: Sequence[Cut], rng: random.Random
     ) -> None:
-        """Starts at time 0.
-
-        Args:
-            cuts: Times without a connection.
-        """
+        """Starts at time 0."""
         super().__init__(loop)
         self._faults = faults
         self._cuts = cuts

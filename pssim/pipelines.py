@@ -46,7 +46,6 @@ class PipelineWorld:
         """Begins at minibatch 0.
 
         Args:
-            stages: The layers of each stage.
             versions: Versions of the weights for a place.
             loss: Loss of the last stage's output and the targets.
         """
@@ -72,7 +71,6 @@ class PipelineWorld:
 
         Args:
             minibatches: Inputs and targets; the replicas read them together.
-            seed: Seed of the order of actions.
 
         Raises:
             AssertionError: All replicas wait, and no message is under way for one.

@@ -289,7 +289,6 @@ class Worker:
         """Sends a request once.
 
         Args:
-            what: Description for the transcript.
             ask: Called with a function that takes the answer when the request arrives.
             is_pull: Whether the answer has a payload.
         """

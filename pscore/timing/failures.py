@@ -7,7 +7,7 @@
 d is the time until the shards no longer wait for a worker (0.4 of a lease once its connection has
 broken), T a step, p the steps from one pull to the next, or of a round, and k 1 where pulls land a
 step later, else 0; no wait is below 0. In modes that wait for no single worker only work is lost.
-pssim/timing/failures.py kills processes in the simulation of every message, and agrees.
+tests/unit/pssim/timing/kills.py kills processes in a simulation of every message, and agrees.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ def run_in_time(
 
     Args:
         rule: The mode; one whose weights are on shards.
-        num_steps: Steps to measure, at least.
 
     Raises:
         ConfigError: The mode does not fit the number of workers or slices.
@@ -103,11 +102,7 @@ class TimedJob:
 def make_job(
     deployment: Deployment, rule: Rule, compressor: Compressor, *, steps: int, seed: int = 0
 ) -> TimedJob:
-    """Returns a job whose workers make some steps of a mode.
-
-    Args:
-        rule: The mode, without a warm-up.
-    """
+    """Returns a job whose workers make some steps of a mode."""
     loop = Loop()
     spec = table_of(deployment, rule, compressor)
     links = HostLinks(loop, deployment)

@@ -7,7 +7,7 @@ import pytest
 
 from psserver.decisions.barriers import Barrier, Barriers
 from psserver.decisions.shard import Job, Shard
-from pssim.barriers import BarrierCluster, draw
+from tests.sim.barrier_world import BarrierCluster, draw
 
 SEEDS = 40
 

@@ -9,7 +9,7 @@ from pscore.timing.closed import closed_form
 from pscore.timing.deployment import GBIT, Deployment, cut_slices
 from pscore.timing.failures import NOTICED_S, SHARD_BACK_S, WORKER_BACK_S, failure_cost, stall_s
 from pscore.timing.plans import period, without_warmup
-from pssim.timing.failures import TimedKill, lost_s
+from tests.unit.pssim.timing.kills import TimedKill, lost_s
 
 M = 1 << 20
 OF = Deployment(
