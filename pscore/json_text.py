@@ -33,7 +33,6 @@ def count_of(value: object, what: str, *, least: int = 0, most: int = COUNT_MAX)
     """Returns a number that a record gives, if it is an integer in a range.
 
     Args:
-        value: The number, as JSON gives it.
         what: Its name in the message.
 
     Raises:

@@ -89,7 +89,6 @@ def among(pairs: Iterable[tuple[int, int]], members: Iterable[int]) -> list[tupl
 
     Args:
         pairs: Sender and receiver of each edge.
-        members: Ranks.
     """
     there, found = set(members), set(pairs)
     for absent in sorted({rank for pair in found for rank in pair} - there):

@@ -44,8 +44,6 @@ def attach(
 
     Args:
         request: The sender and purpose; token and length are set here.
-        own: The segment that is passed.
-        nbytes: Length of the listener's segment.
         may_be_file: Whether that may be a file of this user (`Segment.attach`).
 
     Raises:

@@ -215,7 +215,6 @@ class ReadAhead:
         """Reads `connection` from now on, alone.
 
         Args:
-            connection: The stream.
             before_read: Called before each read that may wait for the peer.
         """
         self._connection = connection

@@ -189,7 +189,6 @@ def secure(
 
     Args:
         connection: A connected socket, which is detached.
-        context: The certificates.
         host: The server's name, which its certificate must have; None: this side is the server.
         deadline_s: Deadline by the monotonic clock; None: `HANDSHAKE_TIMEOUT_S` from now.
 

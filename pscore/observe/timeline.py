@@ -67,7 +67,6 @@ class Timeline:
         """Records a span that has just ended.
 
         Args:
-            name: Kind of the span.
             begin_ns: `now_ns` at its begin.
             end_ns: `now_ns` at its end, if that is not now.
             track: Where it is shown; by default with the calling thread.

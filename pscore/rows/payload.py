@@ -110,7 +110,6 @@ def decode_values(
     Args:
         payload: `(nbytes,) uint8`.
         since: That of the request.
-        dims: Elements of a row, by table.
         out: `(n, dim) float32` by table, the rows of the request.
 
     Raises:
@@ -169,7 +168,6 @@ def decode_push(
     Args:
         payload: `(nbytes,) uint8`; without bytes there are no rows.
         owned: The ids that the slice owns, by table.
-        widths: Numbers of a row, by table.
 
     Raises:
         DecodeError: The payload has another length, an id is not in order, range or slice, or a

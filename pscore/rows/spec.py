@@ -173,7 +173,6 @@ class Rows(Content):
         """Returns the content with other bounds of rows.
 
         Args:
-            tensors: The row tables.
             wanted: The new `max_rows`, by the name of a row table.
 
         Raises:

@@ -72,7 +72,6 @@ class ReaderLine:
         """Returns the shard's newest version; None: the shard does not answer.
 
         Args:
-            ask: The version to wait for.
             known: Fingerprint of the table's declaration that this reader knows; empty: none.
             end_s: Time by `awake_s` at which the caller wants to be told; None: no time.
 
@@ -115,7 +114,6 @@ class ReaderLine:
         """Returns slices and their bytes; None: the shard does not answer.
 
         Args:
-            reader: Number of the reader.
             end_s: As for `watch`; bytes that come then are waited for.
 
         Raises:

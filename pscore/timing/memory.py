@@ -20,11 +20,6 @@ def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:
 
 
 def num_arrays(rule: Rule, num_state: int, *, is_kept: bool, is_estimated: bool) -> int:
-    """Returns all arrays, each as long as the weights, that a table needs.
-
-    Args:
-        is_kept: Whether the table outlives the process.
-        is_estimated: Whether pulls are compressed.
-    """
+    """Returns all arrays, each as long as the weights, that a table needs."""
     estimates = ESTIMATE_ARRAYS if is_estimated else 0
     return 2 + num_changing(rule, num_state, is_kept=is_kept) + estimates

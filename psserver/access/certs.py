@@ -42,7 +42,6 @@ def make(
     Args:
         folder: Made if it is not there.
         hosts: Names and addresses of the shards, besides this machine's own.
-        days: How long the certificates are good.
         is_forced: Whether files that are there may be replaced.
         now: When they begin to be good; by default now.
 

@@ -18,7 +18,6 @@ def examine(
     """Looks at everything; a missing thing is a finding too.
 
     Args:
-        servers: Addresses with commas between them.
         port: Port of shard 0 on this machine.
         state_dir: As given to `start`.
 

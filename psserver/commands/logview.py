@@ -40,9 +40,7 @@ def last_files(directory: RunDirectory, port: int | None, shard: int | None) -> 
     """Returns the log files of the last run on this machine, which has ended.
 
     Args:
-        directory: Run directory of the runs.
         port: Only of runs with this port of shard 0.
-        shard: Only this shard's log.
 
     Raises:
         CommandError: No detached run has left logs there, or it had no such shard.

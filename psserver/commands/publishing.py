@@ -38,7 +38,6 @@ def publish_versions(
         dtype: Type of the tensors: `bf16`, `float16` or `float32`.
         names: `MODULE:FUNCTION`, called with each name and array; None: all stay as they are.
         token_file: File with a token that reads the job; None: that of the environment.
-        is_once: Whether one version is enough.
 
     Raises:
         CommandError: The one version has not come in time, or could not be written.

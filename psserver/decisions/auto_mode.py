@@ -108,7 +108,6 @@ class ModeChoice:
         """Decides at a step, if each worker has reported there and at the report before.
 
         Args:
-            ranks: The live workers.
             risk: One of `pscore.timing.choice.RISKS`.
 
         Raises:

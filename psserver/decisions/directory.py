@@ -95,7 +95,6 @@ class Directory:
         """Records that a worker has stopped under an epoch, or that it is new.
 
         Args:
-            peer: The worker, which is live.
             epoch: The epoch that it knows; another than the newest is not counted.
             expected: Ranks that take part or have yet to join.
             since: Epoch of the last meeting that it knows.

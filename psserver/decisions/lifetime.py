@@ -42,7 +42,6 @@ class Lifetimes:
         """Starts without jobs.
 
         Args:
-            index: Index of the shard, for messages.
             limits: Bounds on memory and on the time that ended jobs are kept.
         """
         self.jobs: dict[str, Job] = {}
@@ -68,9 +67,6 @@ class Lifetimes:
 
     def begins_anew(self, name: str, *, refills: bool) -> str:
         """Returns the news for workers that begin a job of this name; empty if it is the first.
-
-        Args:
-            refills: Whether the workers bring its numbers.
 
         Raises:
             StateLostError: The job was here, and its numbers cannot be used.

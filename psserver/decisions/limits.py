@@ -43,7 +43,6 @@ class Limits:
         """Checks that a table fits into the memory of the shard.
 
         Args:
-            what: The table, for the message.
             wanted: Bytes that it needs.
             held: Bytes in use by the tables of this shard.
 

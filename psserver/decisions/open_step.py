@@ -39,12 +39,7 @@ class OpenStep:
         return self.workers.union(self.held)
 
     def add(self, push: Push, token: Token, weight: float, factor: float = 1.0) -> Add:
-        """Adds a push and returns the order to do so.
-
-        Args:
-            weight: Its weight in the mean.
-            factor: Applied to its gradient besides.
-        """
+        """Adds a push and returns the order to do so."""
         self.added.append((push, weight))
         self.workers.add(push.worker)
         is_first = len(self.added) == 1

@@ -51,9 +51,6 @@ class Parking:
         The first is not answered: its sender waits for the second, and an answer now would say
         that the push is counted.
 
-        Args:
-            version: The newest version, for the message.
-
         Raises:
             RemoteProtocolError: `PARKED_MAX` pushes of this worker are parked already.
         """
@@ -91,7 +88,6 @@ class Parking:
         Args:
             push: One with `may_wait`, in a mode that adds gradients in the order of the ranks.
             awaited: Workers that its step takes a push from and has none of yet.
-            is_held: Whether the step holds a push.
         """
         if min(awaited, default=push.worker) < push.worker:
             return False

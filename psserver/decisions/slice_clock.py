@@ -156,7 +156,6 @@ class SliceClock(SliceState):
         """Resumes from the journal of a killed process; returns the actions that were still due.
 
         Args:
-            counted: Progress of each worker, by rank.
             open_steps: Contents of the open steps, by key.
             rule: The mode of these steps, if the process was killed during a change of the mode,
                 before this slice had made it.

@@ -57,8 +57,7 @@ class SliceState:
 
     def clock(self, worker: int) -> int:
         """Returns the number of steps received from `worker` without a gap."""
-        counted = self._workers.counted.get(worker)
-        return 0 if counted is None else counted.clock
+        return self._workers.clock(worker)
 
     def clock_min(self) -> int:
         """Returns the smallest clock of all workers that are still expected.

@@ -79,9 +79,6 @@ class SliceWorkers:
         In a mode by step, workers may have left out steps that have closed. In a new life of the
         job all begin with the step that is open, so that none waits for another one's push before
         it makes a step; a push that is in from the former life counts, and is not counted again.
-
-        Args:
-            worker: Rank.
         """
         step = self.clock(worker)
         if by_step and worker in self.anew:
@@ -100,7 +97,6 @@ class SliceWorkers:
         In an asynchronous mode its clock becomes that of the slowest other worker.
 
         Args:
-            worker: Rank.
             version: The version that the worker is about to receive.
         """
         if by_step:

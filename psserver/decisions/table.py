@@ -112,11 +112,7 @@ class Table:
             clock.begin_again(closes=self.optimizer.assigns)
 
     def waiting_for(self, index: int, membership: Membership, where: str) -> str:
-        """Returns what an unanswered pull of a slice waits for, as text.
-
-        Args:
-            where: The slice, as text.
-        """
+        """Returns what an unanswered pull of a slice waits for, as text."""
         clock = self.clock(index)
         if clock.version < 0:
             return (
@@ -167,7 +163,6 @@ def make_table(
 
     Args:
         index: Index of the table in its job.
-        is_kept: Whether the table outlives the process.
 
     Raises:
         ConfigError: The declaration is not one that a shard can serve.

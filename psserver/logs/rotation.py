@@ -28,7 +28,6 @@ class RotatingLog:
         """Redirects standard error to the file.
 
         Args:
-            path: The file that standard error is.
             nbytes_max: Beyond it the file is rotated; 0: never.
         """
         self._path = path

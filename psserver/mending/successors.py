@@ -44,7 +44,6 @@ class Successors:
         Args:
             ask: Returns the status of the process at an address; None: it does not answer.
             addresses: Addresses of all shards, in order; those that change are replaced.
-            path: The file.
         """
         self._ask, self._addresses, self._path = ask, addresses, path
         self._shards: dict[int, Successor] = {}

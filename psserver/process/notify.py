@@ -30,7 +30,6 @@ class ServiceManager:
 
         Args:
             alive_file: File for signs of life; None: none.
-            environment: Variables, those of systemd among them.
 
         Raises:
             ConfigError: The file cannot be written: a check would end shards that work.

@@ -57,12 +57,7 @@ class Pairing:
         self._engine, self._journals, self._credentials = engine, journals, credentials
 
     async def keep(self, giving: Callable[[], Giving], taking: Callable[[], Taking]) -> None:
-        """Asks the other place, again and again, while this one has no shard and is no standby.
-
-        Args:
-            giving: Returns what this process gives away.
-            taking: Returns what it takes.
-        """
+        """Asks the other place, again and again, while this one has no shard and is no standby."""
 
         def wants() -> bool:
             jobs, begins_here = bool(self._engine.jobs), self._plan.is_first
@@ -106,9 +101,6 @@ class Pairing:
 
 def note_given(folder: Path, plan: PairPlan) -> None:
     """Records that the other place has the shard, where the journals that said so are lost.
-
-    Args:
-        folder: The folder of the journals.
 
     Raises:
         ConfigError: The register cannot be read, or its shard is neither new nor there.

@@ -52,9 +52,6 @@ class VersionsFolder:
 
         Args:
             to: The folder, which the first version makes if it is not there.
-            job: Name of the job.
-            keep: Number of versions that stay.
-            nbytes_max: Bytes of tensors in one file.
             model: Folder whose other files (configuration, tokenizer) each version gets too.
 
         Raises:

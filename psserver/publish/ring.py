@@ -128,9 +128,7 @@ class VersionRing:
         """Returns version `target` for a reader, else the newest one whole.
 
         Args:
-            target: Its number.
             held: Number of the version that the reader holds; -1: none.
-            held_fingerprint: Its fingerprint.
 
         Returns:
             None if the slice has not reached the target, or not all of it is here yet.

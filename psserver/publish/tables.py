@@ -63,9 +63,7 @@ class PublishedTable(Protocol):
         """Returns a version of a slice for a reader (`VersionRing.find`); None: there is none yet.
 
         Args:
-            target: Its number.
             held: Number of the version that the reader holds; -1: none.
-            known: Its fingerprint.
         """
 
 
@@ -150,7 +148,6 @@ class PublishedTables(Generic[P]):
 
         Args:
             number: Random number of the reader; 0: none.
-            reader: The reader, which is noted.
 
         Raises:
             LimitError: There are too many readers.

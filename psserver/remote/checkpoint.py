@@ -101,7 +101,6 @@ def capture(
 
     Args:
         addresses: Addresses of all shards, in order.
-        credentials: With the token for everything.
         job: Its name; may be left out if there is one only.
         weights_only: Leave the optimizer's state and the mode's memory out.
         base: An earlier checkpoint of the job: of rows only the changes since then are fetched.
@@ -206,7 +205,6 @@ def _capture_tables(
     Args:
         leads: By name of a table: its version, less its step.
         newest: The newest step of any of them.
-        weights_only: Whether residuals are left out.
         former: Tables of an earlier checkpoint, by name.
         has_workers: Whether steps are to come.
     """
@@ -416,8 +414,6 @@ def restore(
 
     Args:
         addresses: Addresses of all shards, in order.
-        credentials: With the token for everything.
-        job: Name of the job to make.
         only: The shards that get their part, in the order in which they begin; None: all of them.
         replaces: Whether it takes the place of a job with live workers, which then join again.
 
@@ -441,11 +437,7 @@ def restore(
 
 
 def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) -> pb.PrepareRequest:
-    """Returns the message that declares a job to each of its shards.
-
-    Args:
-        job: Name of the job to make.
-    """
+    """Returns the message that declares a job to each of its shards."""
     return pb.PrepareRequest(
         job=job,
         id=name,

@@ -35,9 +35,6 @@ def add(status: dict[str, Any], answers: Sequence[pb.ListReply | CommandError]) 
 def require_all(answers: Sequence[object]) -> None:
     """Raises an error that names all shards that have not answered.
 
-    Args:
-        answers: The shards' answers, or errors.
-
     Raises:
         CommandError: One of them is an error.
     """

@@ -102,7 +102,6 @@ class RowPolicy:
         """Returns the rows of a step; nothing is changed yet.
 
         Args:
-            rows: The rows that its pushes name.
             places: `(n,) int64`, the place of each, or -1.
             version: That of the rows after the step.
             at_once: Whether all rows are made.

@@ -92,7 +92,6 @@ class RowStore:
         Args:
             owned: The ids that the slice owns, of each row table.
             policies: The rows of each, and how they are made and go.
-            groups: The parameter group of each.
             undo: The rows before a step; with a journal only.
             stamps: Words where the version is published beside the journal.
             observer: Sees steps and publications, for a timeline.

@@ -100,7 +100,6 @@ class Undo:
         """Undoes a step that has not ended; returns whether there was one.
 
         Args:
-            slabs: All slabs of the slice.
             number: Number of the journal's record that counts.
         """
         if self._memory.words[UNDER] != number + OFFSET:

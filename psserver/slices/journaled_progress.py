@@ -79,7 +79,6 @@ class JournaledProgress:
 
         Args:
             epoch: Changes of the mode so far, with this one.
-            clocks: Clock of each worker, by rank.
         """
         self._workers = {rank: Progress(clock=clock) for rank, clock in clocks.items()}
         self._journal.begin(epoch, self._workers)

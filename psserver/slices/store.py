@@ -144,7 +144,6 @@ class SliceStore:
         """Sets all that `export` returned, before anything else happens to the slice.
 
         Args:
-            arrays: The arrays that it returned.
             version: Version of the weights, in updates.
             clocks: Steps of each worker that are in them, by rank.
         """

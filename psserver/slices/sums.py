@@ -43,7 +43,6 @@ class Sums:
             rule: The table's mode: it may correct each gradient.
             pool: Provides the arrays; a journal if they outlive the process.
             copies: The slice's weights, which a correction reads.
-            observer: Sees additions, for a timeline.
             progress: Each worker's progress in the journal; None: there is no journal.
             adds: Whether the optimizer's step takes several gradients.
         """

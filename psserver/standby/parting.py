@@ -110,7 +110,6 @@ class PartingByRegister:
             place: The register's.
             failover_s: Seconds of silence after which the standby tries to take over.
             source: Address of this process.
-            move: The standby's name in the register.
             to: Its address.
         """
         self._folder, self._place, self._failover_s = folder, place, failover_s
@@ -200,7 +199,6 @@ def name_in(folder: Path, place: str) -> tuple[str, int]:
     """Returns the name of the process with these journals in registers, and keeps it.
 
     Args:
-        folder: The folder of the journals.
         place: The register that it uses from now on.
 
     Returns:

@@ -73,7 +73,6 @@ def register_of(text: str, shard: str) -> Register:
     """Returns the register at a place: a URL of etcd, Kubernetes or a store, or else a folder.
 
     Args:
-        text: The place.
         shard: Name of the shard, which no other one at this place has.
 
     Raises:

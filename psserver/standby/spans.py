@@ -67,10 +67,7 @@ class SliceSpans:
 
         Args:
             job: Name of the job's folder in it.
-            table: Index of the table.
-            index: The slice.
             layout: Places of the slices in the table's weights.
-            journal: The journal of the slice.
         """
         self._folder, self.job, self._table, self._index = folder, job, table, index
         self._layout, self.journal = layout, journal

@@ -41,9 +41,6 @@ class StoreKind(ABC):
     def open_journal(self, arena: Arena, root: int, table: Table, part: SliceSpec) -> SliceJournal:
         """Returns the journal of a slice: a new one, or that of a killed process.
 
-        Args:
-            root: Place of its root.
-
         Raises:
             ValueError: Its root, its record or a file of the slice is damaged.
             OSError: There is no room on the disk.

@@ -125,9 +125,7 @@ def situation_of_job(
 
     Args:
         gbit: Bandwidth of each host's link in 10^9 bit/s; None: as much as it has carried.
-        tls: Whether its connections are encrypted.
         latency_ms: Round trip in ms; None: it is assumed.
-        overlap: Whether pushes may leave during backward.
         on_gpu: Whether the model is on a GPU; None: that is assumed.
 
     Raises:

@@ -78,7 +78,6 @@ class Situation:
         """Returns the job with shards on these hosts.
 
         Args:
-            shard_hosts: The host of each shard.
             grouped: Whether the processes of a host are one worker (`local_group="host"`).
         """
         hosts = tuple(range(len(self.groups))) if grouped else self.worker_hosts
@@ -191,8 +190,6 @@ def read_situation(
         compute_ms: Milliseconds of forward and backward.
         between_gbit: Bandwidth between sites; None: `groups` are hosts.
         latency_ms: Round trip in ms; None: `TRIP_MS` is assumed.
-        tls: Whether connections between hosts are encrypted.
-        overlap: Whether pushes may leave during backward.
         on_gpu: Whether the model is on a GPU; None: that is assumed.
         paces: Whether connections to far hosts are paced.
 

@@ -31,7 +31,6 @@ def lines_to_write(situation: Situation, shard_hosts: Sequence[int], row: Advice
 
     Args:
         shard_hosts: The host, or site, of each shard.
-        row: The way to train.
     """
     if row.mode == ALONE:
         return ["python train.py"]

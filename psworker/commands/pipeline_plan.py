@@ -59,7 +59,6 @@ def plan_pipeline(
     Args:
         model: Known by name, `module:factory`, or the file of a profile.
         job: The mode between the replicas of a stage.
-        num_workers: Workers of all stages.
         num_shards: Each behind a link as fast as a worker's; None: one on each worker's host.
 
     Raises:

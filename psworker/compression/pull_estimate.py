@@ -25,11 +25,7 @@ class PulledEstimate:
     """The estimate of one slice."""
 
     def __init__(self, compressor: Compressor, numel: int, name: str) -> None:
-        """Starts without values.
-
-        Args:
-            name: Slice and worker, for messages.
-        """
+        """Starts without values."""
         self._compressor = compressor
         self._numel = numel
         self._name = name

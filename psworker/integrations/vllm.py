@@ -96,11 +96,7 @@ class PacelineEngine(WeightTransferEngine):  # type: ignore[misc]
         self._thread: OwnedThread | None = None
 
     def init_transfer_engine(self, init_info: ReaderInfo) -> None:
-        """Starts to read.
-
-        Raises:
-            ConfigError: An argument is wrong.
-        """
+        """Starts to read; raises ConfigError if an argument is wrong."""
         self.shutdown()
         reader = Reader(
             init_info.servers,

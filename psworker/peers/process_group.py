@@ -33,12 +33,7 @@ class GroupSums:
     """The sums of one worker: its store, and the group of the members of the newest epoch."""
 
     def __init__(self, host: str, host_of: Callable[[int], str]) -> None:
-        """Makes no group yet.
-
-        Args:
-            host: The address at which it listens.
-            host_of: Returns the address of another member.
-        """
+        """Makes no group yet."""
         self._host, self._host_of = host, host_of
         self._store: PeerStore | None = None
         self._group: ProcessGroup | None = None

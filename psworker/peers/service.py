@@ -46,11 +46,7 @@ class PeerService:
     needs_token = True  # A peer must say hello with the secret first.
 
     def __init__(self, job: str, secret: str, mailbox: Mailbox) -> None:
-        """Listens for nobody yet.
-
-        Args:
-            secret: Others say hello with it.
-        """
+        """Listens for nobody yet."""
         self.budget = Budget(UNDER_WAY_NBYTES, "")
         self.failure: ThreadError | None = None
         self.on_offer: OnOffer | None = None

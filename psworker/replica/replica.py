@@ -331,7 +331,6 @@ class Replica:
 
         Args:
             buffers: By slice, in memory that nothing else uses.
-            with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
         for index, buffer in buffers.items():

@@ -103,7 +103,6 @@ class Round:
 
         Args:
             values: Memory for the result, `(numel,) float32` each.
-            indices: The slices whose round ends.
 
         Returns:
             The first slice whose values hold NaN or Inf, or None.

@@ -60,10 +60,6 @@ class RowGradients:
     def read(self, placeholder: torch.nn.Parameter, name: str) -> RowGradient | None:
         """Returns the gradient of the rows that were looked up; None if there was no backward.
 
-        Args:
-            placeholder: The parameter of the table.
-            name: The table's, for errors.
-
         Raises:
             GradientError: It holds NaN or Inf, or the script has changed the placeholder's.
         """

@@ -58,10 +58,6 @@ def counterpart(optimizer: object) -> str:
 def hyper_of(name: str, groups: list[dict[str, Any]]) -> HyperArray:
     """Returns the hyper-parameters of this step, `(len(groups), len(hyper_names)) float64`.
 
-    Args:
-        name: The shards' optimizer of rows.
-        groups: torch's parameter groups.
-
     Raises:
         UnsupportedOptimizerError: An argument is set that would move rows without a gradient.
         ConfigError: A hyper-parameter is NaN or Inf.

@@ -105,8 +105,6 @@ class RowTables:
         Args:
             name: Name of the job's table that they are together.
             optimizer: The optimizer whose groups hold their placeholders.
-            tables: The modules, with their names.
-            groups: The parameter group of each.
             run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 
         Raises:

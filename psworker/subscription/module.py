@@ -16,11 +16,7 @@ class ModuleTarget:
     """The parameters of a module that follow published weights."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Changes nothing yet.
-
-        Raises:
-            ConfigError: It is no module.
-        """
+        """Changes nothing yet; raises ConfigError if it is no module."""
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"into() takes a torch.nn.Module, not a {type(module).__name__}")
         self._parameters = dict(module.named_parameters())

@@ -19,10 +19,6 @@ FORM = "DistributedOptimizer(optimizer, model.named_parameters())"
 def require_optimizer(optimizer: object, named: object, wrapper: type) -> None:
     """Refuses a first argument that is no torch optimizer, or one that is wrapped already.
 
-    Args:
-        optimizer: The first argument.
-        named: The second one.
-
     Raises:
         ConfigError: The first argument cannot be wrapped; the message shows the right call.
     """
@@ -74,10 +70,6 @@ def list_named(named: object) -> list[tuple[str, torch.nn.Parameter]]:
 def require_clip(optimizer: object, max_norm: object, wrapper: type) -> None:
     """Refuses arguments of `psworker.clip_grad_norm_` that torch's takes, and wrong norms.
 
-    Args:
-        optimizer: The first argument.
-        max_norm: The second one.
-
     Raises:
         ConfigError: The first is no wrapper, or the second no number from 0; Inf clips nothing.
     """
@@ -112,9 +104,7 @@ def require_groups(groups: Groups, began: Sequence[Sequence[torch.Tensor]], inne
     """Refuses parameter groups that were changed in place, which would change nothing.
 
     Args:
-        groups: Those of the wrapper.
         began: `list_trained` of them when the present table was declared.
-        inner: Those of the wrapped optimizer.
 
     Raises:
         ConfigError: A parameter was added, moved or removed, or the wrapped optimizer has groups

@@ -104,7 +104,6 @@ class Lanes:
 
         Args:
             sent: `(numel,) float32`, the sum of the elements of all workers.
-            name: Name of the tensor, for people.
 
         Raises:
             ConfigError: The sum is beyond int64.
@@ -124,7 +123,6 @@ class Lanes:
 
         Args:
             dtype: A dtype that is widened to the same.
-            name: Name of the tensor, for people.
 
         Raises:
             ConfigError: An integer is beyond the dtype.

@@ -49,8 +49,6 @@ def choose(
         wanted: One of `DATA_PLANES`.
         address: The shard's address of the control plane.
         endpoint: Returns the shard's present addresses of the socket planes.
-        policy: The repetition of attempts to connect.
-        credentials: Certificates and token for gRPC.
 
     Raises:
         ConfigError: There is no such data plane, or the one that was named does not work.

@@ -28,7 +28,6 @@ class GrpcTransport(Transport):
 
         Args:
             address: `host:port` or `unix:///path`.
-            policy: The repetition of calls.
             credentials: Certificates and token.
         """
         self._policy = policy

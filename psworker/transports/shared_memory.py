@@ -53,7 +53,6 @@ class SharedMemoryTransport(SocketTransport):
 
         Args:
             endpoint: Returns the shard's present addresses; asked again when a connection breaks.
-            policy: The repetition of attempts to connect.
         """
         self._attachments: dict[int, Attachment] = {}  # By table.
         self._is_holding = False

@@ -39,7 +39,6 @@ class SocketTransport(Transport):
 
         Args:
             endpoint: Returns the shard's present addresses; asked again when a connection breaks.
-            policy: The repetition of attempts to connect.
         """
         self._endpoint = endpoint
         self._limit_s = policy.limit_s

@@ -32,7 +32,6 @@ def traffic_of(
 
     Args:
         numels: Elements of each tensor; all that are large enough are compressed.
-        compressors: Compressors of pushes and of pulls.
     """
     tensors = [
         TensorSpec(name=str(number), shape=(numel, 1), dtype="float32")

@@ -68,7 +68,6 @@ class Refills:
             sender: Returns the table and this worker as they stand in messages; not to be changed.
             shared: Memory of the gradients that shards of this host map; None: there is none.
             pushes: Answers to the pushes, by slice; a push is removed once its answer was handled.
-            pulls: The last pulls, by slice.
             pull: Sends a pull of a slice, in the place of the last one.
         """
         self._requests = requests

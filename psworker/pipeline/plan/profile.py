@@ -75,7 +75,6 @@ def read_profile(text: str, where: str) -> Profile:
 
     Args:
         text: JSON, as `Profile.as_json` writes it.
-        where: Its file, for messages.
 
     Raises:
         ConfigError: It is no profile.

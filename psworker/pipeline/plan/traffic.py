@@ -29,7 +29,6 @@ def cost_on_shards(
         rule: The mode between the replicas of a stage.
         num_shards: Shards, each behind a link as fast as a worker's.
         on_workers: Whether shard i is on the host of worker i, behind its link.
-        compressors: Compressors of pushes and of pulls.
 
     Raises:
         ConfigError: The model has nothing to train.

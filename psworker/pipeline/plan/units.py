@@ -15,7 +15,6 @@ def parse_bandwidths(text: str, name: str = "--bandwidth") -> list[float]:
 
     Args:
         text: Bits per second.
-        name: Flag or argument, for messages.
 
     Raises:
         ConfigError: It is none.
@@ -31,10 +30,6 @@ def parse_bandwidths(text: str, name: str = "--bandwidth") -> list[float]:
 
 def parse_memory(text: str | None, name: str = "--memory") -> float:
     """Returns the bytes of a text such as `16g`; without one there is no limit.
-
-    Args:
-        text: Bytes.
-        name: Flag or argument, for messages.
 
     Raises:
         ConfigError: It is none.

@@ -275,9 +275,6 @@ class ContinuingDriver(Driver):
         """Brings the parts to a member, which writes them; returns when all know the outcome.
 
         No worker makes a step before that, so the weights stay those of the checkpoint.
-
-        Args:
-            writer: Index of the member.
         """
         members, stage, written = self._members, self.place.stage, False
         save, parts = self._own_save, self._work.parts()

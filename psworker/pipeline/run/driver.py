@@ -295,12 +295,7 @@ class Driver:
 
 
 def explain_unwritten(number: int, problem: Exception | None) -> PacelineError:
-    """Returns the error for a checkpoint that the first worker could not write.
-
-    Args:
-        number: Its minibatches.
-        problem: The cause, on the first worker.
-    """
+    """Returns the error for a checkpoint that the first worker could not write."""
     error = PacelineError(
         f"the checkpoint of minibatch {number} was not written: {problem or 'rank 0 says why'}"
     )

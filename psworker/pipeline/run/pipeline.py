@@ -321,11 +321,7 @@ def _directory(session: Session, plan: Plan, begin: str) -> int:
 
 
 def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
-    """Returns the place of a rank.
-
-    Raises:
-        ConfigError: The plan has another number of workers.
-    """
+    """Returns the place of a rank; raises ConfigError if the plan has another number of workers."""
     replicas = [number for _, number in plan]
     if num_workers != sum(replicas) or rank < 0:
         raise ConfigError(

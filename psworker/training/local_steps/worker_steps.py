@@ -36,7 +36,6 @@ def choose_optimizer(
 
     Args:
         optimizer_on: `shards`, `worker`, or `auto`: the shards, if they have a counterpart.
-        is_raw: Whether pulls are not compressed.
 
     Raises:
         ConfigError: The choice does not exist, or does not fit the mode or the pulls.
@@ -147,7 +146,6 @@ class MeanGradients:
         """Returns the error for a worker that cannot have the job's weights.
 
         Args:
-            step: The newest step of the job.
             why: The worker's situation, as the end of a clause.
         """
         job, rank = self._session.job, self._session.rank
