@@ -75,6 +75,7 @@ def published() -> str:
             "700 ms",
         ],
         ["`commit` into a float32 module, 1 % changed", f"{found['pause_ms']:.2f} ms", "5 ms"],
+        *_flip(found),
         *_beside(found["beside"]),
     ]
     head = [f"{found['numel'] / 1e6:.1f} million elements; links of 1 Gbit/s", "", "wanted"]
@@ -87,6 +88,12 @@ def _joins(found: dict[str, Any]) -> list[list[str]]:
         return []
     label = f"{joins['number']:,} readers that join and leave add to the slowest step of 100"
     return [[label, f"{100 * joins['p99']:.1f} %", "2 %"]]
+
+
+def _flip(found: dict[str, Any]) -> list[list[str]]:
+    """Returns a row with the length of a commit without a module, if it was measured."""
+    flips = [found["flip_ms"]] if "flip_ms" in found else []
+    return [["`commit` without a module", f"{flip_ms:.3f} ms", "0.1 ms"] for flip_ms in flips]
 
 
 def _beside(beside: dict[str, float]) -> list[list[str]]:

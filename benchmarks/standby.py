@@ -27,11 +27,13 @@ another one, and so on, each time by `psserver drain`; the process that it leave
                       address, and the workers fill it. `times` and `identical` as above
     catch_up          on links of `SLOW` the second shard gets a standby with `CATCH_UP_MBIT`:
                       `seconds`, `nbytes`, and `training`, the pace meanwhile over that before
-    cost              `measured`: a step while the second shard has a standby, relative to one
-                      without (`step_s`, `nbytes` sent), on links of `SLOW`; `formula`: the same if
-                      it took longer by the time of the standby's `stream_nbytes` on that link, as
-                      its shaper counts them; `copies`: these in copies of the shard's weights;
-                      `bound`: the same on a link that was full already (docs/standby.md)
+    cost              the second shard has a standby and none by turns, in one training of each of
+                      `COSTS` on links of `SLOW`. `measured`: a step with it, relative to one
+                      without (`step_s`, `nbytes` sent); `formula`: the same if it took longer by
+                      the time of the standby's `stream_nbytes` on that link, as its shaper counts
+                      them; medians of `turns`, whose `quartiles` are of the difference; `copies`:
+                      these bytes in copies of the shard's weights; `bound`: the same on a link that
+                      was full already (docs/standby.md)
     off_cost          what the product's code for standbys adds to a round where there is none:
                       two checkouts by turns (`--off BEFORE AFTER`); else null
 """
@@ -54,6 +56,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks import kit, measured, netlab, versions
@@ -68,22 +71,24 @@ from benchmarks.survival.proof import Proof
 from pscore.json_text import to_json
 from pscore.net.credentials import ANYONE
 from pscore.pb.ps.v1.standby_pb2 import MoveRequest
-from psserver.remote.drain import move
+from psserver.remote.drain import move, withdraw
 
 MODULE = "benchmarks.standby"
 NUM_WORKERS = 2
-FIRST, WORKERS, SECOND = 0, 1, 1 + NUM_WORKERS  # Hosts; this program is on that of shard 0.
+NUM_TURNS = 4  # Shards that move in turn.
+FIRST, SECOND, WORKERS = 0, 1, 2 * NUM_TURNS  # Hosts; this program is on that of shard 0.
+NUM_HOSTS = WORKERS + 8
 NUM_SECOND = 3  # Hosts for the second shard: its own, its standby's, and one that comes back.
 FAST, SLOW = "10gbit", "1gbit"
 FAILOVER_S = 0.5  # Silence after which a standby takes over.
 COMPUTE_S = 0.05  # A worker sleeps so long in each step, as if it computed.
 CATCH_UP_MBIT = 200  # A fifth of a link of `SLOW`.
 LR, MOMENTUM = 0.1, 0.9
-COST_STEPS = 60
-BOUND = 1 + 3 / NUM_WORKERS  # Weights, momentum and an open sum, beside the workers' pulls.
+PERIOD_STEPS = 10
+WORKERS_OF_COST = 2, 4, 8
+QUICK_NUMEL = 2_560_000
 LOOK_S = 0.02
 QUIET_STEPS = 5  # Between two troubles.
-NUM_TURNS = 4  # Shards that move in turn.
 PERIOD_S = 600.0  # In which they do.
 OFF_ROUNDS = 12  # In one turn.
 WARM_STEPS = 10  # The first steps of a job compile loops; they are left out of the times.
@@ -92,7 +97,14 @@ COUNTS = ("pushes", "lost", "double", "torn", "partial")  # Of pushes, by slice 
 
 
 def train(
-    rank: int, numel: int, steps: int, compute_s: float, optimizer_on: str, folder: str
+    rank: int,
+    numel: int,
+    steps: int,
+    compute_s: float,
+    optimizer_on: str,
+    mode: str,
+    num_workers: int,
+    folder: str,
 ) -> dict[str, Any]:
     """Trains on drawn gradients and tickets; returns the times of its steps, and a hash."""
     import torch
@@ -104,10 +116,12 @@ def train(
     parts = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
     named = {str(number): part for number, part in enumerate(parts)}
     inner = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
-    optimizer = psworker.DistributedOptimizer(inner, named.items(), optimizer_on=optimizer_on)
-    exchange, has_ledgers = optimizer._table.exchange, optimizer_on == "shards"
+    optimizer = psworker.DistributedOptimizer(
+        inner, named.items(), optimizer_on=optimizer_on, mode=mode or "ssgd"
+    )
+    exchange, has_ledgers = optimizer._table.exchange, optimizer_on == "shards" and not mode
     if has_ledgers:
-        LedgerNotebook(book_of(Path(folder), rank), rank, NUM_WORKERS, steps).attach(exchange)
+        LedgerNotebook(book_of(Path(folder), rank), rank, num_workers, steps).attach(exchange)
     for part in parts:
         part.grad = torch.randn(numel // 8, generator=drawn)
     grads = [part.grad.clone() for part in parts if part.grad is not None]
@@ -118,7 +132,7 @@ def train(
             begin_s = time.perf_counter()
             time.sleep(compute_s)
             for part, grad in zip(parts, grads, strict=True):
-                part.grad = grad.clone()
+                part.grad = grad * (1.0 if has_ledgers else 1 + 1 / (1 + step))
             optimizer.step()
             times_s.append(time.perf_counter() - begin_s)
             ends_s.append(time.monotonic())
@@ -126,7 +140,7 @@ def train(
     with optimizer.global_weights():
         whole = torch.cat([part.detach() for part in parts])
         if not rank and has_ledgers:
-            keep_ledgers(Path(folder), exchange.layout, named, ledger_numel(NUM_WORKERS, steps))
+            keep_ledgers(Path(folder), exchange.layout, named, ledger_numel(num_workers, steps))
     digest = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
     optimizer.close()
     psworker.shutdown()
@@ -175,6 +189,8 @@ class Job:
     moves: int
     compute_s: float = COMPUTE_S  # In each step.
     optimizer_on: str = "shards"
+    mode: str = ""  # Empty: `ssgd`, whose pushes are counted.
+    num_workers: int = NUM_WORKERS
 
     def is_that_of(self, run: Mapping[str, Any]) -> bool:
         """Returns whether a run without trouble has trained the same."""
@@ -228,7 +244,7 @@ class Scene:
             num_second: Number of processes of the second shard at the start.
             trouble: Is done to the second shard meanwhile; its numbers are returned as `trouble`.
         """
-        self._last = job.steps
+        self._last, self._num_workers = job.steps, job.num_workers
         first = self.start(0, FIRST)
         self.second, *self.others = [self.start(1) for _ in range(num_second)]
         more = [self.start(index) for index in range(2, self._num_shards)]
@@ -245,12 +261,14 @@ class Scene:
                     "steps": job.steps,
                     "compute_s": job.compute_s,
                     "optimizer_on": job.optimizer_on,
+                    "mode": job.mode,
+                    "num_workers": job.num_workers,
                     "folder": str(self._folder),
                 },
-                kit.worker_environment(addresses, rank, NUM_WORKERS, "tcp", "standby"),
+                kit.worker_environment(addresses, rank, job.num_workers, "tcp", "standby"),
                 self._lab.inside(WORKERS + rank),
             )
-            for rank in range(NUM_WORKERS)
+            for rank in range(job.num_workers)
         ]  # fmt: skip
         with kit.roles(*roles) as workers:
             for worker in workers:
@@ -259,8 +277,8 @@ class Scene:
                 worker.tell()
             troubles = trouble(self, job)
             results = [worker.result() for worker in workers]
-        books = [book_of(self._folder, rank) for rank in range(NUM_WORKERS)]
-        has_ledgers = job.optimizer_on == "shards"
+        books = [book_of(self._folder, rank) for rank in range(job.num_workers)]
+        has_ledgers = job.optimizer_on == "shards" and not job.mode
         proof = check_ledgers(self._folder, books, job.steps, LR, MOMENTUM) if has_ledgers else None
         return {
             "trouble": troubles,
@@ -272,7 +290,7 @@ class Scene:
 
     def steps(self) -> int:
         """Returns the steps that all workers have made."""
-        paths = [progress_of(self._folder, rank) for rank in range(NUM_WORKERS)]
+        paths = [progress_of(self._folder, rank) for rank in range(self._num_workers)]
         read = [path.read_bytes() for path in paths if path.exists()]
         return min((STEP.unpack(one)[0] if one else 0 for one in read), default=0)
 
@@ -281,13 +299,10 @@ class Scene:
         while self.steps() < min(steps, self._last):
             time.sleep(LOOK_S)
 
-    def sent_a_step(self) -> float:
-        """Returns the bytes that the second shard's host sends in each of the next steps."""
-        self.reach(self.steps() + QUIET_STEPS)
-        name = self._lab.name(self.second.host)
-        before, first = netlab.shaped_nbytes("net", name), self.steps()
-        self.reach(self._last - QUIET_STEPS)
-        return (netlab.shaped_nbytes("net", name) - before) / max(1, self.steps() - first)
+    def sent(self) -> tuple[float, int]:
+        """Returns the time, and the bytes that the second shard's host has sent by then."""
+        nbytes = netlab.shaped_nbytes("net", self._lab.name(self.second.host))
+        return time.monotonic(), nbytes
 
     def stand(self, mbit: int = 0) -> int:
         """Gives the second shard a standby on the next host; returns the bytes sent."""
@@ -353,15 +368,25 @@ def nothing(scene: Scene, job: Job) -> list[float]:
     return []
 
 
-def count(scene: Scene, job: Job) -> list[float]:
-    """Leaves the shard alone; returns the bytes that its host sends in a step."""
-    return [scene.sent_a_step()]
+def alternate(scene: Scene, job: Job) -> list[tuple[float, int]]:
+    """Gives the shard a standby and withdraws it, again and again; as many steps with as without.
 
-
-def stand(scene: Scene, job: Job) -> list[float]:
-    """Gives the shard a standby; returns when it has it, and the bytes as above."""
-    scene.stand()
-    return [time.monotonic(), scene.sent_a_step()]
+    Returns:
+        `sent` at begin and end of each period, of which every second one has a standby.
+    """
+    found = []
+    scene.reach(WARM_STEPS)
+    while scene.steps() < job.steps - 3 * job.moves:
+        for has_standby in (False, True):
+            if has_standby:
+                scene.stand()
+            scene.reach(scene.steps() + 2)
+            found.append(scene.sent())
+            scene.reach(scene.steps() + job.moves)
+            found.append(scene.sent())
+            if has_standby:
+                withdraw(scene.second.address, ANYONE, lambda _: None)
+    return found
 
 
 def drain(scene: Scene, job: Job) -> list[float]:
@@ -549,11 +574,10 @@ def refills(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]
 
 def catch_ups(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
     """Fills a standby over slow links while workers train."""
-    lab_hosts = range(SECOND + 2)
-    for host in lab_hosts:
+    for host in range(lab.num_hosts):
         lab.slow(host, SLOW)
     filled = run(lab, job, 2, fill)
-    for host in lab_hosts:
+    for host in range(lab.num_hosts):
         lab.slow(host)
     begin_s, end_s, nbytes = filled["trouble"]
     paces = []
@@ -582,34 +606,52 @@ def counted(proof: Proof) -> dict[str, int]:
 
 
 def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
-    """Trains on slow links, without a standby of the second shard and with one."""
-    for host in range(SECOND + NUM_SECOND):
+    """Trains on slow links, with a standby of the second shard and without one by turns."""
+    for host in range(lab.num_hosts):
         lab.slow(host, SLOW)
-    few = replace(job, steps=min(job.steps, COST_STEPS), compute_s=0.0)
-    alone, stood = run(lab, few, 1, count), run(lab, few, 2, stand)
-    for host in range(SECOND + NUM_SECOND):
-        lab.slow(host)
-    begin_s, sent_nbytes = stood["trouble"]
-    followed = [
-        later - earlier
-        for ends in stood["ends_s"]
-        for earlier, later in itertools.pairwise(ends)
-        if earlier > begin_s
-    ]
-    step_s, (alone_nbytes,) = kit.median(alone["times_s"]), alone["trouble"]
-    stream_nbytes = sent_nbytes - alone_nbytes
-    link_s = 8 * stream_nbytes / netlab.bits_per_s(SLOW)
-    return {
-        "cost": {
-            "measured": round(kit.median(followed) / step_s, 3),
-            "formula": round(1 + link_s / step_s, 3),
-            "bound": BOUND,
-            "step_s": round(step_s, 4),
-            "nbytes": int(alone_nbytes),
-            "stream_nbytes": int(stream_nbytes),
-            "copies": round(stream_nbytes / (4 * job.numel / 2), 2),
-        }
+    few = replace(job, mode="ssgd", compute_s=0.0, moves=PERIOD_STEPS)
+    by = {
+        str(number): cost_of(lab, replace(few, num_workers=number))
+        for number in (WORKERS_OF_COST if job.numel > QUICK_NUMEL else (NUM_WORKERS,))
     }
+    for host in range(lab.num_hosts):
+        lab.slow(host)
+    return {"cost": {**by[str(NUM_WORKERS)], "by": by}}
+
+
+def cost_of(lab: netlab.Lab, job: Job) -> dict[str, Any]:
+    """Returns what a standby costs one job."""
+    done = run(lab, job, 2, alternate)
+    paces = [
+        pace(begin, end, done["ends_s"]) for begin, end in zip(*[iter(done["trouble"])] * 2)
+    ]
+    without, with_it = paces[::2], paces[1::2]
+    rate = netlab.bits_per_s(SLOW) / 8
+    measured = [one[0] / other[0] for one, other in zip(with_it, without)]
+    streams = [one[1] - other[1] for one, other in zip(with_it, without)]
+    formula = [1 + stream / rate / step[0] for stream, step in zip(streams, without)]
+    print(list(zip(measured, formula)), paces)
+    return {
+        "measured": round(kit.median(measured), 3),
+        "formula": round(kit.median(formula), 3),
+        "bound": 1 + (job.num_workers + 1) / job.num_workers,
+        "step_s": round(kit.median([one[0] for one in without]), 4),
+        "nbytes": int(kit.median([one[1] for one in without])),
+        "stream_nbytes": int(kit.median(streams)),
+        "copies": round(kit.median(streams) / (4 * job.numel / 2), 2),
+        "turns": len(measured),
+        "numel": job.numel,
+    }
+
+
+def pace(
+    begin: tuple[float, int], end: tuple[float, int], ends_s: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Returns seconds and bytes of a step between two readings of `sent`."""
+    (begin_s, begin_nbytes), (end_s, end_nbytes) = begin, end
+    made = [np.interp([begin_s, end_s], ends, range(len(ends))) for ends in ends_s]
+    steps = float(np.mean([after - before for before, after in made]))
+    return (end_s - begin_s) / steps, (end_nbytes - begin_nbytes) / steps
 
 
 def off(before: Path, after: Path, turns: int) -> dict[str, Any]:
@@ -680,7 +722,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, help="another number of parameters")
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
-    numel = options.numel or (2_560_000 if options.quick else 25_600_000)
+    numel = options.numel or (QUICK_NUMEL if options.quick else 25_600_000)
     job = Job(numel=numel, steps=options.steps, moves=options.moves)
     found: dict[str, Any] = {"off_cost": None}
     if (options.only or options.off) and options.out is not None and options.out.exists():
@@ -691,7 +733,7 @@ def main() -> None:
     else:
         if (reason := netlab.available()) is not None:
             raise SystemExit(f"no network namespaces here: {reason}")
-        with netlab.Lab(SECOND + 2 * NUM_TURNS - 1, FAST) as lab:
+        with netlab.Lab(NUM_HOSTS, FAST) as lab:
             enter(lab.name(FIRST))  # So that the shards can be asked.
             every = list(QUICK) if options.quick else list(PARTS)
             parts = [options.only] if options.only else every
