@@ -222,6 +222,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     def announce(self, address: str) -> None:
         """Names the address at which this shard will be in heartbeats; empty: it stays."""
+        if address == self._next:  # Workers of a shard with a standby know its address already.
+            return
         self._next = address
         self.tell_readers(address)
         self._forget_told()
