@@ -27,13 +27,13 @@ another one, and so on, each time by `psserver drain`; the process that it leave
                       address, and the workers fill it. `times` and `identical` as above
     catch_up          on links of `SLOW` the second shard gets a standby with `CATCH_UP_MBIT`:
                       `seconds`, `nbytes`, and `training`, the pace meanwhile over that before
-    cost              the second shard has a standby and none by turns, in one training of each of
-                      `COSTS` on links of `SLOW`. `measured`: a step with it, relative to one
-                      without (`step_s`, `nbytes` sent); `formula`: the same if it took longer by
-                      the time of the standby's `stream_nbytes` on that link, as its shaper counts
-                      them; medians of `turns`, whose `quartiles` are of the difference; `copies`:
-                      these bytes in copies of the shard's weights; `bound`: the same on a link that
-                      was full already (docs/standby.md)
+    cost              a training in which the second shard has a standby and none by turns:
+                      `measured`: a step with it, relative to one without (`step_s`, `nbytes`
+                      sent); `formula`: the same if it took longer by the time of the standby's
+                      `stream_nbytes` on the link of the shard's host, as its shaper counts them
+                      (medians of `turns`); `copies`: these bytes in copies of the shard's weights;
+                      `bound`: the same on a link that was full already (docs/standby.md)
+    cost CASE         the same with more workers, on slower links, or while workers compute: `costs`
     off_cost          what the product's code for standbys adds to a round where there is none:
                       two checkouts by turns (`--off BEFORE AFTER`); else null
 """
@@ -53,6 +53,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,11 @@ NUM_TURNS = 4  # Shards that move in turn.
 FIRST, SECOND, WORKERS = 0, 1, 2 * NUM_TURNS  # Hosts; this program is on that of shard 0.
 NUM_HOSTS = WORKERS + 8
 NUM_SECOND = 3  # Hosts for the second shard: its own, its standby's, and one that comes back.
-FAST, SLOW = "10gbit", "1gbit"
+FAST, SLOW, SLOWER = "10gbit", "1gbit", "100mbit"
 FAILOVER_S = 0.5  # Silence after which a standby takes over.
 COMPUTE_S = 0.05  # A worker sleeps so long in each step, as if it computed.
 CATCH_UP_MBIT = 200  # A fifth of a link of `SLOW`.
 LR, MOMENTUM = 0.1, 0.9
-PERIOD_STEPS = 10
-WORKERS_OF_COST = 2, 4, 8
 QUICK_NUMEL = 2_560_000
 LOOK_S = 0.02
 QUIET_STEPS = 5  # Between two troubles.
@@ -148,6 +147,38 @@ def train(
 
 
 ROLES = {"train": train}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A job whose second shard has a standby and none by turns."""
+
+    num_workers: int
+    numel: int  # 0: as many as `--numel` says.
+    rate: str = SLOW
+    mode: str = "ssgd"
+    compute_s: float = 0.0  # In each step.
+    steps: int = 6  # Of a turn with a standby, and of one without.
+    turns: int = 3
+
+
+# On links of a tenth of the rate two cores do the work of all hosts.
+COSTS = {
+    "cost": Case(num_workers=2, numel=0),
+    "cost 4": Case(num_workers=4, numel=6_400_000),
+    "cost 8": Case(num_workers=8, numel=3_200_000),
+    "cost 2 slow": Case(num_workers=2, numel=1_280_000, rate=SLOWER),
+    "cost 4 slow": Case(num_workers=4, numel=640_000, rate=SLOWER),
+    "cost 8 slow": Case(num_workers=8, numel=320_000, rate=SLOWER),
+    "cost ssd": Case(num_workers=2, numel=QUICK_NUMEL, mode="ssd", compute_s=0.3, steps=12),
+    "cost diloco": Case(
+        num_workers=2,
+        numel=QUICK_NUMEL,
+        mode="diloco(steps=100, overlap=mirror)",
+        compute_s=0.03,
+        steps=200,
+    ),
+}
 
 
 def book_of(folder: Path, rank: int) -> Path:
@@ -369,14 +400,14 @@ def nothing(scene: Scene, job: Job) -> list[float]:
 
 
 def alternate(scene: Scene, job: Job) -> list[tuple[float, int]]:
-    """Gives the shard a standby and withdraws it, again and again; as many steps with as without.
+    """Gives the shard a standby and withdraws it, by turns of `moves` steps, as long as there are.
 
     Returns:
-        `sent` at begin and end of each period, of which every second one has a standby.
+        `sent` at begin and end of each turn; every second one has a standby.
     """
     found = []
     scene.reach(WARM_STEPS)
-    while scene.steps() < job.steps - 3 * job.moves:
+    while scene.steps() < job.steps - 4 * job.moves:
         for has_standby in (False, True):
             if has_standby:
                 scene.stand()
@@ -605,42 +636,43 @@ def counted(proof: Proof) -> dict[str, int]:
     return {key: getattr(proof, key) for key in COUNTS}
 
 
-def costs(lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
-    """Trains on slow links, with a standby of the second shard and without one by turns."""
+def costs(name: str, lab: netlab.Lab, job: Job, former: dict[str, Any]) -> dict[str, Any]:
+    """Measures one of `COSTS`."""
+    case = COSTS[name]
+    found = cost_of(lab, replace(case, numel=case.numel or job.numel))
+    return {name: found} if name == "cost" else {"costs": former.get("costs", {}) | {name: found}}
+
+
+def cost_of(lab: netlab.Lab, case: Case) -> dict[str, Any]:
+    """Returns what a standby costs."""
+    job = Job(
+        numel=case.numel,
+        steps=WARM_STEPS + 3 * case.steps * (1 + case.turns),
+        moves=case.steps,
+        mode=case.mode,
+        compute_s=case.compute_s,
+        num_workers=case.num_workers,
+    )
     for host in range(lab.num_hosts):
-        lab.slow(host, SLOW)
-    few = replace(job, mode="ssgd", compute_s=0.0, moves=PERIOD_STEPS)
-    by = {
-        str(number): cost_of(lab, replace(few, num_workers=number))
-        for number in (WORKERS_OF_COST if job.numel > QUICK_NUMEL else (NUM_WORKERS,))
-    }
+        lab.slow(host, case.rate)
+    done = run(lab, job, 2, alternate)
     for host in range(lab.num_hosts):
         lab.slow(host)
-    return {"cost": {**by[str(NUM_WORKERS)], "by": by}}
-
-
-def cost_of(lab: netlab.Lab, job: Job) -> dict[str, Any]:
-    """Returns what a standby costs one job."""
-    done = run(lab, job, 2, alternate)
-    paces = [
-        pace(begin, end, done["ends_s"]) for begin, end in zip(*[iter(done["trouble"])] * 2)
-    ]
-    without, with_it = paces[::2], paces[1::2]
-    rate = netlab.bits_per_s(SLOW) / 8
-    measured = [one[0] / other[0] for one, other in zip(with_it, without)]
-    streams = [one[1] - other[1] for one, other in zip(with_it, without)]
-    formula = [1 + stream / rate / step[0] for stream, step in zip(streams, without)]
-    print(list(zip(measured, formula)), paces)
+    read = done["trouble"]
+    paces = [pace(*ends, done["ends_s"]) for ends in zip(read[::2], read[1::2], strict=True)]
+    without, with_it = np.array(paces[::2]).T, np.array(paces[1::2]).T  # Seconds, bytes.
+    streams = with_it[1] - without[1]
+    link_s = 8 * streams / netlab.bits_per_s(case.rate)
     return {
-        "measured": round(kit.median(measured), 3),
-        "formula": round(kit.median(formula), 3),
-        "bound": 1 + (job.num_workers + 1) / job.num_workers,
-        "step_s": round(kit.median([one[0] for one in without]), 4),
-        "nbytes": int(kit.median([one[1] for one in without])),
-        "stream_nbytes": int(kit.median(streams)),
-        "copies": round(kit.median(streams) / (4 * job.numel / 2), 2),
-        "turns": len(measured),
-        "numel": job.numel,
+        **asdict(case),
+        "turns": [round(float(one), 3) for one in with_it[0] / without[0]],
+        "measured": round(float(np.median(with_it[0] / without[0])), 3),
+        "formula": round(float(np.median(1 + link_s / without[0])), 3),
+        "bound": 1 + (case.num_workers + 1) / case.num_workers,
+        "step_s": round(float(np.median(without[0])), 4),
+        "nbytes": int(np.median(without[1])),
+        "stream_nbytes": int(np.median(streams)),
+        "copies": round(float(np.median(streams)) / (4 * case.numel / 2), 2),
     }
 
 
@@ -671,7 +703,7 @@ PARTS = {
     "lost": losses,
     "refill": refills,
     "catch_up": catch_ups,
-    "cost": costs,
+    **{name: partial(costs, name) for name in COSTS},
 }
 QUICK = ("drain", "lost", "cost")  # Of them, those within five minutes.
 
