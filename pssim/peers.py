@@ -25,7 +25,7 @@ import torch
 
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from psserver.decisions.directory import Directory, Peer
+from psserver.decisions.directory import Directory, Meeting, Peer
 from pssim.sums import WorldSums
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Gathering, Meet, Model, Tag, TorchSum, Wait, Waits, Want
@@ -329,6 +329,7 @@ class SimulatedPeer:
             directory.part(self.rank, self.incarnation)
             self._resume([])
             return True
+        first = 0
         for again in (wanted is not self._asked and wanted.again, False):
             # The second time under the epoch of the first answer.
             expected, self.is_short = self.world.expected(), self.world.is_short
@@ -336,16 +337,17 @@ class SimulatedPeer:
                 peer, self.epoch, expected, self.since, is_short=self.is_short, again=again
             )
             self.epoch = directory.epoch
+            first = self._first_meeting() if wanted.is_first else 0
+            if first:  # The members may have changed since.
+                break
         self._asked = wanted
         self._learn()
-        gatherings = [
-            Gathering(
-                meeting.epoch,
-                {one.rank: one.position for one in meeting.peers},
-                frozenset(one.rank for one in meeting.peers if one.parts),
-            )
-            for meeting in directory.since(self.since)
-        ]
+        meetings = [one for one in directory.since(self.since) if one.epoch <= (first or one.epoch)]
+        gatherings = [_gathering(meeting) for meeting in meetings]
+        if first:
+            self.epoch = self.since = first
+            self._resume(gatherings)
+            return True
         has_left = wanted.parts and any(self.rank in found.leaving for found in gatherings)
         if wanted.waits and not has_left and directory.newest != directory.epoch:
             self.is_stopped = self.is_short
@@ -356,6 +358,25 @@ class SimulatedPeer:
         self.since = directory.newest
         self._resume(gatherings)
         return True
+
+    def _first_meeting(self) -> int:
+        """Returns the epoch of the first meeting with this worker that it has not read; else 0."""
+        return next(
+            (
+                meeting.epoch
+                for meeting in self.world.directory.since(self.since)
+                if any(one.incarnation == self.incarnation for one in meeting.peers)
+            ),
+            0,
+        )
+
+
+def _gathering(meeting: Meeting) -> Gathering:
+    return Gathering(
+        meeting.epoch,
+        {one.rank: one.position for one in meeting.peers},
+        frozenset(one.rank for one in meeting.peers if one.parts),
+    )
 
 
 class PeerWorld:

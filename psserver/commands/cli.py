@@ -586,10 +586,11 @@ def restore(
     taken.num_workers = taken.num_workers if workers is None else workers
     shards.give_room(taken, max_rows or ())
     answers = ask.answers(found.addresses, found.credentials)
-    # Its workers wait for this command.
-    is_torn = name in torn([one for one in answers if isinstance(one, StatusReply)])
-    shards.restore(found.addresses, found.credentials, taken, name, replaces=is_torn)
+    bare = torn([one for one in answers if isinstance(one, StatusReply)]).get(name, [])
     number = len(found.addresses)
+    order = sorted(range(number), key=bare.__contains__)
+    # Where shards lack it, its workers wait for this command.
+    shards.restore(found.addresses, found.credentials, taken, name, order, replaces=bool(bare))
     sys.stdout.write(
         f"restored job {name} from {chosen} ({taken.position}) on {number} "
         f"{'shard' if number == 1 else 'shards'}\n"

@@ -412,9 +412,13 @@ def restore(
 ) -> None:
     """Makes a job of a checkpoint, on any number of shards; workers then join it.
 
+    If it is killed, shards without the job are beside those that have it again: workers are
+    refused until it is repeated, as after the loss of a shard.
+
     Args:
         addresses: Addresses of all shards, in order.
-        only: The shards that get their part, in the order in which they begin; None: all of them.
+        only: The shards that get their part, in the order in which they begin, one that has the
+            job first; None: all of them.
         replaces: Whether it takes the place of a job with live workers, which then join again.
 
     Raises:
@@ -430,6 +434,8 @@ def restore(
             shards.call(shard, lambda stub: stub.Prepare, request)
         for shard, message in messages(name, checkpoint, len(addresses), chosen):
             shards.call(shard, lambda stub: stub.Write, message)
+        for shard in chosen[1:]:
+            shards.call(shard, lambda stub: stub.Clear, pb.ClearRequest(id=name))
         for shard in chosen:
             shards.call(shard, lambda stub: stub.Finish, pb.FinishRequest(id=name))
     finally:

@@ -109,6 +109,14 @@ class CheckpointUpload:
         target[request.offset : stop] = np.frombuffer(request.data, dtype=np.uint8)
         self._written[key] = max(written, stop)
 
+    def clear(self) -> None:
+        """Frees the job whose place this one takes.
+
+        Raises:
+            ConfigError: Workers take part in it.
+        """
+        self._engine.forget(self.job, is_forced=self._replaces)
+
     def finish(self) -> None:
         """Makes the job.
 

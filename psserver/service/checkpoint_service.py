@@ -156,6 +156,11 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         self._upload(request.id).write(request)
         return pb.WriteReply()
 
+    async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearReply:
+        """Frees the job whose place the new one takes."""
+        self._upload(request.id).clear()
+        return pb.ClearReply()
+
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishReply:
         """Makes the job of all parts."""
         upload = self._upload(request.id)

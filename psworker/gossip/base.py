@@ -50,6 +50,14 @@ class Meet(NamedTuple):
     needs_all: int = 0  # It waits until that many workers, ranks 0 and up, have met at least once.
     again: bool = False  # An exchange among the members has failed, though none may be gone.
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the first meeting with this worker counts, even if members have changed since.
+
+        The others have its place from there, and would take it for one that has come later.
+        """
+        return self.position < 0 and self.waits and not self.needs_all
+
 
 class Gathering(NamedTuple):
     """The members of an epoch, and their positions when all had stopped."""

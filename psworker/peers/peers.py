@@ -345,6 +345,9 @@ class Peers:
             for meeting in reply.meetings:
                 gatherings.append(_gathering(meeting))
                 self._since = meeting.epoch
+                if wanted.is_first and self._is_in(meeting):
+                    self.epoch = meeting.epoch
+                    return True
             if wanted.parts and any(self._session.rank in found.leaving for found in gatherings):
                 return True  # If the others die now, no worker meets again.
             is_known = self._since == self.epoch
@@ -362,6 +365,11 @@ class Peers:
         self._watched(lambda: f"{awaited} to know who takes part", ask)
         self._mailbox.keep(self._links.incarnations.values(), self.epoch)
         return gatherings
+
+
+    def _is_in(self, meeting: control_pb2.Meeting) -> bool:
+        """Returns whether this worker, since it listens, was in a meeting."""
+        return any(peer.secret == self._own.secret for peer in meeting.peers)
 
 
 def _gathering(meeting: control_pb2.Meeting) -> Gathering:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import psworker
 from pscore.net.credentials import ANYONE
+from pscore.pb.ps.v1 import checkpoint_pb2
 from psserver.exits import CommandError
 from psserver.remote import checkpoint
 from psserver.remote.checkpoint_files import read
@@ -366,6 +367,61 @@ def test_a_job_whose_last_worker_ended_in_the_middle_of_a_step_has_a_checkpoint(
             first, final = worker.result()
     assert all(np.array_equal(merged[name].numpy(), first[name]) for name in first)
     assert not same(first, final)
+
+
+def train_until_killed(me: Station) -> None:
+    """Trains a job that is longer than its checkpoint, and waits for its end."""
+    model, optimizer = begin("sgd", 0)
+    steps(me, model, optimizer, range(HALF))
+    me.tell()
+    me.hear()
+    steps(me, model, optimizer, range(HALF, WHOLE - 1))
+    me.tell()
+    me.hear()
+
+
+@pytest.mark.slow
+def test_a_restore_that_is_killed_between_two_shards_never_mixes_two_steps(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that come next are refused until the restore is repeated."""
+    folder, job = tmp_path / "checkpoints", new_job()
+    made: list[checkpoint_pb2.FinishRequest] = []
+    call = checkpoint.JobShards.call
+
+    def cut(shards: Any, shard: int, method: Any, request: Any) -> Any:
+        if isinstance(request, checkpoint_pb2.FinishRequest):
+            if made:
+                raise KeyboardInterrupt
+            made.append(request)
+        return call(shards, shard, method, request)
+
+    with Shards(2, lease_s=5.0) as shards:
+        with shards.workers(train_until_killed, num_workers=1, job=job) as (worker,):
+            worker.hear()
+            run(command, shards, "checkpoint", folder, "--job", job)
+            worker.tell()
+            worker.hear()
+            worker.kill()
+            shards.wait_until_lost(job, 0)
+        monkeypatch.setattr(checkpoint.JobShards, "call", cut)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.restore(shards.addresses, ANYONE, read(folder, job, print)[1], job)
+        monkeypatch.undo()
+        with (
+            shards.workers(resume, "sgd", num_workers=1, job=job) as (worker,),
+            pytest.raises(WorkerError, match="Restore a checkpoint with `psserver restore DIR"),
+        ):
+            worker.result()
+        run(command, shards, "restore", folder, "--job", job)
+        with shards.workers(resume, "sgd", num_workers=1, job=job) as (worker,):
+            first, final = worker.result()
+        saved = load_file(next(folder.glob(f"{job}-*")) / "model.safetensors")
+        assert all(np.array_equal(saved[name].numpy(), first[name]) for name in first)
+        with shards.workers(train, "sgd", num_workers=1, job=new_job()) as (worker,):
+            worker.hear()
+            worker.tell()
+            assert same(worker.result()[1], final)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
+from pscore.pb.ps.v1.control_pb2 import MeetReply, MeetRequest
 from psworker.connection.membership.session import Session
 from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
@@ -222,6 +223,39 @@ def wait_for_the_other(me: Station, mode: str) -> None:
 
 
 @pytest.mark.slow
+def begin_and_load(me: Station, mode: str) -> int:
+    """Loads a state before its first step; returns the step at which it begins."""
+    meet, asked = Session.meet, list[int]()
+
+    def ask(session: Session, request: MeetRequest) -> MeetReply:
+        # Rank 2 stops last, and rank 1 looks rarely: rank 0 goes on before that knows of it.
+        if me.rank == 2 and len(asked) == 1:
+            time.sleep(1.5)
+        if me.rank == 1 and request.epoch in asked:
+            time.sleep(1.0)
+        asked.append(request.epoch)
+        return meet(session, request)
+
+    model = make_model()
+    with mock.patch.object(Session, "meet", ask):
+        optimizer = psworker.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(), mode=mode
+        )
+    first = table_of(optimizer).replica.step
+    optimizer.load_state_dict(optimizer.state_dict())
+    psworker.shutdown()
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dpsgd(average_every=1)", "sgp(average_every=1)", "allreduce"])
+def test_all_begin_at_one_step_though_one_changes_the_job_at_once(
+    shards: Shards, mode: str
+) -> None:
+    """A worker that had not read of the first meeting came late, and they waited for each other."""
+    assert shards.run(begin_and_load, mode, num_workers=3) == [0, 0, 0]
+
+
 def test_a_worker_names_the_one_for_which_it_waits(shards: Shards) -> None:
     said = re.compile(r"worker 0 has waited \d+ s for step [12] of worker 1")
 

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16ps/v1/checkpoint.proto\x12\x05ps.v1\"~\n\x0e\x43\x61ptureRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x14\n\x0cweights_only\x18\x06 \x01(\x08\x12\x0c\n\x04\x62\x61se\x18\x07 \x01(\t\"\xa2\x01\n\x0c\x43\x61ptureReply\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.ps.v1.CaptureState\x12\x13\n\x0bversion_min\x18\x02 \x01(\x03\x12\x13\n\x0bversion_max\x18\x03 \x01(\x03\x12\r\n\x05\x61\x62out\x18\x04 \x01(\t\x12\x0f\n\x07\x62y_step\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x03(\r\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\"W\n\x0bReadRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05slice\x18\x02 \x01(\x05\x12\r\n\x05\x61rray\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\r\"\x19\n\tReadReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x1c\n\x0eReleaseRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"u\n\x0ePrepareRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0e\n\x06tables\x18\x04 \x03(\t\x12\x13\n\x0bmin_workers\x18\x05 \x01(\r\x12\x10\n\x08replaces\x18\x06 \x01(\x08\"\x0e\n\x0cPrepareReply\"e\n\x0cWriteRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\x05\x12\r\n\x05slice\x18\x03 \x01(\x05\x12\r\n\x05\x61rray\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\x0c\n\nWriteReply\"\x1b\n\rFinishRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\r\n\x0b\x46inishReply\"B\n\x11NoteCopiesRequest\x12\r\n\x05place\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\x11\n\x0fNoteCopiesReply\"\"\n\x0fNoteLastRequest\x12\x0f\n\x07is_over\x18\x01 \x01(\x08\"\x0f\n\rNoteLastReply*`\n\x0c\x43\x61ptureState\x12\x13\n\x0f\x43\x41PTURE_WAITING\x10\x00\x12\x10\n\x0c\x43\x41PTURE_DONE\x10\x01\x12\x12\n\x0e\x43\x41PTURE_PASSED\x10\x02\x12\x15\n\x11\x43\x41PTURE_RESIDUALS\x10\x03\x32\xbf\x03\n\x0b\x43heckpoints\x12\x35\n\x07\x43\x61pture\x12\x15.ps.v1.CaptureRequest\x1a\x13.ps.v1.CaptureReply\x12,\n\x04Read\x12\x12.ps.v1.ReadRequest\x1a\x10.ps.v1.ReadReply\x12\x35\n\x07Release\x12\x15.ps.v1.ReleaseRequest\x1a\x13.ps.v1.ReleaseReply\x12\x35\n\x07Prepare\x12\x15.ps.v1.PrepareRequest\x1a\x13.ps.v1.PrepareReply\x12/\n\x05Write\x12\x13.ps.v1.WriteRequest\x1a\x11.ps.v1.WriteReply\x12\x32\n\x06\x46inish\x12\x14.ps.v1.FinishRequest\x1a\x12.ps.v1.FinishReply\x12>\n\nNoteCopies\x12\x18.ps.v1.NoteCopiesRequest\x1a\x16.ps.v1.NoteCopiesReply\x12\x38\n\x08NoteLast\x12\x16.ps.v1.NoteLastRequest\x1a\x14.ps.v1.NoteLastReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16ps/v1/checkpoint.proto\x12\x05ps.v1\"~\n\x0e\x43\x61ptureRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x14\n\x0cweights_only\x18\x06 \x01(\x08\x12\x0c\n\x04\x62\x61se\x18\x07 \x01(\t\"\xa2\x01\n\x0c\x43\x61ptureReply\x12\"\n\x05state\x18\x01 \x01(\x0e\x32\x13.ps.v1.CaptureState\x12\x13\n\x0bversion_min\x18\x02 \x01(\x03\x12\x13\n\x0bversion_max\x18\x03 \x01(\x03\x12\r\n\x05\x61\x62out\x18\x04 \x01(\t\x12\x0f\n\x07\x62y_step\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x03(\r\x12\x13\n\x0bwaiting_for\x18\x07 \x01(\t\"W\n\x0bReadRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05slice\x18\x02 \x01(\x05\x12\r\n\x05\x61rray\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\r\"\x19\n\tReadReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x1c\n\x0eReleaseRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"u\n\x0ePrepareRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x13\n\x0bnum_workers\x18\x03 \x01(\r\x12\x0e\n\x06tables\x18\x04 \x03(\t\x12\x13\n\x0bmin_workers\x18\x05 \x01(\r\x12\x10\n\x08replaces\x18\x06 \x01(\x08\"\x0e\n\x0cPrepareReply\"e\n\x0cWriteRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\x05\x12\r\n\x05slice\x18\x03 \x01(\x05\x12\r\n\x05\x61rray\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\x0c\n\nWriteReply\"\x1a\n\x0c\x43learRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x0c\n\nClearReply\"\x1b\n\rFinishRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\r\n\x0b\x46inishReply\"B\n\x11NoteCopiesRequest\x12\r\n\x05place\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"\x11\n\x0fNoteCopiesReply\"\"\n\x0fNoteLastRequest\x12\x0f\n\x07is_over\x18\x01 \x01(\x08\"\x0f\n\rNoteLastReply*`\n\x0c\x43\x61ptureState\x12\x13\n\x0f\x43\x41PTURE_WAITING\x10\x00\x12\x10\n\x0c\x43\x41PTURE_DONE\x10\x01\x12\x12\n\x0e\x43\x41PTURE_PASSED\x10\x02\x12\x15\n\x11\x43\x41PTURE_RESIDUALS\x10\x03\x32\xf0\x03\n\x0b\x43heckpoints\x12\x35\n\x07\x43\x61pture\x12\x15.ps.v1.CaptureRequest\x1a\x13.ps.v1.CaptureReply\x12,\n\x04Read\x12\x12.ps.v1.ReadRequest\x1a\x10.ps.v1.ReadReply\x12\x35\n\x07Release\x12\x15.ps.v1.ReleaseRequest\x1a\x13.ps.v1.ReleaseReply\x12\x35\n\x07Prepare\x12\x15.ps.v1.PrepareRequest\x1a\x13.ps.v1.PrepareReply\x12/\n\x05Write\x12\x13.ps.v1.WriteRequest\x1a\x11.ps.v1.WriteReply\x12/\n\x05\x43lear\x12\x13.ps.v1.ClearRequest\x1a\x11.ps.v1.ClearReply\x12\x32\n\x06\x46inish\x12\x14.ps.v1.FinishRequest\x1a\x12.ps.v1.FinishReply\x12>\n\nNoteCopies\x12\x18.ps.v1.NoteCopiesRequest\x1a\x16.ps.v1.NoteCopiesReply\x12\x38\n\x08NoteLast\x12\x16.ps.v1.NoteLastRequest\x1a\x14.ps.v1.NoteLastReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps.v1.checkpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPTURESTATE']._serialized_start=924
-  _globals['_CAPTURESTATE']._serialized_end=1020
+  _globals['_CAPTURESTATE']._serialized_start=966
+  _globals['_CAPTURESTATE']._serialized_end=1062
   _globals['_CAPTUREREQUEST']._serialized_start=33
   _globals['_CAPTUREREQUEST']._serialized_end=159
   _globals['_CAPTUREREPLY']._serialized_start=162
@@ -53,18 +53,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WRITEREQUEST']._serialized_end=724
   _globals['_WRITEREPLY']._serialized_start=726
   _globals['_WRITEREPLY']._serialized_end=738
-  _globals['_FINISHREQUEST']._serialized_start=740
-  _globals['_FINISHREQUEST']._serialized_end=767
-  _globals['_FINISHREPLY']._serialized_start=769
-  _globals['_FINISHREPLY']._serialized_end=782
-  _globals['_NOTECOPIESREQUEST']._serialized_start=784
-  _globals['_NOTECOPIESREQUEST']._serialized_end=850
-  _globals['_NOTECOPIESREPLY']._serialized_start=852
-  _globals['_NOTECOPIESREPLY']._serialized_end=869
-  _globals['_NOTELASTREQUEST']._serialized_start=871
-  _globals['_NOTELASTREQUEST']._serialized_end=905
-  _globals['_NOTELASTREPLY']._serialized_start=907
-  _globals['_NOTELASTREPLY']._serialized_end=922
-  _globals['_CHECKPOINTS']._serialized_start=1023
-  _globals['_CHECKPOINTS']._serialized_end=1470
+  _globals['_CLEARREQUEST']._serialized_start=740
+  _globals['_CLEARREQUEST']._serialized_end=766
+  _globals['_CLEARREPLY']._serialized_start=768
+  _globals['_CLEARREPLY']._serialized_end=780
+  _globals['_FINISHREQUEST']._serialized_start=782
+  _globals['_FINISHREQUEST']._serialized_end=809
+  _globals['_FINISHREPLY']._serialized_start=811
+  _globals['_FINISHREPLY']._serialized_end=824
+  _globals['_NOTECOPIESREQUEST']._serialized_start=826
+  _globals['_NOTECOPIESREQUEST']._serialized_end=892
+  _globals['_NOTECOPIESREPLY']._serialized_start=894
+  _globals['_NOTECOPIESREPLY']._serialized_end=911
+  _globals['_NOTELASTREQUEST']._serialized_start=913
+  _globals['_NOTELASTREQUEST']._serialized_end=947
+  _globals['_NOTELASTREPLY']._serialized_start=949
+  _globals['_NOTELASTREPLY']._serialized_end=964
+  _globals['_CHECKPOINTS']._serialized_start=1065
+  _globals['_CHECKPOINTS']._serialized_end=1561
 # @@protoc_insertion_point(module_scope)

@@ -124,6 +124,16 @@ class WriteReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ClearRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FinishRequest(_message.Message):
     __slots__ = ("id",)
     ID_FIELD_NUMBER: _ClassVar[int]

@@ -59,6 +59,11 @@ class CheckpointsStub(object):
                 request_serializer=ps_dot_v1_dot_checkpoint__pb2.WriteRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_checkpoint__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/ps.v1.Checkpoints/Clear',
+                request_serializer=ps_dot_v1_dot_checkpoint__pb2.ClearRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_checkpoint__pb2.ClearReply.FromString,
+                _registered_method=True)
         self.Finish = channel.unary_unary(
                 '/ps.v1.Checkpoints/Finish',
                 request_serializer=ps_dot_v1_dot_checkpoint__pb2.FinishRequest.SerializeToString,
@@ -111,6 +116,13 @@ class CheckpointsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clear(self, request, context):
+        """Frees the job whose place the prepared one takes: an end before `Finish` leaves none behind.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Finish(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -158,6 +170,11 @@ def add_CheckpointsServicer_to_server(servicer, server):
                     servicer.Write,
                     request_deserializer=ps_dot_v1_dot_checkpoint__pb2.WriteRequest.FromString,
                     response_serializer=ps_dot_v1_dot_checkpoint__pb2.WriteReply.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=ps_dot_v1_dot_checkpoint__pb2.ClearRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_checkpoint__pb2.ClearReply.SerializeToString,
             ),
             'Finish': grpc.unary_unary_rpc_method_handler(
                     servicer.Finish,
@@ -310,6 +327,33 @@ class Checkpoints(object):
             '/ps.v1.Checkpoints/Write',
             ps_dot_v1_dot_checkpoint__pb2.WriteRequest.SerializeToString,
             ps_dot_v1_dot_checkpoint__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Checkpoints/Clear',
+            ps_dot_v1_dot_checkpoint__pb2.ClearRequest.SerializeToString,
+            ps_dot_v1_dot_checkpoint__pb2.ClearReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,8 @@ class CheckpointsStub:
     Prepare: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.PrepareRequest, _checkpoint_pb2.PrepareReply]
     """Takes numbers for a job that has not begun."""
     Write: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.WriteRequest, _checkpoint_pb2.WriteReply]
+    Clear: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.ClearRequest, _checkpoint_pb2.ClearReply]
+    """Frees the job whose place the prepared one takes: an end before `Finish` leaves none behind."""
     Finish: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.FinishRequest, _checkpoint_pb2.FinishReply]
     NoteCopies: _grpc.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteCopiesRequest, _checkpoint_pb2.NoteCopiesReply]
     """Tells shard 0 how copies at a second place fare, for its status and metrics."""
@@ -56,6 +58,8 @@ class CheckpointsAsyncStub(CheckpointsStub):
     Prepare: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.PrepareRequest, _checkpoint_pb2.PrepareReply]  # type: ignore[assignment]
     """Takes numbers for a job that has not begun."""
     Write: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.WriteRequest, _checkpoint_pb2.WriteReply]  # type: ignore[assignment]
+    Clear: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.ClearRequest, _checkpoint_pb2.ClearReply]  # type: ignore[assignment]
+    """Frees the job whose place the prepared one takes: an end before `Finish` leaves none behind."""
     Finish: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.FinishRequest, _checkpoint_pb2.FinishReply]  # type: ignore[assignment]
     NoteCopies: _aio.UnaryUnaryMultiCallable[_checkpoint_pb2.NoteCopiesRequest, _checkpoint_pb2.NoteCopiesReply]  # type: ignore[assignment]
     """Tells shard 0 how copies at a second place fare, for its status and metrics."""
@@ -99,6 +103,14 @@ class CheckpointsServicer(metaclass=_abc_1.ABCMeta):
         request: _checkpoint_pb2.WriteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_checkpoint_pb2.WriteReply, _abc.Awaitable[_checkpoint_pb2.WriteReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Clear(
+        self,
+        request: _checkpoint_pb2.ClearRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_checkpoint_pb2.ClearReply, _abc.Awaitable[_checkpoint_pb2.ClearReply]]:
+        """Frees the job whose place the prepared one takes: an end before `Finish` leaves none behind."""
 
     @_abc_1.abstractmethod
     def Finish(
