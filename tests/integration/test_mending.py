@@ -100,7 +100,8 @@ def test_a_shard_that_comes_back_empty_is_restored_and_the_workers_go_on(tmp_pat
         lost = stack.enter_context(second.running())
         workers = start_workers(addresses, stack)
         reach(workers, 20)
-        eventually(lambda: any((first.state / "checkpoints").glob("night-*")))
+        # The second is written when the one who mends has seen the job for a while.
+        eventually(lambda: any((first.state / "checkpoints").glob("night-*2")))
         second.lose(lost)
         assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
         stack.enter_context(second.running())
