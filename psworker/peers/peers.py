@@ -85,8 +85,9 @@ class Peers:
         self.epoch = self._since = 0
 
     def announce(self) -> None:
-        """Reports to the directory that this worker takes part, without waiting for others."""
-        self._meet(Meet(-1, waits=False))
+        """Reports to the directory that this worker takes part; it stops for no meeting yet."""
+        peer = _stopped(self._own, Meet(-1))
+        self._session.meet(control_pb2.MeetRequest(table=self.table, peer=peer))
 
     def drive(self, gossip: Gossip) -> None:
         """Starts a gossip: it meets the other workers.
@@ -326,6 +327,7 @@ class Peers:
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""
         gatherings: list[Gathering] = []
+        stopped: set[int] = set()  # Epochs under which it has stopped here.
         delay_s, first, awaited = MEET_S, self.epoch, "other workers"
 
         def ask() -> bool:
@@ -340,12 +342,13 @@ class Peers:
             )
             reply = self._session.meet(request)
             self.epoch, awaited, self.is_short = reply.epoch, reply.waiting_for, reply.short
+            stopped.add(request.epoch)
             self._met_beats = self._session.links[0].num_beats
             self._links.update(reply.peers)
             for meeting in reply.meetings:
                 gatherings.append(_gathering(meeting))
                 self._since = meeting.epoch
-                if wanted.is_first and self._is_in(meeting):
+                if wanted.is_first and meeting.epoch in stopped:
                     self.epoch = meeting.epoch
                     return True
             if wanted.parts and any(self._session.rank in found.leaving for found in gatherings):
@@ -365,11 +368,6 @@ class Peers:
         self._watched(lambda: f"{awaited} to know who takes part", ask)
         self._mailbox.keep(self._links.incarnations.values(), self.epoch)
         return gatherings
-
-
-    def _is_in(self, meeting: control_pb2.Meeting) -> bool:
-        """Returns whether this worker, since it listens, was in a meeting."""
-        return any(peer.secret == self._own.secret for peer in meeting.peers)
 
 
 def _gathering(meeting: control_pb2.Meeting) -> Gathering:
