@@ -181,11 +181,15 @@ class Shard:
 
     # ----- tables
 
-    def define(self, job: Job, spec: TableSpec, *, adopts: bool = False) -> tuple[Table, bool]:
+    def define(
+        self, job: Job, spec: TableSpec, *, adopts: bool = False, number: int | None = None
+    ) -> tuple[Table, bool]:
         """Returns the table that `spec` declares, and whether it is new.
 
         Args:
             adopts: Whether the job's table may have its weights in slices of another length.
+            number: Index of the table on the first shard, for a new one if no other table has it
+                here; workers that were killed may have declared tables there alone.
 
         Raises:
             JobMismatchError: The job's table of this name differs; the message names how.
@@ -205,7 +209,10 @@ class Shard:
         if spec.num_shards != self.num_shards:
             raise ConfigError(f"table for {spec.num_shards} shards, there are {self.num_shards}")
         kept = self.limits.is_kept
-        table = make_table(spec, len(job.tables), self.index, job.membership, is_kept=kept)
+        taken = {other.index for other in job.tables.values()}
+        if number is None or number in taken or number >= TABLES_MAX:
+            number = max(taken, default=-1) + 1
+        table = make_table(spec, number, self.index, job.membership, is_kept=kept)
         self._require_memory(job, table, table.memory_nbytes)
         job.tables[spec.name] = table
         return table, True

@@ -139,21 +139,21 @@ class JobJournal:
         """
         return read_json(self.folder / JOB)
 
-    def read_tables(self, count: int) -> list[Meta]:
-        """Returns the records of `write_table`, in the order of the tables.
+    def read_tables(self, count: int) -> dict[int, Meta]:
+        """Returns the records of `write_table` by the numbers of the tables, the lowest first.
 
         Args:
             count: How many there are at least. One more may be there that `write_job` has not
                 counted, because the process was killed then.
 
         Raises:
-            ValueError: One is damaged.
-            OSError: One is not there.
+            ValueError: One is damaged, or not there.
+            OSError: One cannot be read.
         """
-        tables: list[Meta] = []
-        while len(tables) < count or (self.folder / f"{len(tables)}.json").exists():
-            tables.append(read_json(self.folder / f"{len(tables)}.json"))
-        return tables
+        numbers = sorted(int(path.stem) for path in self.folder.glob("[0-9]*.json"))
+        if len(numbers) < count:
+            raise ValueError(f"records of {len(numbers)} tables are there, and it had {count}")
+        return {number: read_json(self.folder / f"{number}.json") for number in numbers}
 
     def write_residuals(self, arrays: Mapping[str, FloatArray]) -> None:
         """Records the residuals that workers have not fetched yet; none: deletes the file.

@@ -316,15 +316,17 @@ class Recovery:
                 arrived = dict.fromkeys(ranks, largest)
                 job.barriers.by_name[name] = Barrier(round_, arrived, is_open, *former)
             job.barriers.holds = bool(meta.get("holds"))
-            begin(job, recorder, [self._open(job, recorder, entry) for entry in tables])
+            begin(job, recorder, [self._open(job, recorder, *entry) for entry in tables.items()])
         except UNUSABLE:
             del self._shard.jobs[job.name]
             raise
         return job.name
 
-    def _open(self, job: Job, recorder: JobRecorder, entry: Meta) -> tuple[Table, TableMemory]:
+    def _open(
+        self, job: Job, recorder: JobRecorder, number: int, entry: Meta
+    ) -> tuple[Table, TableMemory]:
         """Returns a recorded table with its memory."""
-        table, _ = self._shard.define(job, TableSpec.from_json(entry["spec"]))
+        table, _ = self._shard.define(job, TableSpec.from_json(entry["spec"]), number=number)
         what = f"the number of changes of the mode of table {table.spec.name!r}"
         table.epoch = count_of(entry["epoch"], what, most=records.INT32_MAX)
         table.former = None if entry["former"] is None else make_rule(*entry["former"])

@@ -200,11 +200,19 @@ class Engine:
 
     # ----- tables
 
-    def define(self, job: RunningJob, spec: TableSpec, *, adopts: bool = False) -> DefinedTable:
+    def define(
+        self,
+        job: RunningJob,
+        spec: TableSpec,
+        *,
+        adopts: bool = False,
+        number: int | None = None,
+    ) -> DefinedTable:
         """Returns the table that `spec` declares; a new one gets memory for this shard's slices.
 
         Args:
             adopts: Whether the job's table may have its weights in slices of another length.
+            number: Index of the table on the first shard; None: this is the first one.
 
         Raises:
             JobMismatchError: The job has a table of this name that differs.
@@ -212,7 +220,7 @@ class Engine:
             ConfigError: The declaration is not one that a shard can serve.
         """
         with self.lock:
-            table, is_new = self.shard.define(job.job, spec, adopts=adopts)
+            table, is_new = self.shard.define(job.job, spec, adopts=adopts, number=number)
             if is_new:
                 self._allocate(job, table)
             view = DefinedTable(

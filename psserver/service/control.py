@@ -306,7 +306,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         origin = Origin(request.clock, request.step)
         spec = replace(TableSpec.from_proto(request.table), origin=origin, is_held=request.held)
         await self._compile(spec)
-        table = self._engine.define(self._heard(request), spec, adopts=request.adopts)
+        number = request.number if request.HasField("number") else None
+        table = self._engine.define(
+            self._heard(request), spec, adopts=request.adopts, number=number
+        )
         return pb.DefineReply(
             table=table.index,
             created=table.is_new,

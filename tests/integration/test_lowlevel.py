@@ -4,11 +4,14 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import psworker
+from pscore.pb.ps.v1.control_pb2 import DefineRequest
+from psworker.connection.shard_link import Link
 from tests.integration.cluster import DEADLINE_S, Shards, Station, new_job, wait_until
 
 LARGE = (1 << 21) + 77  # Elements: more than one slice on each of two shards.
@@ -368,3 +371,38 @@ def test_a_mean_in_which_all_workers_were_killed_is_void_for_those_who_come_afte
     again = {"PACELINE_RESTART": "1"}
     results = shards.run(takes_part_again, num_workers=3, job=job, env=again)
     assert results == [[2.0, 3.0]] * 3
+
+
+def declares_on_the_first_shard(me: Station) -> None:
+    """Waits where the first shard has its tensor, and the second one does not yet."""
+    psworker.init()
+    psworker.push_pull(torch.ones(9000), "a")
+    call, asked = Link.call, list[Link]()
+
+    def cut(link: Link, method: Any, request: Any) -> Any:
+        if isinstance(request, DefineRequest):
+            if asked:
+                me.tell()
+                me.hear()
+            asked.append(link)
+        return call(link, method, request)
+
+    with mock.patch.object(Link, "call", cut):
+        psworker.push_pull(torch.ones(9000), "unfinished")
+
+
+def names_another(me: Station) -> list[float]:
+    psworker.init()
+    return [float(psworker.push_pull(torch.ones(9000), name)[0]) for name in ("b", "unfinished")]
+
+
+def test_workers_that_are_killed_between_two_shards_leave_a_job_that_continues(
+    shards: Shards,
+) -> None:
+    """They have declared a tensor on the first shard alone: its number is free on the second."""
+    job = new_job()
+    with shards.workers(declares_on_the_first_shard, num_workers=1, job=job) as (worker,):
+        worker.hear()
+        worker.kill()
+    again = {"PACELINE_RESTART": "1"}
+    assert shards.run(names_another, num_workers=1, job=job, env=again) == [[1.0, 1.0]]

@@ -237,6 +237,7 @@ class Session:
         step = self._joining.known.progress.get(name)
         for link in self.links:
             reply = link.call(link.control.Define, request)
+            request.number = reply.table  # One for all shards: the first one's.
             if request.adopts:
                 request.table.content.CopyFrom(reply.content)
             tables.add(reply.table)

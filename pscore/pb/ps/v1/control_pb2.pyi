@@ -176,7 +176,7 @@ class Table(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer_release: _Optional[str] = ..., content: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "adopts", "clock", "step", "held")
+    __slots__ = ("job", "worker", "incarnation", "table", "adopts", "clock", "step", "held", "number")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class DefineRequest(_message.Message):
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -193,7 +194,8 @@ class DefineRequest(_message.Message):
     clock: int
     step: int
     held: bool
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., held: bool = ...) -> None: ...
+    number: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ..., adopts: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., held: bool = ..., number: _Optional[int] = ...) -> None: ...
 
 class DefineReply(_message.Message):
     __slots__ = ("table", "created", "clock", "step", "has_weights", "content")

@@ -34,7 +34,7 @@ def test_a_written_job_is_found_again(tmp_path: Path) -> None:
     (folder,) = JournalDir(tmp_path / "v").found()
     found = JobJournal(folder)
     assert found.read_job() == {"name": "a", "seal": job.seal}
-    assert found.read_tables(1) == [{"spec": 1}]
+    assert found.read_tables(1) == {0: {"spec": 1}}
     weights = found.open_weights(0, 4096, 1)
     assert weights.segment.integers(0, 1)[0] == 7
     assert weights.stamps(0).tolist() == [7, 8]

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,21 @@ def test_a_written_job_is_restored(folder: Path) -> None:
     assert process.store().counts.tolist() == [STEPS]
     process.kill()
     assert Process(folder).names == ["a"]
+
+
+def test_a_table_keeps_the_number_that_it_has_on_the_first_shard(folder: Path) -> None:
+    """Workers may have been killed when they had declared a table there alone."""
+    process = Process(folder)
+    job = process.engine.jobs["a"]
+    others = [
+        process.engine.define(job, replace(SPEC, name=name), number=number).index
+        for name, number in {"third": 3, "its number is taken": 3, "first shard's": None}.items()
+    ]
+    assert others == [3, 4, 5]
+    process.kill()
+    again = Process(folder)
+    assert again.names == ["a"]
+    assert [table.index for table in again.engine.shard.jobs["a"].tables.values()] == [0, 3, 4, 5]
 
 
 def test_the_mode_that_a_job_has_chosen_outlives_the_process(folder: Path) -> None:
