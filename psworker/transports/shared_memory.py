@@ -18,7 +18,7 @@ from pscore.net.attach import attach as pass_segment
 from pscore.net.endpoint import Endpoint, connect
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray, IntArray, SliceSpec
-from psworker.transports.base import OutgoingPush, PullCall
+from psworker.transports.base import PullCall
 from psworker.transports.retry import RetryPolicy
 from psworker.transports.socket_base import SocketTransport
 
@@ -55,45 +55,12 @@ class SharedMemoryTransport(SocketTransport):
             endpoint: Returns the shard's present addresses; asked again when a connection breaks.
         """
         self._attachments: dict[int, Attachment] = {}  # By table.
-        self._is_holding = False
-        self._kept: OutgoingPush | None = None  # A push that leaves with its pull.
         super().__init__(endpoint, policy)
-
-    def push(self, push: OutgoingPush) -> None:
-        """Sends one slice; while requests are held, together with the pull that follows."""
-        self._send_kept()
-        if self._is_holding and push.header.may_wait and not push.waits:
-            self._kept = push
-        else:
-            super().push(push)
 
     def pull(self, call: PullCall) -> None:
         """Requests one slice, in the frame of its push if that is kept."""
         call.header.shared = call.header.sender.table in self._attachments
-        kept, self._kept = self._kept, None
-        is_along = kept is not None and not call.request and _is_of_same(kept, call)
-        if kept is not None:
-            if is_along:
-                kept.carry(call)
-            super().push(kept)
-        if not is_along:
-            super().pull(call)
-
-    def hold(self) -> None:
-        """Keeps requests until `let_go`, a push for its pull."""
-        self._is_holding = True
-        super().hold()
-
-    def let_go(self) -> None:
-        """Sends the requests that are kept; further ones leave at once."""
-        self._is_holding = False
-        self._send_kept()
-        super().let_go()
-
-    def _send_kept(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            super().push(kept)
+        super().pull(call)
 
     def attach(self, sender: pb.Sender, grads: Segment, specs: Sequence[SliceSpec]) -> None:
         """Shares a table's gradients with the shard, and maps its weights.
@@ -153,12 +120,6 @@ def attach(endpoint: Endpoint, attachment: Attachment) -> None:
     for spec in attachment.specs:
         maps = layout.buffers(weights, spec.index), layout.versions(weights, spec.index)
         attachment.maps[spec.index] = maps
-
-
-def _is_of_same(push: OutgoingPush, call: PullCall) -> bool:
-    """Returns whether a push and a pull are of the same slice of the same table."""
-    pushed, pulled = push.header, call.header
-    return pushed.slice == pulled.slice and pushed.sender.table == pulled.sender.table
 
 
 def _land_on_wait(call: PullCall, reply: pb.PullReply, payload: memoryview) -> bool:

@@ -1,9 +1,11 @@
 """The part that TCP and shared memory have in common: pushes and pulls as frames on sockets.
 
 The other side is psserver/service/data_socket.py. Gradients have connections of their own, so that
-a small request never waits behind four megabytes going the same way. Requests without a reply are
-sent again when a connection has broken (pscore/net/channel.py): every request may arrive twice, and
-the second one changes nothing.
+a small request never waits behind megabytes going the same way. Where the worker waits for the
+weights of the same step, a push and its pull are one request with one answer: beside megabytes that
+stream through the caches each further frame takes a part of a millisecond of Python on both sides.
+Requests without a reply are sent again when a connection has broken (pscore/net/channel.py): every
+request may arrive twice, and the second one changes nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class SocketTransport(Transport):
         Args:
             endpoint: Returns the shard's present addresses; asked again when a connection breaks.
         """
+        self._is_holding = False
+        self._kept: OutgoingPush | None = None  # A push that leaves with its pull.
         self._endpoint = endpoint
         self._limit_s = policy.limit_s
         self._reconnect = partial(policy.call, self._connect)
@@ -53,23 +57,36 @@ class SocketTransport(Transport):
         self._notices.start()
 
     def push(self, push: OutgoingPush) -> None:
-        """Sends one slice; a notice at once, unless a device has still to copy the gradient."""
-        if push.header.shared and not push.waits:
-            self._push_now(push)
+        """Sends one slice; while requests are held, together with the pull that follows."""
+        self._send_kept()
+        if self._is_holding and push.header.may_wait and not push.waits:
+            self._kept = push
         else:
-            sender = self._push_connection(push).sender
-            sender.start(lambda: self._push_now(push), push.done.set_exception)
+            self._send(push)
 
     def pull(self, call: PullCall) -> None:
-        """Requests one slice."""
-        self._notices.request(call, pb.Envelope(pull=call.header), call.request)
+        """Requests one slice, in the frame of its push if that is kept."""
+        kept, self._kept = self._kept, None
+        is_along = kept is not None and not call.request and _is_of_same(kept, call)
+        if kept is not None:
+            if is_along:
+                kept.carry(call)
+            self._send(kept)
+        if not is_along:
+            self._notices.request(call, pb.Envelope(pull=call.header), call.request)
 
     def hold(self) -> None:
-        """Keeps pulls, and pushes whose gradients are in shared memory, until `let_go`."""
+        """Keeps pulls, and pushes whose gradients are in shared memory, until `let_go`.
+
+        Another push is kept for its pull.
+        """
+        self._is_holding = True
         self._notices.hold()
 
     def let_go(self) -> None:
-        """Sends the requests that `hold` has kept; further ones leave at once."""
+        """Sends the requests that are kept; further ones leave at once."""
+        self._is_holding = False
+        self._send_kept()
         self._notices.let_go()
 
     def renew(self) -> None:
@@ -107,12 +124,25 @@ class SocketTransport(Transport):
 
     # ----- inside
 
+    def _send_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._send(kept)
+
+    def _send(self, push: OutgoingPush) -> None:
+        """Sends one slice; a notice at once, unless a device has still to copy the gradient."""
+        if push.header.shared and not push.waits:
+            self._push_now(push)
+        else:
+            sender = self._push_connection(push).sender
+            sender.start(lambda: self._push_now(push), push.done.set_exception)
+
     def _add_push_connections(self, num_wanted: int) -> None:
         """Opens connections for pushes until there are `num_wanted`."""
         with self._adding:
             while len(self._push_connections) < num_wanted and not self._is_closed:
                 channel = FrameChannel[OutgoingPush](
-                    self._reconnect, self._on_pushed, "push", self._limit_s
+                    self._reconnect, self._on_answered, "push", self._limit_s
                 )
                 channel.start()
                 sender = DaemonExecutor(1, "data-send")
@@ -165,19 +195,17 @@ class SocketTransport(Transport):
     def _on_both(
         self, reply: pb.PullReply, push: OutgoingPush, pull: PullCall, incoming: sockets.Incoming
     ) -> pb.Envelope | None:
-        """Completes a push and the pull with it, and repeats the one that is not answered yet.
+        """Completes a push and the pull with it, and repeats those that are not answered, alone.
 
         A push that has been counted meanwhile is acknowledged as a duplicate then.
         """
         further = self._receive(reply, pull, incoming)
-        is_counted = reply.HasField("pushed")
-        if is_counted or further is None:
-            push.pull = None
-        if is_counted:
+        push.pull = None
+        if is_counted := reply.HasField("pushed"):
             push.done.set_result(reply.pushed)
         if further is None:
             pull.done.set_result(reply)
-        elif is_counted:
+        else:
             self._notices.request(pull, further)
         return None if is_counted else _push_envelope(push)
 
@@ -191,6 +219,12 @@ class SocketTransport(Transport):
         elif self._land(call, reply, incoming):
             return None
         return pb.Envelope(pull=call.header)
+
+
+def _is_of_same(push: OutgoingPush, call: PullCall) -> bool:
+    """Returns whether a push and a pull are of the same slice of the same table."""
+    pushed, pulled = push.header, call.header
+    return pushed.slice == pulled.slice and pushed.sender.table == pulled.sender.table
 
 
 def _push_envelope(push: OutgoingPush) -> pb.Envelope:

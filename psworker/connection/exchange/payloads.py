@@ -230,7 +230,7 @@ class Payloads:
                 present=wire.pack_bits(push.present, len(self._layout.slices[index].segments)),
                 hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
                 shared=is_shared,
-                may_wait=is_shared and push.may_wait,
+                may_wait=push.may_wait,
             )
 
         values = b"" if push.hyper is None else push.hyper.tobytes()

@@ -1,6 +1,7 @@
 """A push and its pull in one request, and the answers that one request can get."""
 
 import socket
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from pscore.errors import TransportError
 from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import data_pb2 as pb
 from psworker.transports.base import OutgoingPush, PullCall
+from psworker.transports.daemon_threads import DaemonExecutor
 from psworker.transports.shared_memory import SharedMemoryTransport
+from psworker.transports.socket_base import PushConnection
 
 ACCEPTED, LATE = pb.PushReply(version=8), pb.PushReply(verdict=pb.VERDICT_TOO_LATE, version=9)
 READY, WAITING = pb.PullReply(ready=True, version=8), pb.PullReply(waiting_for="worker 1")
@@ -31,6 +34,17 @@ class Notices:
         """Sends nothing, as nothing is kept."""
 
 
+class AtOnce(DaemonExecutor):
+    """Makes each call before `start` returns."""
+
+    def __init__(self) -> None:
+        """Starts no thread."""
+
+    def start(self, call: Callable[[], None], on_failure: object) -> None:
+        """Makes the call."""
+        call()
+
+
 class Plane(SharedMemoryTransport):
     """A data plane without connections."""
 
@@ -38,6 +52,8 @@ class Plane(SharedMemoryTransport):
         self._attachments = {}
         self._kept, self._is_holding = None, False
         self.notices = self._notices = Notices()  # type: ignore[assignment]
+        self.frames = Notices()
+        self._push_connections = [PushConnection(self.frames, AtOnce())]  # type: ignore[arg-type]
 
     @property
     def kinds(self) -> list[tuple[str, int, bool]]:
@@ -62,8 +78,9 @@ class Plane(SharedMemoryTransport):
         return reply.buffer == 0  # Buffer 2 changes while it is copied.
 
 
-def push_of(index: int, *, may_wait: bool = True) -> OutgoingPush:
-    header = pb.PushHeader(sender=pb.Sender(job="j"), slice=index, shared=True, may_wait=may_wait)
+def push_of(index: int, *, may_wait: bool = True, shared: bool = True) -> OutgoingPush:
+    sender = pb.Sender(job="j")
+    header = pb.PushHeader(sender=sender, slice=index, shared=shared, may_wait=may_wait)
     return OutgoingPush(header=header, payload=lambda: ())
 
 
@@ -96,6 +113,19 @@ def test_a_push_leaves_with_its_pull_while_requests_are_held() -> None:
     assert along == pb.PullHeader(clock=8, min_version=8), "sender and slice are the push's"
 
 
+def test_a_gradient_that_is_sent_brings_its_pull_too() -> None:
+    plane, push, pull = Plane(), push_of(5, shared=False), pull_of(5)
+    plane.hold()
+    plane.push(push)
+    plane.pull(pull)
+    assert plane.kinds == []
+    ((call, envelope),) = plane.frames.sent
+    assert call is push
+    assert envelope.push.pull == pb.PullHeader(clock=8, min_version=8)
+    assert plane.answer(push, with_push(READY, ACCEPTED)) is None
+    assert pull.done.result(0).version == 8
+
+
 def sent_together() -> tuple[Plane, OutgoingPush, PullCall]:
     plane, push, pull = Plane(), push_of(5), pull_of(5)
     plane.hold()
@@ -122,15 +152,12 @@ def test_one_answer_completes_both(pushed: pb.PushReply) -> None:
     assert plane.kinds == []
 
 
-def test_a_push_that_is_not_counted_yet_is_sent_again_with_its_pull() -> None:
+def test_a_push_and_its_pull_are_sent_again_alone_if_neither_is_answered() -> None:
     plane, push, pull = sent_together()
-    further = plane.answer(push, WAITING)
-    assert further is not None
-    assert (further.push.slice, further.push.pull.clock) == (5, 8)
+    assert plane.answer(push, WAITING) == pb.Envelope(push=push.header)
+    assert plane.notices.sent == [(pull, pb.Envelope(pull=pull.header))]
     assert not push.done.done()
-    assert plane.answer(push, with_push(READY, ACCEPTED)) is None
-    assert push.done.done()
-    assert pull.done.done()
+    assert not pull.done.done()
 
 
 @pytest.mark.parametrize("reply", [WAITING, pb.PullReply(ready=True, buffer=2)])
