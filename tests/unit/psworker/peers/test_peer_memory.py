@@ -23,7 +23,7 @@ from pscore.pb.ps.v1 import control_pb2
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import FloatArray
 from psworker.connection.accounts.pace import Pace
-from psworker.gossip.base import Tag
+from psworker.gossip.base import Meet, Tag
 from psworker.peers import mailbox, shared
 from psworker.peers.link import PeerLink
 from psworker.peers.mailbox import Mailbox
@@ -357,7 +357,7 @@ def test_a_worker_answers_the_offers_of_workers_that_its_directory_lists(
     )
     offers: list[int] = []
     gossip: Any = SimpleNamespace(
-        start=lambda: (None for _ in ()),
+        start=lambda: (wait for wait in [Meet(-1, waits=False)]),
         on_offer=lambda source, incarnation, *_: offers.append(incarnation),
         stats=SimpleNamespace(refused=set()),
     )
