@@ -395,9 +395,10 @@ def _welcome(job: Job, member: Member, *, came_back: bool) -> None:
     for table in job.tables.values():
         table.participants.forget(rank)
         for clock in table.clocks.values():
-            # Before the first update a worker begins together with the others.
-            if came_back or clock.is_under_way():
+            if clock.is_under_way(came_back=came_back):
                 clock.welcome(rank)
+            else:  # It begins together with the others.
+                clock.parking.discard_worker(rank)
             if member.returns:
                 clock.knows_pushes(rank)
 

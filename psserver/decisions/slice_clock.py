@@ -120,6 +120,9 @@ class SliceClock(SliceState):
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:
         """Decides on one pull: it is answered now, or by the actions of a later message."""
+        if pull.begins and not self._open.rule.by_step:
+            self._workers.progress(pull.worker).skip_to(pull.clock)
+            pull = pull._replace(clock=0)  # It waits for nobody.
         self._pulls[token] = pull
         if not (pull.begins and self._open.rule.by_step):
             return self._answers()
@@ -195,11 +198,20 @@ class SliceClock(SliceState):
             for rank in range(self._workers.participants.num_workers):
                 self._workers.newcomers.start(rank, max(self._open.steps) + 1)
 
-    def is_under_way(self) -> bool:
-        """Returns whether a worker that joins for the first time has to catch up with others."""
-        if self._first_version and not self.rule.by_step:
-            return True
-        return self._workers.participants.is_elastic and self.version > self._first_version
+    def is_under_way(self, *, came_back: bool) -> bool:
+        """Returns whether a worker that joins has to catch up with others.
+
+        In a mode by step it has not before the first update, of the job or of its present life:
+        also those in the place of others that died begin together, as a launcher may have started
+        all of them again.
+
+        Args:
+            came_back: Whether a worker of its rank was there before.
+        """
+        if not self.rule.by_step:
+            return came_back or self._first_version > 0
+        may_come = came_back or self._workers.participants.is_elastic
+        return may_come and self.version > self._first_version
 
     def welcome(self, worker: int) -> None:
         """Prepares for a worker that joins a job under way: no step waits for it until it pulls.

@@ -239,6 +239,8 @@ class Clocks:
 
     def _expected(self, indices: Sequence[int]) -> list[int]:
         """Returns the step that each of some slices expects next of this worker."""
+        if not self.rule.by_step:
+            return [self.counts[index] for index in indices]
         return [max(self.counts[index], self._parts[index].version) for index in indices]
 
     def _newest(self, fragment: int) -> int:

@@ -117,8 +117,9 @@ class Replica:
     def begin(self, push_pull: PushPull, origin: Origin = START) -> Waits:
         """Joins a job that may have begun: pulls its weights, and the step to begin with.
 
-        In a mode by step that is the newest step that a slice expects next: each slice waits for
-        this worker from its answer on. Slices that are behind are pulled again, at that version.
+        That is the newest step that a slice expects next. In a mode by step each slice waits for
+        this worker from its answer on. Slices that are behind are pulled again: in a mode by step
+        at that version.
         """
         yield from self.fetch(0, push_pull)
         yield from self.begin_at(self.clocks.first_push(), push_pull, origin)
@@ -132,16 +133,15 @@ class Replica:
             first: The step of that push, the `first_push` of all slices.
             origin: The push and the step from which steps are counted.
         """
-        if not self.rule.by_step:
-            return
         counts, firsts = self.clocks.counts, [first] * len(self.parts)
         if self.clocks.num_fragments > 1:
             self.step = self.clocks.first_step(origin)
             firsts = self.clocks.pushes_at(self.step, origin)
         for index in self.front_first():
-            step = firsts[index]
-            if (counts[index], self.parts[index].version) != (step, step):
-                self._pulls.fetch(index, push_pull, step, begins_at=step)
+            step, version = firsts[index], self.parts[index].version
+            if counts[index] != step or (self.rule.by_step and version != step):
+                oldest = self.rule.min_version(step - 1)
+                self._pulls.fetch(index, push_pull, oldest, begins_at=step)
         self.clocks.begin_at(firsts)
         yield from self.settle()
         self._pulls.free_memory()

@@ -93,13 +93,12 @@ class RowExchange:
         self.counts = [0 for _ in places]
         replies = [self._ask(index) for index in places]
         self.missed.report_lost(self.spec.rule)
-        found = [(reply.clock, reply.version) for reply in replies]
-        if not self.spec.rule.by_step:
-            self.counts = [clock for clock, _ in found]
-            return
+        by_step, origin = self.spec.rule.by_step, self.origin
+        # An asynchronous slice has as many versions as all workers together have pushed.
+        found = [(reply.clock, reply.version if by_step else reply.clock) for reply in replies]
         first = max(max(pair) for pair in found)
-        if step is not None:
-            first = self.origin.clock + max(0, step - self.origin.step)
+        if by_step and step is not None:
+            first = origin.clock + max(0, step - origin.step)
         self.counts = [first for _ in places]
         for index in places:
             if found[index] != (first, first):

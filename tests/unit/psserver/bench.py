@@ -101,8 +101,9 @@ class Bench:
         pull = Pull(worker=worker, clock=clock, min_version=min_version, with_state=mark == "state")
         return words(self.clock.pull(pull, f"pull{worker}{mark}"))
 
-    def begin(self, worker: int, step: int) -> list[str]:
-        pull = Pull(worker=worker, clock=step, min_version=step, begins=True)
+    def begin(self, worker: int, step: int, min_version: int | None = None) -> list[str]:
+        oldest = step if min_version is None else min_version
+        pull = Pull(worker=worker, clock=step, min_version=oldest, begins=True)
         return words(self.clock.pull(pull, f"begin{worker}"))
 
     def leave(self, worker: int) -> list[str]:

@@ -108,6 +108,18 @@ def test_an_asynchronous_worker_that_came_back_continues_where_the_slowest_is() 
     assert bench.push(1, 3)[-1] == "ack 1@3 ACCEPTED v4"
 
 
+def test_an_asynchronous_worker_begins_with_the_step_of_another_slice() -> None:
+    """It would be ahead there for ever, and wait for others that have come to the same end."""
+    bench = Bench(Bounded(), 2)
+    bench.push(1, 0)
+    bench.clock.welcome(1)
+    bench.pull(1, 0, 0)
+    assert bench.begin(1, 3, 0) == ["answer begin1 v1"]
+    assert [bench.clock.clock(rank) for rank in (0, 1)] == [0, 3]
+    assert bench.push(1, 3)[-1] == "ack 1@3 ACCEPTED v2"
+    assert bench.pull(1, 4, 0) == []
+
+
 def test_nobody_is_welcomed_before_there_are_weights() -> None:
     """At the start every worker is expected, though one has joined twice."""
     bench = Bench(SYNC, 2, loaded=False)

@@ -49,6 +49,18 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
 
 
+def test_workers_that_are_all_started_again_before_the_first_update_begin_together() -> None:
+    """Nobody has noticed the death of one that had pulled nothing yet: it is no other life."""
+    shard, job, address = ready(2)
+    job.membership.suspect(0, 1, 1.0)
+    for rank in (0, 1):
+        assert shard.decide_join("run", 2, member(rank, 2, restart=1))[0] is job
+    assert updates(push(shard, job, address, 0, 0)) == 0
+    assert updates(push(shard, job, address, 1, 0)) == 1
+    shard.decide_join("run", 2, member(1, 3, restart=2))
+    assert updates(push(shard, job, address, 0, 1)) == 1  # Now the others go on meanwhile.
+
+
 @pytest.mark.parametrize("returns", [False, True])
 def test_all_begin_another_life_at_the_open_step_and_a_push_that_is_in_counts_once(
     returns: bool,

@@ -626,11 +626,16 @@ def test_slices_that_are_all_at_one_step_are_asked_once() -> None:
     assert (replica.next_push, replica.clocks.counts) == (7, [7, 7])
 
 
-def test_in_an_asynchronous_mode_each_slice_continues_counting_by_itself() -> None:
+def test_in_an_asynchronous_mode_too_all_slices_begin_with_the_newest_step() -> None:
+    """Slice 1 has a step that the script would else make, and push there, once more."""
     replica, port = make("asgd")
     replica.restart()
+    asked = []
     for index in replica.begin(port):
-        port.land(index, 1.0, version=9 + index, clock=3 + index)
-    assert len(port.pulls) == 2
+        is_told = port.pull_buffers[index].begins
+        asked.append((index, port.pulls[-1][1:3], is_told))
+        port.land(index, 1.0, version=9 + index, clock=4 if is_told else 3 + index)
+    assert asked[-1] == (0, (4, 0), True)
+    assert len(port.pulls) == 3
     push_all(replica, port, grads(replica, 1.0))
-    assert sorted((index, push.step) for index, push, _ in port.pushes) == [(0, 3), (1, 4)]
+    assert sorted((index, push.step) for index, push, _ in port.pushes) == [(0, 4), (1, 4)]

@@ -1,0 +1,132 @@
+"""Workers that are killed in a step or before it, and the steps of their next processes."""
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from psworker.connection.exchange.exchange import Exchange
+from tests.integration.cluster import Shards, Station, new_job, results_of, wait_until
+
+NUMEL = 9000  # Two slices on two shards.
+STEPS = 6
+KILLED_IN = 2  # A step.
+
+
+def make(mode: str) -> Any:
+    named = [(name, torch.nn.Parameter(torch.zeros(NUMEL))) for name in ("first", "second")]
+    inner = torch.optim.SGD([parameter for _, parameter in named], lr=1.0)
+    return psworker.DistributedOptimizer(inner, named, mode=mode)
+
+
+def step(me: Station, optimizer: Any) -> None:
+    """Makes a step whose gradient is 1 at an element of its own in each slice."""
+    grad = torch.zeros(NUMEL)
+    grad[STEPS * me.rank + optimizer.steps] = 1.0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = grad.clone()
+    optimizer.step()
+
+
+def counts(me: Station, optimizer: Any) -> np.ndarray:
+    """Returns how often each step of each worker counts, by slice: `(2, workers * STEPS)`."""
+    psworker.barrier("trained")
+    with optimizer.global_weights():
+        (group,) = optimizer.param_groups
+        values = [parameter.detach().numpy() for parameter in group["params"]]
+    optimizer.close()
+    return -np.stack([value[: me.num_workers * STEPS] for value in values])
+
+
+def stops_between_slices(me: Station) -> None:
+    """Trains; the second worker stops in a step of which one slice counts."""
+    optimizer = make("asgd")
+    while optimizer.steps < KILLED_IN:
+        step(me, optimizer)
+    me.tell()
+    if me.rank == 0:
+        me.hear()
+    real = Exchange.push
+
+    def push(self: Exchange, *given: Any, **named: Any) -> None:
+        real(self, *given, **named)
+        self.flush()
+        me.tell()
+        me.hear()
+
+    with mock.patch.object(Exchange, "push", push):
+        step(me, optimizer)
+
+
+def train(me: Station, optimizer: Any) -> np.ndarray:
+    """Trains to the end; all meet there."""
+    while optimizer.steps < STEPS:
+        step(me, optimizer)
+    return counts(me, optimizer)
+
+
+def goes_on(me: Station) -> np.ndarray:
+    """Joins, and trains once it is told to, as another may train alone before."""
+    optimizer = make("asgd")
+    me.tell()
+    me.hear()
+    return train(me, optimizer)
+
+
+def comes(me: Station) -> np.ndarray:
+    """Joins, and makes the optimizer once it is told to."""
+    psworker.init()
+    me.tell()
+    me.hear()
+    return train(me, make("ssgd"))
+
+
+@pytest.mark.slow
+def test_a_step_that_a_slice_has_of_a_killed_worker_is_not_made_again(shards: Shards) -> None:
+    """It counted twice there; and in ssp the worker waited for those that had made all steps."""
+    job = new_job()
+    with shards.workers(stops_between_slices, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[1].hear()
+        for worker in workers:
+            worker.kill()
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    with shards.workers(goes_on, job=job, env=again) as workers:
+        for worker in workers:
+            worker.hear()
+        for worker in workers:
+            worker.tell()
+        found, other = results_of(workers)
+    assert np.array_equal(found, other)
+    assert sorted(found[:, STEPS + KILLED_IN]) == [0.0, 1.0]
+    others = [at for at in range(2 * STEPS) if at % STEPS != KILLED_IN]
+    assert (found[:, others] == 1.0).all()
+
+
+@pytest.mark.slow
+def test_workers_that_were_all_killed_as_they_began_make_each_step_together(
+    shards: Shards,
+) -> None:
+    """One of them had joined and pulled nothing: it counted as there, and steps went without it."""
+    job = new_job()
+    with shards.workers(comes, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[0].tell()
+        wait_until(lambda: "for step 0 of worker 1" in workers[0].written())
+        for worker in workers:
+            worker.kill()
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    with shards.workers(comes, job=job, env=again) as workers:
+        for worker in workers:
+            worker.hear()
+        workers[0].tell()
+        wait_until(lambda: "for step 0 of worker 1" in workers[0].written() or workers[0].is_over())
+        workers[1].tell()
+        for found in results_of(workers):
+            assert (found == 0.5).all()
