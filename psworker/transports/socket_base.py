@@ -1,11 +1,11 @@
 """The part that TCP and shared memory have in common: pushes and pulls as frames on sockets.
 
 The other side is psserver/service/data_socket.py. Gradients have connections of their own, so that
-a small request never waits behind megabytes going the same way. Where the worker waits for the
-weights of the same step, a push and its pull are one request with one answer: beside megabytes that
-stream through the caches each further frame takes a part of a millisecond of Python on both sides.
-Requests without a reply are sent again when a connection has broken (pscore/net/channel.py): every
-request may arrive twice, and the second one changes nothing.
+a small request never waits behind megabytes going the same way. Within one host, where the worker
+waits for the weights of the same step, a push and its pull are one request with one answer: beside
+megabytes that stream through the caches each further frame takes a part of a millisecond of Python
+on both sides. Requests without a reply are sent again when a connection has broken
+(pscore/net/channel.py): every request may arrive twice, and the second one changes nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class SocketTransport(Transport):
         """
         self._is_holding = False
         self._kept: OutgoingPush | None = None  # A push that leaves with its pull.
+        self._is_within_host = False  # Whether a connection for pushes is known to be.
         self._endpoint = endpoint
         self._limit_s = policy.limit_s
         self._reconnect = partial(policy.call, self._connect)
@@ -59,7 +60,8 @@ class SocketTransport(Transport):
     def push(self, push: OutgoingPush) -> None:
         """Sends one slice; while requests are held, together with the pull that follows."""
         self._send_kept()
-        if self._is_holding and push.header.may_wait and not push.waits:
+        is_near = push.header.shared or self._is_within_host
+        if self._is_holding and is_near and push.header.may_wait and not push.waits:
             self._kept = push
         else:
             self._send(push)

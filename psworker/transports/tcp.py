@@ -25,6 +25,7 @@ class TcpTransport(SocketTransport):
 
     def _connect(self) -> tls.Stream:
         connection = connect(self._endpoint(), is_local=False)
-        if sockets.is_within_host(connection):
+        self._is_within_host = sockets.is_within_host(connection)
+        if self._is_within_host:
             self._add_push_connections(WORKER.push_connections_local)
         return connection

@@ -48,9 +48,9 @@ class AtOnce(DaemonExecutor):
 class Plane(SharedMemoryTransport):
     """A data plane without connections."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_within_host: bool = False) -> None:
         self._attachments = {}
-        self._kept, self._is_holding = None, False
+        self._kept, self._is_holding, self._is_within_host = None, False, is_within_host
         self.notices = self._notices = Notices()  # type: ignore[assignment]
         self.frames = Notices()
         self._push_connections = [PushConnection(self.frames, AtOnce())]  # type: ignore[arg-type]
@@ -113,8 +113,17 @@ def test_a_push_leaves_with_its_pull_while_requests_are_held() -> None:
     assert along == pb.PullHeader(clock=8, min_version=8), "sender and slice are the push's"
 
 
-def test_a_gradient_that_is_sent_brings_its_pull_too() -> None:
-    plane, push, pull = Plane(), push_of(5, shared=False), pull_of(5)
+def test_a_gradient_that_is_sent_to_another_host_leaves_before_its_pull() -> None:
+    plane, push = Plane(), push_of(5, shared=False)
+    plane.hold()
+    plane.push(push)
+    assert [call for call, _ in plane.frames.sent] == [push]
+    plane.pull(pull_of(5))
+    assert plane.kinds == [("pull", 5, False)]
+
+
+def test_a_gradient_that_is_sent_within_the_host_brings_its_pull_too() -> None:
+    plane, push, pull = Plane(is_within_host=True), push_of(5, shared=False), pull_of(5)
     plane.hold()
     plane.push(push)
     plane.pull(pull)
