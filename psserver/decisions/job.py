@@ -104,8 +104,8 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The newest step of any slice."""
-        return max((table.step for table in self.tables.values()), default=0)
+        """Steps of training behind the newest slice; a round has several, and is one update."""
+        return max((table.spec.step_at(table.step) for table in self.tables.values()), default=0)
 
     @property
     def progress(self) -> dict[str, int]:
@@ -119,7 +119,7 @@ class Job:
             name for name, table in self.tables.items() if GROWN in name and table.has_pushes
         }
         return {
-            name: table.step
+            name: table.spec.step_at(table.step)
             for name, table in self.tables.items()
             if table.step > 0
             or ((self.life.is_restored or name in followers) and table.clocks and table.has_weights)

@@ -61,6 +61,22 @@ def test_workers_that_are_all_started_again_before_the_first_update_begin_togeth
     assert updates(push(shard, job, address, 0, 1)) == 1  # Now the others go on meanwhile.
 
 
+def test_the_news_of_a_job_that_trains_in_rounds_counts_their_steps() -> None:
+    spec = dataclasses.replace(SPEC, rule=DPSGD(average_every=4), optimizer="assign")
+    shard, job, address = ready(1, spec)
+    for number in range(3):
+        shard.decide_push(
+            job,
+            address,
+            Push(worker=0, step=number, base_version=0, role=Role.MODEL, hyper=HYPER),
+            f"{number}",
+        )
+    shard.tick(LEASE_S + 1.0)
+    first = member(0, 2)
+    shard.decide_join("run", 1, first)
+    assert "job 'run' continues at step 12" in first.news
+
+
 @pytest.mark.parametrize("returns", [False, True])
 def test_all_begin_another_life_at_the_open_step_and_a_push_that_is_in_counts_once(
     returns: bool,
