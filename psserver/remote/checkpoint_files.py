@@ -109,7 +109,7 @@ class TableState:
     def position(self) -> str:
         """Where training was, in words."""
         if self.version >= 0 and self.spec.rule.by_step:
-            return f"step {self.spec.step_at(self.version)}"
+            return f"step {self.spec.origin.step or self.version}"
         fewest, most = self.updates
         return f"{fewest} updates" if fewest == most else f"{fewest} to {most} updates"
 
