@@ -527,7 +527,7 @@ MUTANTS = (
         for what, path, term, without in (
             (
                 "a minibatch counted once",
-                "psserver/decisions/minibatches.py",
+                "psserver/decisions/progress.py",
                 "if self.is_repeated(push) else push",
                 "if False else push",
             ),

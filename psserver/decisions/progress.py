@@ -1,9 +1,11 @@
-"""Progress of one worker on one slice: the steps received from it."""
+"""Progress of one worker on one slice, and the minibatches that the slice has counted."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+
+from pscore.types import Push
 
 Token = Hashable  # Names a request: the clock's driver finds its payload and reply by it.
 LATE_KEPT = 1024  # Late steps remembered per worker, so that a repeated push gets the same answer.
@@ -66,3 +68,24 @@ class Progress:
         """Asserts what the comments at the fields say."""
         assert all(step > self.clock for step in self.ahead), (self.clock, self.ahead)
         assert not self.late or max(self.late) - min(self.late) <= LATE_KEPT
+
+
+class Minibatches(Progress):
+    """The minibatches counted: all below `clock`, and those in `ahead`.
+
+    A worker of a pipeline that was lost may have pushed a minibatch to some slices and not to
+    others. Another worker then computes it again, and each slice counts it once.
+    """
+
+    def is_repeated(self, push: Push) -> bool:
+        """Returns whether the minibatch of a push is counted already."""
+        return push.minibatch >= 0 and push.minibatch in self
+
+    def once(self, push: Push) -> Push:
+        """Returns a push as its step takes it: without a weight if its minibatch is counted."""
+        return push._replace(samples=0.0, present=0) if self.is_repeated(push) else push
+
+    def note(self, push: Push) -> None:
+        """Counts the minibatch of a push, if it names one."""
+        if push.minibatch >= 0 and push.minibatch not in self:
+            self.add(push.minibatch)

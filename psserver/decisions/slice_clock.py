@@ -392,10 +392,15 @@ class SliceClock(SliceState):
         """Answers the pulls that have become readable, in the order of their arrival."""
         if self.version < 0 or not self._pulls:
             return []
-        ready = self._pulls.take_readable(self._open.rule, self, self._holds)
-        if not ready:
-            return []
-        workers, by_step = self._workers, self._open.rule.by_step
+        workers, rule, by_step = self._workers, self._open.rule, self._open.rule.by_step
+        ready = [
+            (token, pull)
+            for token, pull in self._pulls.items()
+            if rule.readable(self, pull.worker, pull.clock, pull.min_version)
+            and not self._holds(pull)
+        ]
+        for token, _ in ready:
+            del self._pulls[token]
         for _, pull in ready if workers.newcomers.starts else ():
             if workers.newcomers.has_not_pulled(pull.worker) and not pull.is_look:
                 workers.start(pull.worker, self.version, by_step=by_step)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pscore.rules.base import Rule
-from psserver.decisions.minibatches import Minibatches
+from pscore.types import Pull
 from psserver.decisions.open_step import OpenStep
 from psserver.decisions.open_steps import OpenSteps
 from psserver.decisions.parking import Parking
 from psserver.decisions.participants import Participants
-from psserver.decisions.progress import Progress
+from psserver.decisions.progress import Minibatches, Progress, Token
 from psserver.decisions.slice_workers import SliceWorkers
-from psserver.decisions.waiting_pulls import WaitingPulls
 from psserver.decisions.window import Window
 
 
@@ -34,7 +33,8 @@ class SliceState:
         self.parking = Parking()
         self._workers = SliceWorkers(participants)
         self._open = OpenSteps(rule, self._workers)
-        self._pulls = WaitingPulls()
+        # In the order of their arrival. Invariant: none is readable once a message was handled.
+        self._pulls: dict[Token, Pull] = {}
         self.window = Window.of(rule)  # The window of the open step.
         # When the job began, or its present life. Invariant: not above `version`, but for a version
         # of 0 before there are weights.

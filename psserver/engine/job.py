@@ -19,12 +19,11 @@ from pscore.timing.deployment import TimedSlice
 from pscore.types import ByteArray, FloatArray
 from psserver.decisions.auto_mode import ModeReport
 from psserver.decisions.directory import Peer, PeerReport
-from psserver.decisions.membership import Member, first_of
+from psserver.decisions.membership import Member, compare_left_out, first_of
 from psserver.decisions.orders import Acknowledge, Action, Answer, Load, Skip, Update
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import NAMED_MAX, Table
-from psserver.decisions.uneven import report
 from psserver.decisions.worker_reports import ReportedPace, StageReport, accepted, fastest_s
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
@@ -349,7 +348,7 @@ class RunningJob:
                 ),
                 live=live,
                 first=first_of(self.job.membership),
-                uneven=report(self.job.membership, rank, left_out),
+                uneven=compare_left_out(self.job.membership, rank, left_out),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
                 fastest_step_s=fastest_s(members[rank].pace for rank in live),
             )

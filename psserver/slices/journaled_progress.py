@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 
 from pscore.types import Push
-from psserver.decisions.minibatches import Minibatches
-from psserver.decisions.progress import Progress
+from psserver.decisions.progress import Minibatches, Progress
 from psserver.slices.journal import SliceJournal
 
 

@@ -31,7 +31,6 @@ from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.slice_workers import SliceWorkers
 from psserver.decisions.stalls import Stalls
 from psserver.decisions.table import Table
-from psserver.decisions.waiting_pulls import WaitingPulls
 from psserver.durability.recovery import JobRecorder, Recovery
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Counters, Histogram
@@ -54,7 +53,6 @@ FIXED: dict[type, set[str]] = {
     OpenStep: {"key"},
     OpenSteps: set(),
     SliceWorkers: set(),
-    WaitingPulls: set(),
     Parking: set(),
     Newcomers: set(),
     TableParticipants: set(),

@@ -14,9 +14,9 @@ from psserver.decisions.membership import (
     Membership,
     Presence,
     await_others,
+    compare_left_out,
 )
 from psserver.decisions.shard import Shard
-from psserver.decisions.uneven import report
 
 
 def member(rank: int, incarnation: int = 1, *, restart: int = 0, heard_s: float = 0.0) -> Member:
@@ -463,24 +463,26 @@ def test_an_elastic_job_has_begun_when_the_least_number_have_come() -> None:
 
 def test_a_worker_that_leaves_out_a_step_is_named_once_the_others_have_made_it() -> None:
     members = joined(2, 0, 1)
-    assert report(members, 0, {3: (5, 0, 0)}) == ""
-    assert report(members, 1, {3: (6, 1, 5)}) == ""  # The other may still leave out step 5.
-    assert report(members, 0, {3: (5, 0, 0)}) == ""
-    text = report(members, 0, {3: (6, 0, 0)})
+    assert compare_left_out(members, 0, {3: (5, 0, 0)}) == ""
+    assert (
+        compare_left_out(members, 1, {3: (6, 1, 5)}) == ""
+    )  # The other may still leave out step 5.
+    assert compare_left_out(members, 0, {3: (5, 0, 0)}) == ""
+    text = compare_left_out(members, 0, {3: (6, 0, 0)})
     assert text.startswith("worker 1 (process ")
     assert "has left out 1 step that worker 0 (process " in text
     assert "before the end of step 5" in text
-    assert report(members, 1, {3: (8, 3, 7)}) == ""
-    assert "3 steps" in report(members, 0, {3: (8, 0, 0)})
-    assert report(members, 0, {3: (9, 3, 8)}) == ""
+    assert compare_left_out(members, 1, {3: (8, 3, 7)}) == ""
+    assert "3 steps" in compare_left_out(members, 0, {3: (8, 0, 0)})
+    assert compare_left_out(members, 0, {3: (9, 3, 8)}) == ""
     members.leave(1, 1, "finished")
-    assert report(members, 0, {3: (9, 0, 8)}) == ""
+    assert compare_left_out(members, 0, {3: (9, 0, 8)}) == ""
 
 
 def test_the_report_of_a_worker_that_is_lost_is_compared_with_nobody() -> None:
     members = joined(2, 0, 1)
     members.leave(1, 1, "its process failed", failed=True)
-    assert report(members, 1, {3: (5, 0, 0)}) == ""
+    assert compare_left_out(members, 1, {3: (5, 0, 0)}) == ""
 
 
 # ----- the states of a worker
