@@ -84,15 +84,10 @@ class AtVersion:
     work: Work
 
 
-class UpdateObserver(Protocol):
-    """Sees the weights of a table's slices change; called under the engine's lock."""
-
-    def after(self, index: int, action: Load | Update | Skip | Answer) -> Work | None:
-        """Returns work on the weights that an action leads to or shows; None: there is none.
-
-        It is done behind the answers to the pulls that the action has made readable, and before
-        the weights change again.
-        """
+# Sees the weights of a slice change, under the engine's lock; returns work on the weights that the
+# action leads to or shows. It is done behind the answers to the pulls that the action has made
+# readable, and before the weights change again. None: there is none.
+Observe = Callable[[int, Load | Update | Skip | Answer], Work | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +98,7 @@ class RunningTable:
     weights: Segment  # Weights of all slices, as workers of this host map them.
     queues: Mapping[int, SliceQueue]  # By slice.
     shared_grads: dict[int, FloatArray] = field(default_factory=dict)  # `(numel,)`, by rank.
-    observers: list[UpdateObserver] = field(default_factory=list)
+    observers: list[Observe] = field(default_factory=list)
     _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
     _quiet: dict[int, tuple[int, bool]] = field(default_factory=dict)  # By slice: version, sealed.
     _is_journaled: bool = field(init=False)  # Whether any slice has a journal.
@@ -195,7 +190,8 @@ class RunningTable:
                 former = action.former if isinstance(action, Skip) else action.version - 1
                 works += [e.work for e in entries if former < e.version <= action.version]
             if isinstance(action, Load | Update | Skip | Answer):
-                behind += [w for o in self.observers if (w := o.after(index, action)) is not None]
+                shown = (observe(index, action) for observe in self.observers)
+                behind += [work for work in shown if work is not None]
         return [*works, *behind]
 
 

@@ -99,6 +99,9 @@ Work = (
     | BeginShipping
 )
 Send = Callable[[], None]  # Sends an answer that is ready.
+# Sends the slice as its journal has it now to another process, and calls the argument once that has
+# it; nothing changes the slice until then. False: none follows any more, and nothing is sent.
+Ship = Callable[[Callable[[], None]], bool]
 
 
 class Completion(Protocol):
@@ -123,17 +126,6 @@ class Completion(Protocol):
         """Reports that an action raised, which only a bug can cause; the slice stays stuck."""
 
 
-class Follower(Protocol):
-    """Another process that gets all changes of one slice."""
-
-    def ship(self, kept: Callable[[], None]) -> bool:
-        """Sends the slice as its journal has it now, and calls `kept` once the other has it.
-
-        Nothing changes the slice until then. Returns False, and sends nothing, if no other process
-        follows any more.
-        """
-
-
 class SliceQueue:
     """The actions of one slice, in order."""
 
@@ -155,7 +147,7 @@ class SliceQueue:
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = self._is_copying = False
-        self._follower: Follower | None = None
+        self._ship: Ship | None = None
         self._shipped = NEVER  # Number of the journal's record that the follower has.
         self._executor = executor if store.numel > placement.inline_numel_max else None
 
@@ -178,11 +170,11 @@ class SliceQueue:
             self._is_busy = True
             return True
 
-    def follow(self, follower: Follower | None) -> None:
+    def follow(self, ship: Ship | None) -> None:
         """Sends the slice to another process, and all further changes; None: to none any more."""
         with self._lock:
-            self._follower, self._shipped = follower, NEVER
-            if follower is None:
+            self._ship, self._shipped = ship, NEVER
+            if ship is None:
                 return
             if self._is_busy:
                 self._queue.append(BeginShipping())
@@ -196,7 +188,7 @@ class SliceQueue:
         finished = False
         try:
             while batch := self._take():
-                if self._follower is None:
+                if self._ship is None:
                     self._put_off(execute(batch, self.store, self._completion))
                 elif not self._execute_followed(batch):
                     break
@@ -244,11 +236,11 @@ class SliceQueue:
 
         The answers then leave later.
         """
-        follower, journal = self._follower, self.store.journal
-        if follower is not None and journal is not None:
+        ship, journal = self._ship, self.store.journal
+        if ship is not None and journal is not None:
             is_new = journal.number != self._shipped or not journal.is_on
             self._shipped = journal.number
-            if is_new and follower.ship(partial(self._go_on, answers)):
+            if is_new and ship(partial(self._go_on, answers)):
                 return False
         for send in answers:
             send()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,31 +21,19 @@ if TYPE_CHECKING:
     from psserver.engine.slice_queue import SliceQueue
 
 
-class NewSlice:
-    """A slice of a table that is made while another process follows."""
-
-    def __init__(self, spans: SliceSpans, stream: JournalStream) -> None:
-        self._spans, self._stream = spans, stream
-
-    def ship(self, kept: Callable[[], None]) -> bool:
-        """Sends the slice as it is now (`Follower.ship`)."""
-        return self._stream.ship(self._spans, kept)
-
-
-class FollowedSlice(NewSlice):
+class FollowedSlice:
     """A slice that was there before another process began to follow."""
 
     def __init__(self, queue: SliceQueue, spans: SliceSpans, stream: JournalStream) -> None:
         """Sends nothing yet; called by the event loop's thread."""
-        super().__init__(spans, stream)
-        self._queue = queue
+        self._queue, self._spans, self._stream = queue, spans, stream
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[int] = self._loop.create_future()
 
     def ship(self, kept: Callable[[], None]) -> bool:
-        """Sends the slice as it is now (`Follower.ship`)."""
+        """Sends the slice as it is now (`slice_queue.Ship`)."""
         if self._first.done():
-            return super().ship(kept)
+            return self._stream.ship(self._spans, kept)
         nbytes = sum(span.nbytes for span in self._spans.find())
 
         def kept_first() -> None:
@@ -59,7 +48,7 @@ class FollowedSlice(NewSlice):
 
     async def send(self) -> int:
         """Sends it, and from then on all its changes; returns its bytes once they are there."""
-        self._queue.follow(self)
+        self._queue.follow(self.ship)
         return await self._first
 
     def _set(self, nbytes: int) -> None:
@@ -158,7 +147,7 @@ class FollowedShard:
         for path in _weights_without_slices(job, running):
             stream.note(path)
         for queue, spans in self._spans_of(job, running):
-            queue.follow(NewSlice(spans, stream))
+            queue.follow(partial(stream.ship, spans))
 
     def _spans_of(
         self, job: RunningJob, running: RunningTable

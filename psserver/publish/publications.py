@@ -93,7 +93,7 @@ class Publications(PublishedTables[Publication]):
             if found is not None and found.publication.running is running:
                 if found.publication.every == every:
                     return
-                running.observers.remove(found.publication)
+                running.observers.remove(found.publication.after)
             added = self._add(job, running, every)
             added.publication.begin(at_multiples=running.table.step > 0)
             self._write()
@@ -129,7 +129,7 @@ class Publications(PublishedTables[Publication]):
             on_lineage=self._write,
         )
         self._warm_up()
-        running.observers.append(publication)
+        running.observers.append(publication.after)
         self._kept_of(job)
         found = self._published[job.name, running.table.spec.name] = Published(publication)
         log.info("published", job=job.name, table=running.table.spec.name, every=every)

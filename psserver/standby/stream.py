@@ -83,7 +83,7 @@ class JournalStream:
             return True
 
     def ship(self, spans: SliceSpans, kept: Callable[[], None]) -> bool:
-        """Appends a slice as it is now (`Follower.ship`); one without journal ends the stream."""
+        """Appends a slice as it is now (`Ship`); one without a journal ends the stream."""
         if not spans.journal.is_on:
             self.fail("a slice is not journalled for lack of space")
         return self.put(Change(spans=spans, kept=kept))

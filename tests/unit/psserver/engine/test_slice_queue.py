@@ -289,7 +289,7 @@ def test_actions_that_come_meanwhile_are_before_the_next_portion_of_a_copy(
     tasks: list[Callable[[], None]] = []
     queue = SliceQueue(words, words, SimpleNamespace(submit=tasks.append))  # type: ignore[arg-type]
     if is_followed:
-        queue.follow(SimpleNamespace(ship=lambda kept: False))
+        queue.follow(lambda kept: False)
         words.said.clear()
 
     def portions(mark: object) -> Iterator[dict[str, np.ndarray] | None]:
@@ -343,7 +343,7 @@ class JournalWords(Words):
 def test_answers_and_later_actions_wait_until_the_other_process_has_the_changes() -> None:
     words: Any = JournalWords()
     queue, other = SliceQueue(words, words, None), Shipped(words)
-    queue.follow(other)
+    queue.follow(other.ship)
     queue.submit([add("a"), ack("a"), answer("p"), add("b"), ack("b")])
     assert (words.said, queue.is_busy) == (["ship"], True)
     other.keep()
@@ -365,7 +365,7 @@ def test_answers_and_later_actions_wait_until_the_other_process_has_the_changes(
 def test_a_queue_at_work_is_followed_from_its_next_action_on() -> None:
     words: Any = JournalWords()
     queue, other = SliceQueue(words, words, None), Shipped(words)
-    words.meanwhile = lambda: queue.follow(other)
+    words.meanwhile = lambda: queue.follow(other.ship)
     queue.submit([add("a"), ack("a")])
     assert words.said == ["add a to 0", "done a", "ack a", "ship"]
     other.keep()
