@@ -57,12 +57,12 @@ class Lifetimes:
         """Returns whether a job is no longer there for a worker that joins.
 
         It is not if it has ended, or if the worker takes the rank of a dead one before there was
-        any update: then nothing is lost.
+        any update, here or on the first shard: then nothing is lost.
         """
         if job.is_over:
             return _has_finished(job, member) or not self._belongs(job, num_workers, member)
         is_dead = member.rank in job.membership.members and job.membership.is_deserted(member.rank)
-        is_back = member.returns or is_repeated(job, member)
+        is_back = member.returns or member.continues or is_repeated(job, member)
         return is_dead and not is_back and not job.has_progress
 
     def begins_anew(self, name: str, *, refills: bool) -> str:
@@ -103,7 +103,7 @@ class Lifetimes:
         """
         if member.returns or is_repeated(job, member):
             job.life.number = life or job.life.number
-        elif job.is_over:
+        elif job.is_over and not (member.continues and not job.has_progress):
             job.life.number = life or job.life.number
             if _is_same_run(job, member, job.met) and member.rank in {-1, *job.met}:
                 member.news = (
@@ -111,9 +111,9 @@ class Lifetimes:
                     "same run (PACELINE_RUN_ID): it continues there; to start over instead, run "
                     f"`psserver forget {job.name}`"
                 )
-        elif life == 0 and job.membership.is_deserted(member.rank):
+        elif life == 0 and job.has_progress and job.membership.is_deserted(member.rank):
             self._go_on(job, job.life.number + 1, is_changing=job.barriers.holds)
-        elif life not in (0, job.life.number):
+        elif life not in (0, job.life.number) and (job.has_progress or job.met):
             self._go_on(job, life, is_changing=True)  # The first shard knows whether they were.
 
     def require_over(self, job: Job, member: Member) -> None:
@@ -145,8 +145,6 @@ class Lifetimes:
 
     def _go_on(self, job: Job, number: int, *, is_changing: bool) -> None:
         state, step = job.state, job.step
-        if state is State.ENDED or not job.has_progress:
-            return
         job.membership.begin_again()
         job.met.clear()
         for table in job.tables.values():

@@ -62,6 +62,22 @@ def stops_between_slices(me: Station) -> None:
         step(me, optimizer)
 
 
+def stops_before_another_shard(me: Station) -> None:
+    """Stops in the first step, of which only slices of the first shard have left."""
+    optimizer = make("ssgd")
+    real = Exchange.push
+
+    def push(self: Exchange, index: int, *given: Any, **named: Any) -> None:
+        if self.layout.slices[index].shard == 0:
+            real(self, index, *given, **named)
+            self.flush()
+            me.tell()
+            me.hear()
+
+    with mock.patch.object(Exchange, "push", push):
+        step(me, optimizer)
+
+
 def train(me: Station, optimizer: Any) -> np.ndarray:
     """Trains to the end; all meet there."""
     while optimizer.steps < STEPS:
@@ -130,3 +146,23 @@ def test_workers_that_were_all_killed_as_they_began_make_each_step_together(
         workers[1].tell()
         for found in results_of(workers):
             assert (found == 0.5).all()
+
+
+@pytest.mark.slow
+def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards) -> None:
+    """The other shard began the job anew, without weights, and the workers ended with an error."""
+    job = new_job()
+    with shards.workers(stops_before_another_shard, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        for worker in workers:
+            worker.kill()
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    with shards.workers(comes, job=job, env=again) as workers:
+        for worker in workers:
+            worker.hear()
+            worker.tell()
+        for found in results_of(workers):
+            assert sorted(found[:, ::STEPS].sum(1)) == [0.0, 1.0]
+            others = [at for at in range(2 * STEPS) if at % STEPS]
+            assert (found[:, others] == 0.5).all()

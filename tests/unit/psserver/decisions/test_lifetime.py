@@ -49,6 +49,30 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
 
 
+@pytest.mark.parametrize("noticed", ["lost", "suspect", "nothing"])
+def test_a_shard_without_an_update_follows_the_first_one_which_has_some(noticed: str) -> None:
+    """It began anew, without the weights: the workers ended with an error."""
+    shard, job, address = ready(2)
+    push(shard, job, address, 1, 0)
+    if noticed == "lost":
+        shard.tick(LEASE_S + 1.0)
+    elif noticed == "suspect":
+        for rank in (0, 1):
+            job.membership.suspect(rank, 1, 1.0)
+    for rank in (0, 1):
+        comes = member(rank, 2, restart=1)
+        comes.continues = True
+        assert shard.decide_join("run", 2, comes, life=2)[0] is job
+        assert job.membership.expected() == [0, 1]
+    assert job.life.number == 2
+    actions: Actions = []
+    for rank in (0, 1):
+        begins = Pull(worker=rank, clock=1, min_version=1, begins=True)
+        actions += shard.decide_pull(job, address, begins, f"begin {rank}")
+    assert updates(actions) == 1
+    assert sum(isinstance(action, Answer) for _, action in actions) == 2
+
+
 def test_workers_that_are_all_started_again_before_the_first_update_begin_together() -> None:
     """Nobody has noticed the death of one that had pulled nothing yet: it is no other life."""
     shard, job, address = ready(2)
