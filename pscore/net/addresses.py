@@ -105,8 +105,18 @@ def explain_silence(address: str) -> str:
             f"port {port} is open there, and the process behind it is silent: it is busy or "
             "stopped, hangs, or is no shard"
         )
-    if is_loopback(host) or state != "refused":
+    if is_loopback(host):
         return ""
+    if state == "unknown":
+        return (
+            f"{host!r} is not the name of a known host: correct the address, or the name service "
+            "of this machine"
+        )
+    if state == "silent":
+        return (
+            f"{host} does not answer there, not even to refuse: correct the address, start that "
+            f"machine, or open port {port} in its firewall"
+        )
     remedy = f"psserver start --host {host}"
     if _is_own(host) and _probe("127.0.0.1", port) == "open":
         return (
@@ -146,11 +156,13 @@ def _is_own(host: str) -> bool:
 
 
 def _probe(host: str, port: int) -> str:
-    """Returns `open`, `refused` or `silent`."""
+    """Returns `open`, `refused`, `unknown` (the host's name) or `silent`."""
     try:
         socket.create_connection((host, port), PROBE_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return "refused"
+    except (socket.gaierror, UnicodeError):
+        return "unknown"
     except OSError:
         return "silent"
     return "open"

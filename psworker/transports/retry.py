@@ -101,6 +101,6 @@ class RetryPolicy:
         port = self.address.rpartition(":")[2]
         remedy = explain_silence(self.address) or f"start one with `psserver start --port {port}`"
         return ServerUnavailableError(
-            f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); {remedy}, or "
-            "set PACELINE_SERVERS or servers= to its address"
+            f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); {remedy}; "
+            "its address comes from PACELINE_SERVERS or servers="
         )

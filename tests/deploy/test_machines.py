@@ -128,7 +128,9 @@ def test_a_lost_machine_without_its_folder(shells: dict[str, Shell]) -> None:
     assert job["step"] > 0
     code, said = second.run(f"STEPS={job['step'] + 50} {night}")
     assert code == 0, said
-    assert re.findall(r"from (\d+)", said) == [str(job["step"])] * 2
+    begun = [int(step) for step in re.findall(r"from (\d+)", said)]
+    assert len(begun) == 2
+    assert min(begun) == job["step"]  # The other one may have joined some steps later.
 
 
 def start_shards(shells: dict[str, Shell], option: str = "") -> None:

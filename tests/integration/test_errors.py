@@ -113,7 +113,7 @@ def test_no_server_says_where_how_long_and_what_to_do(monkeypatch: pytest.Monkey
     with taken_port() as (_, port):
         message = (
             rf"no shard answers at 127.0.0.1:{port} after \d+\.\d s \(.*\); start one with "
-            rf"`psserver start --port {port}`, or set PACELINE_SERVERS or servers="
+            rf"`psserver start --port {port}`; its address comes from PACELINE_SERVERS"
         )
         with pytest.raises(psworker.ServerUnavailableError, match=message):
             wrap(torch.nn.Linear(2, 2), servers=f"127.0.0.1:{port}", timeout_s=0.3)
@@ -134,7 +134,7 @@ def test_the_shards_must_be_all_of_one_cluster_in_order(shards: Shards) -> None:
     first, second = shards.addresses
     with pytest.raises(ShardMapError, match="not in the order of their shards: ") as problem:
         psworker.init(servers=[second, first])
-    assert f"{second} is shard 1 of 2, {first} is shard 0 of 2" in str(problem.value)
+    assert f"{second} is shard 1 of 2, {first} is shard 0 of 2; sort the addresses" in str(problem.value)
     with pytest.raises(ShardMapError, match=f"1 server addresses for 2 shards: {first} is shard 0"):
         psworker.init(servers=[first])
     with Shards(2) as others:

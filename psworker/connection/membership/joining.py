@@ -35,6 +35,7 @@ log = logging.getLogger("paceline")
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Former incarnations of this process that are sent.
+GIVEN = "PACELINE_SERVERS (or servers=)"  # Where a worker has its addresses from.
 # Barriers that each worker passes once at its start; a late worker passes them alone.
 AT_START = ("begin", "load_state_dict")
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
@@ -412,10 +413,18 @@ def check_shards(links: Sequence[Link]) -> None:
                 f"this worker speaks {wire.PROTOCOL}: install one version on both sides"
             )
     if len({reply.cluster for reply in replies}) > 1:
-        raise ShardMapError(f"the servers were not started together: {listed}")
+        raise ShardMapError(
+            f"the servers were not started together: {listed}; name those of one cluster in "
+            f"{GIVEN}, or start them with one --cluster"
+        )
     if any(reply.num_shards != len(replies) for reply in replies):
         raise ShardMapError(
-            f"{len(replies)} server addresses for {replies[0].num_shards} shards: {listed}"
+            f"{len(replies)} server addresses for {replies[0].num_shards} shards: {listed}; name "
+            f"every shard once in {GIVEN}"
         )
-    if [reply.shard for reply in replies] != list(range(len(replies))):
-        raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
+    shards = [reply.shard for reply in replies]
+    if shards != sorted(set(shards)):
+        raise ShardMapError(
+            f"the servers are not in the order of their shards: {listed}; sort the addresses in "
+            f"{GIVEN} by that number, each shard once"
+        )

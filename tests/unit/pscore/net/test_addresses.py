@@ -108,6 +108,20 @@ def test_an_open_port_has_a_silent_process_behind_it(own_host: str) -> None:
         assert is_open_elsewhere(port) is True
 
 
+def test_a_host_that_is_unknown_or_does_not_answer_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "'nowhere.invalid' is not the name of a known" in explain_silence("nowhere.invalid:1")
+
+    def drop(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", drop)
+    found = explain_silence("198.51.100.7:7070")
+    assert found.startswith("198.51.100.7 does not answer there")
+    assert "open port 7070 in its firewall" in found
+
+
 def test_a_loopback_address_is_not_explained() -> None:
     assert explain_silence("127.0.0.1:1") == ""
     assert explain_silence("unix:///run/nothing") == ""
