@@ -166,9 +166,9 @@ class Job:
         return f"{end.format(self.step)} ({', '.join(listed[:TABLES_NAMED])}{more})"
 
     def hint(self) -> str:
-        """Returns advice for a worker that does not fit; empty if the job was not interrupted."""
+        """Returns advice for a worker that does not fit."""
         if self.state is not State.INTERRUPTED and not self.life.first_step:
-            return ""
+            return "; start all workers of a job alike, or take another job name"
         return (
             f"; the job was interrupted at step {self.life.first_step or self.step}: start its "
             "workers as they were, or take another job name, or run `psserver forget "

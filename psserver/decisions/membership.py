@@ -188,7 +188,8 @@ class Membership:
                 kind = NotOverError if held.heard_s <= member.asked_s else RankTakenError
                 raise kind(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
-                    f"{member.heard_s - held.heard_s:.1f} s ago"
+                    f"{member.heard_s - held.heard_s:.1f} s ago; give each worker a rank of "
+                    "its own, or end that process"
                 )
             member.spent = (*held.spent, held.incarnation)[-SPENT_MAX:]
         else:

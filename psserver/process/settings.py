@@ -423,6 +423,12 @@ def _check_checkpoints(settings: Settings) -> None:
         raise ConfigError(
             f"server.shard_addresses has {len(addresses)} addresses for {server.shards} shards"
         )
+    own = f"{server.host}:{server.port}"
+    if own in addresses and addresses[server.shard_index] != own:
+        raise ConfigError(
+            f"server.shard_addresses has {own} at place {addresses.index(own)}, and that is shard "
+            f"{server.shard_index}: give the addresses in the order of the shards"
+        )
 
 
 def _check_apart(settings: Settings) -> None:

@@ -144,7 +144,7 @@ def test_a_call_may_wait_for_as_long_as_the_shard_is_heard(clock: Clock) -> None
 def test_patience_ends_and_says_where_how_long_and_what_to_do(clock: Clock) -> None:
     message = (
         r"no shard answers at 127.0.0.1:1 after 3.1 s \(127.0.0.1:1: connection refused\); "
-        r"start one with `psserver start --port 1`; its address comes from PACELINE_SERVERS or servers="
+        r"start one with `psserver start --port 1`; its address comes from PACELINE_SERVERS"
     )
     with pytest.raises(ServerUnavailableError, match=message):
         RetryPolicy(ADDRESS, 2.0).call(fails(*[DOWN] * 100))
