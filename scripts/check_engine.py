@@ -1042,13 +1042,17 @@ def join_swarm(other: SecondHost, images: dict[str, str]) -> list[str]:
     return [run(*ids, env=engine).strip() for engine in ({}, there)]
 
 
-SECTIONS: dict[str, Callable[[Log], None]] = {
-    "image": build,
+# These need no container of another section.
+BUILDS: dict[str, Callable[[Log], None]] = {
     "digests": digests,
     "refusals": refusals,
     "cuda": cuda,
     "cuda12": cuda12,
     "compiler": compiler,
+}
+SECTIONS: dict[str, Callable[[Log], None]] = {
+    "image": build,
+    **BUILDS,
     "training": train,
     "loader": loader,
     "page": page,

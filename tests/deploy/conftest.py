@@ -1,51 +1,104 @@
 """These tests need tools and minutes that the suite lacks: `make check-deploy` runs them.
 
-At the end they say for each engine how many tests ran, and which could not and why.
+At the end they say for each engine how many tests ran, in how many seconds, and which could not and
+why. `make check-deploy CHECK_DEPLOY=write` keeps that in docs/results for the pages, of engines
+whose tests have all passed.
 """
 
 import datetime
+import json
 import os
+import subprocess
 from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+
+from scripts.check_deploy import make_tools
 
 # The engine that a file tests; another file is named as it is.
 ENGINES = {
     "test_alerts": "Prometheus",
     "test_booted": "systemd",
+    "test_browser": "Chromium",
+    "test_chart": "Kubernetes",
     "test_docker": "Docker",
+    "test_images": "Docker",
     "test_kubernetes_api": "Kubernetes",
     "test_kubernetes_page": "Kubernetes",
+    "test_kubernetes_register": "Kubernetes",
+    "test_machines": "plain shell",
     "test_pods": "Kubernetes",
     "test_prometheus": "Prometheus",
     "test_ray": "Ray",
+    "test_registers": "etcd",
     "test_slurm": "Slurm",
+    "test_standby": "etcd",
+    "test_start": "plain shell",
     "test_torchrun": "torchrun",
 }
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "check-deploy.json"
+
+
+@dataclass
+class Ran:
+    """The tests of one engine."""
+
+    passed: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    reasons: set[str] = field(default_factory=set)
+
+    def line(self) -> str:
+        """Returns how many ran in how many seconds, and why others could not."""
+        all_ran = self.passed + self.failed
+        line = f"{self.passed} of {all_ran} tests passed, {self.seconds:.0f} s"
+        could_not = "; ".join(sorted(self.reasons))
+        return f"{line}; not run: {could_not}" if could_not else line
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before tests are collected, which are skipped where helm is missing; once for all processes.
+    if os.environ.get("CHECK_DEPLOY") and not hasattr(config, "workerinput"):
+        with suppress(subprocess.CalledProcessError):
+            make_tools()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("CHECK_DEPLOY"):
-        return
     for item in items:
-        if "tests/deploy/" in str(item.path):
+        if "tests/deploy/" not in str(item.path):
+            continue
+        if not os.environ.get("CHECK_DEPLOY"):
             item.add_marker(pytest.mark.skip(reason="make check-deploy runs it"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not os.environ.get("CHECK_DEPLOY"):
         return
-    ran: dict[str, list[bool]] = defaultdict(list)
-    reasons: dict[str, set[str]] = defaultdict(set)
-    for outcome in ("passed", "failed", "error", "skipped"):
+    engines = tally(terminalreporter)
+    today = str(datetime.datetime.now(datetime.UTC).date())
+    terminalreporter.section(f"engines on {today}")
+    for engine, ran in sorted(engines.items()):
+        terminalreporter.line(f"{engine}: {ran.line()}")
+    if os.environ["CHECK_DEPLOY"] == "write":
+        found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        whole = {name: ran for name, ran in engines.items() if ran.passed and not ran.failed}
+        found |= {name: {"date": today, "said": ran.line()} for name, ran in whole.items()}
+        RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def tally(terminalreporter: pytest.TerminalReporter) -> dict[str, Ran]:
+    """Returns what was run, by engine."""
+    engines: dict[str, Ran] = defaultdict(Ran)
+    for outcome in ("", "passed", "failed", "error", "skipped"):  # "": begins and ends of tests.
         for report in terminalreporter.stats.get(outcome, []):
             stem = report.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
-            engine = ENGINES.get(stem, stem.removeprefix("test_"))
-            ran[engine] += [] if outcome == "skipped" else [outcome == "passed"]
+            ran = engines[ENGINES.get(stem, stem.removeprefix("test_"))]
+            ran.seconds += report.duration
+            ran.passed += outcome == "passed"
+            ran.failed += outcome in ("failed", "error")
             if outcome == "skipped":
-                reasons[engine].add(str(report.longrepr[2]).removeprefix("Skipped: "))
-    terminalreporter.section(f"engines on {datetime.datetime.now(datetime.UTC).date()}")
-    for engine in sorted(ran):
-        could_not = "; ".join(sorted(reasons[engine]))
-        line = f"{engine}: {sum(ran[engine])} of {len(ran[engine])} tests passed"
-        terminalreporter.line(f"{line}; not run: {could_not}" if could_not else line)
+                ran.reasons.add(str(report.longrepr[2]).removeprefix("Skipped: "))
+    return engines
