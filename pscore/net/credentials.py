@@ -162,7 +162,7 @@ def readable(path: Path, what: str) -> Path:
         with path.open("rb"):
             return path
     except OSError as problem:
-        raise ConfigError(f"cannot read {what} {path}: {problem.strerror}") from problem
+        raise ConfigError(f"cannot read {what} {path.absolute()}: {problem.strerror}") from problem
 
 
 def require_private(path: Path, what: str) -> None:

@@ -111,7 +111,7 @@ def note_given(folder: Path, plan: PairPlan) -> None:
     try:
         newest = register_of(plan.register, folder.name).newest()
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"the register at {plan.register}: {problem}") from problem
+        raise ConfigError(f"cannot use the register at {plan.register}: {problem}") from problem
     there = left_to(newest, plan.other)
     if there is not None:
         write_json(folder / GIVEN, {"id": there.holder, "to": there.address})

@@ -160,7 +160,9 @@ def write(folder: Path, run: StartedRun) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise CommandError(
-            Exit.STATE_DIR, f"cannot write {folder / FILE}: {problem.strerror}"
+            Exit.STATE_DIR,
+            f"cannot write {folder / FILE}: {problem.strerror}; make room there, or give "
+            "--state-dir another directory",
         ) from problem
 
 

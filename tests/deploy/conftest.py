@@ -29,14 +29,14 @@ ENGINES = {
     "test_kubernetes_api": "Kubernetes",
     "test_kubernetes_page": "Kubernetes",
     "test_kubernetes_register": "Kubernetes",
-    "test_machines": "plain shell",
+    "test_machines": "shell",
     "test_pods": "Kubernetes",
     "test_prometheus": "Prometheus",
     "test_ray": "Ray",
     "test_registers": "etcd",
     "test_slurm": "Slurm",
     "test_standby": "etcd",
-    "test_start": "plain shell",
+    "test_start": "shell",
     "test_torchrun": "torchrun",
 }
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "check-deploy.json"
@@ -53,8 +53,8 @@ class Ran:
 
     def line(self) -> str:
         """Returns how many ran in how many seconds, and why others could not."""
-        all_ran = self.passed + self.failed
-        line = f"{self.passed} of {all_ran} tests passed, {self.seconds:.0f} s"
+        count = f"{self.passed} of {self.passed + self.failed}" if self.failed else self.passed
+        line = f"{count} tests passed, {self.seconds:.0f} s"
         could_not = "; ".join(sorted(self.reasons))
         return f"{line}; not run: {could_not}" if could_not else line
 

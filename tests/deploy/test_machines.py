@@ -270,6 +270,7 @@ def test_a_worker_never_trains_alone_by_accident(shells: dict[str, Shell]) -> No
     """The commands of the second host, with the mistakes that users make."""
     shell = shells[SECOND]
     variables = "PACELINE_NUM_WORKERS=2 PACELINE_RANK=1"
+    hasty = "PACELINE_TIMEOUT_S=1 python train.py"
     for command, message in (
         (f"{variables} psworker run --workers 1 -- train.py", "no server address is given"),
         ("WORLD_SIZE=2 RANK=1 psworker run -- train.py", "--nnodes 2 --node-rank 1"),
@@ -278,6 +279,8 @@ def test_a_worker_never_trains_alone_by_accident(shells: dict[str, Shell]) -> No
         ("PACELINE_SERVERS='a:1;b:1' psserver status", "separate addresses with commas"),
         ("PACELINE_SERVERS=10.0.0.1 python train.py", "the port is missing"),
         ("PACELINE_SERVERS=10.0.0.1:70700 psworker doctor", "ports are 1 to 65535"),
+        (f"PACELINE_SERVERS=10.0.0.9:7070 {hasty}", "does not answer there, not even to refuse"),
+        (f"PACELINE_SERVERS=nowhere:7070 {hasty}", "'nowhere' is not the name of a known host"),
     ):
         code, said = shell.run(f"COLUMNS=300 {command}")
         assert code != 0, command
