@@ -111,12 +111,14 @@ def test_an_open_port_has_a_silent_process_behind_it(own_host: str) -> None:
 def test_a_host_that_is_unknown_or_does_not_answer_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert "'nowhere.invalid' is not the name of a known" in explain_silence("nowhere.invalid:1")
+    problem: OSError = socket.gaierror("no such name")
 
-    def drop(*_: object) -> None:
-        raise TimeoutError
+    def fail(*_: object) -> None:
+        raise problem
 
-    monkeypatch.setattr(socket, "create_connection", drop)
+    monkeypatch.setattr(socket, "create_connection", fail)
+    assert "'nowhere' is not the name of a known host" in explain_silence("nowhere:7070")
+    problem = TimeoutError()
     found = explain_silence("198.51.100.7:7070")
     assert found.startswith("198.51.100.7 does not answer there")
     assert "open port 7070 in its firewall" in found
