@@ -33,7 +33,7 @@ def updates(actions: Actions) -> int:
 def test_another_least_number_of_workers_is_refused() -> None:
     shard, _, _ = elastic(2, 3, 0)
     for least, what in ((1, "1 to 3"), (0, "3")):
-        with pytest.raises(JobMismatchError, match=f"has 2 to 3 workers, .* started for {what}$"):
+        with pytest.raises(JobMismatchError, match=f"has 2 to 3 workers, .* started for {what};"):
             shard.decide_join("run", 3, member(1), least)
 
 

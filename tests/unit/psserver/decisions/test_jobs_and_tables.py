@@ -248,7 +248,7 @@ def test_another_declaration_is_told_in_what_it_differs(
     shard.define(job, SPEC)
     with pytest.raises(JobMismatchError) as caught:
         shard.define(job, dataclasses.replace(SPEC, **change))  # type: ignore[arg-type]
-    assert str(caught.value) == sentence
+    assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
