@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,19 @@ def images(path: Path = IMAGES) -> str:
     return f"{about}\n\n" + table(["target", "size", "date"], rows, "lrl")
 
 
+CHECKED = ROOT / "docs" / "results" / "check-deploy.json"  # make check-deploy CHECK_DEPLOY=write
+
+
+def checked(engine: str) -> str:
+    """Returns when an engine's tests have passed, how many, and which were not run."""
+    found = json.loads(CHECKED.read_text(encoding="utf-8"))[engine]
+    return f"`make check-deploy`, {found['date']}: {found['said']}."
+
+
+# The engines whose pages say that.
+CHECKED_ENGINES = ("Kubernetes", "Prometheus", "Ray", "Slurm", "shell", "systemd")
+
+
 # ----- the blocks, and their pages
 
 
@@ -454,6 +468,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overlap": overlap,
     "pipeline": pipeline,
     "images": images,
+    **{engine: partial(checked, engine) for engine in CHECKED_ENGINES},
     "situations": choosing.situations,
     "predictions": choosing.predictions,
     "regret": choosing.regret,
@@ -475,16 +490,22 @@ PAGES = (
     "docs/dataplane.md",
     "docs/deploy.md",
     "docs/gpu.md",
+    "docs/kubernetes.md",
     "docs/links.md",
+    "docs/machines.md",
+    "docs/monitoring.md",
     "docs/pipelines.md",
     "docs/publish.md",
+    "docs/ray.md",
     "docs/recovery.md",
     "docs/reference.md",
     "docs/rows.md",
     "docs/rules/decentralised.md",
     "docs/rules/overlap.md",
     "docs/rules/quorum.md",
+    "docs/slurm.md",
     "docs/standby.md",
+    "docs/systemd.md",
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)

@@ -54,7 +54,7 @@ class Ran:
     def line(self) -> str:
         """Returns how many ran in how many seconds, and why others could not."""
         count = f"{self.passed} of {self.passed + self.failed}" if self.failed else self.passed
-        line = f"{count} tests passed, {self.seconds:.0f} s"
+        line = f"{count} passed, {self.seconds:.0f} s"
         could_not = "; ".join(sorted(self.reasons))
         return f"{line}; not run: {could_not}" if could_not else line
 
