@@ -148,7 +148,7 @@ def rollouts() -> str:
 def standby() -> str:
     """Returns the figures of moves and of lost machines."""
     found = json.loads((FOLDER / "standby.json").read_text(encoding="utf-8"))
-    lost, drain, cost = found["machine_lost"], found["drain"], found["cost"]
+    lost, drain = found["machine_lost"], found["drain"]
     times = sorted(lost["times"])
     rows = [
         [
@@ -169,12 +169,7 @@ def standby() -> str:
         ],
         *_later_parts(found),
         _many_losses(),
-        ["a step with a standby over one without, 1 Gbit/s", f"{cost['measured']:.2f}"],
-        [
-            f"the formula: {cost['copies']:.1f} copies of the weights more on the link",
-            f"{cost['formula']:.2f}",
-        ],
-        ["the formula on a link that was full already", f"{cost['bound']:.2f}"],
+        *_costs([found["cost"], *found.get("costs", {}).values()]),
     ]
     if found["off_cost"] is not None:
         rows.append(
@@ -182,6 +177,21 @@ def standby() -> str:
         )
     head = ["two workers and shards in namespaces", ""]
     return f"{_parts(found, 'benchmarks.standby')}\n\n" + table(head, rows, "lr")
+
+
+def _costs(costs: list[dict[str, Any]]) -> list[list[str]]:
+    """Returns rows with the time of a step with a standby, and that of the formula."""
+    rows = [["a step with a standby over one without; formula, bound", ""]]
+    for cost in costs:
+        label = f"{cost['num_workers']} workers, {cost['rate']}"
+        said = f"{cost['measured']:.2f}"
+        if cost["compute_s"]:
+            label = f"{label}, computing {cost['compute_s']:g} s, `{cost['mode']}`"
+        else:
+            label = f"{label}, {cost['copies']:.1f} copies more"
+            said = f"{said}; {cost['formula']:.2f}, {cost['bound']:.2f}"
+        rows.append([label, said])
+    return rows
 
 
 def _many_losses() -> list[str]:
