@@ -181,15 +181,14 @@ def standby() -> str:
 
 def _costs(costs: list[dict[str, Any]]) -> list[list[str]]:
     """Returns rows with the time of a step with a standby, and that of the formula."""
-    rows = [["a step with a standby over one without; formula, bound", ""]]
+    rows = [["a step with a standby over one without; formula", ""]]
     for cost in costs:
         label = f"{cost['num_workers']} workers, {cost['rate']}"
         said = f"{cost['measured']:.2f}"
         if cost["compute_s"]:
             label = f"{label}, computing {cost['compute_s']:g} s, `{cost['mode']}`"
         else:
-            label = f"{label}, {cost['copies']:.1f} copies more"
-            said = f"{said}; {cost['formula']:.2f}, {cost['bound']:.2f}"
+            said = f"{said}; {cost['formula']:.2f}"
         rows.append([label, said])
     return rows
 

@@ -115,9 +115,8 @@ def train(
     parts = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
     named = {str(number): part for number, part in enumerate(parts)}
     inner = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM)
-    optimizer = psworker.DistributedOptimizer(
-        inner, named.items(), optimizer_on=optimizer_on, mode=mode or "ssgd"
-    )
+    where: dict[str, Any] = {"mode": mode} if mode else {"optimizer_on": optimizer_on}
+    optimizer = psworker.DistributedOptimizer(inner, named.items(), **where)
     exchange, has_ledgers = optimizer._table.exchange, optimizer_on == "shards" and not mode
     if has_ledgers:
         LedgerNotebook(book_of(Path(folder), rank), rank, num_workers, steps).attach(exchange)
