@@ -57,12 +57,15 @@ class Lifetimes:
         """Returns whether a job is no longer there for a worker that joins.
 
         It is not if it has ended, or if the worker takes the rank of a dead one before there was
-        any update, here or on the first shard: then nothing is lost.
+        any update, here or on the first shard: then nothing is lost. Others may live that had no
+        time to speak to a new process of this shard: they have uploaded their weights.
         """
         if job.is_over:
             return _has_finished(job, member) or not self._belongs(job, num_workers, member)
         is_dead = member.rank in job.membership.members and job.membership.is_deserted(member.rank)
         is_back = member.returns or member.continues or is_repeated(job, member)
+        live = [job.membership.members[rank] for rank in job.membership.live()]
+        is_back |= any(other.is_restored for other in live)
         return is_dead and not is_back and not job.has_progress
 
     def begins_anew(self, name: str, *, refills: bool) -> str:
@@ -111,9 +114,11 @@ class Lifetimes:
                     "same run (PACELINE_RUN_ID): it continues there; to start over instead, run "
                     f"`psserver forget {job.name}`"
                 )
-        elif life == 0 and job.has_progress and job.membership.is_deserted(member.rank):
+        elif not (job.has_progress or job.met):
+            pass  # It begins with this worker.
+        elif life == 0 and job.membership.is_deserted(member.rank):
             self._go_on(job, job.life.number + 1, is_changing=job.barriers.holds)
-        elif life not in (0, job.life.number) and (job.has_progress or job.met):
+        elif life not in (0, job.life.number):
             self._go_on(job, life, is_changing=True)  # The first shard knows whether they were.
 
     def require_over(self, job: Job, member: Member) -> None:

@@ -96,6 +96,7 @@ class Member:
     waits: str = ""  # The shard that does not answer it, as the worker describes it.
     news: str = ""  # Message about the job, for a worker that joins.
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
+    is_restored: bool = False  # Silent since a new process of the shard has the job.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
@@ -231,7 +232,7 @@ class Membership:
         """
         for member in members:
             member.lease_ends_s = member.heard_s + self.lease_s
-            member.is_suspect = True
+            member.is_suspect = member.is_restored = True
             self.members[member.rank] = member
         self._attendance = None
         self.has_ended = has_ended
@@ -270,7 +271,7 @@ class Membership:
             )
         member.heard_s = now_s
         member.lease_ends_s = now_s + self.lease_s
-        member.is_suspect = False
+        member.is_suspect = member.is_restored = False
         return member
 
     def suspect(self, rank: int, incarnation: int, now_s: float) -> None:

@@ -73,6 +73,19 @@ def test_a_shard_without_an_update_follows_the_first_one_which_has_some(noticed:
     assert sum(isinstance(action, Answer) for _, action in actions) == 2
 
 
+def test_a_shard_that_is_killed_before_the_first_update_keeps_the_weights() -> None:
+    """One worker is started again before the others have spoken to the shard's new process."""
+    shard, job, _ = ready(3)
+    job.membership.restore(list(job.membership.members.values()))
+    assert shard.decide_join("run", 3, member(2, 2, restart=1))[0] is job
+    assert job.table(0).has_weights
+    for rank in (0, 1):
+        back = member(rank, 3)
+        back.returns, back.former = True, (1,)
+        assert shard.decide_join("run", 3, back)[0] is job
+    assert job.membership.live() == [0, 1, 2]
+
+
 def test_workers_that_are_all_started_again_before_the_first_update_begin_together() -> None:
     """Nobody has noticed the death of one that had pulled nothing yet: it is no other life."""
     shard, job, address = ready(2)
