@@ -208,10 +208,10 @@ class SliceClock(SliceState):
         Args:
             came_back: Whether a worker of its rank was there before.
         """
-        if not self.rule.by_step:
-            return came_back or self._first_version > 0
         may_come = came_back or self._workers.participants.is_elastic
-        return may_come and self.version > self._first_version
+        if may_come and self.version > self._first_version:
+            return True
+        return not self.rule.by_step and (came_back or self._first_version > 0)
 
     def welcome(self, worker: int) -> None:
         """Prepares for a worker that joins a job under way: no step waits for it until it pulls.

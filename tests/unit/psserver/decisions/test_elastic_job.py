@@ -7,7 +7,7 @@ import pytest
 from pscore.errors import ConfigError, JobMismatchError
 from pscore.rules import ASGD, SSGD
 from pscore.types import Pull, Push, Role
-from psserver.decisions.orders import Update
+from psserver.decisions.orders import Answer, Update
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from tests.unit.psserver.decisions.test_jobs_and_tables import LEASE_S, SPEC, member, push
 
@@ -58,6 +58,17 @@ def test_a_worker_that_joins_later_is_waited_for_after_its_first_pull() -> None:
     shard.decide_pull(job, address, Pull(worker=1, clock=0, min_version=0), "first")
     assert updates(push(shard, job, address, 0, 2)) == 0
     assert updates(push(shard, job, address, 1, 2)) == 1
+
+
+def test_an_asynchronous_worker_that_joins_later_begins_where_the_others_are() -> None:
+    shard, job, address = elastic(1, 3, 0)
+    job.table(0).clock(0).change(ASGD())
+    for step in range(3):
+        push(shard, job, address, 0, step)
+    shard.decide_join("run", 3, member(1), 1)
+    (found,) = shard.decide_pull(job, address, Pull(worker=1, clock=0, min_version=0), "first")
+    assert isinstance(found[1], Answer)
+    assert found[1].clock == 3
 
 
 def test_a_job_with_too_few_workers_says_how_many_it_waits_for() -> None:
