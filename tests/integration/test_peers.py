@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
-from pscore.pb.ps.v1.control_pb2 import MeetReply, MeetRequest
+from pscore.pb.ps.v1.control_pb2 import MeetReply, MeetRequest, Peer
 from psworker.connection.membership.session import Session
 from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
@@ -224,27 +224,34 @@ def wait_for_the_other(me: Station, mode: str) -> None:
 
 @pytest.mark.slow
 def begin_and_load(me: Station, mode: str) -> list[int]:
-    """Loads a state before its first step, and again; returns the steps at which it begins."""
-    meet, asked = Session.meet, list[int]()
+    """Loads a state before its first step, and again; returns the steps at which it begins.
+
+    Rank 1 looks again, once it has stopped, only when it is told to. Rank 2 stops when it is told
+    to. Rank 0 tells when it changes the job.
+    """
+    meet = Session.meet
+    asked, peers, steps = list[int](), list[Peer](), list[int]()
 
     def ask(session: Session, request: MeetRequest) -> MeetReply:
-        # Rank 2 stops last, and rank 1 looks rarely: rank 0 goes on before that knows of it.
-        if me.rank == 2 and len(asked) == 1:
-            time.sleep(1.5)
-        if me.rank == 1 and request.epoch in asked:
-            time.sleep(1.0)
+        is_again = request.epoch in asked
         asked.append(request.epoch)
-        return meet(session, request)
+        if not steps and ((me.rank == 2 and len(asked) == 2) or (me.rank == 1 and is_again)):
+            me.tell(len(peers))
+            me.hear()
+        reply = meet(session, request)
+        peers[:] = reply.peers
+        if me.rank == 0 and request.peer.parts:
+            me.tell()
+        return reply
 
     model = make_model()
     with mock.patch.object(Session, "meet", ask):
         optimizer = psworker.DistributedOptimizer(
             sgd(model.parameters()), model.named_parameters(), mode=mode
         )
-    steps = []
-    for _ in range(3):
-        steps.append(table_of(optimizer).replica.step)
-        optimizer.load_state_dict(optimizer.state_dict())
+        for _ in range(3):
+            steps.append(table_of(optimizer).replica.step)
+            optimizer.load_state_dict(optimizer.state_dict())
     psworker.shutdown()
     return steps
 
@@ -255,7 +262,14 @@ def test_all_begin_at_one_step_though_one_changes_the_job_at_once(
     shards: Shards, mode: str
 ) -> None:
     """A worker that had not read of the first meeting came late, and they waited for each other."""
-    assert shards.run(begin_and_load, mode, num_workers=3) == 3 * [[0, 0, 0]]
+    with shards.workers(begin_and_load, mode, num_workers=3) as (first, late, last):
+        last.hear()  # It is there, and has to stop.
+        while late.hear() < 3:
+            late.tell()
+        last.tell()
+        first.hear()
+        late.tell()
+        assert results_of([first, late, last]) == 3 * [[0, 0, 0]]
 
 
 def test_a_worker_names_the_one_for_which_it_waits(shards: Shards) -> None:

@@ -1,5 +1,7 @@
 """Workers that are killed in a step or before it, and the steps of their next processes."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import torch
 
 import psworker
 from psworker.connection.exchange.exchange import Exchange
-from tests.integration.cluster import Shards, Station, new_job, results_of, wait_until
+from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
 
 NUMEL = 9000  # Two slices on two shards.
 STEPS = 6
@@ -101,20 +103,28 @@ def comes(me: Station) -> np.ndarray:
     return train(me, make("ssgd"))
 
 
+@contextmanager
+def begun(
+    shards: Shards, function: Callable[..., Any], job: str, *, again: bool = False
+) -> Iterator[list[Worker]]:
+    """Starts the workers of a job, or starts them again; yields once each has told something.
+
+    They are killed at the end.
+    """
+    restarts = {"TORCHELASTIC_RESTART_COUNT": str(int(again))}
+    with shards.workers(function, job=job, env=restarts) as workers:
+        for worker in workers:
+            worker.hear()
+        yield workers
+
+
 @pytest.mark.slow
 def test_a_step_that_a_slice_has_of_a_killed_worker_is_not_made_again(shards: Shards) -> None:
     """It counted twice there; and in ssp the worker waited for those that had made all steps."""
     job = new_job()
-    with shards.workers(stops_between_slices, job=job) as workers:
-        for worker in workers:
-            worker.hear()
+    with begun(shards, stops_between_slices, job) as workers:
         workers[1].hear()
-        for worker in workers:
-            worker.kill()
-    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    with shards.workers(goes_on, job=job, env=again) as workers:
-        for worker in workers:
-            worker.hear()
+    with begun(shards, goes_on, job, again=True) as workers:
         for worker in workers:
             worker.tell()
         found, other = results_of(workers)
@@ -130,17 +140,10 @@ def test_workers_that_were_all_killed_as_they_began_make_each_step_together(
 ) -> None:
     """One of them had joined and pulled nothing: it counted as there, and steps went without it."""
     job = new_job()
-    with shards.workers(comes, job=job) as workers:
-        for worker in workers:
-            worker.hear()
+    with begun(shards, comes, job) as workers:
         workers[0].tell()
         wait_until(lambda: "for step 0 of worker 1" in workers[0].written())
-        for worker in workers:
-            worker.kill()
-    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    with shards.workers(comes, job=job, env=again) as workers:
-        for worker in workers:
-            worker.hear()
+    with begun(shards, comes, job, again=True) as workers:
         workers[0].tell()
         wait_until(lambda: "for step 0 of worker 1" in workers[0].written() or workers[0].is_over())
         workers[1].tell()
@@ -152,15 +155,10 @@ def test_workers_that_were_all_killed_as_they_began_make_each_step_together(
 def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards) -> None:
     """The other shard began the job anew, without weights, and the workers ended with an error."""
     job = new_job()
-    with shards.workers(stops_before_another_shard, job=job) as workers:
+    with begun(shards, stops_before_another_shard, job):
+        pass
+    with begun(shards, comes, job, again=True) as workers:
         for worker in workers:
-            worker.hear()
-        for worker in workers:
-            worker.kill()
-    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    with shards.workers(comes, job=job, env=again) as workers:
-        for worker in workers:
-            worker.hear()
             worker.tell()
         for found in results_of(workers):
             assert sorted(found[:, ::STEPS].sum(1)) == [0.0, 1.0]
