@@ -131,6 +131,11 @@ class Job:
         return self.life.is_restored or bool(self.progress)
 
     @property
+    def is_in_first_step(self) -> bool:
+        """Whether no worker can have seen an update of all shards: one here may be of step 0."""
+        return not self.life.is_restored and all(table.step <= 1 for table in self.tables.values())
+
+    @property
     def state(self) -> State:
         """Whether workers take part, may continue it, or have ended it."""
         members = self.membership

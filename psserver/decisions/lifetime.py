@@ -53,12 +53,16 @@ class Lifetimes:
 
     # ----- when a worker joins
 
-    def is_gone(self, job: Job, num_workers: int, member: Member) -> bool:
+    def is_gone(self, job: Job, num_workers: int, member: Member, life: int) -> bool:
         """Returns whether a job is no longer there for a worker that joins.
 
         It is not if it has ended, or if the worker takes the rank of a dead one before there was
         any update, here or on the first shard: then nothing is lost. Others may live that had no
-        time to speak to a new process of this shard: they have uploaded their weights.
+        time to speak to a new process of this shard: they have uploaded their weights. If the
+        first shard has begun it anew, so does this one, which may have made the first step alone.
+
+        Args:
+            life: Number of the life on the first shard; 0: this is the first shard.
         """
         if job.is_over:
             return _has_finished(job, member) or not self._belongs(job, num_workers, member)
@@ -66,7 +70,8 @@ class Lifetimes:
         is_back = member.returns or member.continues or is_repeated(job, member)
         live = [job.membership.members[rank] for rank in job.membership.live()]
         is_back |= any(other.is_restored for other in live)
-        return is_dead and not is_back and not job.has_progress
+        follows = life not in (0, job.life.number) and job.is_in_first_step
+        return not is_back and (follows or (is_dead and not job.has_progress))
 
     def begins_anew(self, name: str, *, refills: bool) -> str:
         """Returns the news for workers that begin a job of this name; empty if it is the first.
@@ -114,8 +119,6 @@ class Lifetimes:
                     "same run (PACELINE_RUN_ID): it continues there; to start over instead, run "
                     f"`psserver forget {job.name}`"
                 )
-        elif not (job.has_progress or job.met):
-            pass  # It begins with this worker.
         elif life == 0 and job.membership.is_deserted(member.rank):
             self._go_on(job, job.life.number + 1, is_changing=job.barriers.holds)
         elif life not in (0, job.life.number):

@@ -19,6 +19,7 @@ from pscore.types import Origin, Pull, Push, Role
 from psserver.decisions import mode_switch
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import Job as Job  # Also from here, for those who drive a shard.
+from psserver.decisions.job import Life
 from psserver.decisions.lifetime import Lifetimes, is_repeated
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member, Membership, await_others
@@ -87,11 +88,14 @@ class Shard:
             StateLostError: The job was here, and its numbers cannot be used.
         """
         require_name("job", name)
-        job = self.jobs.get(name)
-        if job is None or self.lifetimes.is_gone(job, num_workers, member):
+        former = self.jobs.get(name)
+        if former is not None and not self.lifetimes.is_gone(former, num_workers, member, life):
+            job = former
+        else:
             news = self.lifetimes.begins_anew(name, refills=member.refills)
+            number = life or (1 if former is None else former.life.number + 1)
             job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
-            job.life.news = news
+            job.life = Life(number=number, news=news)
         if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
             raise JobMismatchError(
                 f"job {name!r} has {job.membership.size} workers, this worker was started for "
@@ -100,7 +104,8 @@ class Shard:
         job.membership.require_new(member)
         repeated = is_repeated(job, member)
         if member.rank < num_workers:  # Else it is refused.
-            self.lifetimes.meet(job, member, life)
+            if job is former:
+                self.lifetimes.meet(job, member, life)
             self.lifetimes.require_over(job, member)
         came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)

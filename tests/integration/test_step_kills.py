@@ -1,5 +1,6 @@
 """Workers that are killed in a step or before it, and the steps of their next processes."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,13 +65,13 @@ def stops_between_slices(me: Station) -> None:
         step(me, optimizer)
 
 
-def stops_before_another_shard(me: Station) -> None:
-    """Stops in the first step, of which only slices of the first shard have left."""
+def stops_before_another_shard(me: Station, shard: int) -> None:
+    """Stops in the first step, of which only slices of one shard have left."""
     optimizer = make("ssgd")
     real = Exchange.push
 
     def push(self: Exchange, index: int, *given: Any, **named: Any) -> None:
-        if self.layout.slices[index].shard == 0:
+        if self.layout.slices[index].shard == shard:
             real(self, index, *given, **named)
             self.flush()
             me.tell()
@@ -152,15 +153,21 @@ def test_workers_that_were_all_killed_as_they_began_make_each_step_together(
 
 
 @pytest.mark.slow
-def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards) -> None:
-    """The other shard began the job anew, without weights, and the workers ended with an error."""
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_job_of_which_one_shard_alone_has_an_update_continues(
+    shards: Shards, shard: int
+) -> None:
+    """The other shard began the job anew, without weights, and the workers ended with an error.
+
+    The second shard follows the first one, which does begin it anew.
+    """
     job = new_job()
-    with begun(shards, stops_before_another_shard, job):
+    with begun(shards, functools.partial(stops_before_another_shard, shard=shard), job):
         pass
     with begun(shards, comes, job, again=True) as workers:
         for worker in workers:
             worker.tell()
         for found in results_of(workers):
-            assert sorted(found[:, ::STEPS].sum(1)) == [0.0, 1.0]
+            assert sorted(found[:, ::STEPS].sum(1)) == [float(shard), 1.0]
             others = [at for at in range(2 * STEPS) if at % STEPS]
             assert (found[:, others] == 0.5).all()

@@ -211,7 +211,8 @@ def test_workers_of_the_next_life_begin_with_the_next_table_if_the_change_was_ov
     for rank in (0, 1):
         lost(shard, job, rank)
     life = 0 if is_first else 2
-    shard.decide_join(job.name, 2, member(0, 77), life=life)
+    first = replace(member(0, 77), continues=not is_first)
+    shard.decide_join(job.name, 2, first, life=life)
     is_known = is_first and is_over
     assert job.progress == ({"model": 1, "model+1": 0} if is_known else {"model": 1})
 
@@ -227,7 +228,8 @@ def test_a_shard_whose_first_slices_are_of_the_next_table_keeps_them() -> None:
         aside(shard, job, rank, number=LEFT_FOR_GOOD)
         lost(shard, job, rank)
     assert job.has_progress
-    assert shard.decide_join(job.name, 2, member(0, 77), life=2)[0] is job
+    comes = replace(member(0, 77), continues=True)
+    assert shard.decide_join(job.name, 2, comes, life=2)[0] is job
 
 
 def test_a_new_process_of_the_shard_knows_the_next_table_by_a_push() -> None:

@@ -73,6 +73,27 @@ def test_a_shard_without_an_update_follows_the_first_one_which_has_some(noticed:
     assert sum(isinstance(action, Answer) for _, action in actions) == 2
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_shard_follows_the_first_one_which_begins_anew_if_it_has_the_first_step_alone(
+    num_steps: int, is_noticed: bool
+) -> None:
+    """The workers ended with an error: this shard had a step, and the first one no weights."""
+    first, _, _ = ready(2)
+    shard, job, address = ready(2)
+    for step in range(num_steps):
+        for rank in (0, 1):
+            push(shard, job, address, rank, step)
+    for one in (first, shard) if is_noticed else (first,):
+        one.tick(LEASE_S + 1.0)
+    for rank in (0, 1):
+        life = first.decide_join("run", 2, member(rank, 2, restart=1))[0].life.number
+        comes = member(rank, 2, restart=1)
+        assert (shard.decide_join("run", 2, comes, life=life)[0] is job) == (num_steps > 1)
+        assert not first.jobs["run"].has_progress
+    assert life == shard.jobs["run"].life.number == 2
+
+
 def test_a_shard_that_is_killed_before_the_first_update_keeps_the_weights() -> None:
     """One worker is started again before the others have spoken to the shard's new process."""
     shard, job, _ = ready(3)
@@ -380,12 +401,12 @@ def test_the_other_shards_follow_the_first_into_another_life_of_a_job() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
-    first = member(0, 2)
+    first = dataclasses.replace(member(0, 2), continues=True)
     assert shard.decide_join("run", 2, first, life=2)[0] is job
     assert "continues at step 1" in first.news
     assert job.membership.expected() == [0, 1]
     assert job.life.number == 2
-    shard.decide_join("run", 2, member(1, 2), life=2)
+    shard.decide_join("run", 2, dataclasses.replace(member(1, 2), continues=True), life=2)
     assert job.membership.live() == [0, 1]
 
 
