@@ -154,9 +154,7 @@ def test_workers_that_were_all_killed_as_they_began_make_each_step_together(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_job_of_which_one_shard_alone_has_an_update_continues(
-    shards: Shards, shard: int
-) -> None:
+def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards, shard: int) -> None:
     """The other shard began the job anew, without weights, and the workers ended with an error.
 
     The second shard follows the first one, which does begin it anew.
