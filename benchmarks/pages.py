@@ -449,7 +449,9 @@ def checked(engine: str) -> str:
 
 
 # The engines whose pages say that.
-CHECKED_ENGINES = ("Kubernetes", "Prometheus", "Ray", "Slurm", "shell", "systemd")
+CHECKED_ENGINES = (
+    *("Docker", "Kubernetes", "Prometheus", "Ray", "Slurm", "shell", "systemd", "torchrun"),
+)
 
 
 # ----- the blocks, and their pages
@@ -506,6 +508,7 @@ PAGES = (
     "docs/slurm.md",
     "docs/standby.md",
     "docs/systemd.md",
+    "docs/torchrun.md",
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)

@@ -12,6 +12,7 @@ machine's `prometheus`, and the log says so.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -128,12 +129,7 @@ def main() -> int:
         print("no Docker engine answers: start one, or set DOCKER_HOST", file=sys.stderr)
         return 1
     log = Log()
-    versions = [
-        run("docker", "version", "--format", f"{{{{.{side}.Version}}}}").strip()
-        for side in ("Client", "Server")
-    ]
-    engine = f"Docker {versions[1]} (client {versions[0]})"
-    about = f"{datetime.now(UTC):%Y-%m-%d}, {engine}, {os.cpu_count()} cores"
+    about = machine()
     log.say(about)
     sections: dict[str, list[str]] = {}
     for name, check in SECTIONS.items():
@@ -148,11 +144,43 @@ def main() -> int:
     return 1 if log.num_failed else 0
 
 
+def machine() -> str:
+    """Returns the date, the versions of the engine, and the number of cores."""
+    versions = [
+        run("docker", "version", "--format", f"{{{{.{side}.Version}}}}").strip()
+        for side in ("Client", "Server")
+    ]
+    engine = f"Docker {versions[1]} (client {versions[0]})"
+    return f"{datetime.now(UTC):%Y-%m-%d}, {engine}, {os.cpu_count()} cores"
+
+
+def check_section(name: str, *, keeps: bool) -> None:
+    """Runs a section; if it passes, keeps its lines for the page if so wanted.
+
+    Raises:
+        NotRunError: This machine lacks what it needs.
+    """
+    log = Log()
+    SECTIONS[name](log)
+    log.say(f"ok    {name}")
+    if keeps:
+        keep({name: [f"{name}: {machine()}", *log.lines]})
+
+
 def keep(sections: dict[str, list[str]]) -> None:
     """Writes the lines of sections; the others keep those of their last run."""
-    texts = {text.partition(":")[0]: text for text in LOG.read_text().strip().split("\n\n")}
-    texts |= {name: "\n".join(lines) for name, lines in sections.items()}
-    LOG.write_text("\n\n".join(texts[name] for name in SECTIONS if name in texts) + "\n")
+    with locked(LOG):
+        texts = {text.partition(":")[0]: text for text in LOG.read_text().strip().split("\n\n")}
+        texts |= {name: "\n".join(lines) for name, lines in sections.items()}
+        LOG.write_text("\n\n".join(texts[name] for name in SECTIONS if name in texts) + "\n")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Locks a file meanwhile, which another process of the same tests may write too."""
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def build(log: Log) -> None:
@@ -198,10 +226,11 @@ def check_labels() -> None:
 
 def note_sizes(sizes: dict[str, int]) -> None:
     """Writes sizes of images; those of other targets stay."""
-    found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    found |= {target: {"nbytes": nbytes, "date": today} for target, nbytes in sizes.items()}
-    RESULT.write_text(json.dumps(found) + "\n")
+    with locked(RESULT):
+        found = json.loads(RESULT.read_text())
+        found |= {target: {"nbytes": nbytes, "date": today} for target, nbytes in sizes.items()}
+        RESULT.write_text(json.dumps(found) + "\n")
 
 
 def build_target(target: str, name: str, *options: str, check: bool = True) -> str:
