@@ -24,24 +24,39 @@ class Companion(Protocol):
     def has_gradient(self) -> bool:
         """Whether backward has made a gradient of any of them since they were cleared."""
 
-    def start(self, step: int | None) -> None:
-        """Begins to train.
-
-        Args:
-            step: Step of the training, where all workers make each step together; else None.
+    def start(self) -> None:
+        """Uploads first values where there are none, if this worker has to; `ask` follows.
 
         Raises:
             PacelineError: A shard refused something, or does not answer.
         """
 
+    def ask(self) -> int:
+        """Asks the shards with which step this worker begins; from their answers on they wait.
+
+        Returns:
+            The step, where all workers make each step of these tables together; else 0.
+
+        Raises:
+            PacelineError: A shard refused something, or does not answer.
+        """
+
+    def begin_at(self, step: int | None) -> Callable[[], None]:
+        """Announces to the shards the step with which this worker begins, after `ask`.
+
+        Args:
+            step: Step of the training, where all workers make each step together; None: that of
+                `ask`.
+
+        Returns:
+            A function that waits for their answers; it raises as `ask` does.
+        """
+
     def give_up_step(self) -> None:
         """Records that the step under way, which may not have left whole, is given up."""
 
-    def begin_again(self, step: int | None) -> None:
-        """Continues after this worker has joined the job again; forgets pushes under way.
-
-        Args:
-            step: As for `start`.
+    def begin_again(self) -> None:
+        """Forgets pushes under way after this worker has joined the job again; `ask` follows.
 
         Raises:
             PacelineError: A shard refused something, or does not answer.

@@ -6,7 +6,7 @@ the mean's weight is that of all workers. A slice has at most one push under way
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,42 +73,65 @@ class RowExchange:
         self.counts = [0] * len(self.layout.slices)
         self.versions = [0] * len(self.layout.slices)
         self._pushes: dict[int, OutgoingPush] = {}  # Under way, by slice.
+        # By slice: the step that it expects of this worker next, and its version, once asked.
+        self._found: list[tuple[int, int]] = []
         self._table, self.origin = session.define(spec)[:2]
         self._joined_as = session.incarnation
         self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.first_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
         session.pushes.add(self)
 
-    def begin(self, step: int | None) -> None:
-        """Asks every slice with which step this worker begins, and begins with it.
+    def ask(self) -> int:
+        """Asks every slice with which step this worker begins; from its answer on it waits for it.
 
-        Args:
-            step: Step of the training, where all workers make each step together; None: the newest
-                step that a slice expects next.
+        Returns:
+            In a mode by step the newest of these steps, as training counts them; else 0.
 
         Raises:
             PacelineError: A shard refused the request, or does not answer.
         """
         places = range(len(self.counts))
         self.counts = [0 for _ in places]
-        replies = [self._ask(index) for index in places]
+        replies = [self.wait(index, self._request_to_begin(index)) for index in places]
         self.missed.report_lost(self.spec.rule)
         by_step, origin = self.spec.rule.by_step, self.origin
         # An asynchronous slice has as many versions as all workers together have pushed.
-        found = [(reply.clock, reply.version if by_step else reply.clock) for reply in replies]
-        first = max(max(pair) for pair in found)
-        if by_step and step is not None:
-            first = origin.clock + max(0, step - origin.step)
-        self.counts = [first for _ in places]
-        for index in places:
-            if found[index] != (first, first):
-                self._ask(index)
+        self._found = [
+            (reply.clock, reply.version if by_step else reply.clock) for reply in replies
+        ]
+        newest = max(map(max, self._found))
+        return origin.step + max(0, newest - origin.clock) if by_step else 0
 
-    def _ask(self, index: int) -> data_pb2.PullReply:
-        """Returns the answer to a pull without rows, of a worker that has come anew."""
+    def begin_at(self, step: int | None) -> Callable[[], None]:
+        """Announces to every slice, after `ask`, the step with which this worker begins.
+
+        Args:
+            step: Step of the training, where all workers make each step together; None: the newest
+                step that a slice expects next.
+
+        Returns:
+            A function that waits until every slice has been told; it raises as `ask` does.
+        """
+        first, origin = max(map(max, self._found)), self.origin
+        if self.spec.rule.by_step and step is not None:
+            first = max(first, origin.clock + step - origin.step)
+        self.counts = [first for _ in self.counts]
+        calls = {
+            index: self._request_to_begin(index)
+            for index, found in enumerate(self._found)
+            if found != (first, first)
+        }
+
+        def wait() -> None:
+            for index, call in calls.items():
+                self.wait(index, call)
+
+        return wait
+
+    def _request_to_begin(self, index: int) -> RowPull:
+        """Requests no row of a slice, as a worker that has come anew."""
         nothing = [np.zeros(0, np.uint64) for _ in self.dims]
-        call = self.request(index, nothing, np.zeros(0, np.float32), begins=True)
-        return self.wait(index, call)
+        return self.request(index, nothing, np.zeros(0, np.float32), begins=True)
 
     # ----- pulls
 

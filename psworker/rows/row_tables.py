@@ -137,8 +137,8 @@ class RowTables:
         """Whether backward has made a gradient of any row since they were cleared."""
         return any(table.weight.grad is not None for table in self._tables)
 
-    def start(self, step: int | None) -> None:
-        """Uploads the first rows from the lowest rank, and begins."""
+    def start(self) -> None:
+        """Uploads the first rows from the lowest rank."""
         self.exchange.follow()
         session, name = self.exchange.session, self.exchange.spec.name
         is_new = name not in session.known_tables
@@ -150,23 +150,33 @@ class RowTables:
             self._upload(given=False)
         elif is_new and session.is_leader:
             self.exchange.first_answers.upload = functools.partial(self._upload, given=False)
-        self.exchange.begin(step)
+
+    def ask(self) -> int:
+        """Asks every slice with which step this worker begins; from its answer on it waits for it.
+
+        It brings the first version of every slice, which another worker may upload.
+        """
+        step = self.exchange.ask()
         self.exchange.first_answers.upload = None
         for index, table in enumerate(self._tables):
             table.pretrained, table.source = None, ShardRows(self, index)
+        return step
+
+    def begin_at(self, step: int | None) -> Callable[[], None]:
+        """Announces to every slice the step with which this worker begins, after `ask`."""
+        return self.exchange.begin_at(step)
 
     def give_up_step(self) -> None:
         """Records that the step under way is given up, of which rows may have left."""
         self.exchange.missed.give_up_rest(self.exchange.counts)
 
-    def begin_again(self, step: int | None) -> None:
-        """Continues after this worker has joined the job again; forgets pushes under way."""
+    def begin_again(self) -> None:
+        """Forgets pushes under way and rows, after this worker has joined the job again."""
         self.exchange.follow()
         self._ahead.clear()
         for table in self._tables:
             if table.cache is not None:
                 table.cache.clear()
-        self.exchange.begin(step)
 
     def zero_grad(self) -> None:
         """Clears the gradients."""

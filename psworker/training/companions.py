@@ -12,7 +12,7 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule, takes_all
 from psworker.job.companions import FINDERS, WARNINGS, Companion, Run
 from psworker.job.context import Context
-from psworker.training.table import TrainingTable
+from psworker.training.table import Agree, TrainingTable
 
 
 def require_unscaled(companions: Sequence[Companion], grad_scaler: GradScaler | None) -> None:
@@ -72,6 +72,40 @@ def find_companions(
     return declare
 
 
-def common_step(table: TrainingTable) -> int | None:
-    """Returns the step of a table where all workers make each step together; else None."""
-    return table.replica.step if takes_all(table.rule) else None
+def begin_together(
+    table: TrainingTable, companions: Sequence[Companion], begin: Callable[[Agree], None]
+) -> None:
+    """Begins with a model's table and those beside it.
+
+    Where all workers make each step together this is one step, the newest that any slice expects:
+    the others' next one waits for this worker in the tables that it has asked, so all are asked
+    before any is told.
+
+    Args:
+        begin: Begins with the model's table. Its argument returns the first push there, given the
+            one that its slices expect.
+    """
+    waits: list[Callable[[], None]] = []
+    asked = [each.ask() for each in companions] if takes_all(table.rule) else []
+
+    def agree(first: int) -> int:
+        origin = table.exchange.origin
+        first = max([first, *(origin.clock + step - origin.step for step in asked)])
+        step = origin.step + max(0, first - origin.clock)
+        waits.extend(each.begin_at(step) for each in companions if asked)
+        return first
+
+    begin(agree)
+    if not asked:
+        for each in companions:
+            each.ask()
+            waits.append(each.begin_at(None))
+    for wait in waits:
+        wait()
+
+
+def begin_beside(table: TrainingTable, companions: Sequence[Companion]) -> None:
+    """Begins with the tables beside a model's, which itself begins later."""
+    for each in companions:
+        each.ask()
+        each.begin_at(table.replica.step if takes_all(table.rule) else None)()

@@ -46,7 +46,7 @@ from psworker.training.changes.auto_mode import ModeWish
 from psworker.training.changes.mode_change import change_mode
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.companions import (
-    common_step,
+    begin_together,
     find_companions,
     have_gradient,
     require_unscaled,
@@ -649,9 +649,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
     def _start(self) -> None:
         """Starts training: the first weights are uploaded, and pulled."""
-        self._table.start(self.param_groups)
-        for companion in self._companions:
-            companion.start(common_step(self._table))
+        table, companions = self._table, self._companions
+        for companion in companions:
+            companion.start()
+        begin_together(table, companions, lambda agree: table.start(self.param_groups, agree))
 
     def _run_in_forward(self, action: Callable[[], Any]) -> Any:
         """Runs an action of a companion, as `WorkerRecovery.run_in_forward` does."""

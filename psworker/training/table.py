@@ -41,6 +41,7 @@ from psworker.training.parts import Parts, own_slices, refuse_in_group
 from psworker.training.progress import TrainingProgress
 
 log = logging.getLogger("paceline")
+Agree = Callable[[int], int]  # Returns the first push, given the one that slices expect.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +241,12 @@ class TrainingTable:
             self.exchange.load(spec.index, role, arrays, steps, step)
         self.exchange.flush()
 
-    def start(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Starts training, at `param_groups`: the lowest rank uploads its weights, all pull."""
+    def start(self, param_groups: Sequence[dict[str, Any]], agree: Agree = int) -> None:
+        """Starts training, at `param_groups`: the lowest rank uploads its weights, all pull.
+
+        Args:
+            agree: As for `begin`.
+        """
         self._warn_of(self.rule)
         if self.parts.uploads:
             self.upload(Role.WEIGHTS)
@@ -250,23 +255,24 @@ class TrainingTable:
             upload = functools.partial(self.upload, Role.WEIGHTS, gathers=False)
             self.exchange.answers.upload = upload
         self.set_hyper(param_groups)
-        self.begin()
+        self.begin(agree=agree)
         self.exchange.answers.upload = None
         if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
             self.session.barrier("begin", meets=True)
 
-    def begin(self, step: int | None = None) -> None:
+    def begin(self, step: int | None = None, agree: Agree = int) -> None:
         """Pulls the global weights and the step to begin with, and shows the weights.
 
         Args:
             step: The step at which this worker was; None: the replica's.
+            agree: Agrees with other tables on the first push.
 
         Raises:
             StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         step = self.replica.step if step is None else step
         self.exchange.run(self.replica.fetch(0, self.exchange))
-        self._begin_together()
+        self._begin_together(agree)
         self.parts.agree()
         self.progress.locate(step)
         self.parts.gather()
@@ -294,8 +300,8 @@ class TrainingTable:
         self._renew_local_step()
         self._start_local_step()
 
-    def _begin_together(self) -> None:
-        first, origin = self.parts.first_push(), self.exchange.origin
+    def _begin_together(self, agree: Agree = int) -> None:
+        first, origin = agree(self.parts.first_push()), self.exchange.origin
         self.exchange.run(self.replica.begin_at(first, self.exchange, origin))
 
     def _renew_local_step(self) -> None:

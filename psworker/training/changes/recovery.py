@@ -37,7 +37,7 @@ from pscore.errors import (
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job.companions import Companion
 from psworker.model.tracing import not_traced
-from psworker.training.companions import common_step
+from psworker.training.companions import begin_beside, begin_together
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.state.buffers import Buffers
 from psworker.training.table import GlobalState, TrainingTable
@@ -194,9 +194,9 @@ class WorkerRecovery:
         def rejoin() -> None:
             table.rejoin()
             self._buffers.restart()
-            table.begin(failure.step)
             for companion in self._companions:
-                companion.begin_again(common_step(table))
+                companion.begin_again()
+            begin_together(table, self._companions, lambda agree: table.begin(failure.step, agree))
 
         self._repeat(rejoin)
         self._say_if_back(failure.step)
@@ -312,4 +312,5 @@ class WorkerRecovery:
         """Joins again, and begins only with the tables beside the model's."""
         self._table.rejoin()
         for companion in self._companions:
-            companion.begin_again(common_step(self._table))
+            companion.begin_again()
+        begin_beside(self._table, self._companions)

@@ -1,14 +1,19 @@
 """Tables beside a model's own: found by the rooms that have registered, none by name."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from pscore.errors import ConfigError
-from pscore.rules import SSGD
+from pscore.rules import ASGD, SSGD
+from pscore.rules.base import Rule
+from pscore.types import Origin
 from psworker.job.companions import Companion, Declare
 from psworker.training import companions
+from psworker.training.table import Agree
 
 
 class Place:
@@ -70,3 +75,48 @@ def test_an_optimizer_of_tables_that_no_room_has_is_refused(
     with pytest.raises(ConfigError, match="this model has none"):
         join(Place(), optimizer)
     assert join(Place(), None) == []
+
+
+class Asked:
+    """A companion at a step of its own, which notes with which one it begins."""
+
+    def __init__(self, step: int, order: list[Any]) -> None:
+        self.step, self.order = step, order
+
+    def ask(self) -> int:
+        self.order.append("asked")
+        return self.step
+
+    def begin_at(self, step: int | None) -> Callable[[], None]:
+        self.order.append(step)
+        return lambda: self.order.append("answered")
+
+
+def begin(rule: Rule, expected: int, steps: list[int]) -> list[Any]:
+    """Begins with a table whose slices expect a push; returns what happened, in order."""
+    order: list[Any] = []
+    exchange = SimpleNamespace(origin=Origin(clock=30, step=100))
+    table = cast(Any, SimpleNamespace(rule=rule, exchange=exchange))
+
+    def begin_table(agree: Agree) -> None:
+        order.append("pulled")
+        order.append(agree(expected))
+
+    found = [Asked(step, order) for step in steps]
+    companions.begin_together(table, cast(Any, found), begin_table)
+    return order
+
+
+def test_a_model_and_its_companions_begin_with_the_newest_step_of_any() -> None:
+    """All are asked before any is told: the others wait for this worker from an answer on."""
+    assert begin(SSGD(), 32, [101, 104]) == [
+        *("asked", "asked", "pulled"),
+        *(104, 104, 34),
+        *("answered", "answered"),
+    ]
+    assert begin(SSGD(), 39, [101]) == ["asked", "pulled", 109, 39, "answered"]
+    assert begin(SSGD(), 32, []) == ["pulled", 32]
+
+
+def test_companions_begin_by_themselves_where_workers_make_steps_alone() -> None:
+    assert begin(ASGD(), 32, [104]) == ["pulled", 32, "asked", None, "answered"]

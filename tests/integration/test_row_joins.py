@@ -1,0 +1,90 @@
+"""Steps of a worker that is started again, beside a synchronous dense part: in the rows too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import psworker
+from psworker.rows.row_tables import RowTables
+from psworker.training.table import TrainingTable
+from tests.integration.cluster import Shards, Station, new_job, results_of
+
+KILLED_AT, STEPS = 2, 4
+IDS = 16  # Of a step, some of them on each shard.
+
+
+def ids_of(rank: int, step: int) -> torch.Tensor:
+    return IDS * (STEPS * rank + step) + torch.arange(IDS)
+
+
+def after(kind: type, name: str, action: Callable[[Any], None]) -> None:
+    """Makes the next call of a method do an action at its end."""
+    call = getattr(kind, name)
+
+    def called(of: Any, *given: Any, **named: Any) -> None:
+        setattr(kind, name, call)
+        call(of, *given, **named)
+        action(of)
+
+    setattr(kind, name, called)
+
+
+def train(me: Station, is_again: bool = False) -> list[float]:
+    """Trains; returns how the steps of both workers have counted in their rows.
+
+    Args:
+        me: Its line.
+        is_again: Whether it waits where it has begun with the dense part, and trains to the end.
+    """
+    torch.set_num_threads(1)
+
+    def wait(_: TrainingTable) -> None:
+        me.tell("begun")
+        me.hear()
+
+    def flush(tables: RowTables) -> None:
+        tables.exchange.flush()
+        me.tell("pushed")
+
+    if is_again:
+        after(TrainingTable, "begin", wait)
+    table = psworker.Embedding(None, 1, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+    )
+    for step in range(optimizer.steps, STEPS):
+        if step == KILLED_AT and not is_again:
+            me.tell("trained")
+            me.hear()
+            after(RowTables, "push", flush)
+        optimizer.zero_grad()
+        rows = table(ids_of(me.rank, step))
+        torch.autograd.backward(-rows.sum() + 0.0 * model["top"](rows).sum())
+        optimizer.step()
+    psworker.barrier("trained")
+    with torch.no_grad():
+        return [float(row) for row in table(torch.arange(2 * STEPS * IDS))]
+
+
+@pytest.mark.slow
+def test_the_first_step_of_a_worker_that_is_started_again_counts_in_the_rows() -> None:
+    """The other one has pushed its rows of that step when this one has begun with the rest."""
+    job = new_job()
+    with Shards(2, lease_s=3.0) as shards, shards.workers(train, job=job) as workers:
+        for worker in workers:
+            assert worker.hear() == "trained"
+        workers[1].kill()
+        with shards.workers(train, True, job=job, ranks=[1]) as (again,):
+            assert again.hear() == "begun"
+            workers[0].tell()
+            assert workers[0].hear() == "pushed"
+            again.tell()
+            for found in results_of([workers[0], again]):
+                assert found == [0.5] * (2 * STEPS * IDS)
