@@ -90,6 +90,11 @@ def _is_name(host: str) -> bool:
     return re.fullmatch(r"[\w.-]+", host) is not None
 
 
+def is_closed(address: str) -> bool:
+    """Returns whether an address is of a host that refuses: nothing listens there."""
+    return not address.startswith("unix:") and _probe(*split_address(address)) == "refused"
+
+
 def explain_silence(address: str) -> str:
     """Returns the likely reason why no shard can be reached at an address; empty: none is known.
 

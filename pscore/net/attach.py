@@ -62,15 +62,18 @@ def attach(
     except OSError as problem:
         where = endpoint.local + ATTACH_SUFFIX
         raise TransportError(f"cannot share memory through {where}: {problem}") from problem
-    envelope = parse_envelope(bytes(wire.decode(answer)[0]))
-    if envelope.WhichOneof("body") == "failed":
-        raise error_of(envelope.failed)
-    if len(fds) != 1 or envelope.attached.nbytes != nbytes:
+    try:
+        envelope = parse_envelope(bytes(wire.decode(answer)[0]))
+        if envelope.WhichOneof("body") == "failed":
+            raise error_of(envelope.failed)
+        if len(fds) != 1 or envelope.attached.nbytes != nbytes:
+            raise RemoteProtocolError(
+                f"{envelope.attached.nbytes} bytes of shared memory in the answer, {nbytes} wanted"
+            )
+    except PacelineError:
         for fd in fds:
             os.close(fd)
-        raise RemoteProtocolError(
-            f"{envelope.attached.nbytes} bytes of shared memory in the answer, {nbytes} wanted"
-        )
+        raise
     try:
         return Segment.attach(fds[0], nbytes, may_be_file=may_be_file)
     except OSError as problem:

@@ -28,7 +28,8 @@ class Budget:
             setting: Name of the setting that changes it, for messages; empty for none.
         """
         self._about = f" ({setting})" if setting else ""
-        self._lock = threading.Lock()
+        # A garbage collection may call `give` of a buffer in a thread that has the lock.
+        self._lock = threading.RLock()
         self.nbytes = nbytes
         self.left = nbytes
 

@@ -22,6 +22,7 @@ where it is, until the job is restored or forgotten.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -60,6 +61,7 @@ STAMP, LOCK, CLOSED, JOB, ARENA, RESIDUALS, PUBLISHED, LOST = (
     "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 BLOCK_NBYTES = 512  # Unit of `st_blocks`, on every file system.
 
 
@@ -216,13 +218,18 @@ def lock_folder(path: Path, busy: str) -> Lock | None:
 
     Raises:
         BlockingIOError: Another process has it.
+        OSError: The file cannot be opened.
     """
     try:
         return Lock(path)
     except BlockingIOError as problem:
         raise BlockingIOError(problem.errno, busy) from problem
-    except OSError:
-        return None
+    except OSError as problem:
+        if problem.errno in WITHOUT_LOCKS:
+            return None
+        raise OSError(
+            problem.errno, f"cannot open the lock {path}, without which two could write there"
+        ) from problem
 
 
 class JournalDir:

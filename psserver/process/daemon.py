@@ -258,9 +258,9 @@ class Daemon:
     async def _await_last(self) -> None:
         """Serves as before while the last checkpoint is taken, and leaves the rest of the grace."""
         if not self._last.is_over:
-            log.info("shard serves until a last checkpoint is over", limit_s=self.grace_s)
+            log.info("shard serves until a last checkpoint is over", limit_s=self.plan.grace_s)
         began_s = self._loop.time()
-        await self._last.wait(self.grace_s)
+        await self._last.wait(self.plan.grace_s)
         waited_s = self._loop.time() - began_s
         self.grace_s = max(self.grace_s - waited_s, min(self.grace_s, FINISH_S))
 
@@ -285,11 +285,18 @@ class Daemon:
         """Whether the shard accepts new connections."""
         return not (self._ending.is_set() or self._is_short)
 
-    def drain(self, grace_s: float) -> None:
-        """Ends the process in order, within `grace_s` seconds at most."""
+    def drain(self, grace_s: float) -> float:
+        """Ends the process in order, with `grace_s` seconds at most for requests under way.
+
+        Returns:
+            The seconds after which it has ended, with those for a last checkpoint.
+        """
         self.grace_s = min(max(grace_s, 0.0), self.plan.grace_s)
         say(ENDING)
+        if self.plan.checkpoint_dir is not None:  # The parent sends SIGINT when that is over.
+            self._last.note(is_over=False)
         self._ending.set()
+        return self.plan.grace_s + self.grace_s
 
     def _end_now(self) -> None:
         """Ends the process in order: no last checkpoint is to come."""

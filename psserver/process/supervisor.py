@@ -59,6 +59,7 @@ class ShardProcess:
         self.report: Report | None = None
         self.started_s = self.heard_s = time.monotonic()
         self.is_ending = False  # Whether a client has asked it to end.
+        self.hangs = False  # Whether it was killed because it was not ready in time.
         self._line = b""
         if spare is not None and (popen := spare.take(plan)) is not None:
             self._popen = popen
@@ -70,6 +71,11 @@ class ShardProcess:
     def pid(self) -> int:
         """Number of the process."""
         return self._popen.pid
+
+    @property
+    def start_s(self) -> float:
+        """The time that its start may take, in seconds."""
+        return START_S_MAX + self.plan.loading_s
 
     def fileno(self) -> int:
         """Readable when there is a report, or the process has ended."""
@@ -112,8 +118,7 @@ class ShardProcess:
         if isinstance(self.report, Refused):
             return CommandError(self.report.code, f"shard {self.plan.index} {self.report.message}")
         where = "the lines above" if self.log_file is None else str(self.log_file)
-        start_s = START_S_MAX + self.plan.loading_s
-        how = f"did not answer within {start_s:g} s" if status is None else ended(status)
+        how = f"did not answer within {self.start_s:g} s" if status is None else ended(status)
         return CommandError(
             Exit.SHARD_DIED, f"shard {self.plan.index} {how} before it was ready; see {where}"
         )
@@ -141,8 +146,7 @@ def wait_ready(shards: Sequence[ShardProcess], wake_fd: int | None = None) -> bo
     Raises:
         CommandError: One of them cannot start, or takes too long.
     """
-    loading_s = max((shard.plan.loading_s for shard in shards), default=0.0)
-    deadline_s = time.monotonic() + START_S_MAX + loading_s
+    deadline_s = time.monotonic() + max((shard.start_s for shard in shards), default=0.0)
     with selectors.DefaultSelector() as selector:
         for shard in shards:
             selector.register(shard, selectors.EVENT_READ)
@@ -249,6 +253,7 @@ class Supervisor:
                     if not self._note_end(key.fileobj):
                         return Exit.SHARD_DIED
                 self._feed_watchdog()
+                self._kill_late()
                 for shard in self.shards:
                     if shard.due_s and shard.due_s <= time.monotonic():
                         self._start_again(shard, selector)
@@ -256,6 +261,13 @@ class Supervisor:
                     self.spare_due_s = 0.0
                     self.spare.start()
         return Exit.OK
+
+    def _kill_late(self) -> None:
+        """Ends the processes that hang before they are ready; their ends are noted like others."""
+        for process in self._starting():
+            if process.started_s + process.start_s <= time.monotonic():
+                process.hangs = True
+                process.send(signal.SIGKILL)
 
     def _start_again(self, shard: SupervisedShard, selector: selectors.BaseSelector) -> None:
         """Starts a shard's next process; if the machine has no room for one, it is tried later."""
@@ -275,12 +287,15 @@ class Supervisor:
 
     def _is_alive(self, process: ShardProcess) -> bool:
         """Reads from a process; one that has come back is announced."""
-        was_ready = isinstance(process.report, Ready)
+        was_ready, was_ending = isinstance(process.report, Ready), process.is_ending
         if not process.read():
             return False
-        if process.is_ending and not self._has_saved:
-            self._has_saved = True
-            self.before_stop()
+        if process.is_ending and not was_ending:
+            if not self._has_saved:
+                self._has_saved = True
+                self.before_stop()
+            if process.plan.checkpoint_dir is not None:
+                process.send(signal.SIGINT)  # It serves until then, for the last checkpoint.
         if not was_ready and isinstance(process.report, Ready):
             log.warning("shard restarted", shard=process.plan.index, pid=process.pid)
             self._all_ready()
@@ -301,12 +316,15 @@ class Supervisor:
         if status == Exit.OK:
             log.info("shard drained", shard=process.plan.index)
             return True
-        if time.monotonic() - process.started_s > SETTLED_S:
+        is_ready = isinstance(process.report, Ready)
+        if is_ready and time.monotonic() - process.started_s > SETTLED_S:
             shard.num_restarts = 0
         assert status is not None
         how = ended(status)
         if isinstance(process.report, Refused):
             how = process.report.message
+        elif process.hangs:
+            how = f"was not ready within {process.start_s:g} s"
         gives_up = not self.restart or shard.num_restarts >= RESTARTS_MAX
         pause_s = min(PAUSE_S_MIN * 2**shard.num_restarts, PAUSE_S_MAX)
         log.error(
@@ -328,8 +346,9 @@ class Supervisor:
             self.service.alive()
 
     def _pause_s(self) -> float | None:
-        """Returns the time until the next restart, or sign of life to systemd, is due."""
+        """Returns the time until a restart, the end of one, or a sign of life to systemd is due."""
         dues_s = [self.spare_due_s, *(shard.due_s for shard in self.shards)]
+        dues_s += [each.started_s + each.start_s for each in self._starting() if not each.hangs]
         pauses = [max(0.0, due_s - time.monotonic()) for due_s in dues_s if due_s]
         if self.service.watchdog_s:
             pauses.append(self.service.watchdog_s / WATCHDOG_PARTS)
@@ -337,6 +356,9 @@ class Supervisor:
 
     def _processes(self) -> list[ShardProcess]:
         return [shard.process for shard in self.shards if shard.process is not None]
+
+    def _starting(self) -> list[ShardProcess]:
+        return [each for each in self._processes() if each.report is None]
 
     def _stop(self) -> bool:
         self.spare.end()

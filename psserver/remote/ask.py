@@ -151,13 +151,14 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
 
-    _ask_all(addresses, credentials, ask)
-    deadline_s = time.monotonic() + 2 * grace_s + ANSWER_S_MAX  # For a last checkpoint as well.
+    replies = _ask_all(addresses, credentials, ask)
+    limit_s = ANSWER_S_MAX + max(reply.limit_s for reply in replies)
+    deadline_s = time.monotonic() + limit_s
     while any(_are_serving(addresses, credentials, "liveness")):
         if time.monotonic() > deadline_s:
             raise CommandError(
                 Exit.SHARD_DIED,
-                f"{', '.join(addresses)}: still running after the grace period of {grace_s:g} s",
+                f"{', '.join(addresses)}: still running after {limit_s:g} s",
             )
         time.sleep(POLL_S)
 

@@ -173,7 +173,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         engine: Engine,
         cluster: str,
         instance: int,
-        drain: Callable[[float], None],
+        drain: Callable[[float], float],
         data: Listener | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
@@ -182,7 +182,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         Args:
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
-            drain: Called with the seconds of grace when a client asks the shard to stop.
+            drain: Called with the seconds of grace when a client asks the shard to stop;
+                returns those after which it has ended.
             data: The listener of data sockets, if this shard has one.
             set_aside: Called with the name of a job that was forgotten; moves its checkpoints
                 aside, and returns where they are, or nothing if there are none.
@@ -491,8 +492,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         """Stops the shard after the requests under way are answered."""
-        self._drain(request.grace_s)
-        return pb.DrainReply()
+        return pb.DrainReply(limit_s=self._drain(request.grace_s))
 
     def _heard(
         self,

@@ -18,7 +18,7 @@ from pscore.errors import (
     TransportError,
 )
 from pscore.net import rpc
-from pscore.net.addresses import explain_silence
+from pscore.net.addresses import explain_silence, is_closed
 from psworker.transports.interrupts import takes_effect
 
 log = logging.getLogger("paceline")
@@ -58,6 +58,7 @@ class RetryPolicy:
         self.heard_s = time.monotonic()
         self.is_over = False
         self.delay_s_max = DELAY_S_MAX
+        self._is_known = False  # Whether a shard has answered, or its absence was logged.
 
     def call(self, attempt: Callable[[], T]) -> T:
         """Returns the result of the first `attempt` that fails neither by network nor by bytes.
@@ -71,7 +72,9 @@ class RetryPolicy:
         while True:
             tried_s = time.monotonic()
             try:
-                return attempt()
+                result = attempt()
+                self._is_known = True
+                return result
             except grpc.RpcError as failure:
                 error = rpc.error_of(failure, self.address)
                 if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.heard_s > tried_s:
@@ -84,6 +87,7 @@ class RetryPolicy:
                 is_explained = True
                 if reason := self._explain():
                     raise reason
+                self._tell_closed()
             waited_s = awake_s() - started_s
             if waited_s >= self.limit_s:
                 raise self._unavailable(waited_s, error)
@@ -96,6 +100,13 @@ class RetryPolicy:
             with takes_effect():
                 time.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, self.delay_s_max)
+
+    def _tell_closed(self) -> None:
+        """Logs once, before the first answer, that the address is closed."""
+        is_new, self._is_known = not self._is_known, True
+        if is_new and is_closed(self.address):
+            text = "nothing listens on %s; this side waits %.0f s for a shard to start there"
+            log.warning(text, self.address, self.limit_s)
 
     def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:
         port = self.address.rpartition(":")[2]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pscore.errors import PacelineError
 from pscore.memory import streaming
 from pscore.memory.segment import Segment, WeightsMap
 from pscore.net import sockets, tls
@@ -80,8 +81,12 @@ class SharedMemoryTransport(SocketTransport):
     def _connect(self) -> tls.Stream:
         endpoint = self._endpoint()
         connection = connect(endpoint, is_local=True)
-        for attachment in list(self._attachments.values()):
-            attach(endpoint, attachment)
+        try:
+            for attachment in list(self._attachments.values()):
+                attach(endpoint, attachment)
+        except PacelineError:
+            connection.close()
+            raise
         return connection
 
     def _land(self, call: PullCall, reply: pb.PullReply, incoming: sockets.Incoming) -> bool:

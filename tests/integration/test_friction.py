@@ -125,7 +125,8 @@ def test_a_script_without_a_shard_ends_with_a_sentence(tmp_path: Path) -> None:
     script.write_text(TRAIN)
     done = warm.run([script], env=KEPT | NO_SHARD, timeout=WAIT_S)
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    waits, line = done.stderr.splitlines()
+    assert "nothing listens on 127.0.0.1:1; this side waits" in waits
     assert line.startswith("psworker: no shard answers at 127.0.0.1:1")
     assert line.endswith(f"({script}, line 7; PACELINE_DEBUG=1 shows the traceback)")
 

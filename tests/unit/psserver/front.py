@@ -86,7 +86,7 @@ class Front:
             broke=self.problems.append,
         )
         engines.add(self.engine)
-        servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: grace_s)
         self.servicer = servicer
         self.control: Any = Refusing(servicer)
         handler: Any = data_handler(self.engine)

@@ -800,5 +800,7 @@ class DrainRequest(_message.Message):
     def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
 class DrainReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("limit_s",)
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    limit_s: float
+    def __init__(self, limit_s: _Optional[float] = ...) -> None: ...

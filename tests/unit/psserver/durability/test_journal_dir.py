@@ -1,5 +1,7 @@
 """The journals: one process at a time, one boot of the machine, and nothing left behind."""
 
+import errno
+import fcntl
 import json
 from pathlib import Path
 
@@ -8,7 +10,12 @@ import pytest
 
 from psserver.decisions.lifetime import digest
 from psserver.durability import journal_dir
-from psserver.durability.journal_dir import JobJournal, JournalDir, TemporaryJournalDir
+from psserver.durability.journal_dir import (
+    JobJournal,
+    JournalDir,
+    TemporaryJournalDir,
+    lock_folder,
+)
 from psserver.durability.sealed import read_json, write_json
 
 
@@ -18,6 +25,20 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
         JournalDir(tmp_path / "v")
     first.close()
     assert JournalDir(tmp_path / "v").instance == first.instance
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without locks has none to give."""
+    with pytest.raises(IsADirectoryError, match="cannot open the lock"):
+        lock_folder(tmp_path, "busy")
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert lock_folder(tmp_path / "lock", "busy") is None
 
 
 def test_a_written_job_is_found_again(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 import asyncio
 import dataclasses
 import errno
+import os
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
-from pscore.net import descriptors
+from pscore.net import descriptors, wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.engine.engine import Engine
@@ -131,6 +134,34 @@ def test_drain_takes_no_longer_than_the_shard_was_told(monkeypatch: pytest.Monke
         await daemon._ending.wait()
 
     with_daemon(use)
+
+
+def test_a_drained_shard_has_all_the_time_of_its_start_for_a_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not that of the client, which is for requests; it ends when its parent says so."""
+    plan = dataclasses.replace(
+        make_plan(num_shards=1), grace_s=1000.0, checkpoint_dir="none", awaits_last=True
+    )
+    read_fd, write_fd = os.pipe()
+
+    async def use() -> None:
+        daemon = Daemon(plan)
+        ready = await daemon.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ready.port}") as channel:
+            stub: Stub = control_pb2_grpc.ControlStub(channel)
+            running = asyncio.create_task(daemon.run())
+            await stub.Join(pb.JoinRequest(job="j", num_workers=1, protocol=wire.PROTOCOL))
+            reply = await stub.Drain(pb.DrainRequest(grace_s=0.01))
+            assert reply.limit_s == 1000.01
+            done, _ = await asyncio.wait([running], timeout=0.2)
+            assert not done
+            os.kill(os.getpid(), signal.SIGINT)
+            await running
+
+    with os.fdopen(read_fd) as stdin, os.fdopen(write_fd, "w"):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        asyncio.run(use())
 
 
 def test_status_names_the_waiting_worker(monkeypatch: pytest.MonkeyPatch) -> None:

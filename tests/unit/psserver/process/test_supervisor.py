@@ -1,7 +1,9 @@
 """The supervisor over simulated shards: which it restarts, when, and when it gives up."""
 
+import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,8 @@ class Fake(ShardProcess):
         self.log_file = log_file
         self.spare = spare
         self.report = None
-        self.is_ending = False
-        self.started_s = 0.0 if plan.lease_s > 1000 else 1e9
+        self.is_ending = self.hangs = False
+        self.started_s = time.monotonic()
         self._next, self._status = next(self.scripts[plan.index])
         self._fds = os.pipe()
         os.write(self._fds[1], b"x" * ((self._next is not None) + (self._status is not None)))
@@ -77,6 +79,9 @@ class Fake(ShardProcess):
 
     def send(self, number: signal.Signals) -> None:
         self._status = 0
+        if number is signal.SIGKILL:
+            self._status = KILLED
+            os.write(self._fds[1], b"x")
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         return self._status
@@ -176,6 +181,52 @@ def test_a_restart_that_is_refused_is_tried_again(fake: type[Fake]) -> None:
         "was killed by SIGKILL",
         "cannot listen",
     ]
+
+
+def test_a_restart_that_hangs_is_killed_and_tried_again(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "START_S_MAX", 0.01)
+    monkeypatch.setattr(supervisor, "SETTLED_S", 0.001)  # A hang does not count as settled.
+    code, _, lines = run({0: iter([(READY, KILLED), (None, None), (None, None), (READY, 0)])})
+    assert code is Exit.OK
+    died = [line for line in lines if line["event"] == "shard died; it is started again"]
+    assert [line["how"] for line in died][1:] == ["was not ready within 0.01 s"] * 2
+    assert [line["pause_s"] for line in died][-2:] == [2e-4, 4e-4]
+
+
+class Drained(Fake):
+    """A shard that a client asks to end: it serves until its parent says that it may end."""
+
+    def read(self) -> bool:
+        if self.report is not None and not self.is_ending:
+            self.is_ending = bool(os.read(self._fds[0], 1))
+            return True
+        return super().read()
+
+    def send(self, number: signal.Signals) -> None:
+        self.heard.append(number)
+        os.write(self._fds[1], b"x")
+
+    heard: list[object]
+
+
+def test_a_drained_shard_may_end_when_its_last_checkpoint_is_over(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ShardProcess", Drained)
+    Drained.heard = []
+    Fake.scripts = {0: iter([(READY, 0)])}
+    kept = Supervisor(
+        plans=[dataclasses.replace(make_plan(), checkpoint_dir="checkpoints")],
+        log_files=[None],
+        restart=False,
+        on_ready=lambda shards: None,
+        on_end=lambda: None,
+        before_stop=lambda: Drained.heard.append("checkpoint"),
+    )
+    assert kept.run() is Exit.OK
+    assert Drained.heard == ["checkpoint", signal.SIGINT]
 
 
 def test_a_shard_that_cannot_start_says_why_and_the_others_end(fake: type[Fake]) -> None:

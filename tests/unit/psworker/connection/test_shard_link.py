@@ -156,8 +156,21 @@ def test_a_silence_is_told_before_patience_ends(
     with pytest.raises(ServerUnavailableError):
         RetryPolicy(ADDRESS, 24.0).call(fails(*[DOWN] * 100))
     said = [record.message for record in caplog.records]
-    assert said[0] == "127.0.0.1:1 has not answered for 5 s; this side waits 19 s more"
-    assert len(said) == 3
+    assert said[:2] == [
+        "nothing listens on 127.0.0.1:1; this side waits 24 s for a shard to start there",
+        "127.0.0.1:1 has not answered for 5 s; this side waits 19 s more",
+    ]
+    assert len(said) == 4
+
+
+def test_a_shard_that_has_answered_is_not_told_to_be_missing(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is being started again, and workers need not talk about every such second."""
+    policy = RetryPolicy(ADDRESS, 24.0)
+    policy.call(fails())
+    policy.call(fails(DOWN))
+    assert not caplog.records
 
 
 def test_a_refusal_is_raised_at_once_as_what_it_is(clock: Clock) -> None:
