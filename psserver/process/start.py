@@ -344,6 +344,12 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
                 f"psserver already runs on port {run.port} (process {run.pid}, "
                 f"{len(run.shards)} shards); stop it with: psserver stop --port {run.port}",
             )
+        if run.cluster == server.cluster and server.shard_index in [s.index for s in run.shards]:
+            sys.stderr.write(
+                f"psserver: shard {server.shard_index} of cluster {run.cluster} runs on port "
+                f"{run.port} already; a second process of it is for psserver drain or standby, and "
+                "another shard needs another --shard-index\n"
+            )
     folder = _folder(directory, settings, detach=detach)
     if detach:
         assert folder is not None

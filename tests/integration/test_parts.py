@@ -37,6 +37,16 @@ def test_shards_of_one_name_are_one_cluster(tmp_path: Path) -> None:
             join(first)
 
 
+def test_a_second_process_of_a_shard_is_noticed(tmp_path: Path) -> None:
+    """It may be for a move; this one does not start, as its address is of no machine here."""
+    with part(tmp_path / "a", 0, "c") as first:
+        options = ("--shards", 2, "--shard-index", 0, "--cluster", "c", "--metrics-port", 0)
+        elsewhere = ("--port", 0, "--host", "192.0.2.1", "--insecure")
+        done = Command(tmp_path / "a").run("start", *elsewhere, *options, code=10)
+    port = first.rpartition(":")[2]
+    assert f"psserver: shard 0 of cluster c runs on port {port} already; a second" in done.stderr
+
+
 def test_shards_of_several_names_are_no_cluster(tmp_path: Path) -> None:
     with (
         part(tmp_path / "a", 0, "c") as first,

@@ -423,8 +423,13 @@ def check_shards(links: Sequence[Link]) -> None:
             f"every shard once in {GIVEN}"
         )
     shards = [reply.shard for reply in replies]
-    if shards != sorted(set(shards)):
+    if len(set(shards)) < len(shards):
+        raise ShardMapError(
+            f"two of the servers are the same shard: {listed}; start each with a --shard-index of "
+            f"its own, and name each once in {GIVEN}"
+        )
+    if shards != sorted(shards):
         raise ShardMapError(
             f"the servers are not in the order of their shards: {listed}; sort the addresses in "
-            f"{GIVEN} by that number, each shard once"
+            f"{GIVEN} by that number"
         )

@@ -186,6 +186,11 @@ def wrong_order(links: list[FakeLink]) -> None:
         link.describe.shard = 1 - index
 
 
+def one_shard_twice(links: list[FakeLink]) -> None:
+    for link in links:
+        link.describe.shard = 0
+
+
 def rank_taken(links: list[FakeLink]) -> None:
     links[1].answers["Join"] = RankTakenError("rank 3 is held")
 
@@ -210,6 +215,11 @@ REFUSALS: list[tuple[Callable[[list[FakeLink]], None], type[Exception], str]] = 
         wrong_order,
         ShardMapError,
         "the servers are not in the order of their shards: a:1 is shard 1 of 2, b:2 is shard 0",
+    ),
+    (
+        one_shard_twice,
+        ShardMapError,
+        "two of the servers are the same shard: a:1 is shard 0 of 2, b:2 is shard 0 of 2; start",
     ),
     (rank_taken, RankTakenError, "rank 3 is held"),
 ]
