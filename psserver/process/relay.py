@@ -135,6 +135,8 @@ class RelayProcess:
         )
         with binding(plan.host, plan.metrics_port, "--metrics-port"):
             port = await web.start(plan.host, plan.metrics_port)
+        assert web.accepting is not None
+        web.accepting.add_done_callback(self._end_page)
         stack.push_async_callback(web.stop)
         scheme = "http" if plan.trust.cert is None else "https"
         return f"metrics: {scheme}://{join_address(plan.host, port)}/metrics\n"
@@ -186,6 +188,10 @@ class RelayProcess:
                     self._versions.say(str(problem))
             self._reader.close()
         except PacelineError as problem:
+            self._broke(problem)
+
+    def _end_page(self, accepting: asyncio.Task[None]) -> None:
+        if not accepting.cancelled() and (problem := accepting.exception()) is not None:
             self._broke(problem)
 
     def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
