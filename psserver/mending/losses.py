@@ -78,6 +78,17 @@ class Losses:
                 missing.setdefault(job, []).append(index)
         return missing
 
+    def add(self, job: str, answers: Sequence[pb.StatusReply]) -> None:
+        """Records that shards have had a job, as a checkpoint of it has found since the last look.
+
+        Args:
+            answers: The status of each shard then. One that has come back since, is left out.
+        """
+        for index, answer in enumerate(answers):
+            known = self._shards.setdefault(index, _HeldJobs(answer.shard.instance, set()))
+            if known.instance == answer.shard.instance:
+                known.held.add(job)
+
     def _note(self, index: int, answer: pb.StatusReply) -> None:
         instance, held = answer.shard.instance, jobs_with_weights(answer)
         known = self._shards.setdefault(index, _HeldJobs(instance, held))

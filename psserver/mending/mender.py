@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,6 +19,7 @@ import structlog
 from pscore.errors import PacelineError
 from pscore.net.credentials import Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.decisions.shard import JOBS_MAX
 from psserver.exits import CommandError, Exit
 from psserver.mending.losses import Losses
 from psserver.mending.successors import Successors
@@ -60,12 +62,26 @@ class Mender:
         self._is_late = False  # Whether it did not ask for a while since the last look.
         self._said = ""  # The last problem that was logged.
         self._elsewhere: set[int] = set()  # The shards of which that was logged.
+        # Jobs of which a checkpoint is taken, and the status of each shard before it.
+        self._taken: deque[tuple[str, Sequence[pb.StatusReply]]] = deque(maxlen=JOBS_MAX)
+
+    def note(self, job: str, answers: Sequence[pb.StatusReply]) -> None:
+        """Records that a checkpoint of a job is taken, which shards may lose before the next look.
+
+        May be called by any thread.
+
+        Args:
+            answers: The status of each shard.
+        """
+        self._taken.append((job, answers))
 
     def look(self) -> None:
         """Mends what shards have lost, if anything; a problem is logged once, and tried again."""
         problem = ""
         try:
             credentials = self._credentials()
+            while self._taken:
+                self._losses.add(*self._taken.popleft())
             answers = self._ask(credentials)
             ask.follow(self._addresses, answers)
             found = [one if isinstance(one, pb.StatusReply) else None for one in answers]

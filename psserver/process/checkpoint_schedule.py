@@ -66,6 +66,8 @@ class CheckpointSchedule:
         self._pool = ThreadPoolExecutor(JOBS_MAX, thread_name_prefix="checkpoint")
         self._under_way: dict[str, Future[None]] = {}  # By job: its newest checkpoint.
         self._lock: Lock | None = None
+        credentials = partial(read_credentials, token_file=plan.token_file)
+        self._mender = Mender(plan.addresses, [self._folder], credentials, self._fetch)
         self._copier: Copier | None = None
         if plan.copies is not None:
             self._copier = Copier(self._folder, plan.copies, KEEP, self._report_copies)
@@ -117,11 +119,8 @@ class CheckpointSchedule:
 
     def mend(self) -> None:
         """Restores what a shard has lost, until the last checkpoints are wanted."""
-        token_file = self._plan.token_file
-        credentials = partial(read_credentials, token_file=token_file)
-        mender = Mender(self._plan.addresses, [self._folder], credentials, self._fetch)
         while not self._last.wait(MEND_S):
-            mender.look()
+            self._mender.look()
 
     def _fetch(self) -> None:
         """Brings checkpoints back from the second place, if there is one.
@@ -177,6 +176,7 @@ class CheckpointSchedule:
             if not holds_weights(job):
                 self._refuse(job.job)
                 continue
+            self._mender.note(job.job, statuses)
             started = self._pool.submit(self._save, job.job, mark, credentials, former)
             self._under_way[job.job] = started
             wait([started], max(0.0, deadline_s - time.monotonic()))

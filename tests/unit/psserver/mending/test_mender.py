@@ -78,6 +78,29 @@ def test_all_shards_go_back_the_one_that_lost_its_part_last(
     assert float(next(iter(weights.values())).flat[0]) == 2.0
 
 
+def test_a_shard_that_loses_a_job_directly_after_its_first_checkpoint_is_mended(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """No look has found the job on it. A later look knows it by itself."""
+    new = [shard(1), shard(2)]
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    for answers in (new, []):  # The first look, or none, precedes it.
+        cluster.answers = list(answers)
+        mender.look()
+        mender.note("a", [shard(1, a=1), shard(2, a=1)])
+        write(tmp_path, make(1.0, "a"), keep=3)
+        cluster.answers = [shard(1, a=2), shard(3)]
+        mender.look()
+        assert len(cluster.restored) == 1
+        cluster.answers = [shard(1, a=1), shard(3, a=1)]
+        mender.look()
+        mender.note("a", [shard(1, a=2), shard(2, a=2)])  # It had waited, and is of the former one.
+        mender.look()
+        assert len(cluster.restored) == 1
+        cluster.restored.clear()
+        mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+
+
 def test_a_shard_that_refuses_is_asked_again_and_logged_once(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
