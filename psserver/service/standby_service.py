@@ -76,7 +76,10 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
         """Begins to move the shard, or gives up its standby, or answers how far that is."""
         mover = self._mover
         if request.withdraws:
-            mover.withdraw()
+            try:
+                mover.withdraw()
+            except OSError as problem:
+                raise LimitError(f"the standby is still wanted: {problem}") from problem
         self.taking.is_ending = self.taking.is_ending or request.ends
         if request.to:
             addresses = parse_addresses(request.to)
@@ -136,7 +139,10 @@ class StandbyServicer(standby_pb2_grpc.StandbyServicer):
             self._mark = former
             raise
         self._heir = heir
-        self._incoming.start()
+        try:
+            self._incoming.start()
+        except OSError as problem:
+            raise LimitError(f"no room for the journals of a shard: {problem}") from problem
         self._waiting = []
         await asyncio.to_thread(self._warm_up, request.tables)
         if former.get("source") != request.source:  # It asks again and again while it is refused.

@@ -224,15 +224,18 @@ class Mover:
 
         Raises:
             ConfigError: There is no such wish.
+            OSError: That cannot be recorded; the wish stays.
         """
         if not self._wish.stays or self.giving.phase in (Giver.GIVEN, Giver.MOVED):
             raise ConfigError("no standby of this shard is wanted")
-        self._wish = MoveOrder(to="")
-        if self._may_serve or self.giving.phase is Giver.ASKING:
+        assert self._folder is not None
+        if self._may_serve or self.giving.phase is Giver.ASKING:  # It has to be asked, also later.
+            write_json(self._folder / STANDBY, {**self._mark, "stays": False})
+            self._wish = MoveOrder(to="")
             self._wakes.set()
             return
-        assert self._folder is not None
         (self._folder / STANDBY).unlink(missing_ok=True)
+        self._wish = MoveOrder(to="")
         if self._is_offered and self._stays and self.giving.phase is not Giver.SERVING:
             self._followed.unfollow()  # Its task finds that, and gives up.
         elif self._stays:
@@ -447,11 +450,11 @@ class Mover:
         assert self._folder is not None
         if not await self._parting.part(self._close):
             return False
-        if self._wish.stays:
-            with contextlib.suppress(OSError):  # Then the next process asks as this one did.
+        with contextlib.suppress(OSError):  # Then the next process asks as this one did.
+            if self._wish.stays:
                 write_json(self._folder / STANDBY, asdict(self._wish))
-        else:
-            (self._folder / STANDBY).unlink(missing_ok=True)
+            else:
+                (self._folder / STANDBY).unlink(missing_ok=True)
         self._may_serve = False
         return True
 
@@ -464,7 +467,8 @@ class Mover:
         """Ends to serve: the standby was promoted."""
         assert self._folder is not None
         began_s = time.monotonic()
-        write_json(self._folder / GIVEN, self._mark)
+        with contextlib.suppress(OSError):  # Then the next process asks the standby again.
+            write_json(self._folder / GIVEN, self._mark)
         await self._host.fence()
         self._followed.unfollow()
         self._stays = False
@@ -509,7 +513,8 @@ class Mover:
         spans = await asyncio.to_thread(self._followed.sent_spans)
         await asyncio.to_thread(target.prepare, self._move, spans)
         write_json(self._folder / GIVEN, self._mark)
-        (self._folder / STANDBY).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # It counts for nothing beside the other mark.
+            (self._folder / STANDBY).unlink(missing_ok=True)
 
     async def _finish(self, began_s: float) -> None:
         """Repeats `begin` until the target answers, and shows workers where the shard is.

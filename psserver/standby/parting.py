@@ -88,14 +88,22 @@ class PartingByPerson:
             try:
                 return not await asyncio.to_thread(target.release)
             except (PacelineError, OSError) as problem:
-                if time.monotonic() >= deadline_s:
-                    reason = str(problem) or type(problem).__name__
-                    await self._renew()
-                    log.error("the shard goes on without it", standby=self._to, reason=reason)
+                if time.monotonic() >= deadline_s and await self._goes_on(problem):
                     return True
             finally:
                 target.close()
             await asyncio.sleep(AGAIN_S)
+
+    async def _goes_on(self, problem: Exception) -> bool:
+        """Renews the shard's number; returns False if that cannot be recorded."""
+        reason = str(problem) or type(problem).__name__
+        try:
+            await self._renew()
+        except OSError as full:  # The next process would have the former number.
+            log.error("no answers: no standby, and no room", standby=self._to, reason=str(full))
+            return False
+        log.error("the shard goes on without it", standby=self._to, reason=reason)
+        return True
 
 
 class PartingByRegister:

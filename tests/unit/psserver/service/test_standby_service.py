@@ -140,6 +140,23 @@ def test_a_full_disk_at_the_end_of_a_move_is_a_refusal_and_begin_is_repeated(
     asyncio.run(scene())
 
 
+def test_a_disk_that_cannot_be_written_is_a_refusal_of_the_first_call_and_of_a_withdrawal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        process = Process(tmp_path)
+        with monkeypatch.context() as full:
+            full.setattr(process.incoming, "start", fail)
+            full.setattr(process.mover, "withdraw", fail)
+            with pytest.raises(LimitError, match="no room"):
+                await process.service.Offer(offered(), CONTEXT)
+            with pytest.raises(LimitError, match="still wanted"):
+                await process.service.Move(pb.MoveRequest(withdraws=True), CONTEXT)
+        await process.service.Offer(offered(), CONTEXT)
+
+    asyncio.run(scene())
+
+
 def test_a_move_whose_token_cannot_be_read_is_refused_and_the_shard_serves(tmp_path: Path) -> None:
     def unreadable() -> Credentials:
         raise ConfigError("cannot read the token file")

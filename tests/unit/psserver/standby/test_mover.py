@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -253,6 +254,86 @@ def test_a_standby_that_is_withdrawn_is_asked_to_forget_the_shard_and_never_want
                 moves.withdraw()
             moves.start(STANDBY)  # A person may change their mind.
             await until(lambda moves=moves: moves.phase == "followed")  # type: ignore[misc]
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_withdrawal_that_cannot_be_recorded_changes_nothing(
+    target: type[Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was recorded counts, also where the mark of the standby then stays."""
+
+    def refuse(*_: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    async def scene() -> None:
+        moves = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        with monkeypatch.context() as full:
+            full.setattr(mover, "write_json", refuse)
+            with pytest.raises(OSError, match="read-only"):
+                moves.withdraw()
+            await asyncio.sleep(0)
+            assert (moves.phase, moves.has_standby) == ("followed", True)
+        with monkeypatch.context() as full:
+            full.setattr(Path, "unlink", refuse)
+            moves.withdraw()
+            await until(lambda: moves.giving.phase is Giver.SERVING)
+        again = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)  # After a kill.
+        again.resume()
+        await until(lambda: again.giving.phase is Giver.SERVING)
+        assert not again.has_standby
+        assert not (tmp_path / "standby.json").exists()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_whose_standby_was_promoted_serves_no_more_where_that_cannot_be_recorded(
+    target: type[Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    async def scene() -> None:
+        host = Host()
+        moves = Mover(tmp_path, cast(Any, host), lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        monkeypatch.setattr(mover, "write_json", refuse)
+        target.serves = True
+        host.fail()
+        await until(lambda: moves.giving.phase is Giver.MOVED)
+        assert not host.is_open
+        again = Mover(tmp_path, cast(Any, Host()), lambda: ANYONE)  # It has to ask again.
+        assert again.giving.phase is Giver.ASKING
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_shard_without_standby_and_room_answers_once_there_is_room(
+    target: type[Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next process would have the number that the standby has."""
+    monkeypatch.setattr(parting, "PART_S", 0.0)
+    monkeypatch.setattr(parting, "AGAIN_S", 0.0)
+
+    async def scene() -> None:
+        host: Any = Host()
+        full = [OSError(errno.ENOSPC, "full")] * 3
+
+        async def renew() -> None:
+            if full:
+                raise full.pop()
+
+        host.renew = renew
+        moves = Mover(tmp_path, host, lambda: ANYONE)
+        moves.start(STANDBY)
+        await until(lambda: moves.phase == "followed")
+        target.failing = {"release"}
+        host.fail()
+        await until(lambda: moves.giving.phase is Giver.SERVING)
+        assert not full
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
