@@ -70,11 +70,11 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/mypy
 	$(BIN)/python scripts/gen_proto.py --check
 
-# Most of its tests wait for leases, starts of processes and downloads, so three files run at a time.
+# Most of its tests wait for leases, starts of processes and downloads, so four files run at a time.
 # CHECK_DEPLOY=write keeps the summary at its end for the pages.
 check-deploy: $(STAMP) ## deploy/ on Docker, Kubernetes, Slurm, Ray, Prometheus, etcd, the dashboard in Chromium, the wheel; as root
 	-$(MAKE) .venv-ray/ready
-	CHECK_DEPLOY=$(or $(CHECK_DEPLOY),1) $(BIN)/python -m pytest -q -rfEs -n 3 --dist loadfile @tests/deploy/tests.txt
+	CHECK_DEPLOY=$(or $(CHECK_DEPLOY),1) $(BIN)/python -m pytest -q -rfEs -n 4 --dist loadfile @tests/deploy/tests.txt
 
 docs: $(STAMP) ## the documentation as a site, built and served at http://127.0.0.1:8000: its search needs a server
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -187,14 +187,13 @@ def build(log: Log) -> None:
     """Builds the images, and looks at their sizes, users, labels and paths."""
     base = json.loads(run("docker", "image", "inspect", BASE_IMAGE))[0]
     sizes = {"base": base["Size"]}
+    build_images()
     for target, name in TARGETS.items():
-        start_s = time.monotonic()
-        build_target(target, name)
         image = json.loads(run("docker", "image", "inspect", name))[0]
         sizes[target] = image["Size"]
         log.say(
             f"      {name}: {image['Size'] / 1e9:.2f} GB, of which {base['Size'] / 1e9:.2f} GB are "
-            f"the base, in {time.monotonic() - start_s:.0f} s; user {image['Config']['User']}"
+            f"the base; user {image['Config']['User']}"
         )
         if image["Config"]["User"] != "paceline":
             raise CheckError("the image runs as root")
@@ -212,6 +211,13 @@ def build(log: Log) -> None:
     note_sizes(sizes)
     check_labels()
     no_gpu(log)
+
+
+def build_images() -> None:
+    """Builds the images for CPUs, unless another process of the same tests does it just now."""
+    with locked(ROOT / "deploy" / "Dockerfile"):
+        for target, name in TARGETS.items():
+            build_target(target, name)
 
 
 def check_labels() -> None:
@@ -243,22 +249,22 @@ def cuda(log: Log, version: str = "13", torch: str = PYPI_TORCH) -> None:
     """Builds the image for NVIDIA GPUs with a torch of PyPI, compiles our kernels, removes it."""
     start_s = time.monotonic()
     words = ("--build-arg", f"CUDA={version}", "--build-arg", f"TORCH={torch}")
-    build_target("cuda", CUDA_IMAGE, *words)
+    name = CUDA_IMAGE if version == "13" else f"{CUDA_IMAGE}{version}"
+    build_target("cuda", name, *words)
     try:
-        size = json.loads(run("docker", "image", "inspect", CUDA_IMAGE))[0]["Size"]
+        size = json.loads(run("docker", "image", "inspect", name))[0]["Size"]
         # Read-only as in the compose files: CuPy makes a folder when it is imported.
         places = ("--network", "none", "--read-only", "--tmpfs", "/tmp")
-        look = ("docker", "run", "--rm", *places, CUDA_IMAGE, "python", "-c")
+        look = ("docker", "run", "--rm", *places, name, "python", "-c")
         found = run(*look, COMPILED).splitlines()[-1]
         log.say(
-            f"      {CUDA_IMAGE} has {found}, {size / 1e9:.2f} GB, "
-            f"in {time.monotonic() - start_s:.0f} s"
+            f"      {name} has {found}, {size / 1e9:.2f} GB, in {time.monotonic() - start_s:.0f} s"
         )
         if f"NVRTC {version}." not in found:
             raise CheckError(f"that is not CUDA {version}")
         note_sizes({"cuda" if version == "13" else f"cuda, CUDA={version}": size})
     finally:
-        run("docker", "rmi", CUDA_IMAGE, check=False)
+        run("docker", "rmi", name, check=False)
 
 
 def cuda12(log: Log) -> None:
@@ -1085,6 +1091,16 @@ BUILDS: dict[str, Callable[[Log], None]] = {
     "cuda12": cuda12,
     "compiler": compiler,
 }
+# These have an engine of their own, or ports of this machine.
+HOSTS: dict[str, Callable[[Log], None]] = {
+    "gpus": gpus,
+    "engine": engine,
+    "variables": host_variables,
+    "upgrade": upgrade,
+    "move": move,
+    "hosts": two_hosts,
+    "swarm": swarm,
+}
 SECTIONS: dict[str, Callable[[Log], None]] = {
     "image": build,
     "page": page,  # Builds the image for GPUs, which the next one only has to look at.
@@ -1092,18 +1108,12 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     **BUILDS,
     "training": train,
     "loader": loader,
-    "gpus": gpus,
     "faults": faults,
     "returns": returns,
-    "engine": engine,
     "pauses": pauses,
     "disk": full_disks,
     "memory": shared_memory,
-    "variables": host_variables,
-    "upgrade": upgrade,
-    "move": move,
-    "hosts": two_hosts,
-    "swarm": swarm,
+    **HOSTS,
 }
 
 

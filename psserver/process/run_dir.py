@@ -151,19 +151,36 @@ class RunDirectory:
 
 
 def write(folder: Path, run: StartedRun) -> None:
-    """Writes the run file in one piece; raises CommandError if it cannot."""
+    """Writes the run file in one piece, or on a full disk over the one that is there.
+
+    Raises:
+        CommandError: It cannot; the message says why, and names a remedy.
+    """
     temporary = folder / f".{FILE}.{os.getpid()}"
+    text = to_json(asdict(run), indent=1) + "\n"
     try:
-        temporary.write_text(to_json(asdict(run), indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(folder / FILE)
     except OSError as problem:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if problem.errno == errno.ENOSPC and _overwrite(folder / FILE, text.encode()):
+            return
         raise CommandError(
             Exit.STATE_DIR,
             f"cannot write {folder / FILE}: {problem.strerror}; make room there, or give "
             "--state-dir another directory",
         ) from problem
+
+
+def _overwrite(file: Path, text: bytes) -> bool:
+    """Returns whether a file could be written over, which needs no more room."""
+    try:
+        with file.open("r+b", buffering=0) as former:
+            size = os.fstat(former.fileno()).st_size
+            return former.write(text.ljust(size)) >= len(text)
+    except OSError:
+        return False
 
 
 def remove(folder: Path) -> None:

@@ -207,17 +207,17 @@ class ShardLaunch:
         self.keeper.last()
 
     def _write(self, folder: Path, run: StartedRun) -> None:
-        """Writes the run file; a later one that cannot be written leaves the one before.
+        """Writes the run file; without it the shards serve, and commands need their addresses.
 
-        It has the same addresses; its list of the shards' processes is of that time.
+        One that is there has the same addresses; its list of processes is of its time.
 
         Raises:
-            CommandError: It is the first, and cannot be written.
+            CommandError: It is the first of a detached run, which could not be stopped without it.
         """
         try:
             run_dir.write(folder, run)
         except CommandError as problem:
-            if not self.is_told:
+            if self.detached and not self.is_told:
                 raise
             log.error("the run file stays as it was", reason=problem.message)
 

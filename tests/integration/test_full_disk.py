@@ -33,8 +33,10 @@ def may_mount() -> bool:
 class OnSmallDisk(Command):
     """`psserver` in a mount namespace in which its folder is a file system of its own."""
 
+    then = "true"  # A command of the shell once that is mounted.
+
     def line(self, *arguments: object) -> list[str]:
-        mount = f"mount -t tmpfs -o size={SIZE_MB}m tmpfs {self.folder}"
+        mount = f"mount -t tmpfs -o size={SIZE_MB}m tmpfs {self.folder} && {self.then}"
         return [
             "unshare",
             "-m",
@@ -141,11 +143,23 @@ def test_one_killed_shard_on_a_full_disk_comes_back_and_nobody_else_ends(tmp_pat
             step = worker.hear(DEADLINE_S)
             while worker.hear(DEADLINE_S) < step + 20:  # Beyond what was on its way.
                 pass
-            assert run_file(state) == run  # That of the shard's new process had no room.
+            assert run_file(state)["shards"][0]["pid"] not in (None, pids[0])  # Needs no more room.
             assert process.poll() is None
             assert not gone(pids[1])
             worker.tell()
             worker.result(DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_shard_that_begins_on_a_full_disk_serves_unless_it_is_detached(tmp_path: Path) -> None:
+    command = OnSmallDisk(tmp_path)
+    command.then = f"! cat /dev/zero > {tmp_path}/filler"
+    start = ("start", *lasting_ports(), "--state-dir", tmp_path)
+    with command.spawn(*start) as process:
+        require_started(process)
+    said = command.run(*start, "--detach", code=5).stderr
+    assert "run.json: No space left on device; make room there" in said
 
 
 @pytest.mark.slow

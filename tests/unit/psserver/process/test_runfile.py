@@ -1,5 +1,6 @@
 """Run files: found while their process lives, and in nobody else's directory."""
 
+import errno
 import json
 import math
 import os
@@ -45,6 +46,21 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     run_dir.remove(directory.path / "7070")
     run_dir.remove(directory.path / "7070")
     assert directory.runs() == [runs[0]]
+
+
+def test_on_a_full_disk_the_run_file_that_is_there_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    directory = RunDirectory(tmp_path)
+    run_dir.write(directory.make("7070"), replace(make_run(), pid=1, cluster="of a longer name"))
+    monkeypatch.setattr(Path, "write_text", has_no_room)
+    run_dir.write(tmp_path / "7070", make_run())
+    assert directory.runs() == [make_run()]
+    with pytest.raises(CommandError, match="make room there"):
+        run_dir.write(directory.make("7071"), make_run(7071))
 
 
 def test_the_run_file_of_another_process_stays(tmp_path: Path) -> None:
