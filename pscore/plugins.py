@@ -70,11 +70,7 @@ def make_plugin(registry: Registry[T], name: str, arguments: Mapping[str, Any]) 
 
 
 def _checked(what: str, value: Any, wanted: type) -> Any:
-    """Returns a value as one of type `wanted`; a whole number is accepted for a float.
-
-    Raises:
-        ConfigError: It is of another type, or no number that a float can hold.
-    """
+    """Returns a value as one of type `wanted`; a whole number is accepted for a float."""
     if wanted is float and type(value) in {int, float}:
         if not abs(value) <= sys.float_info.max:  # Compares whole numbers of any size, and NaN.
             raise ConfigError(f"{what} is {_brief(value)}, must be a finite number")

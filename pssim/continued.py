@@ -232,11 +232,7 @@ class StageSteps:
                 self._pull(index, self._next, begins=True)
 
     def _pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Gives the turn away.
-
-        Raises:
-            ReplacedError: The worker was declared lost in this stage's job.
-        """
+        """Gives the turn away."""
         try:
             self._world.pause(self._actor, ready, STAGE)
         except ReplacedError:

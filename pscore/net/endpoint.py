@@ -120,12 +120,7 @@ def error_of(failure: pb.Failure) -> PacelineError:
 
 
 def _greet(connection: tls.Stream, token: str) -> None:
-    """Sends the hello and waits for its answer.
-
-    Raises:
-        TransportError: No answer came.
-        RemoteProtocolError: The listener refuses.
-    """
+    """Sends the hello and waits for its answer."""
     hello = pb.Envelope(hello=pb.Hello(token=token)).SerializeToString()
     with contextlib.suppress(TransportError):  # The reason is in the bytes that can still be read.
         sockets.send_all(connection, sockets.frame_parts(hello, ()))

@@ -323,11 +323,7 @@ class Listener:
         self._greeted.remove(accepted)
 
     def _secured(self, accepted: socket.socket, deadline_s: float) -> tls.Stream:
-        """Returns the connection, with TLS if it came over TCP and there is a context.
-
-        Raises:
-            OSError: The handshake failed.
-        """
+        """Returns the connection, with TLS if it came over TCP and there is a context."""
         if self._context is None or accepted.family == socket.AF_UNIX:
             return accepted
         tls.on_greeted.set(partial(self._pending.note_greeted, accepted))

@@ -218,11 +218,7 @@ class Optimizer(ABC):
 
 
 def _number_of(values: Mapping[str, Any], name: str) -> float:
-    """Returns a hyper-parameter of a parameter group as a number.
-
-    Raises:
-        ConfigError: It is missing, or no number.
-    """
+    """Returns a hyper-parameter of a parameter group as a number."""
     try:
         return float(values[name])
     except (KeyError, TypeError, ValueError):

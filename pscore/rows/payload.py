@@ -224,11 +224,7 @@ def aligned(payload: ByteArray) -> ByteArray:
 
 
 def _counts_of(payload: ByteArray, widths: Sequence[int]) -> tuple[list[int], int]:
-    """Returns the rows of each table, and the numbers of all of them.
-
-    Raises:
-        DecodeError: The payload has another length.
-    """
+    """Returns the rows of each table, and the numbers of all of them."""
     head = WORD * len(widths)
     if payload.nbytes < head:
         raise DecodeError(f"push of {payload.nbytes} bytes of rows, at least {head} wanted")

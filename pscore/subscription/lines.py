@@ -174,11 +174,7 @@ class ReaderLine:
             return reply.fetched, payload
 
     def _describe(self, timeout_s: float) -> control_pb2.DescribeReply:
-        """Returns the shard's description of itself.
-
-        Raises:
-            ShardMapError: It is another shard.
-        """
+        """Returns the shard's description of itself."""
         control = control_pb2_grpc.ControlStub(self._channel)
         about = control.Describe(control_pb2.DescribeRequest(), timeout=timeout_s)
         if (about.shard, about.num_shards) != (self.index, self.num_shards):
@@ -246,11 +242,7 @@ class ReaderLine:
         return stream
 
     def _note(self, problem: PacelineError) -> None:
-        """Notes that a call was not answered, and pauses.
-
-        Raises:
-            PacelineError: It was refused.
-        """
+        """Notes that a call was not answered, and pauses."""
         if not isinstance(problem, TransportError):
             raise problem
         self.trouble = (

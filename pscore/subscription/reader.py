@@ -244,12 +244,7 @@ class Reader:
     def _fetch(
         self, newer_than: WeightsVersion | None, timeout_s: float | None
     ) -> PublishedWeights:
-        """Returns the newest version, newer than `newer_than`.
-
-        Raises:
-            ConfigError: The reader is closed, or this process was forked from that of the reader.
-            TimeoutError: There was none in time.
-        """
+        """Returns the newest version, newer than `newer_than`."""
         self._require_usable()
         end_s = None if timeout_s is None else awake_s() + timeout_s
         self._await_former(timeout_s)
@@ -298,11 +293,7 @@ class Reader:
             raise ConfigError("this reader is closed: make another one")
 
     def _await_former(self, timeout_s: float | None) -> None:
-        """Waits for the calls of a wait that an error or Ctrl-C has ended.
-
-        Raises:
-            TimeoutError: One was not answered in time.
-        """
+        """Waits for the calls of a wait that an error or Ctrl-C has ended."""
         patience_s = None if timeout_s is None else timeout_s + ANSWER_S
         if wait_for_all(self._calls, patience_s).not_done:
             raise TimeoutError("a shard has yet to answer a call of the wait before")

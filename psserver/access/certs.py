@@ -161,11 +161,7 @@ def _common(name: str) -> x509.Name:
 
 
 def _name(host: str) -> x509.GeneralName:
-    """Returns a host in the form that a certificate uses.
-
-    Raises:
-        ConfigError: It is neither a name nor an address.
-    """
+    """Returns a host in the form that a certificate uses."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:

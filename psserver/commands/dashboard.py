@@ -119,11 +119,7 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 
 def _context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Returns the TLS of the page; None for none.
-
-    Raises:
-        ConfigError: A file is missing or cannot be used.
-    """
+    """Returns the TLS of the page; None for none."""
     trust = Trust(cert=None if cert is None else str(cert), key=None if key is None else str(key))
     require_whole(trust)
     trust.check()

@@ -119,11 +119,7 @@ def end(run: StartedRun) -> None:
 
 
 def _state_dir(flag: Path | None) -> Path | None:
-    """Returns the directory of a flag, else of the variable.
-
-    Raises:
-        ConfigError: It cannot be meant.
-    """
+    """Returns the directory of a flag, else of the variable."""
     variable = os.environ.get("PACELINE_STATE_DIR")
     found = flag or (Path(variable) if variable else None)
     if found is not None:

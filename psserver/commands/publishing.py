@@ -78,11 +78,7 @@ def publish_versions(
 
 
 def _function(name: str) -> Map:
-    """Returns the function that `module:function` names, of the folder of the command or of Python.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the function `module:function`, of the folder of the command or of Python."""
     module, _, attribute = name.partition(":")
     sys.path.insert(0, "")
     try:

@@ -84,11 +84,7 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
 def _newest_good(
     engine: Engine, job: str, found: Sequence[Found]
 ) -> tuple[Path, Checkpoint, CheckpointUpload] | None:
-    """Returns where the newest good checkpoint is, the checkpoint, and its declared job.
-
-    Raises:
-        CommandError: There is no memory for it.
-    """
+    """Returns where the newest good checkpoint is, the checkpoint, and its declared job."""
     for one in found:
         try:
             checkpoint = verified(one)

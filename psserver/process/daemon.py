@@ -194,11 +194,7 @@ class Daemon:
         return server
 
     def _make_listener(self) -> Listener:
-        """Binds the data sockets to their port; workers learn it from this shard.
-
-        Raises:
-            CommandError: The host is not one of this machine, or the port is taken.
-        """
+        """Binds the data sockets to their port; workers learn it from this shard."""
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         with binding(self.plan.host, self.plan.data_port, "--data-port"):
             return make_listener(
@@ -480,11 +476,7 @@ def seal(journals: JournalDir) -> None:
 
 @contextlib.contextmanager
 def _folder_of(plan: ShardPlan, root: str, what: str, advice: str) -> Iterator[Path]:
-    """Yields the folder of a shard in another one.
-
-    Raises:
-        CommandError: Another process uses it, or it cannot be used.
-    """
+    """Yields the folder of a shard in another one."""
     folder = Path(root) / folder_name(plan)
     try:
         yield folder

@@ -96,11 +96,7 @@ class ShardLaunch:
                 journals.remove()
 
     def _fetch_copies(self) -> None:
-        """Brings checkpoints that are lost here back from their second place.
-
-        Raises:
-            CommandError: It cannot be read, and there is no checkpoint here.
-        """
+        """Brings checkpoints that are lost here back from their second place."""
         folder, place = self._checkpoint_dir(), self.settings.server.checkpoint_copies
         if folder is None or place is None:
             return

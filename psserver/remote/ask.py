@@ -265,11 +265,7 @@ def _ask_each(
     ask: Callable[[grpc.Channel], grpc.CallFuture[Reply]],
     options: ChannelOptions = (),
 ) -> list[Reply | CommandError]:
-    """Returns all answers; an error in the place of each that is missing.
-
-    Raises:
-        CommandError: A shard refuses.
-    """
+    """Returns all answers; an error in the place of each that is missing."""
     channels = [credentials.channel(address, options) for address in addresses]
     try:
         calls = [ask(channel) for channel in channels]

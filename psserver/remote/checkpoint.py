@@ -286,9 +286,6 @@ def _capture_at(
 
     Returns:
         By table: the reply of each shard.
-
-    Raises:
-        CommandError: Workers do not send their residuals, or do not continue.
     """
     everybody = range(len(shards.stubs))
     calls = [(shard, request) for request in requests for shard in everybody]

@@ -350,11 +350,7 @@ def export(
 
 
 def _table_with(checkpoint: Checkpoint, tensor: str) -> TableState:
-    """Returns the newest table that has a tensor of this name.
-
-    Raises:
-        CommandError: None has one.
-    """
+    """Returns the newest table that has a tensor of this name."""
     for table in reversed(checkpoint.tables):
         if any(each.name == tensor for each in table.spec.tensors):
             return table
@@ -626,11 +622,7 @@ def verified(found: Found) -> Checkpoint:
 
 
 def _slices_of(slices: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the versions and clocks of slices.
-
-    Raises:
-        ConfigError: One of them is not a count.
-    """
+    """Returns the versions and clocks of slices."""
     return {
         index: {
             "version": count_of(entry["version"], f"the version of slice {index}", least=-1),
@@ -644,12 +636,7 @@ def _slices_of(slices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counts_of(counts: Sequence[object], spec: TableSpec) -> list[int]:
-    """Returns the optimizer's steps of each tensor of a table.
-
-    Raises:
-        ConfigError: One of them is not a count.
-        ValueError: There are more or fewer than tensors.
-    """
+    """Returns the optimizer's steps of each tensor of a table."""
     if len(counts) != len(spec.tensors):
         raise ValueError(f"{len(counts)} counts of steps for {len(spec.tensors)} tensors")
     return [
@@ -763,11 +750,7 @@ def _is_one(path: Path) -> bool:
 
 
 def _choose(path: Path, found: list[Found], job: str | None) -> str:
-    """Returns the job whose checkpoints in a folder are meant.
-
-    Raises:
-        CommandError: There are none, or those of several jobs.
-    """
+    """Returns the job whose checkpoints in a folder are meant."""
     jobs = list(dict.fromkeys(one.job for one in found if one.job is not None))
     if job in jobs:
         assert job is not None

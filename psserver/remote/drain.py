@@ -116,11 +116,7 @@ def leave(
 
 
 def _is_needed(address: str, credentials: Credentials) -> bool:
-    """Returns whether a process that is about to end has, or gets, a shard that workers use.
-
-    Raises:
-        CommandError: It does not answer.
-    """
+    """Returns whether a process that is about to end has, or gets, a shard that workers use."""
     with _connected(address, credentials) as stub:
         reply = stub.Move(pb.MoveRequest(ends=True), timeout=ANSWER_S_MAX)
     return reply.num_live > 0 or reply.taking == MOVES_HERE
@@ -172,11 +168,7 @@ def _await(
 
 
 def _standby(stub: standby_pb2_grpc.StandbyStub, address: str, deadline_s: float) -> str:
-    """Returns the address of a shard's standby, also while that is filled, or has taken over.
-
-    Raises:
-        CommandError: It has none.
-    """
+    """Returns the address of a shard's standby, also while that is filled, or has taken over."""
     reply = stub.Move(pb.MoveRequest(), timeout=ANSWER_S_MAX)
     while reply.phase == UNDECIDED and time.monotonic() < deadline_s:
         time.sleep(ASK_S)

@@ -154,11 +154,7 @@ class CheckpointUpload:
 
 
 def _declared(text: str, engine: Engine) -> DeclaredTable:
-    """Returns one table of a request, checked.
-
-    Raises:
-        PacelineError: It cannot be a table of this shard.
-    """
+    """Returns one table of a request, checked."""
     try:
         about = json.loads(text)
         spec = TableSpec.from_json(about["spec"])

@@ -353,11 +353,7 @@ def _checked_word(number: int) -> int:
 
 
 def _checked(data: bytes, number: int) -> bytes:
-    """Returns the record in data that was written under a number.
-
-    Raises:
-        ValueError: It is not that, to the bit.
-    """
+    """Returns the record in data that was written under a number."""
     record, tail = data[: -NUMBER.size - CHECK.size], data[-NUMBER.size - CHECK.size :]
     if len(tail) == NUMBER.size + CHECK.size:
         (found,), (check,) = NUMBER.unpack(tail[: NUMBER.size]), CHECK.unpack(tail[NUMBER.size :])

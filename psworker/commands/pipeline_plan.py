@@ -159,11 +159,7 @@ def _require_device(device: str) -> None:
 
 
 def _example(model: str, inputs: str | None) -> torch.Tensor:
-    """Returns a minibatch of random numbers.
-
-    Raises:
-        ConfigError: The text is no shape, or the model is not known and has none.
-    """
+    """Returns a minibatch of random numbers."""
     if inputs is None:
         if model not in MODELS:
             raise ConfigError(

@@ -53,11 +53,7 @@ class Collective(Ring):
         yield from super().start()
 
     def _sum(self, own: FloatArray) -> Steps[FloatArray | None]:
-        """Returns the sum over the members; None if the round has to be made again.
-
-        Raises:
-            ConfigError: The same members have failed several times, one after the other.
-        """
+        """Returns the sum over the members; None if the round has to be made again."""
         if not (yield from self._open()):
             return None
         add = TorchSum(

@@ -185,11 +185,7 @@ class Environment:
 
 
 def _require_types(given: Mapping[str, Any]) -> None:
-    """Checks the values that arguments of `psworker.init` give.
-
-    Raises:
-        ConfigError: One is of another type, or a rank or the fewest workers are too small.
-    """
+    """Checks the values that arguments of `psworker.init` give."""
     for name, value in given.items():
         kind, what = KINDS.get(name, ((str,), "text"))
         if not isinstance(value, kind):

@@ -78,11 +78,7 @@ def _is_wanted(environment: Environment) -> bool:
 
 
 def _of_host(environment: Environment) -> dist.ProcessGroup:
-    """Returns a new group of torch with the processes of this host.
-
-    Raises:
-        ConfigError: Torch is not initialised, or hosts differ in size.
-    """
+    """Returns a new group of torch with the processes of this host."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             "local_group='host' needs torch.distributed.init_process_group() before it"
@@ -101,9 +97,6 @@ def _place(group: dist.ProcessGroup, environment: Environment) -> tuple[int, int
     """Returns the number of a group among those of the job, and how many there are.
 
     -1: the shards decide the number.
-
-    Raises:
-        ConfigError: The ranks of its processes follow no pattern that numbers the groups.
     """
     if environment.num_groups:
         return environment.group, environment.num_groups

@@ -100,12 +100,7 @@ def refuse_joined(name: str, parameter: torch.Tensor) -> None:
 
 
 def _refuse_unmade(name: str, parameter: torch.Tensor) -> None:
-    """Refuses a parameter that cannot be trained as it is.
-
-    Raises:
-        ConfigError: It belongs to a lazy module that has seen no input yet, or was made in
-            `torch.inference_mode()`.
-    """
+    """Refuses a parameter that cannot be trained as it is."""
     if is_lazy(parameter):
         raise ConfigError(
             f"parameter {name!r} has no shape yet (a lazy module); call the model with a batch "
@@ -125,11 +120,7 @@ def _refuse_devices(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def _refuse_shared(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Refuses parameters with elements in the same memory: as views of the weights they would part.
-
-    Raises:
-        ConfigError: Two parameters share memory, or one is expanded.
-    """
+    """Refuses parameters that share memory: as views of the flat weights they would part."""
     end, before = 0, ""
     whole = [pair for pair in zip(names, parameters, strict=True) if not is_dtensor(pair[1])]
     for name, parameter in sorted(whole, key=lambda pair: pair[1].data_ptr()):
@@ -431,22 +422,14 @@ class FlatModel:
         return torch.equal(part.view(grad.shape), dense(grad).to(part.dtype))
 
     def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
-        """Copies a gradient of another type, layout or memory order into the flat vector.
-
-        Raises:
-            GradientError: It holds NaN or Inf.
-        """
+        """Copies a gradient of another type, layout or memory order into the flat vector."""
         part = self.state_view(self.grads, index)
         part.copy_(dense(grad))
         if not is_finite(part):
             raise not_finite(self.layout.tensors[index].name, dense(grad), step)
 
     def _gather_on_device(self, indices: Iterable[int]) -> None:
-        """Copies gradients into the flat vector by few kernels; `finite.py` checks them later.
-
-        Raises:
-            ConfigError: A CUDA graph is being captured.
-        """
+        """Copies gradients into the flat vector by few kernels; `finite.py` checks them later."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "gradients cannot be pushed while a CUDA graph is captured, since its replays "

@@ -181,11 +181,7 @@ class Publisher:
 
 
 def _host(name: str, array: Any) -> FloatArray:
-    """Returns an array or tensor as float32 on the host.
-
-    Raises:
-        ConfigError: It has no real numbers that can be read.
-    """
+    """Returns an array or tensor as float32 on the host."""
     try:
         if not isinstance(array, torch.Tensor):
             found = np.asarray(array)

@@ -618,11 +618,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _in_one_thread(self) -> Iterator[None]:
-        """Context manager: refuses a step while another thread makes one, for which it would wait.
-
-        Raises:
-            ConfigError: Another thread makes one.
-        """
+        """Refuses a step while another thread makes one, for which it would wait."""
         if not self._stepping.acquire(blocking=False):
             raise ConfigError(
                 "another thread is inside step() or skip_step() of this optimizer: make steps in "

@@ -79,11 +79,7 @@ def _children(module: nn.Sequential, prefix: str) -> Iterator[Block]:
 
 
 def _trace(model: nn.Module, example: torch.Tensor) -> fx.GraphModule:
-    """Returns the operations of a model's forward.
-
-    Raises:
-        ConfigError: Neither fx nor export can follow it.
-    """
+    """Returns the operations of a model's forward."""
     try:
         return fx.symbolic_trace(model)
     except Exception:  # noqa: BLE001  # The user's code fails, as the tracer runs it.

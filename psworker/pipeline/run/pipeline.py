@@ -332,11 +332,7 @@ def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
 
 
 def _rule_of(mode: str | Rule, schedule: str, stash: str, on_lost: str) -> Rule:
-    """Returns the mode between the replicas of a stage.
-
-    Raises:
-        ConfigError: It is no mode for replicas, or none for these arguments.
-    """
+    """Returns the mode between the replicas of a stage."""
     rule = parse_fixed_mode(mode)
     if rule.outer_optimizer or rule.gossip:
         raise ConfigError(
@@ -396,11 +392,7 @@ def _require(schedule: str, stash: str, minibatches: int | None, on_lost: str, l
 
 
 def _read(folder: str | Path | None, model: nn.Module) -> StageCheckpoint | None:
-    """Loads the newest good checkpoint into a model, if there is one, and returns it.
-
-    Raises:
-        ConfigError: None of those that are there can be read, or it is of another model.
-    """
+    """Loads the newest good checkpoint into a model, if there is one, and returns it."""
     if folder is None:
         return None
     checkpoint, problems = StageCheckpoint.newest(Path(folder))
@@ -431,12 +423,7 @@ def _versions(
 
 
 def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:
-    """Returns the first and the last block of each stage.
-
-    Raises:
-        ConfigError: A name is none, or they are not in order up to the last block, or a stage has
-            no parameters.
-    """
+    """Returns the first and the last block of each stage."""
     names = [block.name for block in blocks]
     ranges: list[tuple[int, int]] = []
     for name, _ in plan:

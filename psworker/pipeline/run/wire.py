@@ -76,11 +76,7 @@ def receive(
 
 
 def _shape_in(first: FloatArray, source: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor, from the numbers in front of its first part.
-
-    Raises:
-        RemoteProtocolError: They are no shape.
-    """
+    """Returns the shape of a tensor, from the numbers in front of its first part."""
     numbers = first[:SHAPE_NUMEL]
     is_shape = len(numbers) == SHAPE_NUMEL and bool(np.isfinite(numbers).all())
     if not is_shape or (numbers < 0).any() or numbers[0] >= SHAPE_NUMEL:

@@ -137,11 +137,7 @@ class ModeWish:
 
 
 def _read(path: str) -> dict[int, str]:
-    """Returns the changes of mode in a log, by step.
-
-    Raises:
-        ConfigError: The file cannot be read, or names none.
-    """
+    """Returns the changes of mode in a log, by step."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as problem:

@@ -250,11 +250,7 @@ class Gradients:
         self._pushed.add(index)
 
     def _check_all(self, left: Sequence[int]) -> None:
-        """Refuses a gradient of the slices that are left before the step changes anything.
-
-        Raises:
-            GradientError: One holds NaN or Inf, or cannot be added to its residual.
-        """
+        """Refuses a gradient of the slices that are left before the step changes anything."""
         self._gather(range(len(self._flat.parameters)))
         plan = self._replica.plan()
         if plan.compress or plan.flush:
