@@ -161,6 +161,14 @@ class RowShards:
             )
             self._send(part.shard, header, [])
 
+    def locate(self, step: int) -> None:
+        """Loads a state without rows, for its step."""
+        for part in self.layout.slices:
+            header = data_pb2.PushHeader(
+                sender=self._sender(0), slice=part.index, role=data_pb2.ROLE_STATE, step=step
+            )
+            self._send(part.shard, header, [])
+
     def load(self, ids: Ids, values: Sequence[Any], worker: int = 0) -> None:
         """Loads rows, weights or weights and state."""
         for part, chosen in self.divide(ids):

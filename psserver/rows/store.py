@@ -170,7 +170,12 @@ class RowStore:
             self._claims[push.worker, push.step] = ids
 
     def load(self, action: Load, payload: Payload) -> None:
-        """Sets the rows in a payload, and with `Role.STATE` their state if it is there."""
+        """Sets the rows in a payload, and with `Role.STATE` their state if it is there.
+
+        An empty state has a step alone: nothing of the rows changes.
+        """
+        if action.role is Role.STATE and not len(payload.data):
+            return
         widths = self._widths_of(payload, action.role)
         found = split_push(payload.data, widths)
         decisions = []

@@ -87,8 +87,15 @@ class Companion(Protocol):
     def finish(self) -> None:
         """Ends the step."""
 
-    def close(self) -> None:
-        """Ends training: waits until the last pushes are counted.
+    def flush(self) -> None:
+        """Waits until the last pushes are counted.
+
+        Raises:
+            PacelineError: A shard refused something, or does not answer.
+        """
+
+    def locate(self, step: int) -> None:
+        """Sets the step at which all workers are, which have flushed: that of a loaded state.
 
         Raises:
             PacelineError: A shard refused something, or does not answer.

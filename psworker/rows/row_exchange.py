@@ -218,9 +218,9 @@ class RowExchange:
         self.traffic.num_pushes += 1
         self.traffic.pushed_nbytes += sum(part.nbytes for part in parts)
 
-    def load(self, index: int, role: Role, parts: Sequence[memoryview]) -> None:
-        """Sends first values of a slice's rows, before the first step."""
-        header = data_pb2.PushHeader(role=data_pb2.Role.Name(int(role)))
+    def load(self, index: int, role: Role, parts: Sequence[memoryview] = (), step: int = 0) -> None:
+        """Sends first values of a slice's rows, before the first step; or the step of a state."""
+        header = data_pb2.PushHeader(role=data_pb2.Role.Name(int(role)), step=step)
         self._send(index, header, parts)
 
     def flush(self) -> None:

@@ -230,8 +230,14 @@ class RowTables:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self.exchange.missed.end_step()
 
-    def close(self) -> None:
-        """Ends training: waits until the last pushes are counted."""
+    def flush(self) -> None:
+        """Waits until the last pushes are counted."""
+        self.exchange.flush()
+
+    def locate(self, step: int) -> None:
+        """Sets the step at which all workers are, of a state that was loaded; rows stay."""
+        for spec in self.exchange.layout.slices:
+            self.exchange.load(spec.index, Role.STATE, step=step)
         self.exchange.flush()
 
     def end(self) -> None:
@@ -328,7 +334,7 @@ class RowTables:
     def _upload(self, *, given: bool) -> None:
         """Makes the first version of every slice, with given rows if a table has some."""
         for spec in self.exchange.layout.slices if not given else ():
-            self.exchange.load(spec.index, Role.WEIGHTS, [])
+            self.exchange.load(spec.index, Role.WEIGHTS)
         for index, table in enumerate(self._tables if given else ()):
             rows = table.pretrained
             ids = np.arange(0 if rows is None else len(rows), dtype=np.uint64)

@@ -510,7 +510,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             if self._runs_inner:
                 self._inner.load_state_dict({**plain, "state": state_dict["state"]})
             self._inner.param_groups = self.param_groups
-            restore(self._table, loaded)
+            restore(self._table, loaded, self._companions)
 
     @property
     def _runs_inner(self) -> bool:
@@ -657,7 +657,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def _end_training(self) -> None:
         """Ends exchanges and rounds, and brings the global weights into the model."""
         for companion in self._companions:
-            companion.close()
+            companion.flush()
         self._table.local_step.part()
         self._table.end_round()
         self._table.fetch(None)

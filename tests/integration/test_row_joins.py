@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import psworker
+from pscore.net.credentials import ANYONE
+from psserver.remote import checkpoint
 from psworker.rows.row_tables import RowTables
 from psworker.training.table import TrainingTable
 from tests.integration.cluster import Shards, Station, new_job, results_of
 
-KILLED_AT, STEPS = 2, 4
+KILLED_AT, STEPS, LOADED = 2, 4, 100
 IDS = 16  # Of a step, some of them on each shard.
 
 
@@ -31,6 +33,32 @@ def after(kind: type, name: str, action: Callable[[Any], None]) -> None:
         action(of)
 
     setattr(kind, name, called)
+
+
+def make(rank: int) -> tuple[Any, Any, Callable[[int], None]]:
+    """Returns a table, an optimizer, and a function that makes a step."""
+    table = psworker.Embedding(None, 1, name="table", init="zeros")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
+        model.named_parameters(),
+        rows=torch.optim.SGD([table.weight], lr=1.0),
+    )
+
+    def make_step(step: int) -> None:
+        optimizer.zero_grad()
+        rows = table(ids_of(rank, step))
+        torch.autograd.backward(-rows.sum() + 0.0 * model["top"](rows).sum())
+        optimizer.step()
+
+    return table, optimizer, make_step
+
+
+def counted(table: Any) -> list[float]:
+    """Returns the rows of all steps."""
+    psworker.barrier("trained")
+    with torch.no_grad():
+        return [float(row) for row in table(torch.arange(2 * STEPS * IDS))]
 
 
 def train(me: Station, is_again: bool = False) -> list[float]:
@@ -52,25 +80,14 @@ def train(me: Station, is_again: bool = False) -> list[float]:
 
     if is_again:
         after(TrainingTable, "begin", wait)
-    table = psworker.Embedding(None, 1, name="table", init="zeros")
-    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
-    optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
-        model.named_parameters(),
-        rows=torch.optim.SGD([table.weight], lr=1.0),
-    )
+    table, optimizer, make_step = make(me.rank)
     for step in range(optimizer.steps, STEPS):
         if step == KILLED_AT and not is_again:
             me.tell("trained")
             me.hear()
             after(RowTables, "push", flush)
-        optimizer.zero_grad()
-        rows = table(ids_of(me.rank, step))
-        torch.autograd.backward(-rows.sum() + 0.0 * model["top"](rows).sum())
-        optimizer.step()
-    psworker.barrier("trained")
-    with torch.no_grad():
-        return [float(row) for row in table(torch.arange(2 * STEPS * IDS))]
+        make_step(step)
+    return counted(table)
 
 
 @pytest.mark.slow
@@ -86,5 +103,40 @@ def test_the_first_step_of_a_worker_that_is_started_again_counts_in_the_rows() -
             workers[0].tell()
             assert workers[0].hear() == "pushed"
             again.tell()
+            for found in results_of([workers[0], again]):
+                assert found == [0.5] * (2 * STEPS * IDS)
+
+
+def load(me: Station, is_again: bool = False) -> list[float]:
+    """Loads a state of a later step between two steps; returns how all steps have counted."""
+    torch.set_num_threads(1)
+    table, optimizer, make_step = make(me.rank)
+    if not is_again:
+        make_step(0)
+        state = optimizer.state_dict()
+        state["paceline"]["step"] = LOADED
+        optimizer.load_state_dict(state)
+        make_step(1)
+    me.tell(optimizer.steps)
+    me.hear()
+    for step in range(KILLED_AT, STEPS):
+        make_step(step)
+    return counted(table)
+
+
+@pytest.mark.slow
+def test_rows_follow_the_step_of_a_state_that_was_loaded() -> None:
+    """A worker that was started again waited for their step of that number, and the others too."""
+    job = new_job()
+    with Shards(2, lease_s=3.0) as shards, shards.workers(load, job=job) as workers:
+        for worker in workers:
+            assert worker.hear() == LOADED + 1
+        taken = checkpoint.capture(shards.addresses, ANYONE, job, weights_only=False)
+        assert {table.position for table in taken.tables} == {f"step {LOADED + 1}"}
+        workers[1].kill()
+        with shards.workers(load, True, job=job, ranks=[1]) as (again,):
+            assert again.hear() == LOADED + 1
+            for worker in (workers[0], again):
+                worker.tell()
             for found in results_of([workers[0], again]):
                 assert found == [0.5] * (2 * STEPS * IDS)

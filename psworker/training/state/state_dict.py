@@ -22,6 +22,7 @@ from pscore.json_text import count_of
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
+from psworker.job.companions import Companion
 from psworker.model.sharded import refuse_sharded
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.table import TrainingTable
@@ -158,16 +159,23 @@ def read_state(
     )
 
 
-def restore(table: TrainingTable, loaded: LoadedState) -> None:
+def restore(table: TrainingTable, loaded: LoadedState, companions: Sequence[Companion]) -> None:
     """Restores a state on the shards, from the lowest rank, and here; all workers call it.
+
+    Args:
+        companions: The tables beside it, which stay, and count their steps from that of the state.
 
     Raises:
         PacelineError: A shard refused something, or does not answer.
     """
     table.local_step.part()
     table.settle()
+    for companion in companions:
+        companion.flush()
     if taking_part.is_lowest(table.session, BARRIER):
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
+        for companion in companions:
+            companion.locate(loaded.step)
     if table.rule.alike:  # Each worker may have loaded a state of its own.
         table.local_step.share_state()
     table.continue_from(loaded.step, loaded.samples_seen, BARRIER)

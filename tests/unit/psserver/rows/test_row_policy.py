@@ -15,6 +15,8 @@ from pscore.errors import ConfigError, TableFullError
 from pscore.rows.init import initial_rows
 from pscore.rows.partition import buckets_of
 from pscore.rows.spec import LRU_MIN, WAITING_MIN, RowTable
+from pscore.rules import SSGD
+from pscore.types import Origin
 from psserver.rows.slab import Slab
 from tests.row_driver import RowShards, crowded, row_spec
 
@@ -214,6 +216,19 @@ def test_loaded_rows_are_made_at_once_and_replace_an_id_that_waits() -> None:
     np.testing.assert_array_equal(shards.pull([[1, 5]])[0], 7.0)
     assert shards.stores()[0].count_held()["ids_waiting"] == 1
     shards.stores()[0].check_invariants()
+
+
+def test_a_state_without_rows_sets_the_step_and_leaves_those_that_wait() -> None:
+    shards = RowShards(row_spec(("a", 0, DIM, RowTable(init=INIT, min_count=2)), rule=SSGD()))
+    shards.begin()
+    shards.push(0, 0, [[1, 2]], [np.ones((2, DIM))], ONE)
+    before = shards.stores()[0].count_held()
+    shards.locate(100)
+    assert shards.stores()[0].count_held() == before
+    table = shards.engines[0].jobs["rows"].job.table(0)
+    assert (table.spec.origin, table.spec.step_at(table.step)) == (Origin(1, 100), 100)
+    shards.push(0, 1, [[1]], [np.ones((1, DIM))], ONE)
+    assert shards.stores()[0].count_held()["rows"] == 1
 
 
 def test_room_for_rows_counts_only_those_that_pushes_make() -> None:

@@ -211,7 +211,7 @@ def test_entries_of_paceline_are_kept_apart() -> None:
 def load(table: FakeTable, state: dict[str, Any]) -> None:
     loaded = read_state(table, table.inner.param_groups, state)
     table.inner.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
-    restore(table, loaded)
+    restore(table, loaded, [])
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
