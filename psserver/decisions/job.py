@@ -79,6 +79,20 @@ class Job:
         directory.keep(self.incarnations)
         return directory
 
+    def expected_peers(self, table: int) -> list[int]:
+        """Returns the ranks that the first meeting of a table's peers waits for.
+
+        Those that exchange nothing any more are not among them, nor those that wait to begin: they
+        meet the others behind the step that these have yet to push.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        directory, beginning = self.directory(table), self.table(table).beginning
+        others = [rank for rank in self.membership.expected() if rank not in beginning]
+        live = self.incarnations
+        return [rank for rank in others if not directory.has_parted(live.get(rank, 0))]
+
     @property
     def incarnations(self) -> dict[int, int]:
         """The incarnations of the live workers, by rank."""

@@ -106,6 +106,11 @@ class SliceState:
         """Whether a worker waits: for the answer to a pull, or with a parked push."""
         return bool(self._pulls or self.parking)
 
+    @property
+    def beginning(self) -> set[int]:
+        """Ranks of workers that wait to begin behind a step in which their push is."""
+        return {pull.worker for pull in self._pulls.values() if pull.begins}
+
     def check_invariants(self) -> None:
         """Asserts what the comments at the fields say, for tests and the simulator."""
         assert self.version >= -1

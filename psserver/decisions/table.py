@@ -94,6 +94,11 @@ class Table:
         return any(one.num_counted for one in counted)
 
     @property
+    def beginning(self) -> set[int]:
+        """Ranks of workers that wait to begin behind an open step (`SliceState.beginning`)."""
+        return set().union(*(clock.beginning for clock in self.clocks.values()))
+
+    @property
     def was_left(self) -> bool:
         """Whether workers have left it for the table that follows it."""
         changes = self.participants.aside.values()

@@ -363,10 +363,7 @@ class RunningJob:
         """
         with self._lock:
             members, directory = self.job.membership, self.job.directory(table)
-            live, is_short = self.job.incarnations, members.is_short
-            expected = [
-                rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
-            ]
+            expected, is_short = self.job.expected_peers(table), members.is_short
             missing = directory.arrive(peer, epoch, expected, since, is_short=is_short, again=again)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
             if is_short or not (awaited or directory.has_met):

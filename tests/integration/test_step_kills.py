@@ -81,6 +81,37 @@ def stops_before_another_shard(me: Station, shard: int) -> None:
         step(me, optimizer)
 
 
+def stops_with_the_model(me: Station) -> None:
+    """Stops at the end of a round, behind the push of its model, or before that."""
+    optimizer = make("allreduce(average_every=2)")
+    step(me, optimizer)
+    real = Exchange.push
+
+    def push(self: Exchange, *given: Any, **named: Any) -> None:
+        if me.rank == 0:
+            real(self, *given, **named)
+            self.flush()
+        if me.rank == 1 or given[0] == 1:
+            me.tell()
+            me.hear()
+
+    with mock.patch.object(Exchange, "push", push):
+        step(me, optimizer)
+
+
+def rounds(me: Station) -> np.ndarray:
+    """Trains in rounds to the end, and returns the first weights of each slice."""
+    optimizer = make("allreduce(average_every=2)")
+    while optimizer.steps < STEPS:
+        step(me, optimizer)
+    psworker.barrier("trained")
+    with optimizer.global_weights():
+        (group,) = optimizer.param_groups
+        values = [parameter.detach().numpy() for parameter in group["params"]]
+    optimizer.close()
+    return np.stack([value[: 2 * STEPS] for value in values])
+
+
 def train(me: Station, optimizer: Any) -> np.ndarray:
     """Trains to the end; all meet there."""
     while optimizer.steps < STEPS:
@@ -169,3 +200,20 @@ def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards, 
             assert sorted(found[:, ::STEPS].sum(1)) == [float(shard), 1.0]
             others = [at for at in range(2 * STEPS) if at % STEPS]
             assert (found[:, others] == 0.5).all()
+
+
+@pytest.mark.slow
+def test_a_worker_whose_model_is_in_an_open_round_is_not_waited_for_in_the_first_meeting(
+    shards: Shards,
+) -> None:
+    """It waited for the end of that round, and the one started after it waited for it to meet."""
+    job = new_job()
+    with begun(shards, stops_with_the_model, job) as workers:
+        workers[0].kill()
+        env = {"TORCHELASTIC_RESTART_COUNT": "1"}
+        with shards.workers(rounds, ranks=[0], job=job, env=env) as (first,):
+            wait_until(lambda: "step 0 of worker 1" in first.written())
+            workers[1].kill()
+            with shards.workers(rounds, ranks=[1], job=job, env=env) as (second,):
+                found, other = results_of([first, second])
+    assert np.array_equal(found, other)

@@ -119,6 +119,23 @@ def test_workers_that_are_all_started_again_before_the_first_update_begin_togeth
     assert updates(push(shard, job, address, 0, 1)) == 1  # Now the others go on meanwhile.
 
 
+def test_peers_do_not_wait_for_one_that_begins_behind_the_step_that_is_open() -> None:
+    """It waited for the push of another, which had been started again and waited to meet it."""
+    spec = dataclasses.replace(SPEC, rule=DPSGD(average_every=4), optimizer="assign")
+    shard, job, address = ready(2, spec)
+
+    def model(rank: int) -> Push:
+        return Push(worker=rank, step=0, base_version=0, role=Role.MODEL, hyper=HYPER)
+
+    shard.decide_push(job, address, model(0), "in")
+    shard.decide_join("run", 2, member(0, 2, restart=1))
+    assert job.expected_peers(0) == [0, 1]
+    shard.decide_pull(job, address, Pull(worker=0, clock=1, min_version=1, begins=True), "begin")
+    assert job.expected_peers(0) == [1]
+    shard.decide_push(job, address, model(1), "in too")
+    assert job.expected_peers(0) == [0, 1]
+
+
 def test_the_news_of_a_job_that_trains_in_rounds_counts_their_steps() -> None:
     spec = dataclasses.replace(SPEC, rule=DPSGD(average_every=4), optimizer="assign")
     shard, job, address = ready(1, spec)
