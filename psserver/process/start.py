@@ -257,9 +257,7 @@ class ShardLaunch:
             for shard in run.shards
             if shard.metrics_port is not None
         )
-        which = f"--port {run.port}"
-        if self.settings.server.state_dir is not None:
-            which += f" --state-dir {shlex.quote(str(self.settings.server.state_dir.absolute()))}"
+        which = _options(run.port, self.settings.server.state_dir)
         hints = [
             f"shards ready: {self._which()} (cluster {run.cluster}, process {run.pid})",
             "connect: set the variable above for the workers, or pass servers= in the script"
@@ -317,6 +315,12 @@ def _nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("[!.]*/*") if path.is_file())
 
 
+def _options(port: int, state_dir: Path | None) -> str:
+    """Returns the options by which a command finds a run."""
+    folder = "" if state_dir is None else f" --state-dir {shlex.quote(str(state_dir.absolute()))}"
+    return f"--port {port}{folder}"
+
+
 def launch(settings: Settings, *, detach: bool) -> Exit:
     """Starts shards as the settings say; with `detach` returns as soon as they are ready.
 
@@ -338,7 +342,8 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
             raise CommandError(
                 Exit.ALREADY_RUNNING,
                 f"psserver already runs on port {run.port} (process {run.pid}, "
-                f"{len(run.shards)} shards); stop it with: psserver stop --port {run.port}",
+                f"{len(run.shards)} shards); stop it with: psserver stop "
+                f"{_options(run.port, server.state_dir)}",
             )
         if run.cluster == server.cluster and server.shard_index in [s.index for s in run.shards]:
             sys.stderr.write(

@@ -210,9 +210,11 @@ def test_a_state_directory_that_is_a_file_is_named(psserver: Command, detach: li
 
 
 def test_a_second_start_on_the_port_says_that_the_first_runs(psserver: Command) -> None:
-    with psserver.detached() as run:
-        done = psserver.run("start", "--port", run["port"], "--detach", code=7)
+    folder = ("--state-dir", psserver.folder / "state")
+    with psserver.detached(*folder) as run:
+        done = psserver.run("start", "--port", run["port"], *folder, "--detach", code=7)
         assert f"process {run['pid']}" in done.stderr
+        assert done.stderr.endswith(f"psserver stop --port {run['port']} --state-dir {folder[1]}\n")
 
 
 @pytest.mark.parametrize(
