@@ -102,8 +102,8 @@ soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow
 	$(BIN)/python -m benchmarks.soak --seconds 1800 --json
 
 simulate: $(STAMP) ## 21,000 seeds of the simulator: every rule, with faults and with workers that come and go
-	$(BIN)/python -m pssim sweep 500
-	$(BIN)/python -m pssim peers 0 10000
+	$(BIN)/python -m tests.sim sweep 500
+	$(BIN)/python -m tests.sim peers 0 10000
 
 fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

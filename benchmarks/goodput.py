@@ -3,7 +3,7 @@
     python -m benchmarks.goodput --quick --json
     python -m benchmarks.goodput --out docs/results/goodput.json
 
-The real replicas, clocks and stores (`pssim/failing.py`); computing is simulated. Each learner
+The real replicas, clocks and stores (`benchmarks/failing.py`); computing is simulated. Each learner
 fails at random times and is started again two minutes later. Decoupled rounds (`diloco` with a
 quorum) lose the failed learner's part of a round and its restart. Data parallelism is `ssgd`: a
 step waits for all, so everybody waits for each restart, and the failed learner's step is computed
@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from benchmarks import curves, kit
+from benchmarks.failing import FailingCluster, Failures
 from pscore.rules import parse_mode
-from pssim.failing import FailingCluster, Failures
 from pssim.network import NetworkLink
 from pssim.training import Compute, TrainingCluster, TrainingJob
 

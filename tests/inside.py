@@ -7,6 +7,7 @@ import torch
 import psworker
 from psworker.compression.pull_estimate import PulledEstimate
 from psworker.peers.peers import Peers
+from psworker.pipeline.run.continuing import ContinuingDriver
 from psworker.training.local_steps.peer_step import PeerStep
 from psworker.training.table import TrainingTable
 
@@ -46,3 +47,8 @@ def forget_worker(optimizer: psworker.DistributedOptimizer) -> None:
         patience_s = link.patience.limit_s
         session._joining.leave(link, "the test wants it", failed=True)
         link.patience.limit_s = patience_s
+
+
+def has_members(driver: ContinuingDriver) -> bool:
+    """Returns whether a pipeline's worker knows of workers that train."""
+    return bool(driver._members.ranks)

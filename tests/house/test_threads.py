@@ -17,7 +17,6 @@ OWN = {
     "psserver/process/checkpoint_schedule.py": "the outcome of each checkpoint is read",
     "psserver/remote/checkpoint.py": "the result of each call is read",
     "pscore/subscription/reader.py": "the result of each call is read",
-    "pssim/continued.py": "the result of each turn is read",
 }
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from pscore.compressors import COMPRESSORS
 from psserver.engine.residuals import ResidualCollection
-from pssim.case import Case, draw
+from pssim.case import Case
 from pssim.faulty import simulate
+from tests.sim.draws import draw
 
 SEEDS = 8
 RULES = ("asgd", "ssd", "ssgd")

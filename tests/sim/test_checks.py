@@ -17,10 +17,11 @@ from psserver.decisions.progress import Progress
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import SliceStore
 from psserver.slices.weights import Weights
-from pssim.case import Case, draw, draw_elastic
+from pssim.case import Case
 from pssim.faulty import simulate
 from psworker.connection.accounts.missed import Missed
 from psworker.replica.replica import Replica
+from tests.sim.draws import draw, draw_elastic
 
 SEEDS = 40
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pssim.continued import ContinuedWorld, Kill, draw, find_failure
 from psworker.pipeline.run import members
+from tests.sim.continuing_world import ContinuedWorld, Kill, draw, find_failure
 
 pytestmark = pytest.mark.usefixtures("no_sleep")
 REPLICAS, MINIBATCHES = (2, 1), 3

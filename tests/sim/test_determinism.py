@@ -9,9 +9,10 @@ import torch
 
 from pscore.rules import ASGD, RULES, SSGD
 from pscore.rules.base import Rule
-from pssim.case import Case, draw_rule
+from pssim.case import Case
 from pssim.faulty import Outcome, simulate
 from pssim.network import MessageFaults
+from tests.sim.draws import draw_rule
 
 # Modes whose workers exchange models are in tests/paper/test_decentralised.py.
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)

@@ -6,8 +6,8 @@ The checks of a fixed number hold here too, and no step closes while there are t
 import pytest
 
 from pscore.rules import RULES
-from pssim.case import draw_elastic
 from pssim.faulty import simulate
+from tests.sim.draws import draw_elastic
 
 # Modes whose workers exchange models are in tests/paper/test_decentralised.py.
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
@@ -21,7 +21,7 @@ def test_no_invariant_breaks(name: str) -> None:
         try:
             simulate(draw_elastic(name, seed))
         except BaseException as problem:
-            problem.add_note(f"\nrun it again: python -m pssim elastic {name} {seed}")
+            problem.add_note(f"\nrun it again: python -m tests.sim elastic {name} {seed}")
             raise
 
 

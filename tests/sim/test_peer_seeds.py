@@ -13,9 +13,9 @@ import pytest
 
 from pscore.graphs import GRAPHS
 from pscore.rules import parse_mode
-from pssim import peer_case
 from pssim.peers import DIRECTORY, HEARTBEAT_S, LEASE_S, TIMEOUT_S, PeerWorld, Trouble
 from psworker.gossip.pairs import Pairs
+from tests.sim import peer_cases
 
 SEEDS, PARTS = 160, 4
 
@@ -23,17 +23,17 @@ SEEDS, PARTS = 160, 4
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_invariant_of_exchanges_breaks(part: int) -> None:
     for seed in range(part, SEEDS, PARTS):
-        assert not peer_case.find_failure(seed)
+        assert not peer_cases.find_failure(seed)
 
 
 def test_seeds_draw_all_modes_graphs_and_faults() -> None:
-    cases = [peer_case.draw(seed) for seed in range(SEEDS)]
+    cases = [peer_cases.draw(seed) for seed in range(SEEDS)]
     found = {case.rule.exchange_name for case in cases}
     assert found == {"ring", "collective", "mixing", "pairs", "atomic", "push_sum"}
     graphs = {str(case.rule.arguments().get("graph")) for case in cases}
     assert graphs > set(GRAPHS)
     assert any("-" in graph for graph in graphs)
-    assert {case.num for case in cases} == set(range(1, peer_case.NUM_MAX + 1))
+    assert {case.num for case in cases} == set(range(1, peer_cases.NUM_MAX + 1))
     for told in (
         [bool(case.trouble.kills) for case in cases],
         [bool(case.trouble.lost) for case in cases],
@@ -45,9 +45,9 @@ def test_seeds_draw_all_modes_graphs_and_faults() -> None:
         assert set(told) == {False, True}
 
 
-def still(gossip: str) -> peer_case.PeerCase:
+def still(gossip: str) -> peer_cases.PeerCase:
     """Returns a case without gradients and without kills, over a bad network."""
-    found = (peer_case.draw(seed) for seed in range(1000))
+    found = (peer_cases.draw(seed) for seed in range(1000))
     return next(
         dataclasses.replace(case, is_still=True)
         for case in found
@@ -66,21 +66,21 @@ def test_a_case_notices_a_sum_that_changes(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Pairs, "on_answer", forgets)
     with pytest.raises(AssertionError, match="the sum of the models has changed"):
-        peer_case.check(still("pairs"))
+        peer_cases.check(still("pairs"))
 
 
 def test_a_case_notices_a_graph_that_does_not_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(still("mixing"), mode="dpsgd(graph=complete)")
-    peer_case.check(case)
-    monkeypatch.setattr(peer_case, "_spread", lambda models: float(np.abs(models).max()) + 1.0)
+    peer_cases.check(case)
+    monkeypatch.setattr(peer_cases, "_spread", lambda models: float(np.abs(models).max()) + 1.0)
     with pytest.raises(AssertionError, match="apart, at most"):
-        peer_case.check(case)
+        peer_cases.check(case)
 
 
 def test_a_worker_that_parts_stays_until_the_others_have_its_last_result() -> None:
     """Rank 3 dies in the only round; others end it, and rank 0 dies while they pass it on."""
     trouble = Trouble(lost=0.3, kills={0: 2.286260695230574, 3: 1.9851325088759406})
-    case = peer_case.PeerCase(
+    case = peer_cases.PeerCase(
         seed=3226,
         mode="allreduce(order=ranks)",
         num=6,
@@ -90,12 +90,12 @@ def test_a_worker_that_parts_stays_until_the_others_have_its_last_result() -> No
         compute_s=(0.02, 0.13, 0.02, 0.13, 0.1, 0.02),
         latency_s=0.4,
     )
-    peer_case.check(case)
+    peer_cases.check(case)
 
 
 def test_a_worker_parts_while_all_others_die() -> None:
     """Seed 5769: it had left at a meeting, and nobody was there for the next one."""
-    case = peer_case.PeerCase(
+    case = peer_cases.PeerCase(
         seed=5769,
         mode="dpsgd(graph='exp_static', order=awc)",
         num=3,
@@ -105,7 +105,7 @@ def test_a_worker_parts_while_all_others_die() -> None:
         compute_s=(0.5, 0.02, 0.5),
         latency_s=0.05,
     )
-    peer_case.check(case)
+    peer_cases.check(case)
 
 
 def longest_wait(mode: str, seed: int, gap_s: float) -> float:

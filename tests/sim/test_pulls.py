@@ -10,8 +10,8 @@ import pytest
 
 from pscore.compressors import parse_compressor
 from pscore.rules import RULES
-from pssim.case import draw
 from pssim.faulty import simulate
+from tests.sim.draws import draw
 
 # Modes whose workers exchange models are in tests/paper/test_decentralised.py.
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pscore.rules import DiLoCo, LocalSGD
-from pssim.case import SHAPES, Case, draw_elastic
+from pssim.case import SHAPES, Case
 from pssim.faulty import simulate
 from pssim.network import MessageFaults
+from tests.sim.draws import draw_elastic
 
 SEEDS = 6
 

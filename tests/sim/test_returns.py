@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from pssim.case import draw
 from pssim.faulty import simulate
+from tests.sim.draws import draw
 
 SEEDS = 12
 # Seeds in which workers waited for each other when each slice had a step of its own.

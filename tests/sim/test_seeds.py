@@ -6,8 +6,8 @@ A seed that fails is printed with the command that runs it again and shows every
 import pytest
 
 from pscore.rules import RULES
-from pssim.case import CHOICES, draw
 from pssim.faulty import simulate
+from tests.sim.draws import CHOICES, draw
 
 # Modes whose workers exchange models are in tests/paper/test_decentralised.py.
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
@@ -29,7 +29,7 @@ def test_no_invariant_breaks(name: str, part: int) -> None:
         try:
             simulate(draw(name, seed))
         except BaseException as problem:
-            problem.add_note(f"\nrun it again: python -m pssim run {name} {seed}")
+            problem.add_note(f"\nrun it again: python -m tests.sim run {name} {seed}")
             raise
 
 

@@ -251,5 +251,5 @@ def find_failure(seed: int) -> str:
         check(case)
     except (AssertionError, PeersStuckError) as problem:
         reason = str(problem).partition("\n")[0]
-        return f"python -m pssim peers {seed} {seed + 1}: {case.mode}: {reason}"
+        return f"python -m tests.sim peers {seed} {seed + 1}: {case.mode}: {reason}"
     return ""

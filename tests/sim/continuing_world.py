@@ -44,6 +44,7 @@ from psworker.pipeline.run.continuing import ContinuingDriver
 from psworker.pipeline.run.driver import Work
 from psworker.pipeline.run.members import ENDED
 from psworker.pipeline.run.schedule import Place, Stash
+from tests.inside import has_members
 
 JOB, NUM_SLICES, ACTIONS_MAX = "sim", 2, 20_000
 SAVE_EVERY = 3  # Minibatches from checkpoint to checkpoint.
@@ -513,7 +514,7 @@ class ContinuedWorld:
             driver.step(number, torch.ones(1, 1), None)
             if (behind := number + 1) % SAVE_EVERY == 0:
                 driver.save(behind, functools.partial(self._write, behind))
-                was_away = actor.member != actor.incarnation or not driver._members.ranks
+                was_away = actor.member != actor.incarnation or not has_members(driver)
                 is_known = was_away or behind in self.saved
                 assert is_known, f"the checkpoint of minibatch {behind} is missing"
         driver.finish(self.num_minibatches)
@@ -612,5 +613,5 @@ def find_failure(seed: int, *, stops: bool = False) -> str:
     try:
         draw(seed, stops=stops).run()
     except AssertionError as problem:
-        return f"python -m pssim pipelines {seed} {seed + 1}: {problem}"
+        return f"python -m tests.sim pipelines {seed} {seed + 1}: {problem}"
     return ""
