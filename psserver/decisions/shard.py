@@ -369,7 +369,7 @@ class Shard:
         if barrier.is_open and not was_open:
             job.barriers.holds = barrier.holds
         who = ", ".join(members.describe(rank) for rank in missing[:4]) or members.shortage()
-        return "" if barrier.is_open else f"{who} at barrier {name!r}"
+        return "" if barrier.is_open else f"{who} at barrier {name!r}{_in_turn(job, missing)}"
 
     def recheck(self, job: Job) -> Actions:
         """Decides again on every slice of a job, after its membership has changed."""
@@ -391,6 +391,17 @@ def require_name(what: str, name: str) -> None:
             f"{what} name {name[:NAME_LENGTH_MAX]!a} must have 1..{NAME_LENGTH_MAX} "
             "characters, all of them printable (no line ends, no escape sequences)"
         )
+
+
+def _in_turn(job: Job, missing: Sequence[int]) -> str:
+    """Returns the words for a worker at a barrier whose step one of the `missing` waits for."""
+    for clock in (clock for table in job.tables.values() for clock in table.clocks.values()):
+        for rank in missing:
+            step, ranks = clock.held_up(rank)
+            there = [job.membership.describe(other) for other in ranks if other not in missing]
+            if there:
+                return f", and a pull of worker {rank} waits for step {step} of {there[0]}"
+    return ""
 
 
 def _welcome(job: Job, member: Member, *, came_back: bool) -> None:

@@ -106,6 +106,14 @@ class SliceState:
         """Whether a worker waits: for the answer to a pull, or with a parked push."""
         return bool(self._pulls or self.parking)
 
+    def held_up(self, worker: int) -> tuple[int, list[int]]:
+        """Returns the step that a worker's pull waits for, and the ranks that have yet to push it.
+
+        No ranks: none of its pulls waits.
+        """
+        step, ranks = self.missing()
+        return step, ranks if any(pull.worker == worker for pull in self._pulls.values()) else []
+
     @property
     def beginning(self) -> set[int]:
         """Ranks of workers that wait to begin behind a step in which their push is."""
