@@ -21,6 +21,10 @@ class Companion(Protocol):
     """Tables of another kind than the model's, whose steps are those of the wrapped optimizer."""
 
     @property
+    def by_step(self) -> bool:
+        """Whether steps of these tables wait for workers."""
+
+    @property
     def has_gradient(self) -> bool:
         """Whether backward has made a gradient of any of them since they were cleared."""
 
@@ -35,7 +39,7 @@ class Companion(Protocol):
         """Asks the shards with which step this worker begins; from their answers on they wait.
 
         Returns:
-            The step, where all workers make each step of these tables together; else 0.
+            The step of the training.
 
         Raises:
             PacelineError: A shard refused something, or does not answer.
@@ -45,8 +49,7 @@ class Companion(Protocol):
         """Announces to the shards the step with which this worker begins, after `ask`.
 
         Args:
-            step: Step of the training, where all workers make each step together; None: that of
-                `ask`.
+            step: Step of the training; None: that of `ask`.
 
         Returns:
             A function that waits for their answers; it raises as `ask` does.

@@ -85,7 +85,7 @@ class RowExchange:
         """Asks every slice with which step this worker begins; from its answer on it waits for it.
 
         Returns:
-            In a mode by step the newest of these steps, as training counts them; else 0.
+            The newest of these steps, as training counts them.
 
         Raises:
             PacelineError: A shard refused the request, or does not answer.
@@ -99,21 +99,19 @@ class RowExchange:
         self._found = [
             (reply.clock, reply.version if by_step else reply.clock) for reply in replies
         ]
-        newest = max(map(max, self._found))
-        return origin.step + max(0, newest - origin.clock) if by_step else 0
+        return origin.step + max(0, max(map(max, self._found)) - origin.clock)
 
     def begin_at(self, step: int | None) -> Callable[[], None]:
         """Announces to every slice, after `ask`, the step with which this worker begins.
 
         Args:
-            step: Step of the training, where all workers make each step together; None: the newest
-                step that a slice expects next.
+            step: Step of the training; None: the newest step that a slice expects next.
 
         Returns:
             A function that waits until every slice has been told; it raises as `ask` does.
         """
         first, origin = max(map(max, self._found)), self.origin
-        if self.spec.rule.by_step and step is not None:
+        if step is not None:
             first = max(first, origin.clock + step - origin.step)
         self.counts = [first for _ in self.counts]
         calls = {

@@ -133,6 +133,11 @@ class RowTables:
     # ----- as a companion: psworker/job/companions.py describes arguments and errors
 
     @property
+    def by_step(self) -> bool:
+        """Whether the rows' mode is one by step."""
+        return self.exchange.spec.rule.by_step
+
+    @property
     def has_gradient(self) -> bool:
         """Whether backward has made a gradient of any row since they were cleared."""
         return any(table.weight.grad is not None for table in self._tables)

@@ -75,31 +75,32 @@ def find_companions(
 def begin_together(
     table: TrainingTable, companions: Sequence[Companion], begin: Callable[[Agree], None]
 ) -> None:
-    """Begins with a model's table and those beside it.
+    """Begins with a model's table and those beside it: with one step, the newest of any slice.
 
-    Where all workers make each step together this is one step, the newest that any slice expects:
-    the others' next one waits for this worker in the tables that it has asked, so all are asked
-    before any is told.
+    Else a worker's steps had other numbers beside the model than in it, and one that has made its
+    last step could be awaited there. Where steps wait for workers, the others' next one waits for
+    this worker in the tables that it has asked, so all are asked before any is told. Rounds, and
+    steps that may close without a worker, have numbers of their own.
 
     Args:
         begin: Begins with the model's table. Its argument returns the first push there, given the
             one that its slices expect.
     """
     waits: list[Callable[[], None]] = []
-    asked = [each.ask() for each in companions] if takes_all(table.rule) else []
+    asked = {each: each.ask() for each in companions} if _is_counted_alike(table.rule) else {}
 
     def agree(first: int) -> int:
-        origin = table.exchange.origin
-        first = max([first, *(origin.clock + step - origin.step for step in asked)])
+        origin, by_step = table.exchange.origin, table.rule.by_step
+        theirs = [step for each, step in asked.items() if each.by_step or not by_step]
+        first = max([first, *(origin.clock + step - origin.step for step in theirs)])
         step = origin.step + max(0, first - origin.clock)
-        waits.extend(each.begin_at(step) for each in companions if asked)
+        waits.extend(each.begin_at(step) for each in asked)
         return first
 
     begin(agree)
-    if not asked:
-        for each in companions:
-            each.ask()
-            waits.append(each.begin_at(None))
+    for each in companions if not asked else ():
+        each.ask()
+        waits.append(each.begin_at(None))
     for wait in waits:
         wait()
 
@@ -108,4 +109,10 @@ def begin_beside(table: TrainingTable, companions: Sequence[Companion]) -> None:
     """Begins with the tables beside a model's, which itself begins later."""
     for each in companions:
         each.ask()
-        each.begin_at(table.replica.step if takes_all(table.rule) else None)()
+        each.begin_at(table.replica.step if _is_counted_alike(table.rule) else None)()
+
+
+def _is_counted_alike(rule: Rule) -> bool:
+    """Returns whether each step of a worker is one push, of the tables beside the model too."""
+    is_alone = not (rule.by_step or rule.outer_optimizer or rule.gossip)
+    return is_alone or takes_all(rule)

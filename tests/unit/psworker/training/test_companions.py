@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError
-from pscore.rules import ASGD, SSGD
+from pscore.rules import ASGD, SSGD, DiLoCo
 from pscore.rules.base import Rule
 from pscore.types import Origin
 from psworker.job.companions import Companion, Declare
@@ -80,8 +80,8 @@ def test_an_optimizer_of_tables_that_no_room_has_is_refused(
 class Asked:
     """A companion at a step of its own, which notes with which one it begins."""
 
-    def __init__(self, step: int, order: list[Any]) -> None:
-        self.step, self.order = step, order
+    def __init__(self, step: int, order: list[Any], by_step: bool) -> None:
+        self.step, self.order, self.by_step = step, order, by_step
 
     def ask(self) -> int:
         self.order.append("asked")
@@ -92,7 +92,7 @@ class Asked:
         return lambda: self.order.append("answered")
 
 
-def begin(rule: Rule, expected: int, steps: list[int]) -> list[Any]:
+def begin(rule: Rule, expected: int, steps: list[int], *, by_step: bool = True) -> list[Any]:
     """Begins with a table whose slices expect a push; returns what happened, in order."""
     order: list[Any] = []
     exchange = SimpleNamespace(origin=Origin(clock=30, step=100))
@@ -102,7 +102,7 @@ def begin(rule: Rule, expected: int, steps: list[int]) -> list[Any]:
         order.append("pulled")
         order.append(agree(expected))
 
-    found = [Asked(step, order) for step in steps]
+    found = [Asked(step, order, by_step) for step in steps]
     companions.begin_together(table, cast(Any, found), begin_table)
     return order
 
@@ -118,5 +118,14 @@ def test_a_model_and_its_companions_begin_with_the_newest_step_of_any() -> None:
     assert begin(SSGD(), 32, []) == ["pulled", 32]
 
 
-def test_companions_begin_by_themselves_where_workers_make_steps_alone() -> None:
-    assert begin(ASGD(), 32, [104]) == ["pulled", 32, "asked", None, "answered"]
+def test_asynchronous_companions_begin_with_the_step_of_the_model() -> None:
+    expected = ["asked", "pulled", 104, 34, "answered"]
+    assert begin(ASGD(), 32, [104], by_step=False) == expected
+    assert begin(ASGD(), 34, [101], by_step=False) == expected
+    assert begin(SSGD(), 34, [101], by_step=False) == expected
+    assert begin(SSGD(), 34, [109], by_step=False) == expected
+
+
+def test_companions_begin_by_themselves_beside_rounds_and_backup_workers() -> None:
+    for rule in (DiLoCo(), SSGD(backup=1)):
+        assert begin(rule, 32, [104]) == ["pulled", 32, "asked", None, "answered"]
