@@ -160,9 +160,11 @@ def check_section(name: str, *, keeps: bool) -> None:
     Raises:
         NotRunError: This machine lacks what it needs.
     """
-    log = Log()
-    SECTIONS[name](log)
-    log.say(f"ok    {name}")
+    # An engine that leaves a Swarm forgets the names of containers in all of its networks.
+    with locked(ROOT / "docker-compose.yml", is_shared=name != "swarm"):
+        log = Log()
+        SECTIONS[name](log)
+        log.say(f"ok    {name}")
     if keeps:
         keep({name: [f"{name}: {machine()}", *log.lines]})
 
@@ -176,10 +178,10 @@ def keep(sections: dict[str, list[str]]) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Locks a file meanwhile, which another process of the same tests may write too."""
+def locked(path: Path, *, is_shared: bool = False) -> Iterator[None]:
+    """Locks a file meanwhile against other processes of the same tests."""
     with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
         yield
 
 
