@@ -116,8 +116,7 @@ class Cluster:
     _num_moves: int = 0
 
     def __enter__(self) -> Cluster:
-        self._has_made_app = not APP.exists()
-        APP.mkdir(exist_ok=True)
+        APP.mkdir(exist_ok=True)  # It stays: pods of another process of the tests may be in it.
         self._switch = self._namespace("switch")
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "addr", "add", f"{SWITCH}/24", "dev", "bridge")
@@ -145,8 +144,6 @@ class Cluster:
                 pod.process.wait()
         while self._names:
             subprocess.run(["ip", "netns", "delete", self._names.pop()], check=False)
-        if self._has_made_app:
-            APP.rmdir()
 
     def start(self, name: str) -> None:
         """Starts a pod, for the first time or anew, as its controller would."""
