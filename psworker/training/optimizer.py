@@ -29,6 +29,7 @@ from pscore.table_names import newest, next_name
 from pscore.timing.auto import parse_fixed_mode
 from psworker.connection.accounts.left_out import LeftOut
 from psworker.job import context
+from psworker.job.companions import Companion
 from psworker.job.grouping import Choice
 from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
@@ -201,14 +202,14 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         if (chosen := self._wish.join(session, name)) != rule:
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
         named, run = self._declaration.named, self._run_in_forward
-        declare = find_companions(rows, named, beside or rule, self._context, first, run)
+        self._beside = find_companions(rows, named, beside or rule, self._context, first, run)
         with growth.explain_growth(name):
             table = self._declare(name, parameters, rule, plugin, samples, early.has_views, model)
         self._take(optimizer, parameters)
         self._left_out, self._hints = LeftOut(), Hints(model)
         self._buffers = Buffers(model, buffers, session)
         self._warn_of_buffers(rule)
-        self._companions = declare()
+        self._companions: list[Companion] = []  # Declared by `_start`.
         self._drive(table, early)
         self._recovery.start(self._start)
         self._gradients.watch(self._recovery.hook)
@@ -646,6 +647,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
     def _start(self) -> None:
         """Starts training: the first weights are uploaded, and pulled."""
         table, companions = self._table, self._companions
+        companions[:] = companions or self._beside()
         for companion in companions:
             companion.start()
         begin_together(table, companions, lambda agree: table.start(self.param_groups, agree))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +141,34 @@ def test_rows_follow_the_step_of_a_state_that_was_loaded() -> None:
                 worker.tell()
             for found in results_of([workers[0], again]):
                 assert found == [0.5] * (2 * STEPS * IDS)
+
+
+def come_late(me: Station) -> list[float]:
+    """Trains; worker 1 waits where it has declared its dense part and not its rows."""
+    torch.set_num_threads(1)
+
+    def wait(_: TrainingTable) -> None:
+        me.tell("declared")
+        me.hear()
+
+    if me.rank == 1:
+        after(TrainingTable, "__init__", wait)
+    table, optimizer, make_step = make(me.rank)
+    while optimizer.steps < STEPS:
+        make_step(optimizer.steps)
+    return counted(table)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_before_its_rows_are_declared_joins_again() -> None:
+    """Its script ended with an error."""
+    job = new_job()
+    with Shards(2, lease_s=3.0) as shards, shards.workers(come_late, job=job) as workers:
+        second = workers[1]
+        assert second.hear() == "declared"
+        second.kill(signal.SIGSTOP)
+        shards.wait_until_lost(job, 1)
+        second.tell()
+        second.kill(signal.SIGCONT)
+        first, found = results_of(workers)
+        assert first == found
