@@ -625,6 +625,10 @@ def export(
             raise ConfigError(f"{flag} {value} has no effect with --from: it reads a checkpoint")
     if since is not None and table is None:
         raise ConfigError(f"--since {since} needs --table: only row tables have changes")
+    if not path.parent.is_dir():
+        raise CommandError(
+            Exit.STATE_DIR, f"cannot write {path}: there is no folder {path.parent}; make it first"
+        )
     if source is not None:
         _, taken = files.read(source, job, _warn)
     else:

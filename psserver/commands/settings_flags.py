@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 
 from psserver.process.settings import SECTIONS, flag_of
 
+NUMBERS: dict[Any, str] = {int: "<int>", float: "<float>"}
+
 
 def make_flags() -> list[Any]:
     """Returns an option of a command for each setting; None where it is not given."""
@@ -38,8 +40,11 @@ def _annotation(name: str, field: FieldInfo) -> Any:
     """Returns the type of a flag, with the text of its setting and the default."""
     kind = next((one for one in get_args(field.annotation) if one is not type(None)), None)
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    if choices or not isinstance(field.annotation, types.UnionType):
-        kind = str if choices else field.annotation
+    if not choices and not isinstance(field.annotation, types.UnionType):
+        kind = field.annotation
+    metavar = NUMBERS.get(kind) or "|".join(choices) or None
+    if metavar is not None:
+        kind = str  # The setting's own check names its range.
     text = " ".join((field.description or "").split())
     default = "" if field.default in (None, "", False) else f" [{_shown(name, field.default)}]"
     return Annotated[
@@ -47,7 +52,7 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         typer.Option(
             *([f"--{name}"] if field.default is False else []),
             help=f"{text}{default}",
-            metavar="|".join(choices) or None,
+            metavar=metavar,
         ),
     ]
 

@@ -496,7 +496,8 @@ def _sentence(
     hint = ""
     if isinstance(value, str) and value.startswith("tcp://"):
         hint = "; Kubernetes sets it for a service of this name: set enableServiceLinks to false"
-    return f"{name} is {value!r} ({origins[name]}), must be {_wanted(kind, field, first)}{hint}"
+    shown = value if isinstance(value, str) and value.isdecimal() else repr(value)
+    return f"{name} is {shown} ({origins[name]}), must be {_wanted(kind, field, first)}{hint}"
 
 
 def _wanted(kind: type[BaseSettings], field: str, error: Mapping[str, Any]) -> str:

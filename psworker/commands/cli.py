@@ -86,8 +86,9 @@ NodeRank = Annotated[int | None, typer.Option(help="With --nnodes: number of thi
 def run(
     *,
     command: Annotated[
-        list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
-    ],
+        list[str] | None,
+        typer.Argument(help="script.py, -m module, or a program; then its arguments."),
+    ] = None,
     workers: Workers = None,
     nnodes: Nnodes = None,
     node_rank: NodeRank = None,
@@ -136,7 +137,7 @@ def run(
     # Launches that join the same job have to agree on its name.
     is_shared = place.has_others or (place.elastic is not None and addresses != ())
     plan = LaunchPlan(
-        command=worker_command(command),
+        command=worker_command(command or ()),
         place=place,
         pipeline="" if pipeline is None else str(pipeline.absolute()),
         servers=addresses,

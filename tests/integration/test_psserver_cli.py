@@ -222,6 +222,7 @@ def test_a_second_start_on_the_port_says_that_the_first_runs(psserver: Command) 
     [
         (["--shards", "0"], "server.shards is 0"),
         (["--shards", "65"], "must be in 1..64"),
+        (["--shards", "two"], "server.shards is 'two' (flag --shards), must be in 1..64"),
         (["--host", "0.0.0.0"], "--insecure"),
         (["--log-format", "xml"], "log.format is 'xml'"),
         (["--config", "nonesuch.toml"], "nonesuch.toml"),

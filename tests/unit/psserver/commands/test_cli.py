@@ -57,6 +57,16 @@ def test_a_misspelt_variable_is_refused_before_a_shard_starts(
     assert "PACELINE_CHECKPOINT_S was probably meant" in capsys.readouterr().err
 
 
+def test_an_export_into_no_folder_is_refused_before_anybody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["psserver", "export", "/nonesuch/m.safetensors"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == Exit.STATE_DIR
+    assert "there is no folder /nonesuch; make it first" in capsys.readouterr().err
+
+
 def test_commands_that_find_servers_describe_the_search_and_not_the_start() -> None:
     start = {option.name: option.help for option in parameters("start")}
     found = [

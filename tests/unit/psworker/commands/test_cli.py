@@ -193,3 +193,10 @@ def test_a_number_out_of_its_range_is_refused_by_the_option_s_name(
 ) -> None:
     assert psworker(monkeypatch, *arguments) == Exit.USAGE
     assert f"Invalid value for '{arguments[1]}'" in capsys.readouterr().err
+
+
+def test_a_run_without_a_script_shows_how_to_name_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert psworker(monkeypatch, "run", "--workers", "2") == Exit.USAGE
+    assert "no command: psworker run --workers 2 -- train.py" in capsys.readouterr().err
