@@ -328,8 +328,11 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})"
     )
     console.print(table_of(title, columns, workers))
-    _show_peers(console, job)
-    _show_stages(console, job)
+    peers = [one | {"rank": worker["rank"]} for worker in workers for one in worker["peers"]]
+    stages = [one["stage"] | {"rank": one["rank"]} for one in workers if one["stage"]]
+    for names, rows in ((PEER_COLUMNS, peers), (STAGE_COLUMNS, stages)):
+        if rows:
+            console.print(table_of(None, names, rows))
     console.print(table_of(None, TABLE_COLUMNS, job["tables"][:LISTED_MAX]))
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
@@ -394,20 +397,6 @@ def _show_exposed(console: Any, job: dict[str, Any]) -> None:
                 "no space to be journalled, and would be lost with their shard's process",
                 markup=False,
             )
-
-
-def _show_peers(console: Any, job: dict[str, Any]) -> None:
-    """Prints the exchanges of workers with each other, in modes that have them."""
-    found = [peers | {"rank": one["rank"]} for one in job["workers"] for peers in one["peers"]]
-    if found:
-        console.print(table_of(None, PEER_COLUMNS, found))
-
-
-def _show_stages(console: Any, job: dict[str, Any]) -> None:
-    """Prints the work of a pipeline's stages."""
-    found = [one["stage"] | {"rank": one["rank"]} for one in job["workers"] if one["stage"]]
-    if found:
-        console.print(table_of(None, STAGE_COLUMNS, found))
 
 
 def table_of(title: str | None, columns: Mapping[str, Value], items: Iterable[Any]) -> Any:
