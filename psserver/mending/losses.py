@@ -86,7 +86,7 @@ class Losses:
         """
         for index, answer in enumerate(answers):
             known = self._shards.setdefault(index, _HeldJobs(answer.shard.instance, set()))
-            if known.instance == answer.shard.instance:
+            if known.instance == answer.shard.instance and job in jobs_with_weights(answer):
                 known.held.add(job)
 
     def _note(self, index: int, answer: pb.StatusReply) -> None:

@@ -101,6 +101,18 @@ def test_a_shard_that_loses_a_job_directly_after_its_first_checkpoint_is_mended(
         mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
 
 
+def test_a_shard_without_slices_of_a_job_loses_nothing_after_a_checkpoint(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    mender = Mender(["a:1", "b:1"], [tmp_path], lambda: ANYONE)
+    mender.note("a", [shard(1, a=1), shard(2, a=None)])
+    write(tmp_path, make(1.0, "a"), keep=3)
+    for answers in ([shard(1, a=2), shard(2, a=None)], [shard(1, a=2), shard(3)]):
+        cluster.answers = list(answers)
+        mender.look()
+    assert not cluster.restored
+
+
 def test_a_shard_that_refuses_is_asked_again_and_logged_once(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
