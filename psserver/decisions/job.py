@@ -68,6 +68,8 @@ class Job:
     life: Life = field(default_factory=Life)
     choice: ModeChoice = field(default_factory=ModeChoice)  # The mode, if workers left it open.
     directories: dict[int, Directory] = field(default_factory=dict)  # By table.
+    # Of directories. Those of another process of the shard have others: workers compare them.
+    first_epoch: int = 0
 
     def directory(self, table: int) -> Directory:
         """Returns the directory of a table's peers that are live.
@@ -75,7 +77,8 @@ class Job:
         Raises:
             UnknownJobError: The job has no such table.
         """
-        directory = self.directories.setdefault(self.table(table).index, Directory())
+        new = Directory(epoch=self.first_epoch)
+        directory = self.directories.setdefault(self.table(table).index, new)
         directory.keep(self.incarnations)
         return directory
 

@@ -8,6 +8,7 @@ different times. Its last checkpoint is the next best; without one, a person mus
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from psserver.slices.pool import NUMBERS
 from psserver.stores import kind_of
 
 log = structlog.get_logger()
+EPOCH_BITS = 40  # Of the first epoch of a process: none is that of a former one, by chance.
 # Raised by reading a damaged journal, or a whole one of another version of this program.
 UNUSABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PacelineError,
@@ -316,6 +318,7 @@ class Recovery:
                 arrived = dict.fromkeys(ranks, largest)
                 job.barriers.by_name[name] = Barrier(round_, arrived, is_open, *former)
             job.barriers.holds = bool(meta.get("holds"))
+            job.first_epoch = secrets.randbits(EPOCH_BITS)
             begin(job, recorder, [self._open(job, recorder, *entry) for entry in tables.items()])
         except UNUSABLE:
             del self._shard.jobs[job.name]

@@ -1,8 +1,11 @@
 """Workers that are killed in a step or before it, and the steps of their next processes."""
 
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +16,7 @@ import torch
 import psworker
 from psworker.connection.exchange.exchange import Exchange
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
+from tests.integration.command import Command, lasting_ports, live_shards, require_started
 
 NUMEL = 9000  # Two slices on two shards.
 STEPS = 6
@@ -110,6 +114,32 @@ def rounds(me: Station) -> np.ndarray:
         values = [parameter.detach().numpy() for parameter in group["params"]]
     optimizer.close()
     return np.stack([value[: 2 * STEPS] for value in values])
+
+
+def steps_alone(me: Station) -> int:
+    """Makes a step, and those that are left once it is told to; returns their number."""
+    optimizer = make("dpsgd(average_every=2)")
+    step(me, optimizer)
+    me.tell()
+    me.hear()
+    return steps_on(optimizer)
+
+
+def comes_to_peers(me: Station) -> int:
+    """Comes to workers that train, and trains with them."""
+    return steps_on(make("dpsgd(average_every=2)"))
+
+
+def steps_on(optimizer: Any) -> int:
+    """Makes steps without a gradient to the end; returns their number."""
+    while optimizer.steps < STEPS:
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros(NUMEL)
+        optimizer.step()
+    psworker.shutdown()
+    return int(optimizer.steps)
 
 
 def train(me: Station, optimizer: Any) -> np.ndarray:
@@ -217,3 +247,21 @@ def test_a_worker_whose_model_is_in_an_open_round_is_not_waited_for_in_the_first
             with shards.workers(rounds, ranks=[1], job=job, env=env) as (second,):
                 found, other = results_of([first, second])
     assert np.array_equal(found, other)
+
+
+@pytest.mark.slow
+def test_a_worker_notices_one_that_came_while_the_first_shard_began_again(tmp_path: Path) -> None:
+    """The shard counted its meetings from 1 again, which was the number that the worker knew."""
+    command, job = Command(tmp_path), new_job()
+    bounds = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "2", "PACELINE_RANK": "-1"}
+    with command.spawn("start", "--shards", 2, *lasting_ports()) as process, ExitStack() as stack:
+        require_started(process)
+        servers = ",".join(command.run_file()["addresses"])
+        env = bounds | {"PACELINE_SERVERS": servers, "PACELINE_JOB": job, "WORLD_SIZE": "2"}
+        first = stack.enter_context(closing(Worker(steps_alone, 0, (), env)))
+        first.hear()
+        os.kill(live_shards(tmp_path)[0], signal.SIGKILL)
+        second = stack.enter_context(closing(Worker(comes_to_peers, 1, (), env)))
+        wait_until(lambda: "to know who takes part" in second.written())
+        first.tell()
+        assert [worker.result() for worker in (first, second)] == [STEPS, STEPS]

@@ -104,6 +104,16 @@ def test_a_written_job_is_restored(folder: Path) -> None:
     assert Process(folder).names == ["a"]
 
 
+def test_peers_have_other_epochs_in_each_process(folder: Path) -> None:
+    """One that came anew got the epoch that a peer knew, which then noticed nothing."""
+    epochs = set()
+    for _ in range(3):
+        process = Process(folder)
+        epochs.add(process.engine.jobs["a"].job.directory(0).epoch)
+        process.kill()
+    assert len(epochs - {0}) == 3
+
+
 def test_a_table_keeps_the_number_that_it_has_on_the_first_shard(folder: Path) -> None:
     """Workers may have been killed when they had declared a table there alone."""
     process = Process(folder)
