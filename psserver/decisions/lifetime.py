@@ -70,8 +70,8 @@ class Lifetimes:
         is_back = member.returns or member.continues or is_repeated(job, member)
         live = [job.membership.members[rank] for rank in job.membership.live()]
         is_back |= any(other.is_restored for other in live)
-        follows = life not in (0, job.life.number) and job.is_in_first_step
-        return not is_back and (follows or (is_dead and not job.has_progress))
+        may_be = job.is_in_first_step if life else not job.has_progress
+        return is_dead and not is_back and may_be
 
     def begins_anew(self, name: str, *, refills: bool) -> str:
         """Returns the news for workers that begin a job of this name; empty if it is the first.

@@ -93,9 +93,8 @@ class Shard:
             job = former
         else:
             news = self.lifetimes.begins_anew(name, refills=member.refills)
-            number = life or (1 if former is None else former.life.number + 1)
             job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
-            job.life = Life(number=number, news=news)
+            job.life = Life(number=life or 1, news=news)
         if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
             raise JobMismatchError(
                 f"job {name!r} has {job.membership.size} workers, this worker was started for "

@@ -66,7 +66,7 @@ def test_a_shard_finds_its_state_again(name: str) -> None:
 
 def test_shard_0_takes_checkpoints_of_all_shards() -> None:
     first, *others = [options(name) for name in SHARDS]
-    assert first["checkpoint_s"] > 0
+    assert float(first["checkpoint_s"]) > 0
     assert first["shard_addresses"] == ",".join(f"{name}:7070" for name in SHARDS)
     assert not any(values["checkpoint_s"] or values["shard_addresses"] for values in others)
     assert "PACELINE_TLS_CA" in SERVICES[SHARDS[0]]["environment"]
@@ -74,8 +74,8 @@ def test_shard_0_takes_checkpoints_of_all_shards() -> None:
 
 def test_the_shards_are_one_cluster() -> None:
     given = [options(name) for name in SHARDS]
-    assert [values["shard_index"] for values in given] == list(range(len(SHARDS)))
-    assert {values["shards"] for values in given} == {len(SHARDS)}
+    assert [int(values["shard_index"]) for values in given] == list(range(len(SHARDS)))
+    assert {int(values["shards"]) for values in given} == {len(SHARDS)}
     assert len({values["cluster"] for values in given}) == 1
     assert all(values["host"] == "0.0.0.0" and not values["insecure"] for values in given)
 

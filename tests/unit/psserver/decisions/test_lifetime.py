@@ -74,9 +74,8 @@ def test_a_shard_without_an_update_follows_the_first_one_which_has_some(noticed:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-@pytest.mark.parametrize("is_noticed", [True, False])
 def test_a_shard_follows_the_first_one_which_begins_anew_if_it_has_the_first_step_alone(
-    num_steps: int, is_noticed: bool
+    num_steps: int,
 ) -> None:
     """The workers ended with an error: this shard had a step, and the first one no weights."""
     first, _, _ = ready(2)
@@ -84,14 +83,13 @@ def test_a_shard_follows_the_first_one_which_begins_anew_if_it_has_the_first_ste
     for step in range(num_steps):
         for rank in (0, 1):
             push(shard, job, address, rank, step)
-    for one in (first, shard) if is_noticed else (first,):
+    for one in (first, shard):
         one.tick(LEASE_S + 1.0)
     for rank in (0, 1):
         life = first.decide_join("run", 2, member(rank, 2, restart=1))[0].life.number
         comes = member(rank, 2, restart=1)
         assert (shard.decide_join("run", 2, comes, life=life)[0] is job) == (num_steps > 1)
         assert not first.jobs["run"].has_progress
-    assert first.jobs["run"].life.number == shard.jobs["run"].life.number == 2
 
 
 def test_a_shard_that_is_killed_before_the_first_update_keeps_the_weights() -> None:
@@ -469,6 +467,20 @@ def test_a_worker_that_was_started_again_finishes_as_well_and_begins_the_next_ru
     shard.decide_leave("run", 0, 2, "finished")
     again = dataclasses.replace(member(0, 3, restart=1), after=2)
     assert shard.decide_join("run", 1, again)[0] is not job
+
+
+def test_another_shard_waits_too_for_the_end_of_the_run_before() -> None:
+    """It began another life with the worker that came, and the next run had no weights there."""
+    shard, job, address = ready(2)
+    for step in range(2):
+        for rank in (0, 1):
+            push(shard, job, address, rank, step)
+    shard.decide_leave("run", 0, 1, "finished")
+    follower = dataclasses.replace(member(0, 2), after=1)
+    with pytest.raises(NotOverError, match="has finished a run of job 'run'"):
+        shard.decide_join("run", 2, follower, life=1)
+    shard.decide_leave("run", 1, 1, "finished")
+    assert shard.decide_join("run", 2, follower, life=1)[0] is not job
 
 
 def test_a_process_that_has_finished_is_needed_again_if_all_others_were_lost() -> None:
