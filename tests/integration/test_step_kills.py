@@ -126,7 +126,7 @@ def steps_alone(me: Station) -> int:
 
 
 def comes_to_peers(me: Station) -> int:
-    """Comes to workers that train, and trains with them."""
+    """Joins workers that train, and trains with them."""
     return steps_on(make("dpsgd(average_every=2)"))
 
 
