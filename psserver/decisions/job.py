@@ -68,7 +68,7 @@ class Job:
     life: Life = field(default_factory=Life)
     choice: ModeChoice = field(default_factory=ModeChoice)  # The mode, if workers left it open.
     directories: dict[int, Directory] = field(default_factory=dict)  # By table.
-    # Of directories. Those of another process of the shard have others: workers compare them.
+    # The first epoch of directories; another process has others, which workers compare.
     first_epoch: int = 0
 
     def directory(self, table: int) -> Directory:

@@ -36,7 +36,7 @@ from psserver.slices.pool import NUMBERS
 from psserver.stores import kind_of
 
 log = structlog.get_logger()
-EPOCH_BITS = 40  # Of the first epoch of a process: none is that of a former one, by chance.
+EPOCH_BITS = 40  # A drawn first epoch: the chance that a former process had it is nil.
 # Raised by reading a damaged journal, or a whole one of another version of this program.
 UNUSABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, PacelineError,
