@@ -41,6 +41,7 @@ class Life:
     number: int = 1
     first_step: int = 0
     is_restored: bool = False  # From a checkpoint, at any step.
+    is_anew: bool = False  # The former job of this name had ended here.
     idle_s: float | None = None  # Time at which it was first seen without workers.
     news: str = ""  # For each worker, when it joins for the first time.
     told: dict[int, int] = field(default_factory=dict)  # By rank: the incarnation that got it.

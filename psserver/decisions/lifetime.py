@@ -59,19 +59,23 @@ class Lifetimes:
         It is not if it has ended, or if the worker takes the rank of a dead one before there was
         any update, here or on the first shard: then nothing is lost. Others may live that had no
         time to speak to a new process of this shard: they have uploaded their weights. If the
-        first shard has begun it anew, so does this one, which may have made the first step alone.
+        first shard has begun it anew, so does this one, which may have made the first step alone,
+        or have noticed the end of the last worker before the loss of another.
 
         Args:
             life: Number of the life on the first shard; 0: this is the first shard.
         """
         if job.is_over:
             return _has_finished(job, member) or not self._belongs(job, num_workers, member)
-        is_dead = member.rank in job.membership.members and job.membership.is_deserted(member.rank)
+        is_deserted = job.membership.is_deserted(member.rank)
         is_back = member.returns or member.continues or is_repeated(job, member)
         live = [job.membership.members[rank] for rank in job.membership.live()]
         is_back |= any(other.is_restored for other in live)
+        if is_back or not is_deserted:
+            return False
+        is_dead = member.rank in job.membership.members
         may_be = job.is_in_first_step if life else not job.has_progress
-        return is_dead and not is_back and may_be
+        return member.anew or (is_dead and may_be)
 
     def begins_anew(self, name: str, *, refills: bool) -> str:
         """Returns the news for workers that begin a job of this name; empty if it is the first.

@@ -91,6 +91,7 @@ class Member:
     reason: str = ""  # The reason for which it left.
     returns: bool = False  # It was part of the job before: a job without live workers continues.
     continues: bool = False  # The first shard, which it has joined, has the job under way.
+    anew: bool = False  # That shard has begun it anew: the former one had ended there.
     refills: bool = False  # It brings its part of the job to a shard that has lost that.
     asked_s: float = -math.inf  # Time at which it first asked, if it waits for a dead one's rank.
     waits: str = ""  # The shard that does not answer it, as the worker describes it.

@@ -94,7 +94,8 @@ class Shard:
         else:
             news = self.lifetimes.begins_anew(name, refills=member.refills)
             job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
-            job.life = Life(number=life or 1, news=news)
+            has_ended = former is not None and former.membership.has_ended
+            job.life = Life(number=life or 1, news=news, is_anew=has_ended)
         if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
             raise JobMismatchError(
                 f"job {name!r} has {job.membership.size} workers, this worker was started for "

@@ -265,6 +265,7 @@ class RunningJob:
                 progress=self.job.progress,
                 life=self.job.life.number,
                 modes={name: str(table.spec.rule) for name, table in self.job.tables.items()},
+                anew=self.job.life.is_anew,
             )
 
     def choose_mode(

@@ -29,6 +29,7 @@ class Welcome:
     progress: dict[str, int]  # Step of each table.
     life: int
     modes: dict[str, str]  # Mode of each table.
+    anew: bool  # Whether the former job of this name had ended.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -292,6 +292,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             returns=request.returns,
             refills=request.refills,
             continues=request.continues,
+            anew=request.anew,
             asked_s=now_s - request.waited_ms / 1000 if request.waited_ms else -math.inf,
         )
         job = self._engine.join(

@@ -98,6 +98,7 @@ class Known:
     modes: dict[str, str] = field(default_factory=dict)  # Mode of each table that the job had.
     mends: bool = False  # Whether the shards restore a job of which one of them has lost its part.
     continues: bool = False  # Whether the first shard had the job under way.
+    anew: bool = False  # Whether the former job had ended there.
 
     def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""
@@ -105,7 +106,7 @@ class Known:
         if is_first:
             self.modes = dict(reply.modes)
             self.life, self.mends = reply.life, reply.mends
-            self.continues = bool(reply.progress)
+            self.continues, self.anew = bool(reply.progress), reply.anew
             if reply.news:
                 log.warning("worker %d: %s", reply.rank, reply.news)
             self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
@@ -355,6 +356,7 @@ class Joining:
         member, is_first = self._member, link is self._links[0]
         request = self._request(returns=returns, life=0 if is_first else self.known.life)
         request.continues = not is_first and self.known.continues
+        request.anew = not is_first and self.known.anew
         if asks_s is not None:
             request.waited_ms = 1 + round(1000 * (time.monotonic() - asks_s))
         reply = link.call(link.control.Join, request)

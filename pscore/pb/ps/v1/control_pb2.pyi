@@ -43,7 +43,7 @@ class DescribeReply(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., data_port: _Optional[int] = ..., data_local: _Optional[str] = ..., now_s: _Optional[float] = ..., moved_to: _Optional[str] = ..., former_instance: _Optional[int] = ..., stands_by: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after", "refills", "waited_ms", "run_id", "continues")
+    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life", "after", "refills", "waited_ms", "run_id", "continues", "anew")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class JoinRequest(_message.Message):
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     num_workers: int
@@ -78,10 +79,11 @@ class JoinRequest(_message.Message):
     waited_ms: int
     run_id: str
     continues: bool
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ..., refills: bool = ..., waited_ms: _Optional[int] = ..., run_id: _Optional[str] = ..., continues: bool = ...) -> None: ...
+    anew: bool
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ..., refills: bool = ..., waited_ms: _Optional[int] = ..., run_id: _Optional[str] = ..., continues: bool = ..., anew: bool = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "modes", "mends")
+    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "modes", "mends", "anew")
     class RoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +115,7 @@ class JoinReply(_message.Message):
     LIFE_FIELD_NUMBER: _ClassVar[int]
     MODES_FIELD_NUMBER: _ClassVar[int]
     MENDS_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_workers: int
     lease_s: float
@@ -123,7 +126,8 @@ class JoinReply(_message.Message):
     life: int
     modes: _containers.ScalarMap[str, str]
     mends: bool
-    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., modes: _Optional[_Mapping[str, str]] = ..., mends: bool = ...) -> None: ...
+    anew: bool
+    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., modes: _Optional[_Mapping[str, str]] = ..., mends: bool = ..., anew: bool = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "group", "compress")

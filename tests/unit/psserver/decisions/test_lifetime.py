@@ -469,6 +469,28 @@ def test_a_worker_that_was_started_again_finishes_as_well_and_begins_the_next_ru
     assert shard.decide_join("run", 1, again)[0] is not job
 
 
+def test_a_shard_that_lost_the_last_worker_follows_the_first_one_where_it_ended() -> None:
+    """One had noticed the loss before the end: no later run under the name began any more."""
+    first, shard = (ready(2)[0] for _ in range(2))
+    for one, comes_first in ((first, "loss"), (shard, "end")):
+        job, address = one.jobs["run"], Address("run", 0, 0)
+        for step in range(2):
+            for rank in (0, 1):
+                push(one, job, address, rank, step)
+        if comes_first == "loss":
+            one.decide_leave("run", 1, 1, "its process failed", failed=True)
+        one.decide_leave("run", 0, 1, "finished")
+        if comes_first == "end":
+            one.tick(LEASE_S + 1.0)
+    assert [one.jobs["run"].is_over for one in (first, shard)] == [True, False]
+    former = shard.jobs["run"]
+    for rank in (1, 0):
+        life = first.decide_join("run", 2, member(rank, 2))[0].life
+        comes = dataclasses.replace(member(rank, 2), anew=life.is_anew)
+        assert shard.decide_join("run", 2, comes, life=life.number)[0] is not former
+        assert shard.jobs["run"].membership.live() == first.jobs["run"].membership.live()
+
+
 def test_another_shard_waits_too_for_the_end_of_the_run_before() -> None:
     """It began another life with the worker that came, and the next run had no weights there."""
     shard, job, address = ready(2)

@@ -543,9 +543,12 @@ def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
 def test_the_other_shards_learn_whether_the_first_one_has_the_job_under_way(
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, progress: dict[str, int]
 ) -> None:
-    joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, progress=progress)
+    """Or has begun it anew."""
+    anew = not progress
+    joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, progress=progress, anew=anew)
     answer_joins(monkeypatch, joined)
     session = begin()
+    assert [link.sent("Join")[0].anew for link in links[:2]] == [False, anew]
     asked = [link.sent("Join")[0].continues for link in links]
     assert asked == [False, *[bool(progress)] * (len(links) - 1)]
     session.leave()
