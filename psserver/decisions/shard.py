@@ -394,13 +394,16 @@ def require_name(what: str, name: str) -> None:
 
 
 def _in_turn(job: Job, missing: Sequence[int]) -> str:
-    """Returns the words for a worker at a barrier whose step one of the `missing` waits for."""
+    """Returns the words for a worker at a barrier whose step one of the `missing` waits for.
+
+    The first slice with such a wait speaks for all: each arrival asks, under the lock.
+    """
     for clock in (clock for table in job.tables.values() for clock in table.clocks.values()):
-        for rank in missing:
-            step, ranks = clock.held_up(rank)
-            there = [job.membership.describe(other) for other in ranks if other not in missing]
-            if there:
-                return f", and a pull of worker {rank} waits for step {step} of {there[0]}"
+        if held := clock.pulling.intersection(missing):
+            step, ranks = clock.missing()
+            there = [job.membership.describe(rank) for rank in ranks if rank not in missing]
+            waits = f", and a pull of worker {min(held)} waits for step {step} of "
+            return f"{waits}{there[0]}" if there else ""
     return ""
 
 

@@ -98,21 +98,17 @@ class SliceState:
     @property
     def num_waiting(self) -> int:
         """Workers that wait: for the answer to a pull, or with a parked push."""
-        pulls, pushes = self._pulls.values(), self.parking
-        return len({pull.worker for pull in pulls} | {push.worker for push in pushes})
+        return len(self.pulling | {push.worker for push in self.parking})
 
     @property
     def is_awaited(self) -> bool:
         """Whether a worker waits: for the answer to a pull, or with a parked push."""
         return bool(self._pulls or self.parking)
 
-    def held_up(self, worker: int) -> tuple[int, list[int]]:
-        """Returns the step that a worker's pull waits for, and the ranks that have yet to push it.
-
-        No ranks: none of its pulls waits.
-        """
-        step, ranks = self.missing()
-        return step, ranks if any(pull.worker == worker for pull in self._pulls.values()) else []
+    @property
+    def pulling(self) -> set[int]:
+        """Ranks of workers that wait for the answer to a pull."""
+        return {pull.worker for pull in self._pulls.values()}
 
     @property
     def beginning(self) -> set[int]:
