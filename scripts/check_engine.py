@@ -45,6 +45,7 @@ from scripts.engine import (
     Project,
     SecondHost,
     Shell,
+    kept_data,
     run,
     tail,
     wait,
@@ -132,12 +133,13 @@ def main() -> int:
     about = machine()
     log.say(about)
     sections: dict[str, list[str]] = {}
-    for name, check in SECTIONS.items():
-        if given.only is None or name in given.only.split(","):
-            begin = len(log.lines)
-            with log.section(name):
-                check(log)
-            sections[name] = [f"{name}: {about}", *log.lines[begin:]]
+    with kept_data():
+        for name, check in SECTIONS.items():
+            if given.only is None or name in given.only.split(","):
+                begin = len(log.lines)
+                with log.section(name):
+                    check(log)
+                sections[name] = [f"{name}: {about}", *log.lines[begin:]]
     log.say(f"{log.num_failed} of the checks failed" if log.num_failed else "every check passed")
     if given.write and not log.num_failed:
         keep(sections)

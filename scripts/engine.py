@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -260,10 +261,12 @@ class SecondHost:
     Attributes:
         here: Address of this machine on the link.
         there: Address of the other host.
+        data: Its engine's images and volumes; `kept_data` sets it.
         engine: For DOCKER_HOST.
     """
 
     here, there = "10.77.3.1", "10.77.3.2"
+    data: Path
 
     def __init__(self, *options: str) -> None:
         """Starts nothing; `options` are those of its engine."""
@@ -300,9 +303,9 @@ class SecondHost:
             places = (f"--root={self._folder}/containers", f"--state={self._folder}/tasks")
             self._containerd = self._run("containerd", f"--address={at}", *places)
         words = ["--host", self.engine, "--containerd", at]
-        for option, name in (("data-root", "data"), ("exec-root", "exec"), ("pidfile", "pid")):
+        for option, name in (("exec-root", "exec"), ("pidfile", "pid")):
             words.append(f"--{option}={self._folder / name}")
-        words += ["--iptables=false", "--bridge=none", *self._options]
+        words += [f"--data-root={self.data}", "--iptables=false", "--bridge=none", *self._options]
         self._daemon = self._run("dockerd", *words)
         there = {"DOCKER_HOST": self.engine}
         wait("the second engine", lambda: run("docker", "info", env=there))
@@ -331,16 +334,27 @@ class SecondHost:
                 program.terminate()
                 program.wait(300)
         # The engine leaves mounts behind, which would keep the namespace, the link and the folder.
-        for mount in (*(self._folder / "exec" / "netns").glob("*"), self._folder / "data"):
+        for mount in (*(self._folder / "exec" / "netns").glob("*"), self.data):
             run("umount", "--lazy", str(mount), check=False)
         run("ip", "link", "del", f"{self._name}a", check=False)
         run("ip", "netns", "del", self._name)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy(self, image: str) -> None:
+        words = ("docker", "--host", self.engine, "image", "inspect", image)
+        if not subprocess.run(words, capture_output=True).returncode:
+            return
         with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as save:
             words = ["docker", "--host", self.engine, "load", "--quiet"]
             subprocess.run(words, stdin=save.stdout, check=True, stdout=subprocess.DEVNULL)
+
+
+@contextmanager
+def kept_data() -> Iterator[None]:
+    """Keeps the images of second hosts meanwhile; each would write and remove 2 GB."""
+    with tempfile.TemporaryDirectory(prefix="paceline-data-", ignore_cleanup_errors=True) as folder:
+        SecondHost.data = Path(folder)
+        yield
 
 
 # A library that counts GPUs as NVIDIA's driver does: all of the container, or those chosen.

@@ -1,8 +1,11 @@
 """docs/deploy.md on engines of several hosts, with GPUs, and in a Swarm."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from scripts.check_engine import HOSTS, build_images
+from scripts.engine import kept_data
 from tests.deploy.test_docker import answers, check
 
 pytestmark = [
@@ -14,8 +17,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def images() -> None:
+def images() -> Iterator[None]:
     build_images()
+    with kept_data():
+        yield
 
 
 @pytest.mark.parametrize("section", HOSTS)
