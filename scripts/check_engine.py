@@ -26,7 +26,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -163,7 +163,8 @@ def check_section(name: str, *, keeps: bool) -> None:
         NotRunError: This machine lacks what it needs.
     """
     # An engine that leaves a Swarm forgets the names of containers in all of its networks.
-    with locked(ROOT / "docker-compose.yml", is_shared=name != "swarm"):
+    others = locked(ROOT / "docker-compose.yml", is_shared=name != "swarm")
+    with nullcontext() if name in BUILDS else others:
         log = Log()
         SECTIONS[name](log)
         log.say(f"ok    {name}")
@@ -603,7 +604,7 @@ def train(log: Log) -> None:
 
 def faults(log: Log) -> None:
     """Scales the workers of a running job, kills workers and shards, refuses a stranger."""
-    with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
+    with Project("pacefaults", BASE, SERVERS, STEPS="100000") as project:
         up = ("--profile", "elastic", "up", "--detach", "--no-build", "--scale")
 
         def scale(count: int) -> None:
@@ -659,7 +660,7 @@ def returns(log: Log) -> None:
 
     The job of the volume that is lost continues from the last checkpoint, which `down` takes.
     """
-    with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
+    with Project("pacefaults", BASE, SERVERS, STEPS="100000") as project:
         start_elastic(project)
         before = step(project)
         project.compose("restart", "shard1")
@@ -725,7 +726,7 @@ def starts(project: Project) -> set[str]:
 
 def pauses(log: Log) -> None:
     """Pauses a worker and shards for longer than a lease, as `docker pause` does."""
-    with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
+    with Project("pacefaults", BASE, SERVERS, STEPS="100000") as project:
         start_elastic(project)
         victim, before = project.names("worker")[0], step(project)
         pause(project, victim)
@@ -761,22 +762,22 @@ def full_disks(log: Log) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "small.json"
         file.write_text(json.dumps({"volumes": small}))
-        with Project("pacecheck", [*BASE, str(file)], SERVERS, STEPS="100000") as project:
+        with Project("pacefaults", [*BASE, str(file)], SERVERS, STEPS="100000") as project:
             start_elastic(project)
             # It keeps the volumes mounted, and so their contents, while a shard is away.
-            words = ["run", "--detach", "--rm", "--network", "none", "--name", "pacecheck-holder"]
+            words = ["run", "--detach", "--rm", "--network", "none", "--name", "pacefaults-holder"]
             for name in small:
                 words += ["--volume", f"{project.name}_{name}:/{name}"]
             project.docker(*words, SHARD_IMAGE, "sleep", "infinity")
             try:
                 fill_disks(log, project, list(small))
             finally:
-                project.docker("rm", "--force", "pacecheck-holder", check=False)
+                project.docker("rm", "--force", "pacefaults-holder", check=False)
 
 
 def fill_disks(log: Log, project: Project, shards: Sequence[str]) -> None:
     """Fills the volumes that a container holds, and kills the shards one by one."""
-    hold = ("exec", "pacecheck-holder", "sh", "-c")
+    hold = ("exec", "pacefaults-holder", "sh", "-c")
     before = step(project)
     for shard in shards:
         project.docker(*hold, f"cat /dev/zero > /{shard}/ballast", check=False)
@@ -1095,6 +1096,13 @@ BUILDS: dict[str, Callable[[Log], None]] = {
     "cuda12": cuda12,
     "compiler": compiler,
 }
+# In a project of their own, beside that of the others.
+FAULTS: dict[str, Callable[[Log], None]] = {
+    "faults": faults,
+    "returns": returns,
+    "pauses": pauses,
+    "disk": full_disks,
+}
 # These have an engine of their own, or ports of this machine.
 HOSTS: dict[str, Callable[[Log], None]] = {
     "gpus": gpus,
@@ -1112,11 +1120,8 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
     **BUILDS,
     "training": train,
     "loader": loader,
-    "faults": faults,
-    "returns": returns,
-    "pauses": pauses,
-    "disk": full_disks,
     "memory": shared_memory,
+    **FAULTS,
     **HOSTS,
 }
 

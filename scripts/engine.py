@@ -341,11 +341,11 @@ class SecondHost:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy(self, image: str) -> None:
-        words = ("docker", "--host", self.engine, "image", "inspect", image)
-        if not subprocess.run(words, capture_output=True).returncode:
+        there = ("docker", "--host", self.engine)
+        if not subprocess.run([*there, "image", "inspect", image], capture_output=True).returncode:
             return
         with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as save:
-            words = ["docker", "--host", self.engine, "load", "--quiet"]
+            words = [*there, "load", "--quiet"]
             subprocess.run(words, stdin=save.stdout, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -26,6 +26,7 @@ ENGINES = {
     "test_browser": "Chromium",
     "test_chart": "Kubernetes",
     "test_docker": "Docker",
+    "test_docker_faults": "Docker",
     "test_docker_hosts": "Docker",
     "test_images": "Docker",
     "test_kubernetes_api": "Kubernetes",
