@@ -78,7 +78,7 @@ def test_units_live_through_kills_a_hanging_shard_and_a_restart_of_the_machine(
     assert found["after a shard"] == [0, 0]  # Its supervisor has started it again.
     assert found["after a supervisor"] == [1, 0]
     assert found["watchdog"]
-    assert found["moves"] == [True] * 4
+    assert set(found["moves"]) == {True}
     assert (found["worker"], found["second worker"]) == (7, 0), said
     assert found["step after the boot"] == found["step"] > 0
     assert found["results"] == ["success", "success"]
