@@ -12,9 +12,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pscore.errors import ConfigError
 from pscore.text import printable
 from pscore.variables import require_known
 
@@ -25,6 +27,18 @@ OUTPUT_FAILED = os.EX_IOERR  # Exit code if standard output cannot be written.
 # Characters of `rich` and of bars, for a terminal that has ASCII only.
 IN_ASCII = {0x2026: ".", **dict(zip(range(0x2581, 0x2589), "_.:-=+*#", strict=True))}
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH_MAX}
+
+
+def replaceable(path: Path) -> Path:
+    """Returns the file that a command may replace at a path, behind links such as /dev/stdout.
+
+    Raises:
+        OSError: A folder, a device or a pipe is there.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file that can be replaced", str(path))
+    return path
 
 
 class OutputError(OSError):
@@ -96,9 +110,13 @@ def run(app: Any, name: str) -> None:
     """Runs one command of a `typer.Typer`; reports if Ctrl-C or a full disk ends it.
 
     Raises:
-        ConfigError: A variable of the environment is misspelt.
+        ConfigError: A variable of the environment is misspelt, or the working directory is gone.
     """
     require_known(os.environ)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory was deleted: change to another one") from None
     for group in (app, *(entry.typer_instance for entry in app.registered_groups)):
         for command in group.registered_commands:  # Whole sentences, where typer cuts them off.
             command.short_help = (inspect.getdoc(command.callback) or "").partition("\n")[0]

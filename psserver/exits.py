@@ -47,8 +47,8 @@ MEANINGS: dict[Exit, str] = {
 class CommandError(PacelineError):
     """A command cannot do what it was asked to; the process ends with `code`."""
 
-    def __init__(self, code: Exit, message: str) -> None:
-        """Carries an exit code and one sentence for a person."""
-        super().__init__(message)
-        self.code = code
-        self.message = message
+    def __init__(self, code: Exit, problem: str, remedy: str = "") -> None:
+        """Carries an exit code and one sentence for a person, perhaps with a remedy."""
+        self.code, self.problem = code, problem
+        self.message = f"{problem}; {remedy}" if remedy else problem
+        super().__init__(self.message)

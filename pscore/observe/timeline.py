@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pscore.commandline import replaceable
 from pscore.errors import ConfigError
 from pscore.json_text import to_json
 from pscore.observe.boot import boot_id
@@ -245,6 +246,7 @@ class _Rows:
 
 def _write(path: Path, trace: Mapping[str, Any]) -> None:
     """Writes a file atomically."""
+    path = replaceable(path)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
         draft.write_text(to_json(trace), encoding="utf-8")

@@ -334,16 +334,33 @@ def health(*, port: RunPort = None, state_dir: RunStateDir = None, servers: Serv
     sys.exit(Exit.OK if all(ready) else Exit.UNHEALTHY)
 
 
-@about_servers
+@app.command()
 def stop(
-    found: FoundServers,
     *,
     grace_s: Annotated[
         float | None,
         typer.Option(help="With --servers: seconds for requests under way [10].", min=0.0),
     ] = None,
+    port: RunPort = None,
+    state_dir: RunStateDir = None,
+    servers: Servers = None,
 ) -> None:
     """End shards once the requests under way are answered."""
+    from psserver.commands.find import find
+
+    try:
+        _stop(find(servers, port, state_dir), grace_s)
+    except CommandError as problem:
+        if problem.code is not Exit.NO_ANSWER:
+            raise
+        raise CommandError(
+            problem.code,
+            f"{problem.problem}, and nothing was stopped there: it has ended before, or hangs, or "
+            "the address is wrong",
+        ) from problem
+
+
+def _stop(found: FoundServers, grace_s: float | None) -> None:
     from psserver.commands.find import end
     from psserver.remote import ask
 
@@ -352,12 +369,17 @@ def stop(
             f"--grace-s {grace_s:g} has no effect on servers that were started here: they take "
             f"{found.run.grace_s:g} s, as `psserver start --grace-s` says; leave it out"
         )
+    stopped: list[str] = found.addresses
+    silent: list[CommandError] = []
     if found.run is not None:
         end(found.run)
     else:
         grace_s = 10.0 if grace_s is None else grace_s
-        ask.drain(found.addresses, grace_s, found.credentials)
-    sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
+        stopped, silent = ask.drain(found.addresses, grace_s, found.credentials)
+    if stopped:
+        sys.stdout.write(f"stopped {', '.join(stopped)}\n")
+    if silent:
+        raise silent[0]
 
 
 def _say(text: str) -> None:
@@ -652,7 +674,7 @@ def _disk(path: Path) -> Iterator[None]:
     except OSError as problem:
         raise CommandError(
             Exit.STATE_DIR,
-            f"cannot write {path}: {problem}; the file that was there before is unchanged",
+            f"cannot write {path}: {problem.strerror or problem}; nothing there was changed",
         ) from problem
 
 

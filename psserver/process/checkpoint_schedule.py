@@ -83,9 +83,9 @@ class CheckpointSchedule:
             self.take(is_last=is_last)
         with contextlib.suppress(OSError):
             (self._folder / STOPPING).unlink(missing_ok=True)
-        self._note_last(is_over=True)
         if self._copier is not None:
             self._copier.finish()
+        self._note_last(is_over=True)
 
     def begin(self) -> None:
         """Keeps the folder, and whether the process before was killed at its last checkpoints."""

@@ -71,7 +71,7 @@ from psserver.process.shard_plan import (
     report_to_json,
     with_own_port,
 )
-from psserver.process.spare import SPARE, await_plan
+from psserver.process.spare import SPARE, await_plan, leave_deleted_folder
 from psserver.publish.publications import Publications
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
 from psserver.service.callers import GRPC_SHARE, Callers, defer_silent
@@ -336,6 +336,7 @@ class Daemon:
             if self.plan.beats:
                 say("")  # A sign of life.
             setup.tell_left_out()
+            leave_deleted_folder()
             self._moves.check()
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:

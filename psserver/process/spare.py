@@ -16,6 +16,17 @@ from psserver.process.shard_plan import ShardPlan
 
 SPARE = "-"  # In place of the plan on the command line: it comes by standard input.
 CHUNK_NBYTES = 64 << 10
+
+
+def leave_deleted_folder() -> None:
+    """Changes to / if the working directory was deleted: nothing compiles where there is none."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
+leave_deleted_folder()
 # A file of the user's named like a module must not be found, unless Paceline itself is found there.
 SAFE = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
 

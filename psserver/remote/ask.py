@@ -140,27 +140,31 @@ def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[
     return [join_address(host, first + index) for index in range(about.num_shards)]
 
 
-def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = ANYONE) -> None:
-    """Asks shards to end, and returns when they no longer answer.
+def drain(
+    addresses: Sequence[str], grace_s: float, credentials: Credentials = ANYONE
+) -> tuple[list[str], list[CommandError]]:
+    """Asks shards to end; returns those that did, when none answers any more, and other errors.
 
     Raises:
-        CommandError: One of them does not answer at first, or still does in the end.
+        CommandError: One of them refuses, or still answers in the end.
     """
 
     def ask(channel: grpc.Channel) -> grpc.CallFuture[pb.DrainReply]:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
 
-    replies = _ask_all(addresses, credentials, ask)
-    limit_s = ANSWER_S_MAX + max(reply.limit_s for reply in replies)
+    replies = dict(zip(addresses, _ask_each(addresses, credentials, ask), strict=True))
+    limits_s = {a: r.limit_s for a, r in replies.items() if isinstance(r, pb.DrainReply)}
+    limit_s = ANSWER_S_MAX + max(limits_s.values(), default=0.0)
     deadline_s = time.monotonic() + limit_s
-    while any(_are_serving(addresses, credentials, "liveness")):
+    while any(_are_serving(list(limits_s), credentials, "liveness")):
         if time.monotonic() > deadline_s:
             raise CommandError(
                 Exit.SHARD_DIED,
-                f"{', '.join(addresses)}: still running after {limit_s:g} s",
+                f"{', '.join(limits_s)}: still running after {limit_s:g} s",
             )
         time.sleep(POLL_S)
+    return list(limits_s), [each for each in replies.values() if isinstance(each, CommandError)]
 
 
 def note_last(addresses: Sequence[str], credentials: Credentials, *, is_over: bool) -> None:
@@ -309,4 +313,4 @@ def explained(failure: grpc.RpcError, address: str, credentials: Credentials) ->
         advice = explain_silence(address) or advice
     else:
         what = f"{address} answers {code.name}: {failure.details()}"
-    return CommandError(Exit.NO_ANSWER, f"{what}; {advice}")
+    return CommandError(Exit.NO_ANSWER, what, advice)

@@ -47,6 +47,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from pscore.commandline import replaceable
 from pscore.errors import ConfigError
 from pscore.json_text import COUNT_MAX, count_of
 from pscore.table_names import GROWN
@@ -322,12 +323,11 @@ def export(
         since: An earlier file of that row table: only the changes since are written.
 
     Raises:
-        OSError: It cannot be written; a former file stays.
+        OSError: It cannot be written, or is a folder or a device; a former file stays.
         ConfigError: There are no changes since that file, or a file of Parquet cannot be written.
         CommandError: There is no such row table or parameter.
     """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path = replaceable(path)
     metadata: dict[str, str] = {}
     if tensor is None:
         tensors = newest_table(checkpoint).arrays["weights"]

@@ -137,7 +137,7 @@ def test_the_shards_must_be_all_of_one_cluster_in_order(shards: Shards) -> None:
     assert f"{second} is shard 1 of 2, {first} is shard 0 of 2; sort the addresses" in str(
         problem.value
     )
-    with pytest.raises(ShardMapError, match=f"1 server addresses for 2 shards: {first} is shard 0"):
+    with pytest.raises(ShardMapError, match=f"1 server for 2 shards: {first} is shard 0"):
         psworker.init(servers=[first])
     with Shards(2) as others:
         mixed = [first, others.addresses[1]]

@@ -11,7 +11,7 @@ import pytest
 
 from psserver.exits import Exit
 from tests.integration import warm
-from tests.integration.command import Command
+from tests.integration.command import Command, eventually, live_shards
 
 KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "MASTER_"))}
 NO_SHARD = {"PACELINE_SERVERS": "127.0.0.1:1", "PACELINE_TIMEOUT_S": "0"}
@@ -224,6 +224,50 @@ def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> No
     for verb in sorted(verbs):  # `stop` comes last.
         shown = psserver.run(*verb).stdout
         assert "ready" in shown or verb[0] != "logs"
+
+
+@pytest.mark.parametrize("words", ["psserver rules", "psworker modes", "psserver shard -"])
+def test_a_deleted_working_directory_is_a_sentence_and_stops_no_shard(
+    words: str, tmp_path: Path
+) -> None:
+    """A shard is started again, or compiles a loop, in the folder of its start."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    line = shlex.join([sys.executable, "-P", "-m", *words.split()])
+    line = f"cd {shlex.quote(str(folder))} && rmdir ../gone && {line} < /dev/null"
+    done = run(["bash", "-c", line])
+    if words.endswith("-"):
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert done.returncode == Exit.USAGE
+        assert "the working directory was deleted: change to another one" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_shards_go_on_where_their_working_directory_was_deleted(tmp_path: Path) -> None:
+    psserver = Command(tmp_path, fresh=True)
+    folder, script = tmp_path / "gone", tmp_path / "train.py"
+    folder.mkdir()
+    script.write_text(REPORTS)
+    line = shlex.join(
+        [sys.executable, "-P", "-m", "psserver", "start", "--port", "0", "--metrics-port", "0"]
+    )
+    own = psserver.environment | {"NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    run(["bash", "-c", f"cd {shlex.quote(str(folder))} && {line} --detach"], **own)
+    try:
+        started = psserver.run_file()
+        folder.rmdir()
+        for _ in range(2):
+            (pid,) = live_shards(tmp_path)
+            psserver.run("health")
+            variables = KEPT | {"PACELINE_SERVERS": ",".join(started["addresses"])}
+            trained = warm.run([script], env=variables, timeout=WAIT_S)
+            assert trained.returncode == 0, trained.stderr
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda former=pid: live_shards(tmp_path) != [former])
+    finally:
+        psserver.run("stop")
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_shards_of_one_name_are_one_cluster(tmp_path: Path) -> None:
         join(first, second).leave()
         with pytest.raises(ShardMapError, match="not in the order of their shards"):
             join(second, first)
-        with pytest.raises(ShardMapError, match="1 server addresses for 2 shards"):
+        with pytest.raises(ShardMapError, match="1 server for 2 shards"):
             join(first)
 
 

@@ -84,13 +84,23 @@ def test_stop_ends_what_start_detached(fresh: Command) -> None:
         done = fresh.run("stop")
         assert done.stdout == f"stopped {', '.join(run['addresses'])}\n"
         assert all(gone(pid) for pid in [run["pid"], *(s["pid"] for s in run["shards"])])
-    fresh.run("stop", "--port", run["port"], code=6)
+    refused = fresh.run("stop", "--port", run["port"], code=6)
+    assert "nothing was stopped there" in refused.stderr
+    assert "psserver start" not in refused.stderr
 
 
 def test_stop_by_address_drains_every_shard_and_so_ends_the_supervisor(psserver: Command) -> None:
     with psserver.detached("--shards", 2) as run:
         psserver.run("stop", "--servers", servers(run))
         eventually(lambda: gone(run["pid"]))
+
+
+def test_stop_names_the_address_that_is_silent_and_waits_for_the_others(psserver: Command) -> None:
+    with psserver.detached() as run:
+        done = psserver.run("stop", "--servers", f"127.0.0.1:1,{servers(run)}", code=6)
+        assert done.stdout == f"stopped {servers(run)}\n"
+        assert "nothing answers at 127.0.0.1:1, and nothing was stopped there" in done.stderr
+        assert gone(run["shards"][0]["pid"])
 
 
 def test_several_runs_have_to_be_told_apart(psserver: Command) -> None:

@@ -28,6 +28,7 @@ from pscore.errors import (
 )
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.text import counted
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
 
@@ -421,8 +422,8 @@ def check_shards(links: Sequence[Link]) -> None:
         )
     if any(reply.num_shards != len(replies) for reply in replies):
         raise ShardMapError(
-            f"{len(replies)} server addresses for {replies[0].num_shards} shards: {listed}; name "
-            f"every shard once in {GIVEN}"
+            f"{counted(len(replies), 'server')} for {counted(replies[0].num_shards, 'shard')}: "
+            f"{listed}; name every shard once in {GIVEN}"
         )
     shards = [reply.shard for reply in replies]
     if len(set(shards)) < len(shards):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,10 @@ def test_a_file_that_cannot_be_written_harms_nobody(
     recorded.span("forward", recorded.now_ns())
     recorded.write()
     assert "no timeline: cannot write" in caplog.text
+
+
+def test_a_device_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    Timeline(tmp_path / "pipe", "worker 0").write()
+    assert "no timeline: cannot write" in caplog.text
+    assert (tmp_path / "pipe").is_fifo()

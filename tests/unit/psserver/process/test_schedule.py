@@ -259,6 +259,29 @@ def test_a_stop_that_was_cut_short_is_announced_at_the_next_start(
     assert not stop(is_cut=False)
 
 
+def test_a_stop_lasts_until_the_last_checkpoint_is_copied(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards end when they are told that it is over, and `psserver stop --servers` returns."""
+    cluster.versions = {"a": 1}
+    copied: dict[bool, list[str]] = {}
+    place, folder = tmp_path / "place", tmp_path / "folder"
+    place.mkdir()
+    folder.mkdir()
+
+    def note_last(*_: object, is_over: bool) -> None:
+        copied[is_over] = names(place)
+
+    monkeypatch.setattr(ask, "note_last", note_last)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("last\n"))
+    taker = CheckpointSchedule(replace(plan_of(folder), copies=str(place)))
+    taker.begin()
+    taker.listen()
+    taker.run()
+    assert copied == {False: [], True: ["a-00000001"]}
+
+
 def started(keeper: Keeper) -> subprocess.Popen[str]:
     """Waits for the process, and returns it."""
     process = eventually(lambda: keeper._process)

@@ -410,6 +410,22 @@ def test_a_copy_without_its_newest_files_is_not_taken_for_whole(tmp_path: Path) 
         files.read(tmp_path / "b", None, lambda _: None)
 
 
+def test_an_export_replaces_no_device_and_no_link(tmp_path: Path) -> None:
+    """As root it replaced /dev/null by a file."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link, tmp_path):
+        with pytest.raises(OSError, match="it is no file that can be replaced"):
+            files.export(path, make(1.0))
+    link.unlink()
+    link.symlink_to(file)
+    files.export(link, make(1.0))
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+
+
 def test_exports_at_once_do_not_meet(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     files.export(path, make(1.0))

@@ -209,7 +209,7 @@ REFUSALS: list[tuple[Callable[[list[FakeLink]], None], type[Exception], str]] = 
     (
         more_shards,
         ShardMapError,
-        "2 server addresses for 3 shards: a:1 is shard 0 of 3, b:2 is shard 1 of 3",
+        "2 servers for 3 shards: a:1 is shard 0 of 3, b:2 is shard 1 of 3",
     ),
     (
         wrong_order,
