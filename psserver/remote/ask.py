@@ -153,8 +153,12 @@ def drain(
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
 
-    replies = dict(zip(addresses, _ask_each(addresses, credentials, ask), strict=True))
-    limits_s = {a: r.limit_s for a, r in replies.items() if isinstance(r, pb.DrainReply)}
+    replies = _ask_each(addresses, credentials, ask)
+    limits_s = {
+        address: reply.limit_s
+        for address, reply in zip(addresses, replies, strict=True)
+        if isinstance(reply, pb.DrainReply)
+    }
     limit_s = ANSWER_S_MAX + max(limits_s.values(), default=0.0)
     deadline_s = time.monotonic() + limit_s
     while any(_are_serving(list(limits_s), credentials, "liveness")):
@@ -164,7 +168,7 @@ def drain(
                 f"{', '.join(limits_s)}: still running after {limit_s:g} s",
             )
         time.sleep(POLL_S)
-    return list(limits_s), [each for each in replies.values() if isinstance(each, CommandError)]
+    return list(limits_s), [each for each in replies if isinstance(each, CommandError)]
 
 
 def note_last(addresses: Sequence[str], credentials: Credentials, *, is_over: bool) -> None:

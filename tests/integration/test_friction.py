@@ -5,13 +5,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from psserver.exits import Exit
 from tests.integration import warm
-from tests.integration.command import Command, eventually, live_shards
+from tests.integration.command import Command, eventually, gone, live_shards
 
 KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "MASTER_"))}
 NO_SHARD = {"PACELINE_SERVERS": "127.0.0.1:1", "PACELINE_TIMEOUT_S": "0"}
@@ -265,7 +266,7 @@ def test_shards_go_on_where_their_working_directory_was_deleted(tmp_path: Path) 
             trained = warm.run([script], env=variables, timeout=WAIT_S)
             assert trained.returncode == 0, trained.stderr
             os.kill(pid, signal.SIGKILL)
-            eventually(lambda former=pid: live_shards(tmp_path) != [former])
+            eventually(partial(gone, pid))
     finally:
         psserver.run("stop")
 
