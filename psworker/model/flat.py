@@ -35,9 +35,14 @@ _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def trained(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+    kept: Iterable[torch.nn.Parameter] = (),
 ) -> tuple[list[str], list[torch.nn.Parameter], list[int]]:
     """Returns names, parameters and groups of the trained parameters, in the order of `named`.
+
+    Args:
+        kept: Parameters that count as trained though they are frozen now.
 
     Raises:
         ConfigError: The optimizer has a parameter without a name, there is nothing to train, or
@@ -51,11 +56,12 @@ def trained(
     names: list[str] = []
     parameters: list[torch.nn.Parameter] = []
     known: set[int] = set()
+    kept_ids = {id(parameter) for parameter in kept}
     for name, parameter in named:
         refuse_joined(name, parameter)
         _refuse_unmade(name, parameter)
-        is_trained = _can_train(parameter) and id(parameter) in group_of
-        if is_trained and id(parameter) not in known:
+        is_trained = _can_train(parameter) or id(parameter) in kept_ids
+        if is_trained and id(parameter) in group_of and id(parameter) not in known:
             known.add(id(parameter))
             names.append(name)
             parameters.append(parameter)

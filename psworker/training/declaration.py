@@ -38,6 +38,8 @@ class Declaration:
     exclude: Sequence[str]  # Names or patterns of more parameters to leave out.
     # Updates from one version for readers to the next; None: there are none.
     publish_every: int | None = None
+    # Parameters of the present table: the next one has them, and their state, also while frozen.
+    kept: Sequence[torch.nn.Parameter] = ()
 
     def __post_init__(self) -> None:
         """Checks what is left out of compression.
@@ -90,7 +92,7 @@ class Declaration:
         Raises:
             ConfigError: A parameter has no name, or there is nothing to train.
         """
-        names, parameters, groups = trained(optimizer, self.named)
+        names, parameters, groups = trained(optimizer, self.named, self.kept)
         described = describe(list(zip(names, parameters, strict=True)), groups)
         compressors = self.compressor, self.pull_compressor
         marked = choose(described, *compressors, min_nbytes=self.min_nbytes, exclude=self.exclude)

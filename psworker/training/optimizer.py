@@ -13,6 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 import torch
@@ -559,7 +560,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             self, self._inner, table, gradients, buffers, self._recovery, left_out, companions
         )
         self._hints.follow(table, gradients)
-        trained_ids = {id(parameter) for parameter in table.flat.parameters}
+        self._declaration = replace(self._declaration, kept=tuple(table.flat.parameters))
+        trained_ids = {id(parameter) for parameter in self._declaration.kept}
         given = [parameter for group in self.param_groups for parameter in group["params"]]
         self._frozen = [parameter for parameter in given if id(parameter) not in trained_ids]
         session = table.session
@@ -597,7 +599,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             kept: The state that the next table takes over.
         """
         former, gradients = self._table, self._gradients
-        names, parameters, _ = trained(self, self._declaration.named)
+        declared = self._declaration
+        names, parameters, _ = trained(self, declared.named, declared.kept)
         has_views = gradients.overlap.has_views
         early = EarlyGradients(gradients.overlap.is_wanted, names, has_views=has_views)
         gradients.unwatch()

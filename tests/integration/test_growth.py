@@ -91,6 +91,29 @@ def resume(me: Station, saved: bytes) -> tuple[Weights, int]:
     return weights_of(model), steps
 
 
+def turn(me: Station | None) -> Weights:
+    """Trains one layer, then another one, and both at the end."""
+    model: Any = make_model()
+    model[:4].requires_grad_(False)
+    optimizer = adamw(model, 2, 4)
+    if me is not None:
+        optimizer = psworker.DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(STEPS):
+        model[2].requires_grad_(step >= 4)
+        model[4].requires_grad_(not 4 <= step < 8)
+        make_step(me, model, optimizer, step)
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def test_a_layer_that_is_frozen_while_the_model_grows_keeps_its_state(shards: Shards) -> None:
+    """Its moments and its count of steps began anew when it was unfrozen."""
+    first, second = shards.run(turn)
+    assert same(first, second)
+    for name, weight in turn(None).items():
+        assert relative_error(first[name], weight) <= 2e-6, name
+
+
 @pytest.mark.slow
 def test_with_gradients_that_leave_during_backward_it_equals_torch(shards: Shards) -> None:
     plain = alone()
