@@ -146,7 +146,7 @@ class SimulatedSession:
 
     def define(self, *table: object, **options: object) -> AgreedTable:
         """Returns the only table, whose steps have their origin at 0."""
-        return AgreedTable(0, Origin(), FLAT, is_new=True)
+        return AgreedTable(0, Origin(), FLAT, is_new=True, has_weights=False)
 
     def require_own(self) -> None:
         """Accepts the process: there is only one."""

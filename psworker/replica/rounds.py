@@ -73,6 +73,12 @@ class Round:
         for fragment in range(len(self._open)) if fragments is None else fragments:
             self._open[fragment] = _Open(former=self._open[fragment].mean_samples)
 
+    def reset(self) -> None:
+        """Opens all rounds again, from the weights of their starts if these are known."""
+        if self._reference is not None:
+            self._weights.copy_(self._reference)
+        self.begin()
+
     def origin(self, index: int) -> torch.Tensor | None:
         """Returns the weights of one slice from which its move is measured."""
         return None if self._reference is None else self._reference[self._spans[index]]
@@ -98,8 +104,8 @@ class Round:
     ) -> int | None:
         """Writes the moves of the weights since the start of the round, or the weights.
 
-        If one holds NaN or Inf, all rounds are opened again, from the weights of their starts if
-        these are known. On a device this waits for the weights, once in a round.
+        If one holds NaN or Inf, all rounds are reset. On a device this waits for the weights, once
+        in a round.
 
         Args:
             values: Memory for the result, `(numel,) float32` each.
@@ -116,9 +122,7 @@ class Round:
         first = first_not_finite([values[index] for index in written])
         if first is None:
             return None
-        if reference is not None:
-            self._weights.copy_(reference)
-        self.begin()
+        self.reset()
         return written[first]
 
 

@@ -70,7 +70,7 @@ class EmbeddingTable(torch.nn.Module):
         lru: Largest number of rows that have been updated, 16,384 or more, above which the oldest
             go, in each bucket of ids those above its share; 0: none go.
         cache: Rows that this worker uses again without a pull; None: it pulls every row.
-        pretrained: `(num_embeddings, embedding_dim) float32`, until it is on the shards; or None.
+        pretrained: `(num_embeddings, embedding_dim) float32`, until the first step; or None.
         source: The place from which rows come; None: they have never been updated.
         gradients: The gradient of the rows in the step under way.
     """

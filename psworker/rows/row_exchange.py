@@ -55,6 +55,7 @@ class RowExchange:
         layout: The row slices.
         counts: By slice: pushes of this worker, as the shards count them; the step of its next.
         versions: By slice: version of the rows that training has pulled last.
+        has_weights: Whether all slices had a first version when this worker joined.
         missed: Steps whose rows did not count in every slice.
         answers: The waits for answers to pushes, and to pulls behind them.
         first_answers: The waits for pulls that no push of this worker has to precede.
@@ -75,11 +76,22 @@ class RowExchange:
         self._pushes: dict[int, OutgoingPush] = {}  # Under way, by slice.
         # By slice: the step that it expects of this worker next, and its version, once asked.
         self._found: list[tuple[int, int]] = []
-        self._table, self.origin = session.define(spec)[:2]
-        self._joined_as = session.incarnation
+        self._define()
         self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.first_answers = AnswerWait(session, spec.name, self.layout, lambda: None)
         session.pushes.add(self)
+
+    def _define(self) -> None:
+        """Declares the tables in the present membership."""
+        agreed = self.session.define(self.spec, again=self.has_updates)
+        self._table, self.origin = agreed[:2]
+        self.has_weights = agreed.has_weights
+        self._joined_as = self.session.incarnation
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether some answer had an update in it."""
+        return any(self.versions)
 
     def ask(self) -> int:
         """Asks every slice with which step this worker begins; from its answer on it waits for it.
@@ -229,8 +241,7 @@ class RowExchange:
     def follow(self) -> None:
         """Forgets pushes under way if this worker has joined the job again; they may be counted."""
         if self._joined_as != self.session.incarnation:
-            self._table, self.origin = self.session.define(self.spec, again=True)[:2]
-            self._joined_as = self.session.incarnation
+            self._define()
             self._pushes.clear()
             self.session.pushes.add(self)
             self.missed.doubt(self.session.rank)

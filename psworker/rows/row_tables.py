@@ -164,7 +164,7 @@ class RowTables:
         step = self.exchange.ask()
         self.exchange.first_answers.upload = None
         for index, table in enumerate(self._tables):
-            table.pretrained, table.source = None, ShardRows(self, index)
+            table.source = ShardRows(self, index)
         return step
 
     def begin_at(self, step: int | None) -> Callable[[], None]:
@@ -176,8 +176,13 @@ class RowTables:
         self.exchange.missed.give_up_rest(self.exchange.counts)
 
     def begin_again(self) -> None:
-        """Forgets pushes under way and rows, after this worker has joined the job again."""
+        """Forgets pushes under way and rows, after this worker has joined the job again.
+
+        A job without an update may have begun anew: then its first rows come from here too.
+        """
         self.exchange.follow()
+        if not (self.exchange.has_weights or self.exchange.has_updates):
+            self.start()
         self._ahead.clear()
         for table in self._tables:
             if table.cache is not None:
@@ -233,6 +238,8 @@ class RowTables:
     def finish(self) -> None:
         """Ends the step: a scheduler of the optimizer may follow."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        for table in self._tables:
+            table.pretrained = None
         self.exchange.missed.end_step()
 
     def flush(self) -> None:

@@ -252,13 +252,26 @@ class TrainingTable:
             self.upload(Role.WEIGHTS)
         elif self.parts.may_upload:
             self.flat.gather_weights()  # Not later: some slices may have come by then.
-            upload = functools.partial(self.upload, Role.WEIGHTS, gathers=False)
-            self.exchange.answers.upload = upload
         self.set_hyper(param_groups)
         self.begin(agree=agree)
-        self.exchange.answers.upload = None
-        if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
-            self.session.barrier("begin", meets=True)
+        self._await_all()
+
+    def come_back(self, step: int, agree: Agree) -> None:
+        """Continues after `rejoin`; where no update was made the job may have begun anew.
+
+        Args:
+            step: The step at which this worker was.
+            agree: As for `begin`.
+        """
+        self.replica.round.reset()
+        self.begin(step, agree)
+        if not self.exchange.has_updates:
+            self._await_all()
+
+    def _await_all(self) -> None:
+        """Waits for all to begin: no worker may end before, as the job would be over then."""
+        if not self.rule.by_step:
+            self.session.agree_at(f"begin of {self.name}", 0, 0.0, meets=True)
 
     def begin(self, step: int | None = None, agree: Agree = int) -> None:
         """Pulls the global weights and the step to begin with, and shows the weights.
@@ -270,8 +283,12 @@ class TrainingTable:
         Raises:
             StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
+        if self.parts.may_upload and not self.exchange.has_updates:  # Others may have left.
+            upload = functools.partial(self.upload, Role.WEIGHTS, gathers=False)
+            self.exchange.answers.upload = upload
         step = self.replica.step if step is None else step
         self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.answers.upload = None
         self._begin_together(agree)
         self.parts.agree()
         self.progress.locate(step)

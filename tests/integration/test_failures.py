@@ -99,7 +99,7 @@ def test_no_mode_hangs_on_uneven_data(shards: Shards, mode: str) -> None:
 def test_an_asynchronous_job_is_not_over_before_all_have_come(shards: Shards) -> None:
     job = new_job()
     with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[0], job=job) as (first,):
-        waits = r"has waited \d+ s for worker 1 \(has not joined yet\) at barrier 'begin'"
+        waits = r"has waited \d+ s for worker 1 \(has not joined yet\) at barrier 'begin of model'"
         wait_until(lambda: re.search(waits, first.written()) is not None)
         with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[1], job=job) as (second,):
             for worker in (first, second):

@@ -14,7 +14,7 @@ from pscore.net.credentials import ANYONE
 from psserver.remote import checkpoint
 from psworker.rows.row_tables import RowTables
 from psworker.training.table import TrainingTable
-from tests.integration.cluster import Shards, Station, new_job, results_of
+from tests.integration.cluster import Shards, Station, new_job, results_of, wait_until
 
 KILLED_AT, STEPS, LOADED = 2, 4, 100
 IDS = 16  # Of a step, some of them on each shard.
@@ -36,14 +36,25 @@ def after(kind: type, name: str, action: Callable[[Any], None]) -> None:
     setattr(kind, name, called)
 
 
-def make(rank: int) -> tuple[Any, Any, Callable[[int], None]]:
-    """Returns a table, an optimizer, and a function that makes a step."""
+def make(
+    rank: int, mode: str = "ssgd", given: float | None = None
+) -> tuple[Any, Any, Callable[[int], None]]:
+    """Returns a table, an optimizer, and a function that makes a step.
+
+    Args:
+        rank: That of this worker.
+        given: The first value of every row, brought by the lowest worker; None: zeros.
+    """
     table = psworker.Embedding(None, 1, name="table", init="zeros")
+    if given is not None:
+        rows = torch.full((2 * STEPS * IDS, 1), given)
+        table = psworker.Embedding.from_pretrained(rows, freeze=False, name="table")
     model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 1)})
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD(psworker.dense_parameters(model), lr=0.0),
         model.named_parameters(),
         rows=torch.optim.SGD([table.weight], lr=1.0),
+        mode=mode,
     )
 
     def make_step(step: int) -> None:
@@ -141,6 +152,45 @@ def test_rows_follow_the_step_of_a_state_that_was_loaded() -> None:
                 worker.tell()
             for found in results_of([workers[0], again]):
                 assert found == [0.5] * (2 * STEPS * IDS)
+
+
+def train_to_the_end(me: Station, mode: str, given: float | None, stops: bool) -> list[float]:
+    """Trains; one that stops waits in the first step."""
+    torch.set_num_threads(1)
+    table, optimizer, make_step = make(me.rank, mode, given)
+    if stops:
+        me.tell("begun")
+        me.hear()
+    while optimizer.steps < STEPS:
+        make_step(optimizer.steps)
+    return counted(table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [None, 2.0])
+@pytest.mark.parametrize("mode", ["ssgd", "ssp"])
+def test_a_worker_that_was_stopped_while_its_job_began_anew_brings_the_first_rows(
+    mode: str, given: float | None
+) -> None:
+    """It waited for them, from itself."""
+    job = new_job()
+    with (
+        Shards(2, lease_s=3.0) as shards,
+        shards.workers(train_to_the_end, mode, given, True, job=job) as (first, second),
+    ):
+        for worker in (first, second):
+            assert worker.hear() == "begun"
+        first.kill(signal.SIGSTOP)
+        second.kill()
+        for rank in range(2):
+            shards.wait_until_lost(job, rank)
+        with shards.workers(train_to_the_end, mode, given, False, job=job, ranks=[1]) as (again,):
+            wait_until(lambda: "worker 0 (has not joined yet)" in again.written())
+            first.kill(signal.SIGCONT)
+            first.tell()
+            for found in results_of([first, again]):
+                count = 1.0 if mode == "ssp" else 0.5
+                assert found == [count + (given or 0.0)] * (2 * STEPS * IDS)
 
 
 def come_late(me: Station) -> list[float]:

@@ -121,7 +121,7 @@ def test_workers_that_never_join_are_named(shards: Shards) -> None:
             cases.append((mode, rank, job, started.enter_context(workers)[0]))
         for mode, rank, job, worker in cases:
             missing = rf"worker {1 - rank} \(has not joined yet\)"
-            at = r"slice \d of 'model' on shard \d" if mode == "ssgd" else "barrier 'begin'"
+            at = r"(slice \d of 'model' on shard \d|barrier 'begin of model')"
             named = re.compile(f"{missing}.*{at}|{at}.*{missing}")
             logged = re.compile(f"{job}.*({named.pattern})")
             wait_until_said(logged, shards.written)

@@ -1,10 +1,10 @@
 """Workers that are killed in a step or before it, and the steps of their next processes."""
 
-import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,6 +157,18 @@ def goes_on(me: Station) -> np.ndarray:
     return train(me, optimizer)
 
 
+def is_stopped(me: Station, mode: str) -> np.ndarray:
+    """Waits in the first step, and trains."""
+    optimizer = make(mode)
+    me.tell()
+    me.hear()
+    return train(me, optimizer)
+
+
+def begins(me: Station, mode: str) -> np.ndarray:
+    return train(me, make(mode))
+
+
 def comes(me: Station) -> np.ndarray:
     """Joins, and makes the optimizer once it is told to."""
     psworker.init()
@@ -221,7 +233,7 @@ def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards, 
     The second shard follows the first one, which does begin it anew.
     """
     job = new_job()
-    with begun(shards, functools.partial(stops_before_another_shard, shard=shard), job):
+    with begun(shards, partial(stops_before_another_shard, shard=shard), job):
         pass
     with begun(shards, comes, job, again=True) as workers:
         for worker in workers:
@@ -230,6 +242,31 @@ def test_a_job_of_which_one_shard_alone_has_an_update_continues(shards: Shards, 
             assert sorted(found[:, ::STEPS].sum(1)) == [float(shard), 1.0]
             others = [at for at in range(2 * STEPS) if at % STEPS]
             assert (found[:, others] == 0.5).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mode", ["ssgd", "ssp", "local(steps=2)", "allreduce"])
+def test_a_worker_that_was_stopped_while_its_job_began_anew_takes_part(
+    mode: str, rank: int
+) -> None:
+    """The new one waited for its first weights, in an asynchronous mode for its arrival too."""
+    job = new_job()
+    with (
+        Shards(2, lease_s=3.0) as shards,
+        begun(shards, partial(is_stopped, mode=mode), job) as old,
+    ):
+        stays, other = old[rank], old[1 - rank]
+        stays.kill(signal.SIGSTOP)
+        other.kill()
+        for worker in old:
+            shards.wait_until_lost(job, worker.rank)
+        with shards.workers(begins, mode, ranks=[other.rank], job=job) as (again,):
+            wait_until(lambda: f"worker {rank} (has not joined yet)" in again.written())
+            stays.kill(signal.SIGCONT)
+            stays.tell()
+            for found in results_of([stays, again]):
+                assert (found == (1.0 if mode == "ssp" else 0.5)).all()
 
 
 @pytest.mark.slow

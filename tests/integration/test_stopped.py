@@ -21,7 +21,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "declares": (Session, "_declare"),
     "starts": (TrainingTable, "start"),
     "begins": (TrainingTable, "begin"),
-    "waits": (Session, "barrier"),
+    "waits": (Session, "agree_at"),
 }
 
 

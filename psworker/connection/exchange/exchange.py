@@ -56,6 +56,7 @@ class Exchange:
         together: A context in which pushes and pulls leave together.
         minibatch: Number of the minibatch of the next pushes; -1: they name none.
         refills: Brings the slices to a shard that has come back empty, if they are held here.
+        has_updates: Whether some answer had an update in it; else all are of the first weights.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Exchange:
         self.traffic, self.missed = Traffic(), Missed(len(own), session.rank)
         self._timeline = session.timeline
         self._num_changes = 0  # Changes of the mode so far, and absences of this worker.
-        self.minibatch = -1
+        self.minibatch, self.has_updates = -1, False
         self.table, self.origin = (agreed or session.define(spec))[:2]
         self._known_as: tuple[object, data_pb2.Sender] = None, data_pb2.Sender()
         self._pull_headers = PreparedHeaders(data_pb2.PullHeader)
@@ -182,6 +183,7 @@ class Exchange:
             reply, pull_buffer = self._landed(index)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
+            self.has_updates |= reply.version > 0
             self.missed.compare(index, reply.counted - 1)
             self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
             self.traffic.num_pulls += 1
@@ -267,7 +269,7 @@ class Exchange:
             JobMismatchError: The job was restored with slices of another length.
             PacelineError: A shard refused something, or does not answer.
         """
-        agreed = self.session.define(self.spec, again=True, adopts=True)
+        agreed = self.session.define(self.spec, again=self.has_updates, adopts=True)
         if agreed.content != self.spec.content:
             raise JobMismatchError(
                 f"job {self.session.job!r} was restored from a checkpoint whose slices have "

@@ -38,7 +38,7 @@ RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Former incarnations of this process that are sent.
 GIVEN = "PACELINE_SERVERS (or servers=)"  # Where a worker has its addresses from.
 # Barriers that each worker passes once at its start; a late worker passes them alone.
-AT_START = ("begin", "load_state_dict")
+AT_START = ("load_state_dict",)
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
 FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a shard's.
 

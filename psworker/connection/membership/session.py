@@ -43,6 +43,7 @@ class AgreedTable(NamedTuple):
     origin: Origin  # Where its steps begin.
     content: Content
     is_new: bool  # Whether a shard did not have it: no slice has weights then.
+    has_weights: bool  # Whether all slices have.
 
 
 class AnswersUnderWay(Protocol):
@@ -200,7 +201,7 @@ class Session:
         lease or a shard was restarted, rejoins here.
 
         Args:
-            again: Whether the job has this table already.
+            again: Whether this worker has seen an update of it: a shard without it has lost that.
             adopts: Whether the first shard's table may have its weights in slices of another
                 length: its first worker, or a checkpoint, has chosen them.
 
@@ -233,7 +234,8 @@ class Session:
 
     def _declare(self, request: pb.DefineRequest, *, again: bool) -> AgreedTable:
         """Declares a table by the present membership, as `define` does."""
-        name, tables, origins, contents, is_new = request.table.name, set(), [], [], False
+        name, tables, origins, contents = request.table.name, set(), [], []
+        is_new, has_weights = False, True
         step = self._joining.known.progress.get(name)
         for link in self.links:
             reply = link.call(link.control.Define, request)
@@ -244,6 +246,7 @@ class Session:
             contents.append(content_from_proto(reply))
             origins.append((reply.clock, reply.step))
             is_new |= reply.created
+            has_weights &= reply.has_weights
             is_known = step is not None or (again and reply.created)
             if is_known and not reply.has_weights:  # A shard without slices has nothing to lose.
                 known = "" if step is None else f"; other shards have them at step {step}"
@@ -263,6 +266,7 @@ class Session:
             origin=Origin(*max(origins)),  # A shard may have no slice of the table.
             content=contents[0],
             is_new=is_new,
+            has_weights=has_weights,
         )
 
     def rejoin(self) -> None:
@@ -331,7 +335,7 @@ class Session:
         return float(self.group.led(wait))
 
     def agree_at(
-        self, name: str, number: int, value: float, *, holds: bool = False
+        self, name: str, number: int, value: float, *, meets: bool = False, holds: bool = False
     ) -> tuple[float, int]:
         """Waits as `agree` does, in a round that has a number of its own.
 
@@ -340,6 +344,7 @@ class Session:
         Args:
             number: Number of the round, at least that of the one before.
             value: This worker's value, 0 or more; in a group its leader's counts.
+            meets: As for `barrier`.
             holds: As for `barrier`.
 
         Returns:
@@ -350,7 +355,7 @@ class Session:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
         arrival = self._arrival(name, number, value, holds=holds)
-        largest, newest = self.group.led(lambda: self._await_round(arrival))
+        largest, newest = self.group.led(lambda: self._await_round(arrival, meets=meets))
         return float(largest), int(newest)
 
     def pass_by(self, name: str, number: int, value: float) -> None:

@@ -196,7 +196,9 @@ class WorkerRecovery:
             self._buffers.restart()
             for companion in self._companions:
                 companion.begin_again()
-            begin_together(table, self._companions, lambda agree: table.begin(failure.step, agree))
+            begin_together(
+                table, self._companions, lambda agree: table.come_back(failure.step, agree)
+            )
 
         self._repeat(rejoin)
         self._say_if_back(failure.step)

@@ -528,14 +528,14 @@ def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But goes through those that every worker comes to once, at its start."""
-    rounds = {"epoch": 7, "begin": 1}
+    rounds = {"epoch": 7, "load_state_dict": 1}
     joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, rounds=rounds)
     answer_joins(monkeypatch, joined)
     session = begin()
-    for name in ("begin", "epoch", "epoch"):
+    for name in ("load_state_dict", "epoch", "epoch"):
         session.barrier(name)
     sent = [(r.name, r.round) for r in links[0].sent("Barrier")]
-    assert sent == [("begin", 0), ("epoch", 7), ("epoch", 8)]
+    assert sent == [("load_state_dict", 0), ("epoch", 7), ("epoch", 8)]
     session.leave()
 
 
