@@ -119,7 +119,7 @@ def test_workers_that_never_join_are_named(shards: Shards) -> None:
             job = new_job()
             workers = shards.workers(train, mode, ranks=[rank], job=job)
             cases.append((mode, rank, job, started.enter_context(workers)[0]))
-        for mode, rank, job, worker in cases:
+        for _, rank, job, worker in cases:
             missing = rf"worker {1 - rank} \(has not joined yet\)"
             at = r"(slice \d of 'model' on shard \d|barrier 'begin of model')"
             named = re.compile(f"{missing}.*{at}|{at}.*{missing}")
