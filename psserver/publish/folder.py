@@ -48,7 +48,7 @@ class VersionsFolder:
     def __init__(
         self, to: Path, *, job: str, keep: int, nbytes_max: int, model: Path | None = None
     ) -> None:
-        """Deletes what a process that was killed has left half-written.
+        """Ends the work of a process that was killed: deletes what is half-written.
 
         Args:
             to: The folder, which the first version makes if it is not there.
@@ -72,6 +72,8 @@ class VersionsFolder:
             self._claim()
         for path in to.glob(f"{WRITING}*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        if (newest := self.newest()) is not None:
+            self._point_to(self._path(newest))
 
     def newest(self) -> WeightsVersion | None:
         """Returns the newest version that is there; None: there is none."""
@@ -91,9 +93,19 @@ class VersionsFolder:
         """
         self._require_link()
         path = self._path(weights.version)
-        writing = self._draft()
         self._to.mkdir(parents=True, exist_ok=True)
         self._claim()
+        if not (path / ABOUT).exists():  # Else all but the link was done when an error came.
+            self._write_to(path, weights)
+        self._point_to(path)
+        for version in sorted(self._versions())[: -self._keep]:
+            # Half deleted it must not look like a version.
+            shutil.rmtree(self._path(version).rename(self._draft()))
+        return path
+
+    def _write_to(self, path: Path, weights: PublishedWeights) -> None:
+        """Writes a version."""
+        writing = self._draft()
         writing.mkdir()
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, writing, ignore_errors=True)  # Unless it has its name.
@@ -112,11 +124,6 @@ class VersionsFolder:
             for written in (*writing.iterdir(), writing):
                 records.sync(written)
             writing.rename(path)
-        self._point_to(path)
-        for version in sorted(self._versions())[: -self._keep]:
-            # Half deleted it must not look like a version.
-            shutil.rmtree(self._path(version).rename(self._draft()))
-        return path
 
     def _draft(self) -> Path:
         return self._to / f"{WRITING}{secrets.token_hex(4)}"
@@ -135,7 +142,7 @@ class VersionsFolder:
         Raises:
             BlockingIOError: Another one uses the folder.
         """
-        if self._lock is None:
+        if self._lock is None or not (self._to / LOCK).exists():  # The folder may be a new one.
             busy = f"another psserver publish writes into {self._to}"
             self._lock = lock_folder(self._to / LOCK, busy)
 

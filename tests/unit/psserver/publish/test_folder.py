@@ -190,6 +190,40 @@ def test_a_second_process_does_not_delete_what_the_first_one_is_writing(tmp_path
     assert first.newest() == (7, 1)
 
 
+def test_a_folder_that_is_made_again_is_kept_from_others_too(tmp_path: Path) -> None:
+    """The lock was in the folder that is gone."""
+    to = tmp_path / "to"
+    first = VersionsFolder(to, job="night", keep=1, nbytes_max=1 << 30)
+    first.write(make_weights(1))
+    shutil.rmtree(to)
+    first.write(make_weights(2))
+    with pytest.raises(BlockingIOError, match="another psserver publish writes into"):
+        VersionsFolder(to, job="night", keep=1, nbytes_max=1 << 30)
+
+
+def test_latest_is_the_last_version_after_a_kill_or_an_error_before_it_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed at the one before until a newer one came, and each attempt failed."""
+    folder = VersionsFolder(tmp_path, job="night", keep=2, nbytes_max=1 << 30)
+    folder.write(make_weights(1))
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in (2, 3):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(Path, "replace", fail)
+            folder.write(make_weights(number))
+        assert (tmp_path / "latest").resolve().name == f"v7-{number - 1:012d}"
+        if number == 2:
+            folder.write(make_weights(number))
+        else:
+            del folder
+            VersionsFolder(tmp_path, job="night", keep=2, nbytes_max=1 << 30)
+        assert (tmp_path / "latest").resolve().name == f"v7-{number:012d}"
+
+
 def test_a_folder_of_another_job_is_refused(tmp_path: Path) -> None:
     """A job whose lineage is the older one would wait for ever, and `latest` be of either."""
     VersionsFolder(tmp_path, job="day", keep=1, nbytes_max=1 << 30).write(make_weights(1))
