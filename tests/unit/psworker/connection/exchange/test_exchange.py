@@ -90,7 +90,7 @@ class Session:
 
     def define(self, spec: TableSpec, **options: Any) -> AgreedTable:
         self.defined.append(spec)
-        return AgreedTable(5, Origin(), self.content, is_new=False)
+        return AgreedTable(5, Origin(), self.content, is_new=False, has_weights=True)
 
     def require_own(self) -> None: ...
 
