@@ -334,9 +334,9 @@ def agree_in_turns(me: Station, pauses: bool, spoilt: int) -> tuple[Weights, flo
         original = Session.agree_at
 
         def agree_at(
-            self: Session, name: str, number: int, value: float, *, holds: bool = False
+            self: Session, name: str, number: int, value: float, **how: bool
         ) -> tuple[float, int]:
-            agreed = original(self, name, number, value, holds=holds)
+            agreed = original(self, name, number, value, **how)
             if optimizer.steps == SPOILT:
                 me.tell("agreed")
                 me.hear()
