@@ -236,9 +236,10 @@ class Daemon:
         log.info("shard ready", address=join_address(self.plan.host, port))
         return Ready(port=port, metrics_port=metrics_port)
 
-    async def run(self) -> None:
-        """Serves until asked to end, then lets the requests under way be answered."""
+    async def run(self, ready: Ready) -> None:
+        """Reports, serves until asked to end, then lets the requests under way be answered."""
         self._watch()
+        tell(ready)
         duties = (self._tick(), self._tick_windows(), self._bring(), self.keep_room())
         tasks = [asyncio.create_task(duty) for duty in duties]
         for task in (*tasks, *filter(None, [self._web.accepting])):
@@ -314,8 +315,8 @@ class Daemon:
         The parent sends SIGINT once it has the last checkpoint. SIGTERM may come from an engine
         that sends it to all processes.
         """
-        self._loop.add_signal_handler(signal.SIGTERM, self._ending.set)
         self._loop.add_signal_handler(signal.SIGINT, self._end_now)
+        self._loop.add_signal_handler(signal.SIGTERM, self._ending.set)
         self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)
 
     def _on_stdin(self) -> None:
@@ -541,8 +542,7 @@ async def serve(plan: ShardPlan) -> Exit:
     except ConfigError as problem:  # A file of secrets has changed since the start was checked.
         tell(Refused(code=Exit.USAGE, message=str(problem)))
         return Exit.USAGE
-    tell(ready)
-    await daemon.run()
+    await daemon.run(ready)
     return daemon.code
 
 

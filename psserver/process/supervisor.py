@@ -167,12 +167,16 @@ def wait_ready(shards: Sequence[ShardProcess], wake_fd: int | None = None) -> bo
 def stop(shards: Iterable[ShardProcess], grace_s: float) -> bool:
     """Ends shards in order; returns whether all did within the grace period and a margin.
 
-    SIGTERM lets them wait for a last checkpoint; those whose start takes it have it already.
+    SIGTERM lets them wait for a last checkpoint; those whose start takes it have it already. A
+    shard that is still starting has set up neither signal, and SIGTERM ends it without a word.
     """
     shards = list(shards)
     for shard in shards:
         is_saved = shard.plan.checkpoint_dir is not None
-        shard.send(signal.SIGINT if is_saved else signal.SIGTERM)
+        if not (is_saved and isinstance(shard.report, Ready)):
+            shard.send(signal.SIGTERM)
+        if is_saved:
+            shard.send(signal.SIGINT)
     deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
     late = [s for s in shards if s.wait(max(0.0, deadline_s - time.monotonic())) is None]
     for shard in late:
@@ -225,6 +229,7 @@ class Supervisor:
                     process = ShardProcess(plan, log_file)
                     self.shards.append(SupervisedShard(plan, log_file, process))
                 if not wait_ready(self._processes(), wake_fd):
+                    log.info("stopped before the shards were ready")
                     return Exit.OK
                 for shard in self.shards:
                     shard.plan = _fixed(shard)

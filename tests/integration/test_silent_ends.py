@@ -158,7 +158,7 @@ def test_a_shard_ends_with_any_of_its_threads_and_tasks(
         plan = replace(make_plan(num_shards=1), metrics_port=0, publish="train:every=1")
         daemon = Daemon(plan)
         ready = await daemon.start()
-        running = asyncio.create_task(daemon.run())
+        running = asyncio.create_task(daemon.run(ready))
         port = ready.metrics_port if broken[0] is WebServer else ports[0]
         assert port is not None
         await asyncio.to_thread(provoke, f"127.0.0.1:{ready.port}", port)

@@ -150,7 +150,7 @@ def test_a_drained_shard_has_all_the_time_of_its_start_for_a_last_checkpoint(
         ready = await daemon.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ready.port}") as channel:
             stub: Stub = control_pb2_grpc.ControlStub(channel)
-            running = asyncio.create_task(daemon.run())
+            running = asyncio.create_task(daemon.run(ready))
             await stub.Join(pb.JoinRequest(job="j", num_workers=1, protocol=wire.PROTOCOL))
             reply = await stub.Drain(pb.DrainRequest(grace_s=0.01))
             assert reply.limit_s == 1000.01

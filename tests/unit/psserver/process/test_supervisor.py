@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pscore.signals import signal_pipe
+from psserver.access.files import Trust
 from psserver.exits import CommandError, Exit
 from psserver.process import supervisor
 from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan
@@ -21,6 +22,7 @@ from psserver.process.supervisor import (
     SupervisedShard,
     Supervisor,
     ended,
+    stop,
     wait_ready,
 )
 
@@ -227,6 +229,21 @@ def test_a_drained_shard_may_end_when_its_last_checkpoint_is_over(
     )
     assert kept.run() is Exit.OK
     assert Drained.heard == ["checkpoint", signal.SIGINT]
+
+
+def test_a_shard_that_is_stopped_during_its_start_ends_at_once_without_a_word(
+    tmp_path: Path,
+) -> None:
+    token, log = tmp_path / "token", tmp_path / "log"
+    os.mkfifo(token, mode=0o600)
+    plan = dataclasses.replace(
+        make_plan(num_shards=1), checkpoint_dir=str(tmp_path), trust=Trust(token_file=str(token))
+    )
+    shard = ShardProcess(plan, log)
+    with token.open("wb"):  # The shard reads it now, until this end is closed.
+        assert stop([shard], 0.0)
+    assert shard.wait() == -signal.SIGTERM
+    assert log.read_text() == ""
 
 
 def test_a_shard_that_cannot_start_says_why_and_the_others_end(fake: type[Fake]) -> None:
