@@ -104,7 +104,11 @@ def read_credentials(
         )
     path = variables.get("PACELINE_TOKEN_FILE") or token_file
     token = pick(read_tokens(Path(path)), job, Path(path), reads=reads) if path else ""
-    return Credentials(ca=ca, cert=cert, key=key, token=token)
+    found = Credentials(ca=ca, cert=cert, key=key, token=token)
+    from pscore.net import tls  # It imports this module.
+
+    tls.client_context(found)  # gRPC would log lines of its own about a file that it cannot use.
+    return found
 
 
 def read_tokens(path: Path) -> list[Token]:
@@ -161,6 +165,11 @@ def readable(path: Path, what: str) -> Path:
     try:
         with path.open("rb"):
             return path
+    except PermissionError as problem:
+        raise ConfigError(
+            f"cannot read {what} {path.absolute()}: {problem.strerror} for user {os.geteuid()}; "
+            f"give it to that user: chown {os.geteuid()} {path.absolute()}"
+        ) from problem
     except OSError as problem:
         raise ConfigError(f"cannot read {what} {path.absolute()}: {problem.strerror}") from problem
 

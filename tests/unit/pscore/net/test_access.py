@@ -1,5 +1,7 @@
 """Token files: their contents, their readers, and the owner of each token."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,23 @@ def test_a_file_for_this_user_or_group_is_read(file: Path, mode: int) -> None:
 def test_a_file_that_is_not_there_is_named(file: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot read the token file {file}: No such file"):
         read_tokens(file)
+
+
+def test_a_file_of_another_user_is_named_with_this_user(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    with pytest.raises(ConfigError, match=f"{file}: Permission denied for user 10001; .*chown"):
+        read_tokens(file)
+
+
+def test_a_file_that_is_no_certificate_is_refused_before_grpc_reads_it(file: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{file} holds no certificate of a CA"):
+        read_credentials({"PACELINE_TLS_CA": str(written(file, A))})
 
 
 def test_variables_name_files(file: Path, tmp_path: Path) -> None:
