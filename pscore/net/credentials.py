@@ -104,11 +104,7 @@ def read_credentials(
         )
     path = variables.get("PACELINE_TOKEN_FILE") or token_file
     token = pick(read_tokens(Path(path)), job, Path(path), reads=reads) if path else ""
-    found = Credentials(ca=ca, cert=cert, key=key, token=token)
-    from pscore.net import tls  # It imports this module.
-
-    tls.client_context(found)  # gRPC would log lines of its own about a file that it cannot use.
-    return found
+    return Credentials(ca=ca, cert=cert, key=key, token=token)
 
 
 def read_tokens(path: Path) -> list[Token]:

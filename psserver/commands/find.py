@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pscore.errors import ConfigError
+from pscore.net import tls
 from pscore.net.addresses import parse_addresses
 from pscore.net.credentials import Credentials, read_credentials
 from psserver.exits import CommandError, Exit
@@ -48,12 +49,12 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
         servers = servers or os.environ.get("PACELINE_SERVERS")
     if servers:
         addresses = list(parse_addresses(servers))
-        return FoundServers(addresses=addresses, run=None, credentials=read_credentials())
+        return FoundServers(addresses=addresses, run=None, credentials=_credentials())
     runs = RunDirectory(_state_dir(state_dir)).runs()
     chosen = [run for run in runs if port in (None, run.port)]
     if len(chosen) == 1:
         run = chosen[0]
-        credentials = read_credentials(token_file=run.token_file)
+        credentials = _credentials(token_file=run.token_file)
         return FoundServers(addresses=run.addresses, run=run, credentials=credentials)
     if chosen:
         listed = ", ".join(str(run.port) for run in chosen)
@@ -61,9 +62,16 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
             Exit.USAGE, f"servers run on ports {listed}; choose one with --port, or with --servers"
         )
     # Started by another user, in a container, or with another --state-dir.
-    credentials = read_credentials()
+    credentials = _credentials()
     addresses = ask.neighbours("127.0.0.1", PORT if port is None else port, credentials)
     return FoundServers(addresses=addresses, run=None, credentials=credentials)
+
+
+def _credentials(token_file: str | None = None) -> Credentials:
+    """Returns those of the variables; gRPC would log lines about a file that it cannot use."""
+    found = read_credentials(token_file=token_file)
+    tls.client_context(found)
+    return found
 
 
 def require_one_way(servers: str | None, port: int | None, state_dir: Path | None) -> None:
