@@ -260,10 +260,17 @@ def test_a_job_that_is_cancelled_continues_in_another_one_on_three_shards(
     training.submit()
     training.wait("a quarter", "a quarter is done")
     former = training.job
+    folder = training.folder / f"paceline-{former}"
+    refused = Training(training.slurm, training.folder)
+    refused.output = training.folder / "refused"
+    token = (folder / "certs" / "token").read_text()
+    refused.submit(PACELINE_FOLDER=str(folder))
+    training.slurm.wait("the refusal", lambda: training.slurm.state(refused.job) == "FAILED")
+    assert text(refused.output).startswith(f"job {former} uses {folder}: end it (scancel {former})")
+    assert (folder / "certs" / "token").read_text() == token
     training.call("stop")
     training.slurm.wait("end of all processes", lambda: not left_over(training.folder))
     training.held = "never"
-    folder = training.folder / f"paceline-{former}"
     training.submit(SHARDS="3", PACELINE_FOLDER=str(folder), PACELINE_JOB=f"slurm-{former}")
     training.wait("end", "")
     training.check()
