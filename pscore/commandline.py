@@ -92,7 +92,9 @@ def open_standard_streams() -> None:
     """Prepares standard output, and opens /dev/null for a stream that is closed; call this first.
 
     Otherwise the next file or socket would get its number, and would receive text for people.
+    Beside our sentences gRPC writes nothing to standard error.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -13,6 +13,7 @@ from pscore.text import is_loopback
 
 PORT_MAX = (1 << 16) - 1
 PROBE_TIMEOUT_S = 2.0
+HTTP_TIMEOUT_S = 0.5
 SHAPE = "must look like host:port or unix:///path"
 
 
@@ -105,6 +106,11 @@ def explain_silence(address: str) -> str:
         return ""
     host, port = split_address(address)
     state = _probe(host, port)
+    if state == "open" and _speaks_http(host, port):
+        return (
+            f"port {port} there is that of a web page, perhaps of a shard's metrics: give the "
+            "shard's own port, 7070 and following by default"
+        )
     if state == "open":
         return (
             f"port {port} is open there, and the process behind it is silent: it is busy or "
@@ -158,6 +164,15 @@ def _is_own(host: str) -> bool:
     except OSError:
         return False
     return any(str(entry[4][0]) in own for entry in found)
+
+
+def _speaks_http(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), HTTP_TIMEOUT_S) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return connection.recv(5) == b"HTTP/"
+    except OSError:
+        return False
 
 
 def _probe(host: str, port: int) -> str:

@@ -245,6 +245,18 @@ def test_a_deleted_working_directory_is_a_sentence_and_stops_no_shard(
         assert done.stderr.count("\n") == 1
 
 
+def test_a_file_that_is_no_certificate_is_one_sentence(tmp_path: Path) -> None:
+    """gRPC's own lines came first."""
+    (tmp_path / "ca.pem").write_text("no certificate")
+    done = run(
+        [sys.executable, "-m", "psserver", "status", "--servers", "127.0.0.1:1"],
+        PACELINE_TLS_CA=str(tmp_path / "ca.pem"),
+    )
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.startswith(f"psserver: {tmp_path}/ca.pem holds no certificate of a CA")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_shards_go_on_where_their_working_directory_was_deleted(tmp_path: Path) -> None:
     psserver = Command(tmp_path, fresh=True)

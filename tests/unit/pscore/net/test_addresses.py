@@ -1,6 +1,7 @@
 """Addresses as people write them, and the reason why nothing listens at one."""
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -106,6 +107,26 @@ def test_an_open_port_has_a_silent_process_behind_it(own_host: str) -> None:
         assert found.startswith(f"port {port} is open there")
         assert "busy or stopped" in found  # As a shard is that compiles, or restores a job.
         assert is_open_elsewhere(port) is True
+
+
+def test_a_web_page_is_no_shard() -> None:
+    """A worker that got the metrics port waited, and took the shard for a busy one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):  # The first connection only looks whether the port is open.
+                connection, _ = listener.accept()
+                with connection:
+                    if connection.recv(4):
+                        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+
+        page = threading.Thread(target=answer)
+        page.start()
+        port = listener.getsockname()[1]
+        found = explain_silence(f"127.0.0.1:{port}")
+        page.join()
+    assert found.startswith(f"port {port} there is that of a web page")
+    assert "give the shard's own port, 7070" in found
 
 
 def test_a_host_that_is_unknown_or_does_not_answer_is_said(
