@@ -277,7 +277,7 @@ def publish(
     try:
         folder = VersionsFolder(to, job=job, keep=keep, nbytes_max=int(file_gb * 1e9), model=model)
     except OSError as problem:
-        raise CommandError(Exit.STATE_DIR, f"--to {to}: {problem}") from problem
+        raise CommandError(Exit.STATE_DIR, f"--to {to}: {problem.strerror}") from problem
     token_file = None if found.run is None else found.run.token_file
     publish_versions(
         folder,

@@ -179,13 +179,16 @@ class RelayProcess:
 
     def _read(self) -> None:
         """Reads version after version, on a thread of its own."""
-        newest = None
+        newest, said = None, ""
         try:
             while not self._is_over.is_set():
                 try:
                     newest = self._reader.wait(newer_than=newest, timeout_s=WAIT_S).version
                 except TimeoutError as problem:
                     self._versions.say(str(problem))
+                    if newest is None and said != str(problem):
+                        said = str(problem)
+                        sys.stderr.write(f"psserver: {said}; waiting\n")
             self._reader.close()
         except PacelineError as problem:
             self._broke(problem)

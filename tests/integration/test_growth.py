@@ -1,6 +1,7 @@
 """A model that grows in training: parameters are unfrozen, or groups are added."""
 
 import io
+import logging
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,37 @@ def alone() -> Weights:
         thaw(model, optimizer, step)
         make_step(None, model, optimizer, step)
     return weights_of(model)
+
+
+def load_part(me: Station) -> tuple[list[float], list[str]]:
+    """Loads a state while its first layer is frozen; returns counts of steps and log lines."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    saved: dict[str, Any] = {}
+    for is_again in (False, True):
+        model: Any = make_model()
+        model[0].requires_grad_(False)
+        optimizer: Any = adamw(model, 0, 2, 4)
+        optimizer = psworker.DistributedOptimizer(optimizer, model.named_parameters())
+        if is_again:
+            optimizer.load_state_dict(saved)
+        for step in () if is_again else range(4):
+            model[0].requires_grad_(step >= 2)
+            make_step(me, model, optimizer, step)
+        saved = optimizer.state_dict()
+    psworker.shutdown()
+    return [entry["step"].item() for entry in saved["state"].values()], said
+
+
+def test_a_state_keeps_its_counts_where_a_layer_is_frozen_and_names_those_left_out(
+    shards: Shards,
+) -> None:
+    """Each count was taken for the parameter at its place, also in a smaller table."""
+    counts, said = shards.run(load_part)[0]
+    assert counts == [4.0] * 4
+    assert [line for line in said if line.startswith("the state of 2 parameters that were frozen")]
 
 
 def resume(me: Station, saved: bytes) -> tuple[Weights, int]:

@@ -110,6 +110,8 @@ def test_a_relay_admits_readers_with_a_token_and_no_workers(tmp_path: Path) -> N
         servers = [f"127.0.0.1:{port}"]
         with psworker.Subscriber(servers, job=job, token_file=str(tokens)) as reader:
             eventually(lambda: "of the relay: " in why_none(reader, None))
+        assert process.stderr is not None
+        assert f"no version of job {job!r} within 1 s" in process.stderr.readline()
         reader = psworker.Subscriber(servers, job=job, token_file=str(wrong))
         with reader, pytest.raises(psworker.PacelineError, match="does not know the token"):
             reader.wait(timeout_s=30.0)

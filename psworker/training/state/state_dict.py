@@ -20,6 +20,7 @@ import torch
 from pscore.errors import ConfigError
 from pscore.json_text import count_of
 from pscore.optimizers.base import Optimizer
+from pscore.text import counted
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
 from psworker.job.companions import Companion
@@ -135,11 +136,18 @@ def read_state(
     entries = own.get("outer", {}) if table.rule.outer_optimizer else state_dict["state"]
     if not table.optimizer.holds_weights:  # The wrapped optimizer has it.
         entries = {}
+    if left_out := entries.keys() - order.values():
+        log.warning(
+            "the state of %s that were frozen when DistributedOptimizer was made is left out: make "
+            "it with all parameters that the state has, and freeze them after that",
+            counted(len(left_out), "parameter"),
+        )
+    saved = own.get("counts", ())  # In the order of the table that was saved.
     for index, position in order.items():
         entry = entries.get(position)
         if entry is None:
             continue
-        steps = own["counts"][index] if "counts" in own else entry.get("step", 1)
+        steps = entry.get("step", saved[index] if len(saved) == len(order) else 1)
         counts[index] = count_of(int(steps), "a count of steps in the state")
         for name in names:
             fill(table, table.optimizer, flat[name], entry.get(name), index, name)
