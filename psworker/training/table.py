@@ -265,12 +265,15 @@ class TrainingTable:
         """
         self.replica.round.reset()
         self.begin(step, agree)
-        if not self.exchange.has_updates:
-            self._await_all()
+        self._await_all()
 
     def _await_all(self) -> None:
-        """Waits for all to begin: no worker may end before, as the job would be over then."""
-        if not self.rule.by_step:
+        """Waits for all to begin: no worker may end before, as the job would be over then.
+
+        Where an update was made the others have begun, perhaps in a mode without this wait, or on a
+        first shard that has been lost since.
+        """
+        if not (self.rule.by_step or self.exchange.has_updates):
             self.session.agree_at(f"begin of {self.name}", 0, 0.0, meets=True)
 
     def begin(self, step: int | None = None, agree: Agree = int) -> None:

@@ -169,6 +169,16 @@ def begins(me: Station, mode: str) -> np.ndarray:
     return train(me, make(mode))
 
 
+def changes(me: Station) -> np.ndarray:
+    """Begins in a mode by step, changes to an asynchronous one, and trains once it is told to."""
+    optimizer = make("ssgd")
+    step(me, optimizer)
+    optimizer.set_mode("asgd")
+    me.tell()
+    me.hear()
+    return train(me, optimizer)
+
+
 def comes(me: Station) -> np.ndarray:
     """Joins, and makes the optimizer once it is told to."""
     psworker.init()
@@ -267,6 +277,23 @@ def test_a_worker_that_was_stopped_while_its_job_began_anew_takes_part(
             stays.tell()
             for found in results_of([stays, again]):
                 assert (found == (1.0 if mode == "ssp" else 0.5)).all()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_started_again_after_a_change_to_an_asynchronous_mode_begins(
+    shards: Shards,
+) -> None:
+    """It waited for the others where all workers of such a job begin, and none had been there."""
+    job = new_job()
+    with begun(shards, changes, job) as workers:
+        workers[1].kill()
+        env = {"TORCHELASTIC_RESTART_COUNT": "1"}
+        with shards.workers(begins, "asgd", ranks=[1], job=job, env=env) as (again,):
+            wait_until(lambda: again.is_over() or "at barrier" in again.written())
+            workers[0].tell()
+            found, other = results_of([workers[0], again])
+    assert np.array_equal(found, other)
+    assert (found[:, STEPS + 1 :] == 1.0).all()
 
 
 @pytest.mark.slow
