@@ -6,7 +6,6 @@ this class.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -241,20 +240,30 @@ class TrainingTable:
             self.exchange.load(spec.index, role, arrays, steps, step)
         self.exchange.flush()
 
-    def start(self, param_groups: Sequence[dict[str, Any]], agree: Agree = int) -> None:
+    def start(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        agree: Agree = int,
+        bring: Callable[[], None] | None = None,
+    ) -> None:
         """Starts training, at `param_groups`: the lowest rank uploads its weights, all pull.
 
         Args:
             agree: As for `begin`.
+            bring: Uploads a state that all workers have, and `continue_from` follows; None: the
+                model's weights are the first.
         """
         self._warn_of(self.rule)
-        if self.parts.uploads:
-            self.upload(Role.WEIGHTS)
-        elif self.parts.may_upload:
+        if bring is None and self.parts.may_upload:
             self.flat.gather_weights()  # Not later: some slices may have come by then.
+        if self.parts.uploads:
+            (bring or self._bring_first)()
         self.set_hyper(param_groups)
-        self.begin(agree=agree)
-        self._await_all()
+        self.begin(agree=agree, bring=bring)
+        self._await_all(holds=bring is not None)
+
+    def _bring_first(self) -> None:
+        self.upload(Role.WEIGHTS, gathers=False)
 
     def come_back(self, step: int, agree: Agree) -> None:
         """Continues after `rejoin`; where no update was made the job may have begun anew.
@@ -267,28 +276,33 @@ class TrainingTable:
         self.begin(step, agree)
         self._await_all()
 
-    def _await_all(self) -> None:
+    def _await_all(self, *, holds: bool = False) -> None:
         """Waits for all to begin: no worker may end before, as the job would be over then.
 
         Where an update was made the others have begun, perhaps in a mode without this wait, or on a
         first shard that has been lost since.
         """
         if not (self.rule.by_step or self.exchange.has_updates):
-            self.session.agree_at(f"begin of {self.name}", 0, 0.0, meets=True)
+            self.session.agree_at(f"begin of {self.name}", 0, 0.0, meets=True, holds=holds)
 
-    def begin(self, step: int | None = None, agree: Agree = int) -> None:
+    def begin(
+        self,
+        step: int | None = None,
+        agree: Agree = int,
+        bring: Callable[[], None] | None = None,
+    ) -> None:
         """Pulls the global weights and the step to begin with, and shows the weights.
 
         Args:
             step: The step at which this worker was; None: the replica's.
             agree: Agrees with other tables on the first push.
+            bring: As for `start`.
 
         Raises:
             StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         if self.parts.may_upload and not self.exchange.has_updates:  # Others may have left.
-            upload = functools.partial(self.upload, Role.WEIGHTS, gathers=False)
-            self.exchange.answers.upload = upload
+            self.exchange.answers.upload = bring or self._bring_first
         step = self.replica.step if step is None else step
         self.exchange.run(self.replica.fetch(0, self.exchange))
         self.exchange.answers.upload = None

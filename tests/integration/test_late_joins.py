@@ -14,6 +14,7 @@ from pscore.errors import JobMismatchError
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.joining import PlaceWait
 from psworker.training.changes import growth
+from psworker.training.table import TrainingTable
 from tests.integration.cluster import (
     Shards,
     Station,
@@ -29,9 +30,9 @@ STEPS = 3
 # By change: the modes before and after it, and the first call after the workers have met.
 CHANGES = {
     "ssd": ("ssgd", "ssd(steps=3, warmup=0)", "change"),
-    "dpsgd": ("ssgd", "dpsgd", "is_lowest"),
-    "back": ("dpsgd", "ssgd", "is_lowest"),
-    "growth": ("ssgd", "ssgd", "is_lowest"),
+    "dpsgd": ("ssgd", "dpsgd", "step_aside"),
+    "back": ("dpsgd", "ssgd", "step_aside"),
+    "growth": ("ssgd", "ssgd", "step_aside"),
 }
 
 
@@ -81,6 +82,43 @@ def changes(me: Station, name: str) -> np.ndarray:
     train(optimizer, 2 * STEPS)
     optimizer.close()
     return torch.cat([value.detach() for _, value in named]).numpy()
+
+
+def dies(me: Station, before: str, after: str) -> tuple[int, np.ndarray]:
+    """Changes the mode; the first worker stops where it would upload what the next table needs."""
+    optimizer = make(parameters(), before)
+    train(optimizer, STEPS)
+    real = TrainingTable.upload
+
+    def upload(*given: Any, **named: Any) -> None:
+        if me.rank == 0:
+            me.tell()
+            me.hear()
+        real(*given, **named)
+
+    with mock.patch.object(TrainingTable, "upload", upload):
+        optimizer.set_mode(after)
+    step = optimizer.steps
+    with optimizer.global_weights():
+        (group,) = optimizer.param_groups
+        weights = [value.detach().numpy().copy() for value in group["params"]]
+    return step, np.concatenate(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["ssgd", "asgd", "allreduce"])
+def test_a_change_goes_on_where_the_worker_dies_that_uploads_the_state(after: str) -> None:
+    """The others continued at step 0, and made all steps once more."""
+    before = "ssgd" if after == "allreduce" else "dpsgd(average_every=1)"
+    with (
+        Shards(2, lease_s=3.0) as shards,
+        shards.workers(dies, before, after) as (first, second),
+    ):
+        first.hear()
+        first.kill()
+        step, weights = second.result()
+    assert step == STEPS
+    assert (weights == -STEPS).all()
 
 
 def comes(me: Station, name: str) -> np.ndarray:

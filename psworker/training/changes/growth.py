@@ -1,10 +1,11 @@
 """A model that grows in training: parameters are unfrozen, or parameter groups are added.
 
 The layout of a table is fixed. So the workers meet, and continue with another table of all the
-parameters that are to be trained now: `model+1` after `model`. The lowest rank uploads the global
-weights, the optimizer's state and the step of the former table, and every worker keeps its
-residuals. No gradient is lost, and the weights are those of a plain optimizer whose group was added
-at that step. The former table stays on the shards until the job ends, and no worker pushes to it.
+parameters that are to be trained now: `model+1` after `model`. Each worker has the global weights,
+the optimizer's state and the step of the former table, and its residuals. The lowest rank uploads
+what is the same for all, the next one if it dies meanwhile. No gradient is lost, and the weights
+are those of a plain optimizer whose group was added at that step. The former table stays on the
+shards until the job ends, and no worker pushes to it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ BARRIER = "growth"
 class Kept:
     """The state that the next table takes over, in the layout of the former one."""
 
-    is_lowest: bool  # Whether this process uploads the state.
     weights: FloatArray  # (layout.numel,), as are all arrays here.
-    state: dict[str, FloatArray]  # State arrays of the shards' optimizer; empty but on that one.
-    counts: list[int]  # Optimizer steps of each parameter; likewise.
+    state: dict[str, FloatArray]  # State arrays of the shards' optimizer.
+    counts: list[int]  # Optimizer steps of each parameter.
     residuals: dict[str, FloatArray]
     step: int
     samples_seen: float
@@ -101,15 +101,11 @@ def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
         table.settle()
         step = int(session.agree(BARRIER, float(replica.step), holds=True))
         taking_part.step_aside(session, table.exchange.table, LEFT_FOR_GOOD, replica.step)
-        is_lowest = taking_part.is_lowest(session, BARRIER)
+        session.barrier(BARRIER, holds=True)
         table.fetch(None)
     table.flat.scatter_weights()
-    state: dict[str, torch.Tensor] = {}
-    counts: list[int] = []
-    if is_lowest:
-        state, counts = pull_state(table, recovery)
+    state, counts = pull_state(table, recovery)
     return Kept(
-        is_lowest=is_lowest,
         weights=table.flat.weights.cpu().numpy().copy(),
         state={name: array.numpy() for name, array in state.items()},
         counts=counts,
@@ -143,16 +139,17 @@ def take_over(
     def zeros() -> FloatArray:
         return np.zeros(table.layout.numel, dtype=np.float32)
 
-    table.parts.uploads = kept.is_lowest
-    table.start(groups)
-    if kept.is_lowest:
-        weights = moved(kept.weights, table.flat.weights.cpu().numpy().copy())
-        table.flat.weights.copy_(torch.from_numpy(weights))
+    def bring() -> None:
         state = [moved(array, zeros()) for array in kept.state.values()]
         counts = [0] * len(table.layout.tensors)
         for theirs, ours in pairs:
             counts[ours] = kept.counts[theirs]
         table.upload(Role.STATE, state, counts, kept.step, gathers=False)
+
+    table.flat.gather_weights()
+    weights = moved(kept.weights, table.flat.weights.cpu().numpy().copy())
+    table.flat.weights.copy_(torch.from_numpy(weights))
+    table.start(groups, bring=bring)
     table.continue_from(kept.step, kept.samples_seen, BARRIER)
     residuals = {name: moved(array, zeros()) for name, array in kept.residuals.items()}
     table.exchange.load_compressor_state(residuals)
