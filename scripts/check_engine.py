@@ -1037,6 +1037,7 @@ def swarm(log: Log) -> None:
                 log.say(f"      {command or deploy!r}: {count} workers are live")
             tasks = run("docker", "stack", "ps", "--filter", "desired-state=running", name)
             log.say(f"      the nodes {' and '.join(nodes)} run {tail(tasks)}")
+            renew_swarm(log, shell, certs, deploy)
             replace_after_end(log, shell, deploy, name)
         except CheckError:
             log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
@@ -1044,10 +1045,32 @@ def swarm(log: Log) -> None:
         finally:
             run("docker", "stack", "rm", name, check=False)
             for engine in ({"DOCKER_HOST": other.engine}, {}):
-                run("docker", "swarm", "leave", "--force", env=engine, check=False)
+                wait("the end of the Swarm", partial(has_left_swarm, engine))
             # A stack leaves its volumes behind, and the next run would continue from this one's.
             volume = ("docker", "volume", "rm", "--force", f"{name}_shard0")
             wait("the end of the shard", lambda: run(*volume))
+
+
+def renew_swarm(log: Log, shell: Shell, certs: str, deploy: str) -> None:
+    """Makes new certificates and a new token for the stack, as the page says; its job continues."""
+    (remove,) = re.findall(r"`(docker stack rm \w+)`", PAGE.read_text())
+    name = remove.split()[-1]
+    (before,) = [int(job["step"]) for job in swarm_jobs(name)]
+    shell(remove)
+    networks = ("docker", "network", "ls", "--quiet", "--filter", f"name={name}_")
+    wait("the end of the stack", lambda: not run(*networks).strip())
+    shell(f"{certs} --force")
+    shell(deploy)
+    wait(f"{PAIR} workers", partial(has_swarm_workers, name, PAIR))
+    wait("more steps", lambda: max(int(job["step"]) for job in swarm_jobs(name)) > before)
+    log.say(f"      new secrets at step {before}, {remove!r}, and deployed again: it continues")
+
+
+def has_left_swarm(engine: dict[str, str]) -> bool:
+    """Leaves the Swarm; returns whether the engine has: a busy one may miss its own deadline."""
+    run("docker", "swarm", "leave", "--force", env=engine, check=False)
+    state = run("docker", "info", "--format", "{{.Swarm.LocalNodeState}}", env=engine)
+    return state.strip() == "inactive"
 
 
 def replace_after_end(log: Log, shell: Shell, deploy: str, name: str) -> None:
