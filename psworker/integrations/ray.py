@@ -37,6 +37,7 @@ except ModuleNotFoundError:  # An instance is refused.
 PR_SET_PDEATHSIG = 1
 READY_S = 60.0  # A shard is started again for so long, and so long Ray looks for room.
 STOP_S = 30.0
+REFUSED = 2  # Exit code of `psserver start`.
 
 
 class ShardActor:
@@ -46,7 +47,8 @@ class ShardActor:
         """Starts the shard, and waits until it listens; Ray calls it again after a restart.
 
         Raises:
-            ServerUnavailableError: It ended each time, or its port is taken.
+            ServerUnavailableError: It ended each time, its settings are refused, or its port is
+                taken.
         """
         host = ray.util.get_node_ip_address()
         self._address = f"{host}:{port}"
@@ -69,6 +71,9 @@ class ShardActor:
                     if _listens(host, port):
                         return
                     time.sleep(0.1)
+                if self._process.returncode == REFUSED:  # Another try would end like this one.
+                    reason = "it refuses its settings; Ray's log of its actor says which, and why"
+                    break
             time.sleep(0.5)
         raise psworker.ServerUnavailableError(
             f"shard {index} does not start at {self._address}: {reason}"

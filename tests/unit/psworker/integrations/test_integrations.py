@@ -13,6 +13,7 @@ from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
 from psworker.integrations import DEVICES, PLACES, hide_launcher, lightning, ray, transformers
 from psworker.job.environment import Environment
+from tests.integration.command import free_ports
 
 TORCHRUN = {
     "RANK": "5",
@@ -96,13 +97,25 @@ def test_lightning_clips_the_mean_where_there_is_one(
     assert seen == clipped * 2
 
 
-def test_a_shard_of_ray_names_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
         get_runtime_context=lambda: SimpleNamespace(was_current_actor_reconstructed=False),
     )
     monkeypatch.setattr(ray, "ray", here)
     monkeypatch.setattr(ray, "READY_S", 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("actor")
+def test_a_shard_of_ray_whose_settings_are_refused_is_not_started_again() -> None:
+    with pytest.raises(psworker.ServerUnavailableError, match="it refuses its settings"):
+        ray.ShardActor(0, free_ports(1)[0], {"PACELINE_TLS_CERT": "none.pem"})
+
+
+@pytest.mark.usefixtures("actor")
+def test_a_shard_of_ray_names_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(psworker.ServerUnavailableError) as raised:
