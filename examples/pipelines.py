@@ -28,6 +28,8 @@ def main():
     parser.add_argument("--samples", type=int, default=32, help="samples of a minibatch")
     parser.add_argument("--out", help="folder for the weights of each stage")
     args = parser.parse_args()
+    if args.out:
+        os.makedirs(args.out, exist_ok=True)
 
     dist.init_process_group("gloo")
     number, stage = divmod(dist.get_rank(), STAGES)  # which pipeline, and which stage of it

@@ -49,6 +49,6 @@ class CommandError(PacelineError):
 
     def __init__(self, code: Exit, problem: str, remedy: str = "") -> None:
         """Carries an exit code and one sentence for a person, perhaps with a remedy."""
-        self.code, self.problem = code, problem
+        self.code, self.problem, self.remedy = code, problem, remedy
         self.message = f"{problem}; {remedy}" if remedy else problem
         super().__init__(self.message)

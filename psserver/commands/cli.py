@@ -351,7 +351,7 @@ def stop(
     try:
         _stop(find(servers, port, state_dir), grace_s)
     except CommandError as problem:
-        if problem.code is not Exit.NO_ANSWER:
+        if not problem.remedy:  # To start servers, as for other commands.
             raise
         raise CommandError(
             problem.code,

@@ -316,5 +316,5 @@ def explained(failure: grpc.RpcError, address: str, credentials: Credentials) ->
         what = f"nothing answers at {address}{limit}"
         advice = explain_silence(address) or advice
     else:
-        what = f"{address} answers {code.name}: {failure.details()}"
+        return CommandError(Exit.NO_ANSWER, f"{address} refuses: {refusal}")
     return CommandError(Exit.NO_ANSWER, what, advice)

@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.text import printable
+from pscore.text import counted, printable
 from psserver.decisions.job_state import State
 from psserver.exits import CommandError, Exit
 from psserver.remote.waits import advice_of, waits_of
@@ -359,7 +359,7 @@ def published_lines(publications: Sequence[dict[str, Any]], room: int) -> list[s
         table, readers = f"{one['job']}/{one['table']}", one["readers"]
         found.append(
             f"{table}: version {one['version']} (step {one['step']}), "
-            f"{len(readers)} readers; sent: {sent or 'nothing'}"
+            f"{counted(len(readers), 'reader')}; sent: {sent or 'nothing'}"
         )
         found += [
             f"  {reader['host']} pid {reader['pid']}: "

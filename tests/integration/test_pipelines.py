@@ -66,7 +66,6 @@ def stages_of(folder: Path) -> list[torch.Tensor]:
 def test_two_pipelines_of_two_stages_equal_one_process(shards: Shards, tmp_path: Path) -> None:
     job, cases = new_job(), []
     for number, mode in enumerate(MODES):
-        (tmp_path / str(number)).mkdir()
         cases.append((mode, str(tmp_path / str(number)), *free_ports(1)))
     workers = []
     try:

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscore.net.credentials import ANYONE
+from pscore.net.rpc import ERROR_KEY
 from pscore.pb.ps.v1 import (
     checkpoint_pb2,
     checkpoint_pb2_grpc,
@@ -42,6 +43,17 @@ class Control(control_pb2_grpc.ControlServicer):
     def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusReply:  # noqa: N802
         self.is_idle.wait(WAIT_S)
         return pb.StatusReply(pid=3)
+
+
+class Relay(Control):
+    """A relay, which refuses what only shards answer."""
+
+    def Drain(  # noqa: N802
+        self, request: pb.DrainRequest, context: grpc.ServicerContext
+    ) -> pb.DrainReply:
+        context.set_trailing_metadata(((ERROR_KEY, "ConfigError"),))
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not answered by a relay")
+        raise AssertionError
 
 
 class Published(publish_pb2_grpc.PublicationsServicer):
@@ -194,3 +206,15 @@ def test_publications_are_shown_though_a_shard_is_gone(monkeypatch: pytest.Monke
     readers.require_all(answers[:1])
     with pytest.raises(CommandError, match="nothing answers"):
         ask.publications([gone])
+
+
+def test_a_refusal_is_one_sentence_that_advises_no_start_of_servers() -> None:
+    """It came with gRPC's word for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    server = serve(address, Relay())
+    stopped, (problem,) = ask.drain([address], 1.0)
+    server.stop(0)
+    assert not stopped
+    assert str(problem) == f"{address} refuses: not answered by a relay"
+    assert not problem.remedy
