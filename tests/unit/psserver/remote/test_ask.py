@@ -212,7 +212,7 @@ def test_a_refusal_is_one_sentence_that_advises_no_start_of_servers() -> None:
     """It came with gRPC's word for it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    server = serve(address, Relay())
+    server = serve(address, Relay())  # type: ignore[abstract]
     stopped, (problem,) = ask.drain([address], 1.0)
     server.stop(0)
     assert not stopped
