@@ -400,7 +400,11 @@ class Daemon:
         assert self._journals is not None
         self._publications.begin()
         self._instance = self._journals.instance
-        if self._moves.control is not None:
+        if self._moves.control is None:
+            return  # The data sockets are opened later.
+        if self._data is None:  # The shard had moved away from here.
+            self._start_data()
+        else:
             self._moves.control.serve_as(self._instance, self._data)
 
     def _start_data(self) -> None:
@@ -456,7 +460,8 @@ class Daemon:
 
     def close(self) -> bool:
         """Ends the data connections; returns whether no thread handles one any more."""
-        return self._data is None or self._data.stop()
+        data, self._data = self._data, None
+        return data is None or data.stop()
 
 
 def folder_name(plan: ShardPlan) -> str:

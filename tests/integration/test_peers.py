@@ -658,15 +658,15 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
 
 def comes_to_a_barrier(me: Station, place: str) -> None:
     """Reports that it is about to wait at a barrier, and waits there when told."""
-    wait = Session.barrier
+    method = "agree_at" if place == "begin" else "barrier"
+    wait = getattr(Session, method)
 
-    def told(session: Session, name: str = "barrier", **options: Any) -> None:
-        if name == place:
-            me.tell()
-            me.hear()
-        wait(session, name, **options)
+    def told(*given: Any, **options: Any) -> Any:
+        me.tell()
+        me.hear()
+        return wait(*given, **options)
 
-    with mock.patch.object(Session, "barrier", told):
+    with mock.patch.object(Session, method, told):
         begin("adpsgd")
         psworker.barrier()
     psworker.shutdown()

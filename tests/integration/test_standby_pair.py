@@ -113,6 +113,20 @@ def test_the_shard_moves_to_its_second_place_and_back(pair: Pair, undisturbed: R
 
 
 @pytest.mark.slow
+def test_the_shard_moves_back_to_the_process_from_which_it_has_come(
+    pair: Pair, undisturbed: Results
+) -> None:
+    """That had closed its data sockets, and no worker could make another step."""
+    workers = pair.train()
+    reach(workers, AT)
+    pair.command.run("drain", "--servers", pair.addresses[1])
+    eventually(lambda: pair.stands_by(1))
+    pair.command.run("drain", "--servers", pair.addresses[2])
+    eventually(lambda: pair.stands_by(2))
+    assert results(workers) == undisturbed
+
+
+@pytest.mark.slow
 def test_the_first_place_is_lost_and_an_empty_one_leads_to_the_second(
     pair: Pair, undisturbed: Results
 ) -> None:
