@@ -68,7 +68,7 @@ def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandErro
     if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
         return CommandError(
             Exit.HOST,
-            f"cannot listen on {address}: {host!r} is not an address of this machine; "
+            f"cannot listen on {host!r}, which is not an address of this machine; "
             "give --host one that is, or 127.0.0.1",
         )
     if problem.errno == errno.EADDRINUSE:
