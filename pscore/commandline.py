@@ -35,10 +35,9 @@ def replaceable(path: Path) -> Path:
     Raises:
         OSError: A folder, a device or a pipe is there.
     """
-    path = path.resolve()
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file that can be replaced", str(path))
-    return path
+    return path.resolve()
 
 
 class OutputError(OSError):

@@ -390,7 +390,7 @@ def _say(text: str) -> None:
 def address_of(found: FoundServers, shard: int) -> str:
     """Returns the address of a shard; raises ConfigError if there are fewer addresses."""
     if shard >= len(found.addresses):
-        raise ConfigError(f"--shard is {shard}, and there are {len(found.addresses)} addresses")
+        raise ConfigError(f"--shard is {shard}, must be in 0..{len(found.addresses) - 1}")
     return found.addresses[shard]
 
 

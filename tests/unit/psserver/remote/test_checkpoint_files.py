@@ -415,9 +415,12 @@ def test_an_export_replaces_no_device_and_no_link(tmp_path: Path) -> None:
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
-    for path in (pipe, link, tmp_path):
+    unnamed = os.pipe()  # As /dev/stdout in a pipeline: its link leads to no path.
+    for path in (pipe, link, tmp_path, Path(f"/dev/fd/{unnamed[1]}")):
         with pytest.raises(OSError, match="it is no file that can be replaced"):
             files.export(path, make(1.0))
+    for number in unnamed:
+        os.close(number)
     link.unlink()
     link.symlink_to(file)
     files.export(link, make(1.0))
