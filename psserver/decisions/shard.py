@@ -300,7 +300,8 @@ class Shard:
             raise
         actions = self._noted(job, table, lambda clock: clock.change(rule))
         mode_switch.switch(table, rule)
-        job.barriers.holds = bool(rule.gossip)  # Those workers meet again before they begin.
+        # Those workers meet again before they begin, on the first shard, which all join first.
+        job.barriers.holds = bool(rule.gossip) and not self.index
         return actions
 
     def _require_possible(self, job: Job, table: Table, rule: Rule) -> None:

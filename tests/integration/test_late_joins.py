@@ -121,6 +121,42 @@ def test_a_change_goes_on_where_the_worker_dies_that_uploads_the_state(after: st
     assert (weights == -STEPS).all()
 
 
+def changes_and_waits(me: Station) -> int:
+    """Changes from one mode without a server to another, and trains on once it is told to."""
+    optimizer = make(parameters(), "sgp")
+    train(optimizer, STEPS)
+    optimizer.set_mode("dpsgd")
+    me.tell()
+    me.hear()
+    train(optimizer, 2 * STEPS)
+    return int(optimizer.steps)
+
+
+def comes_back(me: Station) -> int:
+    psworker.init()
+    me.tell()
+    optimizer = make(parameters(), "dpsgd")
+    train(optimizer, 2 * STEPS)
+    return int(optimizer.steps)
+
+
+@pytest.mark.slow
+def test_a_worker_is_started_again_after_a_change_between_modes_without_a_server(
+    shards: Shards,
+) -> None:
+    """The shards but the first one refused it: the others changed the mode, still."""
+    job = new_job()
+    with shards.workers(changes_and_waits, job=job) as (first, second):
+        for worker in (first, second):
+            worker.hear()
+        second.kill()
+        env = {"TORCHELASTIC_RESTART_COUNT": "1"}
+        with shards.workers(comes_back, job=job, ranks=[1], env=env) as (again,):
+            again.hear()
+            first.tell()
+            assert results_of([first, again]) == [2 * STEPS, 2 * STEPS]
+
+
 def comes(me: Station, name: str) -> np.ndarray:
     """Joins the job that changes, and trains to its end; tells when it waits, or is there."""
     real = PlaceWait.wait
