@@ -6,6 +6,7 @@ from collections.abc import Container
 
 GROWN = "+"  # In the name of a table that follows another: `model+1` after `model`.
 BESIDE = "/"  # In the name of a table with the steps of another: `model/rows` of `model`.
+TENSOR = "tensor."  # Begin of the name of a named tensor's table.
 LEFT_FOR_GOOD = 1 << 30  # Number of an absence from a table for the one that follows it.
 
 

@@ -14,6 +14,7 @@ no other worker joins, which would know only a part of the change.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class Barrier:
     former: float = 0.0  # Largest number of the round before.
     former_number: int = -1  # Number of that round.
     holds: bool = False  # Whether no worker joins between this round and the next of any barrier.
+    excused: set[int] = field(default_factory=set)  # Ranks that do not come to this round.
 
     def missing(self, expected: Iterable[int], *, is_short: bool = False) -> list[int]:
         """Returns the expected ranks that have not arrived; opens the round if there are none.
@@ -38,7 +40,8 @@ class Barrier:
             expected: Ranks of the workers that are live or have not joined yet.
             is_short: Whether the job waits for more workers than those: then nothing opens.
         """
-        missing = [] if self.is_open else [rank for rank in expected if rank not in self.arrived]
+        there = self.arrived.keys() | self.excused
+        missing = [] if self.is_open else [rank for rank in expected if rank not in there]
         self.is_open |= not (missing or is_short)
         return missing
 
@@ -58,6 +61,8 @@ class Barriers:
     """The barriers of a job. A state machine; the expected workers are an argument."""
 
     by_name: dict[str, Barrier] = field(default_factory=dict)
+    # By name and rank: rounds from which a worker was excused since it joined. It does not know.
+    skipped: Counter[tuple[str, int]] = field(default_factory=Counter)
     holds: bool = False  # Whether no worker joins: the round that opened last holds.
 
     def arrive(
@@ -69,7 +74,7 @@ class Barriers:
             value: The number that it brings, 0 or more.
             holds: Whether no worker joins from then on until a round opens again.
         """
-        barrier = self.by_name.get(name)
+        barrier, number = self.by_name.get(name), number + self.skipped[name, rank]
         if barrier is None:
             while len(self.by_name) >= BARRIERS_MAX:
                 del self.by_name[next(iter(self.by_name))]
@@ -84,9 +89,29 @@ class Barriers:
             barrier.holds |= holds
         return barrier
 
+    def withdraw(self, name: str, number: int, rank: int) -> bool:
+        """Forgets that `rank` waits at round `number`; returns whether it may pass that round."""
+        barrier, number = self.by_name.get(name), number + self.skipped[name, rank]
+        if barrier is None or number > barrier.number:
+            return False
+        if number == barrier.number and not barrier.is_open:
+            barrier.arrived.pop(rank, None)
+            return False
+        return True
+
+    def excuse(self, name: str, number: int, rank: int, absent: Iterable[int]) -> None:
+        """Records ranks that do not come to round `number`, at which `rank` is."""
+        barrier, number = self.by_name.get(name), number + self.skipped[name, rank]
+        if barrier is not None and number == barrier.number and not barrier.is_open:
+            new = set(absent) - barrier.arrived.keys() - barrier.excused
+            barrier.excused |= new
+            self.skipped.update((name, one) for one in new)
+
     def forget(self, rank: int) -> None:
         """Forgets that the former worker of a rank waits at rounds which are not open."""
-        for barrier in self.by_name.values():
+        for name, barrier in self.by_name.items():
+            self.skipped.pop((name, rank), None)
+            barrier.excused.discard(rank)
             if not barrier.is_open:
                 barrier.arrived.pop(rank, None)
 

@@ -106,6 +106,9 @@ class Member:
     data_plane: str = ""  # Name in its newest heartbeat; between it and this shard.
     stage: StageReport | None = None  # Of a worker of a pipeline, in its newest heartbeat.
     reached: tuple[int, ...] = ()  # By shard: number if it answers, or 0; in its newest heartbeat.
+    awaits: tuple[int, ...] = ()  # Ranks of workers whose models it waits for; in the same one.
+    joined_s: float = 0.0  # Time of its join.
+    came_late: bool = False  # The job was under way: others may have passed what its script calls.
 
 
 class Attendance(NamedTuple):
@@ -114,6 +117,13 @@ class Attendance(NamedTuple):
     live: list[int]  # Ranks, in order.
     expected: list[int]  # Ranks that a step waits for, in order.
     wanted: int  # Live workers that a step needs in order to close.
+
+
+class Rest(NamedTuple):
+    """The wait of a worker for others, at a barrier or for a tensor."""
+
+    since_s: float
+    num_steps: dict[int, int]  # Steps that the others had made then, by rank.
 
 
 class Membership:
@@ -151,7 +161,7 @@ class Membership:
         # Kept between two changes: every push asks. Invariant: as `_attend` would return it.
         self._attendance: Attendance | None = None
         self.has_ended = False  # Whether the last worker that left had ended without an error.
-        self.resting: set[int] = set()
+        self.resting: dict[int, Rest] = {}
         self.num_lost = 0  # Declared lost, or ended with an error, since this process has the job.
         self.spent: dict[int, tuple[int, ...]] = {}  # By rank: workers that `begin_again` forgot.
 
@@ -196,11 +206,11 @@ class Membership:
             member.spent = (*held.spent, held.incarnation)[-SPENT_MAX:]
         else:
             member.spent = self.spent.pop(member.rank, ())
-        member.lease_ends_s = member.heard_s + self.lease_s
+        member.joined_s, member.lease_ends_s = member.heard_s, member.heard_s + self.lease_s
         member.presence = TRANSITIONS[self._presence(member.rank), MemberEvent.JOIN]
         self.members[member.rank] = member
         self._attendance = None
-        self.resting.discard(member.rank)
+        self.resting.pop(member.rank, None)
         self.has_ended = False
         return member.rank
 
@@ -456,6 +466,12 @@ def await_others(membership: Membership, now_s: float) -> None:
         if rank not in membership.members
     ]
     membership.restore(others, has_ended=membership.has_ended, spent=membership.spent)
+
+
+def rest_of(membership: Membership, now_s: float) -> Rest:
+    """Returns the rest of a worker that begins to wait for others now."""
+    members = membership.members
+    return Rest(now_s, {rank: members[rank].pace.num_steps for rank in membership.live()})
 
 
 def first_of(membership: Membership) -> int:

@@ -61,7 +61,7 @@ class TableParticipants:
 
     def resting(self) -> Set[int]:
         """Returns the ranks that push no step before others have come to where they wait."""
-        return self._membership.resting
+        return self._membership.resting.keys()
 
     def least(self) -> int:
         """Returns how many of them it takes to count anything; 0: any number."""

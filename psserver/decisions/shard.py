@@ -22,7 +22,7 @@ from psserver.decisions.job import Job as Job  # Also from here, for those who d
 from psserver.decisions.job import Life
 from psserver.decisions.lifetime import Lifetimes, is_repeated
 from psserver.decisions.limits import Limits
-from psserver.decisions.membership import Member, Membership, await_others
+from psserver.decisions.membership import Member, Membership, await_others, rest_of
 from psserver.decisions.orders import Acknowledge, Action, Add, Hold, Update
 from psserver.decisions.participants import ChangeId
 from psserver.decisions.progress import Token
@@ -272,12 +272,15 @@ class Shard:
             return []
         return self._noted(job, table, lambda clock: clock.recheck())
 
-    def rest(self, job: Job, rank: int, *, rests: bool) -> Actions:
+    def rest(self, job: Job, rank: int, now_s: float, *, rests: bool) -> Actions:
         """Records whether a worker waits for others; steps that need not wait for it close."""
         resting = job.membership.resting
         if (rank in resting) == rests:
             return []
-        resting ^= {rank}
+        if rests:
+            resting[rank] = rest_of(job.membership, now_s)
+        else:
+            del resting[rank]
         return self.recheck(job)
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> Actions | None:
@@ -329,7 +332,7 @@ class Shard:
         """Decides on one push (`SliceClock.push`)."""
         table = job.table(address.table)
         clock = table.clock(address.slice)
-        job.membership.resting.discard(push.worker)
+        job.membership.resting.pop(push.worker, None)
         actions = clock.push(push, token, now_s)
         if push.role is Role.STATE:  # The step is that of the state.
             newest = max(clock.progress() for clock in table.clocks.values())
@@ -370,7 +373,7 @@ class Shard:
         if barrier.is_open and not was_open:
             job.barriers.holds = barrier.holds
         who = ", ".join(members.describe(rank) for rank in missing[:4]) or members.shortage()
-        return "" if barrier.is_open else f"{who} at barrier {name!r}{_in_turn(job, missing)}"
+        return "" if barrier.is_open else f"{who} at barrier {name!r}"
 
     def recheck(self, job: Job) -> Actions:
         """Decides again on every slice of a job, after its membership has changed."""
@@ -394,23 +397,10 @@ def require_name(what: str, name: str) -> None:
         )
 
 
-def _in_turn(job: Job, missing: Sequence[int]) -> str:
-    """Returns the words for a worker at a barrier whose step one of the `missing` waits for.
-
-    The first slice with such a wait speaks for all: each arrival asks, under the lock.
-    """
-    for clock in (clock for table in job.tables.values() for clock in table.clocks.values()):
-        if held := clock.pulling.intersection(missing):
-            step, ranks = clock.missing()
-            there = [job.membership.describe(rank) for rank in ranks if rank not in missing]
-            waits = f", and a pull of worker {min(held)} waits for step {step} of "
-            return f"{waits}{there[0]}" if there else ""
-    return ""
-
-
 def _welcome(job: Job, member: Member, *, came_back: bool) -> None:
     """Prepares a job for a worker that has joined it, perhaps in another one's place."""
     rank = member.rank
+    member.came_late = bool(member.spent) or job.has_progress
     job.barriers.forget(rank)
     for table in job.tables.values():
         table.participants.forget(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from psserver.decisions.shard import Job, Shard
@@ -71,6 +71,23 @@ class BarrierWaits:
                 largest=barriers.agreed(name, number),
                 newest=barriers.newest(name),
             )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the barriers at which workers wait."""
+        return [name for name in self._waiting if name in self._job.barriers.by_name]
+
+    def withdraw(self, name: str, number: int, rank: int) -> bool:
+        """Forgets that a worker waits at a round; returns whether it may pass that."""
+        with self._lock:
+            passes = self._job.barriers.withdraw(name, number, rank)
+            self._note()
+            return passes
+
+    def excuse(self, name: str, number: int, rank: int, absent: Sequence[int]) -> None:
+        """Records workers that do not come to a round at which `rank` is."""
+        with self._lock:
+            self._job.barriers.excuse(name, number, rank, absent)
 
     def stop_waiting(self, name: str, wake: Callable[[], None]) -> None:
         """Forgets a `wake` that `arrive` was given, if it is still known."""

@@ -302,7 +302,7 @@ class Engine:
     def rest(self, job: RunningJob, rank: int, *, rests: bool) -> None:
         """Records whether a worker waits for others, and pushes no step before."""
         with self.lock:
-            self.requests.execute(job, self.shard.rest(job.job, rank, rests=rests))
+            self.requests.execute(job, self.shard.rest(job.job, rank, self.now(), rests=rests))
 
     def change(self, job: RunningJob, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless another worker has already done so."""

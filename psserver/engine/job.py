@@ -17,6 +17,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.timing.auto import auto_candidates
 from pscore.timing.deployment import TimedSlice
 from pscore.types import ByteArray, FloatArray
+from psserver.decisions import passed_calls
 from psserver.decisions.auto_mode import ModeReport
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member, compare_left_out, first_of
@@ -256,6 +257,7 @@ class RunningJob:
     def welcome(self, member: Member) -> Welcome:
         """Returns the state of the job for a worker that has just joined."""
         with self._lock:
+            held = self.job.membership.members[member.rank]
             return Welcome(
                 rank=member.rank,
                 num_workers=self.job.membership.num_workers,
@@ -266,6 +268,7 @@ class RunningJob:
                 life=self.job.life.number,
                 modes={name: str(table.spec.rule) for name, table in self.job.tables.items()},
                 anew=self.job.life.is_anew,
+                under_way=held.came_late,
             )
 
     def choose_mode(
@@ -312,6 +315,7 @@ class RunningJob:
         data_plane: str = "",
         stage: StageReport | None = None,
         reached: Sequence[int] = (),
+        awaits: Sequence[int] = (),
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -322,6 +326,7 @@ class RunningJob:
             data_plane: Name of that between it and this shard; empty: not chosen yet.
             stage: Its part in a pipeline; None: it has none, or reports it to another shard.
             reached: The number of each shard that answers it; else 0.
+            awaits: Ranks of the workers whose models it waits for.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
@@ -336,7 +341,7 @@ class RunningJob:
                 member.data_plane = data_plane
             if stage is not None:
                 member.stage = stage
-            member.reached = tuple(reached)
+            member.reached, member.awaits = tuple(reached), tuple(awaits)
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(
@@ -349,6 +354,11 @@ class RunningJob:
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
                 fastest_step_s=fastest_s(members[rank].pace for rank in live),
             )
+
+    def others_of(self, rank: int) -> passed_calls.Others:
+        """Returns what the others do for which a worker waits."""
+        with self._lock:
+            return passed_calls.others_of(self.job, rank, self.barriers.names)
 
     def meet(
         self, table: int, peer: Peer, epoch: int, since: int, *, again: bool = False

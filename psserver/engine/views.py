@@ -30,6 +30,7 @@ class Welcome:
     life: int
     modes: dict[str, str]  # Mode of each table.
     anew: bool  # Whether the former job of this name had ended.
+    under_way: bool  # Whether others may have passed what its script calls before a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,8 @@ from pscore.types import ByteArray, FloatArray, Origin
 from pscore.version import VERSION
 from psserver.access.authorizer import Authorizer
 from psserver.decisions.directory import PeerReport
-from psserver.decisions.membership import Member
+from psserver.decisions.membership import WORKERS_MAX, Member
+from psserver.decisions.passed_calls import NOTHING
 from psserver.decisions.shard import TABLES_MAX, require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
@@ -370,12 +371,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         view = job.heartbeat(
             request.worker, text, left_out, request.reported, peers, pace, plane, stage,
             reached=request.reached[: self._engine.shard.num_shards],
+            awaits=request.awaits[:WORKERS_MAX],
         )  # fmt: skip
         if not request.process:  # The first process of a group waits for other workers.
             self._engine.rest(job, request.worker, rests=request.rests)
         # Else it learns the number by this answer, or does not look for an address.
         if request.instance == self._instance:
             self._note_told(request)
+        others = job.others_of(request.worker) if request.asks else NOTHING
         wanted = [to_proto(pb.ResidualRequest, item) for item in view.residual_requests]
         live = view.live if request.wants_live else ()
         return to_proto(
@@ -386,6 +389,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             live=live,
             next_address=self._next,
             former_instance=self._former,
+            **others._asdict(),
         )
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
@@ -440,6 +444,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Waits until all workers of the job are here."""
         require_name("barrier", request.name)
         job = self._heard(request)
+        if request.withdraws:
+            passes = job.barriers.withdraw(request.name, request.round, request.worker)
+            return pb.BarrierReply(done=passes)
+        job.barriers.excuse(request.name, request.round, request.worker, request.excuses)
         to = request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         arrival = await wait_at_barrier(job, self._engine.now, *to, holds=request.holds)
         return pb.BarrierReply(

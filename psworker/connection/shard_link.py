@@ -67,6 +67,9 @@ class Link:
         self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
         self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
         self.num_beats = 0  # Heartbeats answered.
+        self.awaited_at: Sequence[str] = ()  # Where others wait for this worker, if it asks.
+        self.awaited_by: Sequence[int] = ()  # Those that came later, and wait for it elsewhere.
+        self.others_step = False  # Whether others have made steps since it asks.
         self._is_there = False  # Whether the last one was, or the join; or a standby may have it.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
@@ -188,6 +191,8 @@ class Link:
             with self._moving:
                 self._expect("" if reply.next_address == self.address else reply.next_address)
             self.fastest_step_s = reply.fastest_step_s
+            self.awaited_at, self.awaited_by = reply.awaited_at, reply.awaited_by
+            self.others_step = reply.others_step
             self.num_beats += 1
             self._is_there = True
         except grpc.RpcError as failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pscore.errors import ServerUnavailableError
 from psworker.connection.membership.session import Session
@@ -18,14 +18,18 @@ SAY_AFTER_S = 7.0
 class LongWait:
     """One wait of this worker, from `with` to the end of its block."""
 
-    def __init__(self, session: Session, name: Callable[[], str]) -> None:
+    def __init__(
+        self, session: Session, name: Callable[[], str], ranks: Sequence[int] = ()
+    ) -> None:
         """Prepares a wait.
 
         Args:
             name: Returns a description of the awaited event.
+            ranks: The workers whose models are awaited.
         """
         self._session = session
         self._name = name
+        self._ranks = tuple(ranks)
 
     def __enter__(self) -> LongWait:
         """Begins the wait."""
@@ -51,6 +55,7 @@ class LongWait:
             self._ask_first_shard(waited_s)
         if waited_s >= self._ask_s:
             self._ask_s *= 2
+            session.heartbeats.awaits = self._ranks
             session.heartbeats.hurry()  # The other may have left, or been found dead.
         if waited_s >= self._say_s:
             self._say_s *= 2
@@ -70,6 +75,6 @@ class LongWait:
 
     def __exit__(self, *_: object) -> None:
         self._session.pace.waited_for_peer(time.monotonic() - self._started_s)
-        self._session.waits = ""
+        self._session.waits, self._session.heartbeats.awaits = "", ()
         if self._session.timeline is not None:
             self._session.timeline.span("wait", self._begin_ns, what=self._name())

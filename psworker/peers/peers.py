@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any, TypeVar
@@ -291,7 +291,8 @@ class Peers:
             found.append(values)
             return True
 
-        self._watched(lambda: f"step {wanted.tag.round} of worker {wanted.source}", take)
+        what = f"step {wanted.tag.round} of worker {wanted.source}"
+        self._watched(lambda: what, take, [wanted.source])
         self._heard_s = time.monotonic()
         return found[0]
 
@@ -299,27 +300,33 @@ class Peers:
         """Returns a sum by torch.distributed, or why it failed; None if the members change."""
         assert self.gossip is not None
         total = self._sums.add(wanted, self._session.rank, self.gossip.model.weights.device)
-        others = ", ".join(str(rank) for rank in wanted.members if rank != self._session.rank)
-        what = f"step {wanted.round} of workers {others}, by {wanted.backend}"
+        others = [rank for rank in wanted.members if rank != self._session.rank]
+        named = ", ".join(map(str, others))
+        what = f"step {wanted.round} of workers {named}, by {wanted.backend}"
 
         def is_there() -> bool:
             futures.wait([total], LOOK_S)
             return total.done() or self.has_moved
 
-        self._watched(lambda: what, is_there)
+        self._watched(lambda: what, is_there, others)
         found = total.result() if total.done() else None
         if isinstance(found, str):
             log.info("worker %d got no sum for %s: %s", self._session.rank, what, found)
         self._heard_s = time.monotonic()
         return found
 
-    def _watched(self, name: Callable[[], str], is_there: Callable[[], bool]) -> None:
+    def _watched(
+        self, name: Callable[[], str], is_there: Callable[[], bool], ranks: Sequence[int] = ()
+    ) -> None:
         """Repeats a short wait until it succeeds; reports a long one by its name.
+
+        Args:
+            ranks: The workers whose models it waits for.
 
         Raises:
             PacelineError: This worker is no longer part of the job.
         """
-        with LongWait(self._session, name) as wait:
+        with LongWait(self._session, name, ranks) as wait:
             while not is_there():
                 self._require_sound()
                 wait.check()

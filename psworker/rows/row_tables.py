@@ -153,7 +153,7 @@ class RowTables:
             session.barrier(name)  # Parts of them are no first rows for anybody.
         elif is_new and session.process_rank == 0:
             self._upload(given=False)
-        elif is_new and session.is_leader:
+        elif is_new and session.group.is_leader:
             self.exchange.first_answers.upload = functools.partial(self._upload, given=False)
 
     def ask(self) -> int:

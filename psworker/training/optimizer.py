@@ -565,7 +565,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]
         self._frozen = [parameter for parameter in given if id(parameter) not in trained_ids]
         session = table.session
-        if takes_all(table.rule) and not session.min_workers and session.is_leader:
+        if takes_all(table.rule) and not session.min_workers and session.group.is_leader:
             session.heartbeats.left_out[table.exchange.table] = self._left_out
 
     def _grow_if_thawed(self) -> None:

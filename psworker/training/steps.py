@@ -84,6 +84,7 @@ class Steps:
                 raise GradientError("another process of this worker's group refused its gradient")
             self._gradients.check_before()
         table.session.pace.round_steps = table.replica.round_steps or 0
+        table.session.passed.at_start = False
         table.session.pace.end_step()
         table.exchange.traffic.num_steps += 1
         if timeline is not None:

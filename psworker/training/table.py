@@ -172,7 +172,7 @@ class TrainingTable:
         is_held = rounds or self.means is not None
         self.exchange.refills.start(self._held if is_held else None)
         is_wanted = self._holds_rounds and self.rule.round_role is Role.DELTA
-        if is_wanted and not is_held and self.session.is_leader:
+        if is_wanted and not is_held and self.session.group.is_leader:
             log.warning(
                 "optimizer_on='worker', but workers cannot fill a shard that is lost: they can in "
                 "rounds that wait for all workers (no overlap, backup or quorum), with float32 "
@@ -454,7 +454,7 @@ class TrainingTable:
         mode = known.get(self.name) or str(self.rule)
         if mode == str(self.rule):
             return
-        if self.session.is_leader:
+        if self.session.group.is_leader:
             text = "worker %d takes the mode %s, to which the job has changed without it"
             log.warning(text, self.session.rank, mode)
         rule = parse_mode(mode)

@@ -9,7 +9,8 @@ this worker has pushed to, or, before its first push, the newest. Values are exa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -19,6 +20,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign_sum import AssignSum
 from pscore.rules.ssgd import SSGD
+from pscore.table_names import TENSOR
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange.exchange import Exchange
@@ -30,6 +32,7 @@ from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer
 from psworker.training.lanes import Lanes
 
+log = logging.getLogger("paceline")
 WEIGHT = "sum of weights"  # Name of the element behind a tensor.
 
 
@@ -62,7 +65,7 @@ class NamedTensor:
         self.exchange = Exchange(
             session,
             TableSpec(
-                name=f"tensor.{name}",
+                name=f"{TENSOR}{name}",
                 tensors=(
                     TensorSpec(name=f"{name}{wide}", shape=self.lanes.sent_shape, dtype="float32"),
                     TensorSpec(name=WEIGHT, shape=(1,), dtype="float32"),
@@ -275,7 +278,8 @@ def barrier(name: str = "barrier") -> None:
     session = context.place()
     for pushes in list(session.pushes):
         pushes.flush()
-    session.barrier(name, meets=True)
+    if places := session.meet_or_pass(name):
+        _say_passed(session, f"barrier({name!r})", places)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:
@@ -289,7 +293,7 @@ def push(tensor: torch.Tensor, name: str) -> None:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     _require("push", tensor, name)
-    _of_dtype(name, tensor).push(tensor)
+    _push(_of_dtype(name, tensor), tensor)
 
 
 @overload
@@ -346,7 +350,7 @@ def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch
     _require("push_pull", tensor, name)
     _require_value(tensor.dtype, name, average=average)
     mine = _of_dtype(name, tensor)
-    mine.push(tensor)
+    _push(mine, tensor)
     return _value(mine, tensor, average=average).to(tensor.device)
 
 
@@ -375,11 +379,11 @@ def broadcast_parameters(
         if not tensor.numel():
             continue
         mine = named(f"broadcast.{name}", tensor, one_row=True)
-        mine.push(tensor, weight=float(is_root))
+        has_passed = not _push(mine, tensor, weight=float(is_root))
         total, num_roots = mine.pull_sum()
         if num_roots != 1.0:
             raise ConfigError(f"rank {root_rank} has left the job: nobody has values of {name!r}")
-        if not is_root:
+        if has_passed or not is_root:
             with torch.no_grad():
                 tensor.copy_(mine.lanes.narrow(total, tensor.dtype, name))
 
@@ -426,6 +430,30 @@ def _of_dtype(name: str, like: torch.Tensor) -> NamedTensor:
             f"{' pairs' if mine.lanes.is_complex else ''}: use one dtype for a name"
         )
     return mine
+
+
+def _push(mine: NamedTensor, tensor: torch.Tensor, weight: float = 1.0) -> bool:
+    """Pushes to a tensor; returns whether it has.
+
+    It does not if this worker has come late, and others have passed that: they wait for this one
+    elsewhere, and would never push to the round in which it would be.
+    """
+    session = mine.exchange.session
+    if session.passed.came_late and mine.round and not mine.has_pushed:
+        table = f"{TENSOR}{mine.name}"
+        places = session.meet_or_pass(table)
+        if places and table not in places:
+            _say_passed(session, f"tensor {mine.name!r}", places)
+            return False
+    mine.push(tensor, weight)
+    return True
+
+
+def _say_passed(session: Session, what: str, places: Sequence[str]) -> None:
+    log.warning(
+        "worker %d does not wait at %s: the others have passed it, and wait at %s",
+        session.rank, what, ", ".join(places),
+    )  # fmt: skip
 
 
 def _value(mine: NamedTensor, like: torch.Tensor, *, average: bool) -> torch.Tensor:

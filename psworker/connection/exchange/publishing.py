@@ -19,7 +19,7 @@ def begin_publication(session: Session, table: int, every: int) -> None:
         ConfigError: The shards do not hold its weights.
         PacelineError: A shard does not answer, or refuses this worker.
     """
-    if not (session.is_leader and taking_part.is_first(session)):
+    if not (session.group.is_leader and taking_part.is_first(session)):
         return
     for link in session.links:
         request = publish_pb2.BeginRequest(

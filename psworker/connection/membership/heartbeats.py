@@ -40,6 +40,7 @@ class Heartbeats:
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
         stage_reports: One, of a worker of a pipeline: it describes its part.
+        awaits: Ranks of the workers whose models this one waits for, sent to the first shard.
         joins_again: Joins a shard that has come back empty, if the workers fill it; returns whether
             it has.
     """
@@ -57,6 +58,7 @@ class Heartbeats:
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
         self.peer_reports: dict[int, Callable[[], pb.PeerReport]] = {}
         self.stage_reports: list[Callable[[], pb.StageReport]] = []
+        self.awaits: tuple[int, ...] = ()
         self.joins_again: Callable[[Link], bool] = lambda link: False
         self._member = member
         self._pace = pace
@@ -80,9 +82,10 @@ class Heartbeats:
         """Whether `end` has been called."""
         return self._end.is_set()
 
-    def hurry(self) -> None:
+    def hurry(self, *, all_shards: bool = False) -> None:
         """Sends the next heartbeat to the first shard now: its answer may end a wait."""
-        self._is_due[0].set()
+        for is_due in self._is_due if all_shards else self._is_due[:1]:
+            is_due.set()
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[Callable[[], None]]:
@@ -137,12 +140,14 @@ class Heartbeats:
                 incarnation=incarnation,
                 waiting_for=member.waits,
                 rests=member.rests,
+                asks=member.asks,
                 data_plane=link.data_plane,
                 reached=[one.reached for one in self._links],
                 process=member.process,
                 num_processes=member.num_processes,
             )
             if link is self._links[0]:
+                request.awaits.extend(self.awaits)
                 request.peers.extend(report() for report in list(self.peer_reports.values()))
                 for table, counted in dict(self.left_out).items():
                     steps, count, since = counted.report

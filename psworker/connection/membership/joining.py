@@ -61,6 +61,7 @@ class JobMember:
     num_processes: int = 1  # Size of that.
     waits: str = ""  # A description of the shard that does not answer; the other shards report it.
     rests: bool = False  # Whether it waits for others, and pushes no step before they have come.
+    asks: bool = False  # Whether it asks meanwhile where others wait for it.
     # Seconds without a message after which the shards declare this worker lost.
     lease_s: float = 0.0
 
@@ -100,6 +101,8 @@ class Known:
     mends: bool = False  # Whether the shards restore a job of which one of them has lost its part.
     continues: bool = False  # Whether the first shard had the job under way.
     anew: bool = False  # Whether the former job had ended there.
+    # Whether other workers may have passed what this one's script calls before its first step.
+    under_way: bool = False
 
     def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""
@@ -108,6 +111,7 @@ class Known:
             self.modes = dict(reply.modes)
             self.life, self.mends = reply.life, reply.mends
             self.continues, self.anew = bool(reply.progress), reply.anew
+            self.under_way = reply.under_way
             if reply.news:
                 log.warning("worker %d: %s", reply.rank, reply.news)
             self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
@@ -258,6 +262,7 @@ class Joining:
             "progress": self.known.progress,
             "life": self.known.life,
             "modes": self.known.modes,
+            "under_way": self.known.under_way,
             "instances": [link.instance for link in self._links],
         }
 
@@ -269,6 +274,7 @@ class Joining:
         member.rank, member.incarnation = identity["rank"], identity["incarnation"]
         member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
         self.known.life, self.known.modes = identity["life"], identity["modes"]
+        self.known.under_way = identity["under_way"]
         for link, instance in zip(self._links, identity["instances"], strict=True):
             link.joined(instance, member.rank, member.incarnation)
             link.open(self._data_plane)

@@ -23,6 +23,7 @@ from psworker.connection.accounts.pace import Pace
 from psworker.connection.membership.heartbeats import Heartbeats
 from psworker.connection.membership.joining import JobMember, Joining
 from psworker.connection.membership.mending_wait import MendingWait
+from psworker.connection.membership.passed_calls import PassedCalls
 from psworker.connection.membership.refilling import Refilling
 from psworker.connection.shard_link import Link
 from psworker.group.worker_group import WorkerGroup
@@ -83,6 +84,7 @@ class Session:
         peer_host: Address at which this worker listens for others; empty: that from which it
             reaches the first shard.
         peer_ports: Ports of which it takes the first that is free; 0: any.
+        passed: Asks whether others have passed what this worker's script calls.
     """
 
     def __init__(
@@ -140,12 +142,14 @@ class Session:
             self._member, self.links, self._joining, self.group, self.heartbeats
         )
         self.residual_senders = self.heartbeats.residual_senders
+        self.passed = PassedCalls(self._member, self.links, self.heartbeats, self.refilling.specs)
         self.pushes: WeakSet[PushesUnderWay] = WeakSet()
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
             undo.pop_all()
         self.lease_s = self._member.lease_s
+        self.passed.came_late = self.passed.at_start = self._joining.known.under_way
         self.heartbeats.start()
         self.group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
 
@@ -158,11 +162,6 @@ class Session:
     def incarnation(self) -> int:
         """Random number that distinguishes this membership from former ones of the same rank."""
         return self._member.incarnation
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this process speaks for its worker: it is alone, or its group's first."""
-        return self.group.is_leader
 
     @property
     def process_rank(self) -> int:
@@ -299,26 +298,51 @@ class Session:
             raise problem
         self._mending.wait(problem)
 
-    def barrier(self, name: str = "barrier", *, meets: bool = False, holds: bool = False) -> None:
+    def barrier(self, name: str, *, holds: bool = False) -> None:
         """Waits until every worker that is still in the job has reached the same barrier.
 
         Args:
-            meets: Whether this worker is between two steps, and meets workers that come meanwhile:
-                they wait for it before they reach the barrier.
             holds: Whether no other worker joins from then on until these meet again, at whichever
                 barrier: they change the job together.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        self.agree(name, 0.0, meets=meets, holds=holds)
+        self.agree(name, 0.0, holds=holds)
 
-    def agree(self, name: str, value: float, *, meets: bool = False, holds: bool = False) -> float:
+    def meet_or_pass(self, name: str) -> list[str]:
+        """Waits as `barrier` does between two steps, unless workers wait for each other elsewhere.
+
+        Others that came late, and begin behind the barrier, are not waited for.
+
+        Returns:
+            Nothing, once all have met; or the places at which others wait for this worker: it came
+            late, and they have passed this barrier. Then it has not been there.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or a shard does not answer.
+        """
+
+        def wait() -> list[str]:
+            number = self._joining.known.rounds.get(name, 0)
+            with self.passed.asked() as passed:
+                reply = self._await_round(
+                    self._arrival(name, number, 0.0), meets=True, passed=passed
+                )
+                if reply.done:
+                    self._joining.known.rounds[name] = number + 1
+                    return []
+                self.refilling.arrivals.pop(name, None)
+                return passed.places
+
+        self.group.barrier()
+        return list(self.group.led(wait))
+
+    def agree(self, name: str, value: float, *, holds: bool = False) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
 
         Args:
             value: This process's value, 0 or more.
-            meets: As for `barrier`.
             holds: As for `barrier`.
 
         Raises:
@@ -330,7 +354,7 @@ class Session:
             number = self._joining.known.rounds.get(name, 0)
             self._joining.known.rounds[name] = number + 1
             arrival = self._arrival(name, number, largest, holds=holds)
-            return self._await_round(arrival, meets=meets)[0]
+            return self._await_round(arrival).value
 
         return float(self.group.led(wait))
 
@@ -344,7 +368,8 @@ class Session:
         Args:
             number: Number of the round, at least that of the one before.
             value: This worker's value, 0 or more; in a group its leader's counts.
-            meets: As for `barrier`.
+            meets: Whether this worker is between two steps, and meets workers that come meanwhile:
+                they wait for it before they reach the barrier.
             holds: As for `barrier`.
 
         Returns:
@@ -355,7 +380,12 @@ class Session:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
         arrival = self._arrival(name, number, value, holds=holds)
-        largest, newest = self.group.led(lambda: self._await_round(arrival, meets=meets))
+
+        def wait() -> tuple[float, int]:
+            reply = self._await_round(arrival, meets=meets)
+            return reply.value, reply.newest
+
+        largest, newest = self.group.led(wait)
         return float(largest), int(newest)
 
     def pass_by(self, name: str, number: int, value: float) -> None:
@@ -364,7 +394,7 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
-        if self.is_leader:
+        if self.group.is_leader:
             first, request = self.links[0], self._arrival(name, number, value)
             self._note_arrival(request)
             first.call(first.control.Barrier, request)
@@ -388,12 +418,21 @@ class Session:
         kept = self.refilling.arrivals[request.name] = pb.BarrierRequest()
         kept.CopyFrom(request)
 
-    def _await_round(self, request: pb.BarrierRequest, *, meets: bool = False) -> tuple[float, int]:
-        """Waits at the first shard until every worker has arrived; returns as `agree_at` does."""
+    def _await_round(
+        self,
+        request: pb.BarrierRequest,
+        *,
+        meets: bool = False,
+        passed: PassedCalls | None = None,
+    ) -> pb.BarrierReply:
+        """Waits at the first shard until every worker has arrived, and returns its answer.
+
+        With `passed` it also returns, not `done`, when others wait for this worker elsewhere.
+        """
         first = self.links[0]
         self._note_arrival(request)
         request.wait_ms = SHORT_WAIT_MS
-        started_s = time.monotonic()
+        started_s, silent_ms = time.monotonic(), 0
         with self.heartbeats.resting() as rest:
             while True:
                 try:
@@ -402,16 +441,20 @@ class Session:
                 except LOST as problem:
                     self.refilling.mend(problem)
                     continue
-                if reply.done:
-                    return reply.value, reply.newest
+                if reply.done or request.withdraws:
+                    return reply
                 for pushes in list(self.pushes) if meets else ():
                     pushes.answers.meet()
-                if request.wait_ms == BARRIER_WAIT_MS:
-                    waited_s = time.monotonic() - started_s
+                silent_ms += request.wait_ms
+                if silent_ms >= BARRIER_WAIT_MS:
+                    waited_s, silent_ms = time.monotonic() - started_s, 0
                     text = "worker %d has waited %.0f s for %s"
                     log.warning(text, self.rank, waited_s, reply.waiting_for)
-                request.wait_ms = BARRIER_WAIT_MS
                 rest()
+                request.wait_ms = BARRIER_WAIT_MS
+                if passed is not None:
+                    request.wait_ms = passed.wait_ms
+                    passed.ask(request)
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """Reports this worker to the directory of a table's peers, on the first shard.
@@ -482,7 +525,7 @@ class Session:
         if self.heartbeats.is_over:
             return
         self.heartbeats.end()
-        if self.is_leader or failed:
+        if self.group.is_leader or failed:
             for link in self.links:
                 self._joining.leave(link, reason, failed=failed)
 

@@ -99,6 +99,7 @@ class Driver:
     def step(self, number: int, inputs: Any, targets: Any) -> None:
         """Trains on a minibatch; raises TransportError if a worker of another stage is gone."""
         self.next = number + 1
+        self._session.passed.at_start = False
         self._drive(self._stage.step(number - self.first, inputs, targets))
         self._note_losses()
 

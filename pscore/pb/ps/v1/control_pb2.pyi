@@ -83,7 +83,7 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ..., after: _Optional[int] = ..., refills: bool = ..., waited_ms: _Optional[int] = ..., run_id: _Optional[str] = ..., continues: bool = ..., anew: bool = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "modes", "mends", "anew")
+    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life", "modes", "mends", "anew", "under_way")
     class RoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class JoinReply(_message.Message):
     MODES_FIELD_NUMBER: _ClassVar[int]
     MENDS_FIELD_NUMBER: _ClassVar[int]
     ANEW_FIELD_NUMBER: _ClassVar[int]
+    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_workers: int
     lease_s: float
@@ -127,7 +128,8 @@ class JoinReply(_message.Message):
     modes: _containers.ScalarMap[str, str]
     mends: bool
     anew: bool
-    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., modes: _Optional[_Mapping[str, str]] = ..., mends: bool = ..., anew: bool = ...) -> None: ...
+    under_way: bool
+    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ..., life: _Optional[int] = ..., modes: _Optional[_Mapping[str, str]] = ..., mends: bool = ..., anew: bool = ..., under_way: bool = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "group", "compress")
@@ -280,7 +282,7 @@ class ChooseReply(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached", "process", "num_processes", "rests")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace", "data_plane", "stage", "instance", "reached", "process", "num_processes", "rests", "asks", "awaits")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +307,8 @@ class HeartbeatRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     RESTS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -322,7 +326,9 @@ class HeartbeatRequest(_message.Message):
     process: int
     num_processes: int
     rests: bool
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ..., process: _Optional[int] = ..., num_processes: _Optional[int] = ..., rests: bool = ...) -> None: ...
+    asks: bool
+    awaits: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., data_plane: _Optional[str] = ..., stage: _Optional[_Union[StageReport, _Mapping]] = ..., instance: _Optional[int] = ..., reached: _Optional[_Iterable[int]] = ..., process: _Optional[int] = ..., num_processes: _Optional[int] = ..., rests: bool = ..., asks: bool = ..., awaits: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s", "step_s", "round_steps")
@@ -391,7 +397,7 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance", "first")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance", "first", "awaited_at", "others_step", "awaited_by")
     class EpochsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +415,9 @@ class HeartbeatReply(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FORMER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_AT_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_STEP_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_BY_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
@@ -419,7 +428,10 @@ class HeartbeatReply(_message.Message):
     next_address: str
     former_instance: int
     first: int
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ..., first: _Optional[int] = ...) -> None: ...
+    awaited_at: _containers.RepeatedScalarFieldContainer[str]
+    others_step: bool
+    awaited_by: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ..., first: _Optional[int] = ..., awaited_at: _Optional[_Iterable[str]] = ..., others_step: bool = ..., awaited_by: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")
@@ -484,7 +496,7 @@ class FetchResidualReply(_message.Message):
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value", "holds")
+    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value", "holds", "withdraws", "excuses")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -493,6 +505,8 @@ class BarrierRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWS_FIELD_NUMBER: _ClassVar[int]
+    EXCUSES_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -501,7 +515,9 @@ class BarrierRequest(_message.Message):
     wait_ms: int
     value: float
     holds: bool
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ..., holds: bool = ...) -> None: ...
+    withdraws: bool
+    excuses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ..., holds: bool = ..., withdraws: bool = ..., excuses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BarrierReply(_message.Message):
     __slots__ = ("done", "waiting_for", "value", "newest")

@@ -107,3 +107,28 @@ def test_rounds_may_have_numbers_with_gaps() -> None:
     assert barriers.agreed("b", 8192) == 0.0
     assert barriers.agreed("b", 8191) == 0.0
     assert barriers.newest("b") == 8192
+
+
+def test_a_worker_that_withdraws_is_waited_for_again() -> None:
+    barriers = Barriers()
+    arrive(barriers, "epoch", 0, 0, [0, 1])
+    assert not barriers.withdraw("epoch", 0, 0)
+    assert arrive(barriers, "epoch", 0, 1, [0, 1]) == [0]
+    assert arrive(barriers, "epoch", 0, 0, [0, 1]) == []
+    assert barriers.withdraw("epoch", 0, 0)  # It is open by now.
+    assert not barriers.withdraw("other", 0, 0)
+
+
+def test_a_round_opens_without_those_that_are_excused_from_it() -> None:
+    """Such a worker does not know of that round: its next number means the one after it."""
+    barriers = Barriers()
+    assert arrive(barriers, "epoch", 3, 0, [0, 1]) == [1]
+    barriers.excuse("epoch", 3, 0, [1])
+    barriers.excuse("epoch", 3, 0, [0, 1])  # Asked again; a worker that is there is not excused.
+    assert arrive(barriers, "epoch", 3, 0, [0, 1]) == []
+    assert arrive(barriers, "epoch", 3, 1, [0, 1]) == [0]
+    assert arrive(barriers, "epoch", 4, 0, [0, 1]) == []
+    assert arrive(barriers, "epoch", 4, 1, [0, 1]) == [0]
+    barriers.forget(1)  # Another process has the rank.
+    assert arrive(barriers, "epoch", 5, 0, [0, 1]) == [1]
+    assert arrive(barriers, "epoch", 5, 1, [0, 1]) == []

@@ -419,20 +419,6 @@ def test_the_reason_of_a_waiting_pull_is_a_sentence() -> None:
 # ----- barriers
 
 
-def test_a_barrier_names_the_step_that_one_who_is_missing_waits_for() -> None:
-    """A worker that was started again may be at one to which the others do not come again."""
-    shard, job, address = ready(2)
-    push(shard, job, address, 1, 0)
-    assert shard.barrier(job, "x", 0, 0) == "worker 1 (process 1 on a) at barrier 'x'"
-    shard.decide_pull(job, address, Pull(worker=1, clock=1, min_version=1), "weights")
-    assert shard.barrier(job, "x", 0, 0) == (
-        "worker 1 (process 1 on a) at barrier 'x', and a pull of worker 1 waits for step 0 of "
-        "worker 0 (process 0 on a)"
-    )
-    push(shard, job, address, 0, 0)
-    assert shard.barrier(job, "x", 0, 0) == "worker 1 (process 1 on a) at barrier 'x'"
-
-
 def test_a_barrier_does_not_wait_for_workers_that_have_left() -> None:
     shard, job, _ = ready(3)
     both = "worker 1 (process 1 on a), worker 2 (process 2 on a) at barrier 'epoch'"

@@ -15,6 +15,7 @@ from psserver.decisions.membership import (
     Presence,
     await_others,
     compare_left_out,
+    rest_of,
 )
 from psserver.decisions.shard import Shard
 
@@ -74,10 +75,10 @@ def test_a_job_that_was_under_way_elsewhere_waits_for_a_lease_for_those_yet_to_c
 
 def test_a_worker_that_joins_again_does_not_rest() -> None:
     membership = joined(2, 0, 1)
-    membership.resting.add(1)
+    membership.resting[1] = rest_of(membership, 2.0)
     assert membership.expected() == [0, 1]
     membership.join(replace(member(1, 5), former=(membership.members[1].incarnation,)))
-    assert membership.resting == set()
+    assert not membership.resting
 
 
 def test_leaving_twice_changes_nothing() -> None:

@@ -20,8 +20,9 @@ def test_the_lowest_rank_asks_each_shard_and_others_none() -> None:
     links = [link(0), link(1)]
     for rank, is_leader, asks in ((2, True, False), (1, False, False), (1, True, True)):
         session: Any = SimpleNamespace(
-            job="night", rank=rank, is_leader=is_leader, incarnation=77, waits="", links=links
-        )
+            job="night", rank=rank, incarnation=77, waits="", links=links,
+            group=SimpleNamespace(is_leader=is_leader),
+        )  # fmt: skip
         begin_publication(session, 3, 4)
         assert bool(asked) == asks
     request = publish_pb2.BeginRequest(job="night", worker=1, incarnation=77, table=3, every=4)

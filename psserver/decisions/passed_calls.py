@@ -1,0 +1,74 @@
+"""Workers that wait for each other at different places, as one of them has come late.
+
+A worker that is started again calls what its script calls at its start: a barrier, a tensor that
+all exchange. The others have passed that, and come there no more: they wait for its step. It leaves
+its wait. And where the others wait at a barrier, a worker that joins now may begin with the step
+behind it, and waits for their steps: they go on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from psserver.decisions.job import Job
+
+EXCHANGE = "an exchange of models"
+
+
+class Others(NamedTuple):
+    """Workers for which one waits, and which may wait for it elsewhere."""
+
+    awaited_at: list[str]  # Tables and barriers at which they wait for it.
+    awaited_by: list[int]  # Ranks of those that wait for it elsewhere, and have joined after it.
+    others_step: bool  # Whether any has made steps since it began to wait.
+
+
+NOTHING = Others([], [], others_step=False)
+
+
+def others_of(job: Job, rank: int, barriers: Collection[str]) -> Others:
+    """Returns what the others do for which a worker waits.
+
+    Only workers count that were heard since it began to wait: the request of a dead one may still
+    be here.
+
+    Args:
+        barriers: Names of those at which workers wait now.
+    """
+    members, rest = job.membership.members, job.membership.resting.get(rank)
+    if rest is None:
+        return NOTHING
+    others = {
+        one for one in job.membership.live() if one != rank and members[one].heard_s > rest.since_s
+    }
+    waiting = {
+        place: waits
+        for place, ranks in _waits(job, rank, barriers).items()
+        if (waits := others.intersection(ranks))
+    }
+    later = {
+        one for one in others if members[one].came_late
+        and members[one].joined_s > members[rank].joined_s
+    }  # fmt: skip
+    return Others(
+        awaited_at=[place for place, ranks in waiting.items() if ranks - later],
+        awaited_by=sorted(later & set().union(*waiting.values())),
+        others_step=any(members[one].pace.num_steps > rest.num_steps.get(one, 0) for one in others),
+    )
+
+
+def _waits(job: Job, rank: int, barriers: Collection[str]) -> dict[str, set[int]]:
+    """Returns the ranks that wait for a worker elsewhere than it waits, by place."""
+    found: dict[str, set[int]] = {}
+    for table in job.tables.values():
+        for clock in table.clocks.values():
+            if clock.is_awaited and rank in clock.missing()[1]:
+                found.setdefault(table.spec.name, set()).update(clock.pulling)
+    members = job.membership.members.values()
+    found[EXCHANGE] = {one.rank for one in members if rank in one.awaits}
+    for name in barriers:
+        barrier = job.barriers.by_name[name]
+        if not barrier.is_open and rank not in barrier.arrived:
+            found[f"barrier {name!r}"] = set(barrier.arrived)
+    return found

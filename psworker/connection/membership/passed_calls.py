@@ -1,0 +1,90 @@
+"""Calls of a script that other workers have passed already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.table_names import TENSOR
+from pscore.table_spec import TableSpec
+from psworker.connection.membership.heartbeats import Heartbeats
+from psworker.connection.membership.joining import JobMember
+from psworker.connection.shard_link import Link
+
+ASKED_BEATS = 2  # The first heartbeat that is answered may have been under way before.
+FIRST_WAIT_MS, WAIT_MS_MAX = 200, 2_000  # Between two questions.
+
+
+class PassedCalls:
+    """Asks the shards where others wait for this worker, while it waits for them.
+
+    A worker that is started again waits at a barrier of its script's start, and the others at its
+    step: they never come to that barrier (psserver/decisions/passed_calls.py).
+
+    Attributes:
+        came_late: Whether it has come to a job under way: others may have passed what it calls.
+        at_start: Whether it has come late, and has not made a step.
+        places: The tables and barriers at which others wait for it, by the last answers.
+        wait_ms: Time until the next question.
+    """
+
+    def __init__(
+        self,
+        member: JobMember,
+        links: Sequence[Link],
+        heartbeats: Heartbeats,
+        specs: Mapping[int, TableSpec],
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            specs: The tables that this worker has declared.
+        """
+        self.came_late = self.at_start = False
+        self.places: list[str] = []
+        self.wait_ms = FIRST_WAIT_MS
+        self._member = member
+        self._links = links
+        self._heartbeats = heartbeats
+        self._specs = specs
+        self._beats: list[int] = []  # By shard: heartbeats from which on the answers count.
+
+    @contextmanager
+    def asked(self) -> Iterator[PassedCalls]:
+        """Context manager around a wait in which `ask` is called."""
+        self.places, self.wait_ms = [], FIRST_WAIT_MS
+        self._beats = [link.num_beats + ASKED_BEATS for link in self._links]
+        self._member.asks = True
+        try:
+            yield self
+        finally:
+            self._member.asks = False
+
+    def ask(self, request: pb.BarrierRequest) -> None:
+        """Asks again, and prepares the next request by the answers that have come.
+
+        This worker withdraws if it has come late and others wait for it elsewhere, or train on
+        without it. It excuses those that have come later and wait for it elsewhere.
+        """
+        self._heartbeats.hurry(all_shards=True)
+        self.wait_ms = min(2 * self.wait_ms, WAIT_MS_MAX)
+        answers = zip(self._links, self._beats, strict=True)
+        links = [link for link, beats in answers if link.num_beats >= beats]
+        del request.excuses[:]
+        request.excuses.extend({rank for link in links for rank in link.awaited_by})
+        if self.came_late:
+            self.places = [place for link in links for place in link.awaited_at]
+            step_on = any(link.others_step for link in links)
+            if not self.places and self.at_start and self._is_free and step_on:
+                self.places.append("later steps")
+            request.withdraws = bool(self.places)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether no step of others waits for this worker: it has no table, or an asynchronous one.
+
+        Else they may be on their way to where it waits, and wait for its step only behind that.
+        """
+        rules = [spec.rule for spec in self._specs.values() if not spec.name.startswith(TENSOR)]
+        return not any(rule.by_step or rule.gossip for rule in rules)

@@ -1,0 +1,51 @@
+"""Workers that wait for each other at different places, as one that asks is told."""
+
+from pscore.types import Pull
+from psserver.decisions.passed_calls import NOTHING, others_of
+from psserver.decisions.worker_reports import ReportedPace
+from tests.unit.psserver.decisions.test_jobs_and_tables import push, ready
+
+
+def test_a_worker_that_came_late_is_told_where_the_others_wait_for_it() -> None:
+    """Only by those that were heard since it rests."""
+    shard, job, address = ready(2)
+    members = job.membership.members
+    members[0].came_late, members[0].joined_s = True, 5.0
+    push(shard, job, address, 1, 0)
+    shard.decide_pull(job, address, Pull(worker=1, clock=1, min_version=1), "weights")
+    assert others_of(job, 0, []) == NOTHING
+    shard.rest(job, 0, 6.0, rests=True)
+    assert others_of(job, 0, []) == NOTHING
+    members[1].heard_s = 7.0
+    assert others_of(job, 0, []).awaited_at == ["model"]
+    members[1].awaits = (0,)
+    shard.barrier(job, "epoch", 0, 1)
+    places = ["model", "an exchange of models", "barrier 'epoch'"]
+    assert others_of(job, 0, ["epoch"]).awaited_at == places
+    assert others_of(job, 0, []).awaited_at == places[:2]  # Nobody waits there any more.
+    shard.barrier(job, "epoch", 0, 0)  # It is where the other one waits.
+    assert others_of(job, 0, ["epoch"]).awaited_at == places[:2]
+
+
+def test_a_worker_is_told_of_those_that_came_later_and_wait_for_it() -> None:
+    shard, job, address = ready(2)
+    members = job.membership.members
+    push(shard, job, address, 1, 0)
+    shard.decide_pull(job, address, Pull(worker=1, clock=1, min_version=1), "weights")
+    shard.rest(job, 0, 6.0, rests=True)
+    members[1].heard_s, members[1].joined_s = 7.0, 5.0
+    assert others_of(job, 0, []).awaited_by == []  # They began together.
+    members[1].came_late = True
+    found = others_of(job, 0, [])
+    assert (found.awaited_by, found.awaited_at) == ([1], [])
+
+
+def test_a_worker_is_told_whether_the_others_make_steps() -> None:
+    shard, job, _ = ready(2)
+    members = job.membership.members
+    members[1].pace = ReportedPace(num_steps=7)
+    shard.rest(job, 0, 6.0, rests=True)
+    members[1].heard_s = 7.0
+    assert not others_of(job, 0, []).others_step
+    members[1].pace = ReportedPace(num_steps=8)
+    assert others_of(job, 0, []).others_step
