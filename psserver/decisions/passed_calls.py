@@ -47,10 +47,8 @@ def others_of(job: Job, rank: int, barriers: Collection[str]) -> Others:
         for place, ranks in _waits(job, rank, barriers).items()
         if (waits := others.intersection(ranks))
     }
-    later = {
-        one for one in others if members[one].came_late
-        and members[one].joined_s > members[rank].joined_s
-    }  # fmt: skip
+    late = {one for one in others if members[one].came_late and not members[one].returns}
+    later = {one for one in late if members[one].joined_s > members[rank].joined_s}
     return Others(
         awaited_at=[place for place, ranks in waiting.items() if ranks - later],
         awaited_by=sorted(later & set().union(*waiting.values())),
@@ -64,7 +62,7 @@ def _waits(job: Job, rank: int, barriers: Collection[str]) -> dict[str, set[int]
     for table in job.tables.values():
         for clock in table.clocks.values():
             if clock.is_awaited and rank in clock.missing()[1]:
-                found.setdefault(table.spec.name, set()).update(clock.pulling)
+                found.setdefault(table.spec.name, set()).update(clock.waiting)
     members = job.membership.members.values()
     found[EXCHANGE] = {one.rank for one in members if rank in one.awaits}
     for name in barriers:

@@ -96,19 +96,20 @@ class SliceState:
         return step, self._open.missing(step, self.parking)
 
     @property
+    def waiting(self) -> set[int]:
+        """Ranks of workers that wait: for the answer to a pull, or with a parked push."""
+        pulls = {pull.worker for pull in self._pulls.values()}
+        return pulls | {push.worker for push in self.parking}
+
+    @property
     def num_waiting(self) -> int:
-        """Workers that wait: for the answer to a pull, or with a parked push."""
-        return len(self.pulling | {push.worker for push in self.parking})
+        """Number of workers that wait."""
+        return len(self.waiting)
 
     @property
     def is_awaited(self) -> bool:
         """Whether a worker waits: for the answer to a pull, or with a parked push."""
         return bool(self._pulls or self.parking)
-
-    @property
-    def pulling(self) -> set[int]:
-        """Ranks of workers that wait for the answer to a pull."""
-        return {pull.worker for pull in self._pulls.values()}
 
     @property
     def beginning(self) -> set[int]:

@@ -293,7 +293,7 @@ def push(tensor: torch.Tensor, name: str) -> None:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     _require("push", tensor, name)
-    _push(_of_dtype(name, tensor), tensor)
+    _of_dtype(name, tensor).push(tensor)
 
 
 @overload
@@ -350,7 +350,8 @@ def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch
     _require("push_pull", tensor, name)
     _require_value(tensor.dtype, name, average=average)
     mine = _of_dtype(name, tensor)
-    _push(mine, tensor)
+    if not _push(mine, tensor) and not mine.round:
+        return tensor.clone()
     return _value(mine, tensor, average=average).to(tensor.device)
 
 
@@ -380,6 +381,8 @@ def broadcast_parameters(
             continue
         mine = named(f"broadcast.{name}", tensor, one_row=True)
         has_passed = not _push(mine, tensor, weight=float(is_root))
+        if has_passed and not mine.round:
+            continue
         total, num_roots = mine.pull_sum()
         if num_roots != 1.0:
             raise ConfigError(f"rank {root_rank} has left the job: nobody has values of {name!r}")
@@ -433,13 +436,14 @@ def _of_dtype(name: str, like: torch.Tensor) -> NamedTensor:
 
 
 def _push(mine: NamedTensor, tensor: torch.Tensor, weight: float = 1.0) -> bool:
-    """Pushes to a tensor; returns whether it has.
+    """Pushes to a tensor whose value is wanted; returns whether it has.
 
     It does not if this worker has come late, and others have passed that: they wait for this one
-    elsewhere, and would never push to the round in which it would be.
+    elsewhere, and would never push to the round in which it would be. The value is that of the last
+    round then, or, if the job has begun anew since, nobody has one but this worker.
     """
     session = mine.exchange.session
-    if session.passed.came_late and mine.round and not mine.has_pushed:
+    if session.passed.came_late and not mine.has_pushed:
         table = f"{TENSOR}{mine.name}"
         places = session.meet_or_pass(table)
         if places and table not in places:

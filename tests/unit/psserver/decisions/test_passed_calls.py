@@ -38,6 +38,9 @@ def test_a_worker_is_told_of_those_that_came_later_and_wait_for_it() -> None:
     members[1].came_late = True
     found = others_of(job, 0, [])
     assert (found.awaited_by, found.awaited_at) == ([1], [])
+    members[1].returns = True  # Its script is under way.
+    found = others_of(job, 0, [])
+    assert (found.awaited_by, found.awaited_at) == ([], ["model"])
 
 
 def test_a_worker_is_told_whether_the_others_make_steps() -> None:
@@ -49,3 +52,13 @@ def test_a_worker_is_told_whether_the_others_make_steps() -> None:
     assert not others_of(job, 0, []).others_step
     members[1].pace = ReportedPace(num_steps=8)
     assert others_of(job, 0, []).others_step
+
+
+def test_a_worker_whose_push_is_parked_waits_too() -> None:
+    shard, job, address = ready(2)
+    job.membership.members[0].came_late = True
+    push(shard, job, address, 1, 0)
+    push(shard, job, address, 1, 1)
+    shard.rest(job, 0, 6.0, rests=True)
+    job.membership.members[1].heard_s = 7.0
+    assert others_of(job, 0, []).awaited_at == ["model"]
