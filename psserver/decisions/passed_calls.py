@@ -19,7 +19,8 @@ EXCHANGE = "an exchange of models"
 class Others(NamedTuple):
     """Workers for which one waits, and which may wait for it elsewhere."""
 
-    awaited_at: list[str]  # Tables and barriers at which they wait for it.
+    # Tables and barriers at which they wait for it, but for new processes that joined after it.
+    awaited_at: list[str]
     awaited_by: list[int]  # Ranks of those that wait for it elsewhere, and have joined after it.
     others_step: bool  # Whether any has made steps since it began to wait.
 
@@ -47,10 +48,11 @@ def others_of(job: Job, rank: int, barriers: Collection[str]) -> Others:
         for place, ranks in _waits(job, rank, barriers).items()
         if (waits := others.intersection(ranks))
     }
-    late = {one for one in others if members[one].came_late and not members[one].returns}
+    late = {one for one in others if members[one].came_late}
     later = {one for one in late if members[one].joined_s > members[rank].joined_s}
+    new = {one for one in later if not members[one].returns}  # Their scripts have just begun.
     return Others(
-        awaited_at=[place for place, ranks in waiting.items() if ranks - later],
+        awaited_at=[place for place, ranks in waiting.items() if ranks - new],
         awaited_by=sorted(later & set().union(*waiting.values())),
         others_step=any(members[one].pace.num_steps > rest.num_steps.get(one, 0) for one in others),
     )

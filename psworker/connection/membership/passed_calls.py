@@ -73,7 +73,7 @@ class PassedCalls:
         links = [link for link, beats in answers if link.num_beats >= beats]
         del request.excuses[:]
         request.excuses.extend({rank for link in links for rank in link.awaited_by})
-        if self.came_late:
+        if self.came_late and (self.at_start or not request.excuses):
             self.places = [place for link in links for place in link.awaited_at]
             step_on = any(link.others_step for link in links)
             if not self.places and self.at_start and self._is_free and step_on:

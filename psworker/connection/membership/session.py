@@ -284,6 +284,7 @@ class Session:
                 self._await_mending(problem)
             else:
                 self.heartbeats.failure = None
+                self.passed.came_late |= self._joining.known.under_way
                 self.pushes.clear()  # Those under way may never be answered.
                 return
 

@@ -40,7 +40,7 @@ def test_a_worker_is_told_of_those_that_came_later_and_wait_for_it() -> None:
     assert (found.awaited_by, found.awaited_at) == ([1], [])
     members[1].returns = True  # Its script is under way.
     found = others_of(job, 0, [])
-    assert (found.awaited_by, found.awaited_at) == ([], ["model"])
+    assert (found.awaited_by, found.awaited_at) == ([1], ["model"])
 
 
 def test_a_worker_is_told_whether_the_others_make_steps() -> None:

@@ -43,6 +43,15 @@ def test_a_late_worker_withdraws_where_others_wait_for_it_elsewhere() -> None:
     assert passed.places == ["model"]
 
 
+def test_a_late_worker_withdraws_at_its_start_and_excuses_others_behind_it() -> None:
+    """One that has come back waits for it; only behind its first step this one was there before."""
+    links = [link(awaited_at=["model"], awaited_by=[2])]
+    passed = passed_of(links, {})
+    assert ask(passed, links)[0]
+    passed.at_start = False
+    assert ask(passed, links) == (False, [2])
+
+
 def test_answers_to_heartbeats_that_were_under_way_do_not_count() -> None:
     one, request = link(awaited_at=["model"]), pb.BarrierRequest()
     passed = passed_of([one], {})
