@@ -658,7 +658,7 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
 
 def comes_to_a_barrier(me: Station, place: str) -> None:
     """Reports that it is about to wait at a barrier, and waits there when told."""
-    method = "agree_at" if place == "begin" else "barrier"
+    method = "agree_at" if place == "begin" else "meet_or_pass"
     wait = getattr(Session, method)
 
     def told(*given: Any, **options: Any) -> Any:

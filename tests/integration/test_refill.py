@@ -28,7 +28,7 @@ STEPS, AT = 14, 6
 NUMEL = 3 << 19  # Of each tensor: several slices on each shard.
 RANKS = (0, 1)
 Stop = tuple[str, int, int]  # A method, a step, and which call from then on.
-OWNERS = {"agree": Session, "fill": Refills, "send_again": Refills}  # Else `Exchange`.
+OWNERS = {"meet_or_pass": Session, "fill": Refills, "send_again": Refills}  # Else `Exchange`.
 Weights = list[np.ndarray]
 
 
@@ -248,7 +248,7 @@ def test_the_shard_is_lost_again_while_it_is_filled(again: str, tmp_path: Path) 
 def test_the_first_shard_is_lost_at_a_barrier_and_then_all_at_once(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
-        workers = cluster.start({1: [("agree", AT, 1), ("push", AT + 3, 2)]}, meets=True)
+        workers = cluster.start({1: [("meet_or_pass", AT, 1), ("push", AT + 3, 2)]}, meets=True)
         for shards in ((0,), (1, 0)):
             workers[1].hear()
             cluster.lose(*shards)

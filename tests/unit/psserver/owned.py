@@ -66,7 +66,7 @@ FIXED: dict[type, set[str]] = {
     Waits: set(),
     Recovery: {"journal_nbytes"},
     JobRecorder: set(),
-    BarrierWaits: {"arrive", "stop_waiting", "_lock"},
+    BarrierWaits: {"arrive", "withdraw", "excuse", "stop_waiting", "_lock"},
 }
 SHARED = {"jobs", "waiting"}  # Of a `Requests`: the rest guards itself.
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
