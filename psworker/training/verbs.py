@@ -9,8 +9,7 @@ this worker has pushed to, or, before its first push, the newest. Values are exa
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -32,7 +31,6 @@ from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer
 from psworker.training.lanes import Lanes
 
-log = logging.getLogger("paceline")
 WEIGHT = "sum of weights"  # Name of the element behind a tensor.
 
 
@@ -267,7 +265,9 @@ def live_ranks() -> list[int]:
 def barrier(name: str = "barrier") -> None:
     """Waits until all workers that are still in the job have reached this barrier.
 
-    Their pushes before it are on the shards then, so a pull behind it sees them.
+    Their pushes before it are on the shards then, so a pull behind it sees them. A worker that came
+    late (it was started again, or joined an elastic job) does not wait where the others have passed
+    and wait for it elsewhere, and logs that. They do not wait for one that begins behind it.
 
     Raises:
         ConfigError: The name is no text.
@@ -278,8 +278,7 @@ def barrier(name: str = "barrier") -> None:
     session = context.place()
     for pushes in list(session.pushes):
         pushes.flush()
-    if places := session.meet_or_pass(name):
-        _say_passed(session, f"barrier({name!r})", places)
+    session.meet_or_pass(name)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:
@@ -335,7 +334,8 @@ def pull(
 def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """Returns the mean (or the sum) of all workers' tensors, in this one's dtype, on its device.
 
-    Only tensors that were pushed are in it: where workers have left the job, those of the others.
+    Only tensors that were pushed are in it: where workers have left the job, those of the others. A
+    worker that came late gets what the others got where they have passed it and wait elsewhere.
 
     Args:
         tensor: A tensor with the same shape and dtype on every worker. Floats up to float32 are
@@ -361,7 +361,7 @@ def broadcast_parameters(
     """Copies one worker's tensors to all others, in place, exactly in every dtype.
 
     `DistributedOptimizer` does this for its own parameters; use it for the others (frozen
-    parameters, buffers).
+    parameters, buffers). A worker that came late gets the last ones that were copied.
 
     Args:
         parameters: Pairs of name and tensor, as `model.named_buffers()`, or a state dict.
@@ -447,17 +447,9 @@ def _push(mine: NamedTensor, tensor: torch.Tensor, weight: float = 1.0) -> bool:
         table = f"{TENSOR}{mine.name}"
         places = session.meet_or_pass(table)
         if places and table not in places:
-            _say_passed(session, f"tensor {mine.name!r}", places)
             return False
     mine.push(tensor, weight)
     return True
-
-
-def _say_passed(session: Session, what: str, places: Sequence[str]) -> None:
-    log.warning(
-        "worker %d does not wait at %s: the others have passed it, and wait at %s",
-        session.rank, what, ", ".join(places),
-    )  # fmt: skip
 
 
 def _value(mine: NamedTensor, like: torch.Tensor, *, average: bool) -> torch.Tensor:

@@ -34,7 +34,8 @@ def call_all(me: Station) -> tuple[float, float]:
     psworker.barrier()
     mean = psworker.push_pull(torch.full((2,), float(me.rank)), "mean")
     first = torch.full((2,), 5.0 + me.rank)
-    psworker.broadcast_parameters([("buffer", first)])
+    others = [(f"buffer {number}", torch.zeros(2)) for number in range(20)]
+    psworker.broadcast_parameters([*others, ("buffer", first)])
     return float(mean[0]), float(first[0])
 
 

@@ -13,6 +13,7 @@ from psworker.connection.membership.joining import JobMember
 from psworker.connection.shard_link import Link
 
 ASKED_BEATS = 2  # The first heartbeat that is answered may have been under way before.
+LATER_STEPS = "later steps"
 FIRST_WAIT_MS, WAIT_MS_MAX = 200, 2_000  # Between two questions.
 
 
@@ -49,6 +50,21 @@ class PassedCalls:
         self._heartbeats = heartbeats
         self._specs = specs
         self._beats: list[int] = []  # By shard: heartbeats from which on the answers count.
+        self._steps: list[str] = []  # Where others waited for its step.
+
+    def note(self, places: list[str]) -> None:
+        """Keeps the places where others wait for this worker's step: they do so until it is made.
+
+        At a barrier or for a tensor they wait only until this worker comes there.
+        """
+        self._steps = [place for place in places if not place.startswith((TENSOR, "barrier "))]
+
+    @property
+    def settled(self) -> list[str]:
+        """Where others wait for this worker's first step, if it has asked before."""
+        if not self.at_start or (self._steps == [LATER_STEPS] and not self._is_free):
+            return []
+        return self._steps
 
     @contextmanager
     def asked(self) -> Iterator[PassedCalls]:
@@ -77,7 +93,7 @@ class PassedCalls:
             self.places = [place for link in links for place in link.awaited_at]
             step_on = any(link.others_step for link in links)
             if not self.places and self.at_start and self._is_free and step_on:
-                self.places.append("later steps")
+                self.places.append(LATER_STEPS)
             request.withdraws = bool(self.places)
 
     @property

@@ -337,7 +337,14 @@ class Session:
                 return passed.places
 
         self.group.barrier()
-        return list(self.group.led(wait))
+        if self.passed.settled:
+            return self.passed.settled
+        places = list(self.group.led(wait))
+        if places:
+            text = "worker %d does not wait at %s: the others have passed it, and wait for %s"
+            log.warning(text, self.rank, name, ", ".join(places))
+            self.passed.note(places)
+        return places
 
     def agree(self, name: str, value: float, *, holds: bool = False) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.

@@ -8,7 +8,12 @@ import pytest
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.asgd import ASGD
 from pscore.rules.ssgd import SSGD
-from psworker.connection.membership.passed_calls import ASKED_BEATS, WAIT_MS_MAX, PassedCalls
+from psworker.connection.membership.passed_calls import (
+    ASKED_BEATS,
+    LATER_STEPS,
+    WAIT_MS_MAX,
+    PassedCalls,
+)
 
 
 def link(**answers: Any) -> Any:
@@ -50,6 +55,23 @@ def test_a_late_worker_withdraws_at_its_start_and_excuses_others_behind_it() -> 
     assert ask(passed, links)[0]
     passed.at_start = False
     assert ask(passed, links) == (False, [2])
+
+
+def test_others_that_wait_for_a_step_wait_until_it_is_made() -> None:
+    """A late worker asks once, and not at each tensor of its script's start."""
+    specs: dict[int, Any] = {}
+    passed = passed_of([], specs)
+    passed.note(["barrier 'epoch'", "tensor.mean"])
+    assert not passed.settled
+    passed.note(["model", "barrier 'epoch'"])
+    assert passed.settled == ["model"]
+    passed.at_start = False
+    assert not passed.settled
+    passed.at_start = True
+    passed.note([LATER_STEPS])
+    assert passed.settled
+    specs[0] = SimpleNamespace(name="model", rule=SSGD())
+    assert not passed.settled
 
 
 def test_answers_to_heartbeats_that_were_under_way_do_not_count() -> None:
