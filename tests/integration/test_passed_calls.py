@@ -147,7 +147,7 @@ def test_workers_do_not_wait_for_one_that_begins_behind_them(
 ) -> None:
     """It waits for their step; they waited for it at a barrier to which it does not come."""
     job, rank = new_job(), 3 if is_elastic else 1
-    elastic = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "4", "PACELINE_RANK": "-1"}
+    elastic = {"PACELINE_MIN_WORKERS": "3", "PACELINE_MAX_WORKERS": "4", "PACELINE_RANK": "-1"}
     env = elastic if is_elastic else {}
     with (
         Shards(2, lease_s=LEASE_S) as shards,
