@@ -40,9 +40,11 @@ class Barrier:
             expected: Ranks of the workers that are live or have not joined yet.
             is_short: Whether the job waits for more workers than those: then nothing opens.
         """
+        if self.is_open:
+            return []
         there = self.arrived.keys() | self.excused
-        missing = [] if self.is_open else [rank for rank in expected if rank not in there]
-        self.is_open |= not (missing or is_short)
+        missing = [rank for rank in expected if rank not in there]
+        self.is_open = not (missing or is_short)
         return missing
 
     @property

@@ -21,7 +21,7 @@ class Others(NamedTuple):
 
     # Tables and barriers at which they wait for it, but for new processes that joined after it.
     awaited_at: list[str]
-    awaited_by: list[int]  # Ranks of those that wait for it elsewhere, and have joined after it.
+    awaited_by: list[int]  # Ranks of those that wait for its step, and have joined after it.
     others_step: bool  # Whether any has made steps since it began to wait.
 
 
@@ -43,23 +43,19 @@ def others_of(job: Job, rank: int, barriers: Collection[str]) -> Others:
     others = {
         one for one in job.membership.live() if one != rank and members[one].heard_s > rest.since_s
     }
-    waiting = {
-        place: waits
-        for place, ranks in _waits(job, rank, barriers).items()
-        if (waits := others.intersection(ranks))
-    }
+    steps, meetings = _waits_for_steps(job, rank), _waits_at_barriers(job, rank, barriers)
     late = {one for one in others if members[one].came_late}
     later = {one for one in late if members[one].joined_s > members[rank].joined_s}
     new = {one for one in later if not members[one].returns}  # Their scripts have just begun.
     return Others(
-        awaited_at=[place for place, ranks in waiting.items() if ranks - new],
-        awaited_by=sorted(later & set().union(*waiting.values())),
+        awaited_at=[place for place, ranks in (steps | meetings).items() if ranks & (others - new)],
+        awaited_by=sorted(later & set().union(*steps.values())),
         others_step=any(members[one].pace.num_steps > rest.num_steps.get(one, 0) for one in others),
     )
 
 
-def _waits(job: Job, rank: int, barriers: Collection[str]) -> dict[str, set[int]]:
-    """Returns the ranks that wait for a worker elsewhere than it waits, by place."""
+def _waits_for_steps(job: Job, rank: int) -> dict[str, set[int]]:
+    """Returns the ranks that wait for a push or a model of a worker, by table."""
     found: dict[str, set[int]] = {}
     for table in job.tables.values():
         for clock in table.clocks.values():
@@ -67,8 +63,14 @@ def _waits(job: Job, rank: int, barriers: Collection[str]) -> dict[str, set[int]
                 found.setdefault(table.spec.name, set()).update(clock.waiting)
     members = job.membership.members.values()
     found[EXCHANGE] = {one.rank for one in members if rank in one.awaits}
-    for name in barriers:
-        barrier = job.barriers.by_name[name]
-        if not barrier.is_open and rank not in barrier.arrived:
-            found[f"barrier {name!r}"] = set(barrier.arrived)
     return found
+
+
+def _waits_at_barriers(job: Job, rank: int, names: Collection[str]) -> dict[str, set[int]]:
+    """Returns the ranks that wait for a worker at other barriers than it does, by barrier."""
+    found = {name: job.barriers.by_name[name] for name in names}
+    return {
+        f"barrier {name!r}": set(barrier.arrived)
+        for name, barrier in found.items()
+        if not barrier.is_open and rank not in barrier.arrived
+    }

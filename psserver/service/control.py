@@ -447,7 +447,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if request.withdraws:
             passes = job.barriers.withdraw(request.name, request.round, request.worker)
             return pb.BarrierReply(done=passes)
-        job.barriers.excuse(request.name, request.round, request.worker, request.excuses)
+        if request.excuses:
+            job.barriers.excuse(request.name, request.round, request.worker, request.excuses)
         to = request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         arrival = await wait_at_barrier(job, self._engine.now, *to, holds=request.holds)
         return pb.BarrierReply(

@@ -68,7 +68,7 @@ class Link:
         self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
         self.num_beats = 0  # Heartbeats answered.
         self.awaited_at: Sequence[str] = ()  # Where others wait for this worker, if it asks.
-        self.awaited_by: Sequence[int] = ()  # Those that came later, and wait for it elsewhere.
+        self.awaited_by: Sequence[int] = ()  # Those that came later, and wait for its step.
         self.others_step = False  # Whether others have made steps since it asks.
         self._is_there = False  # Whether the last one was, or the join; or a standby may have it.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.

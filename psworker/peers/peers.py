@@ -291,8 +291,8 @@ class Peers:
             found.append(values)
             return True
 
-        what = f"step {wanted.tag.round} of worker {wanted.source}"
-        self._watched(lambda: what, take, [wanted.source])
+        source = wanted.source
+        self._watched(lambda: f"step {wanted.tag.round} of worker {source}", take, [source])
         self._heard_s = time.monotonic()
         return found[0]
 

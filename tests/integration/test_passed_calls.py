@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import psworker
-from tests.integration.cluster import Shards, Station, new_job, results_of
+from tests.integration.cluster import Shards, Station, new_job, results_of, wait_until
 
 NUM, NUMEL = 3, 9000  # Two slices on two shards.
 STEPS, EPOCH = 40, 10
@@ -26,7 +26,6 @@ def step(optimizer: Any) -> None:
         for value in group["params"]:
             value.grad = torch.ones(NUMEL)
     optimizer.step()
-    time.sleep(0.01)
 
 
 def call_all(me: Station) -> tuple[float, float]:
@@ -39,9 +38,11 @@ def call_all(me: Station) -> tuple[float, float]:
     return float(mean[0]), float(first[0])
 
 
-def begins_with_calls(me: Station, mode: str, before: bool) -> tuple[float, float]:
+def begins_with_calls(me: Station, mode: str, before: bool, is_again: bool) -> tuple[float, float]:
     """Trains behind the calls, which come before or after the optimizer is made."""
     psworker.init()
+    if is_again:
+        me.tell()
     found = call_all(me) if before else None
     optimizer = make(mode)
     found = found or call_all(me)
@@ -49,8 +50,9 @@ def begins_with_calls(me: Station, mode: str, before: bool) -> tuple[float, floa
         if optimizer.steps % EPOCH == 0:
             psworker.barrier("epoch")
         step(optimizer)
-        if optimizer.steps == EPOCH + 2:
+        if optimizer.steps == EPOCH + 2 and not is_again:
             me.tell()
+            me.hear()
     psworker.barrier()
     optimizer.close()
     return found
@@ -66,30 +68,37 @@ def test_a_worker_that_is_started_again_does_not_wait_where_the_others_have_pass
     job = new_job()
     with (
         Shards(2, lease_s=LEASE_S) as shards,
-        shards.workers(begins_with_calls, mode, before, num_workers=NUM, job=job) as workers,
+        shards.workers(begins_with_calls, mode, before, False, num_workers=NUM, job=job) as workers,
     ):
         for worker in workers:
             worker.hear()
         workers[0].kill()
         with shards.workers(
-            begins_with_calls, mode, before, num_workers=NUM, ranks=[0], job=job
+            begins_with_calls, mode, before, True, num_workers=NUM, ranks=[0], job=job
         ) as again:
+            again[0].hear()
+            for worker in workers[1:]:
+                worker.tell()
             assert results_of([*again, *workers[1:]]) == [(1.0, 5.0)] * NUM
             assert "does not wait at" in again[0].written()
 
 
-def waits_for_the_first(me: Station, mode: str, late_s: float) -> tuple[float, float]:
-    """Trains behind a barrier; returns when this worker came to it, and when it had passed."""
+def waits_for_the_first(me: Station, mode: str, is_again: bool) -> tuple[float, float]:
+    """Trains behind a barrier, to which the first worker comes when told.
+
+    Returns:
+        When this worker came to the barrier, and when it had passed.
+    """
     psworker.init()
-    if me.rank == 0:
-        time.sleep(late_s)
+    if me.rank == 0 and is_again:
+        me.hear()
     came_s = time.monotonic()
     psworker.barrier()
     passed_s = time.monotonic()
     optimizer = make(mode)
     while optimizer.steps < STEPS:
         step(optimizer)
-        if optimizer.steps == EPOCH:
+        if optimizer.steps == EPOCH and not is_again:
             me.tell()
     psworker.barrier()
     optimizer.close()
@@ -102,13 +111,16 @@ def test_workers_that_are_all_started_again_wait_for_each_other(mode: str) -> No
     job = new_job()
     with (
         Shards(2, lease_s=LEASE_S) as shards,
-        shards.workers(waits_for_the_first, mode, 0.0, num_workers=NUM, job=job) as workers,
+        shards.workers(waits_for_the_first, mode, False, num_workers=NUM, job=job) as workers,
     ):
         for worker in workers:
             worker.hear()
         for worker in workers:
             worker.kill()
-        with shards.workers(waits_for_the_first, mode, 3.0, num_workers=NUM, job=job) as again:
+        with shards.workers(waits_for_the_first, mode, True, num_workers=NUM, job=job) as again:
+            # They have asked several times by then.
+            wait_until(lambda: all("has waited" in other.written() for other in again[1:]))
+            again[0].tell()
             (came_s, _), *_ = times = results_of(again)
             assert all(passed_s >= came_s for _, passed_s in times)
 

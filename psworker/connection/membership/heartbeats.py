@@ -83,7 +83,7 @@ class Heartbeats:
         return self._end.is_set()
 
     def hurry(self, *, all_shards: bool = False) -> None:
-        """Sends the next heartbeat to the first shard now: its answer may end a wait."""
+        """Sends the next heartbeat to the first shard, or to all, now: an answer may end a wait."""
         for is_due in self._is_due if all_shards else self._is_due[:1]:
             is_due.set()
 

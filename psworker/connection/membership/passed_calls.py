@@ -81,7 +81,7 @@ class PassedCalls:
         """Asks again, and prepares the next request by the answers that have come.
 
         This worker withdraws if it has come late and others wait for it elsewhere, or train on
-        without it. It excuses those that have come later and wait for it elsewhere.
+        without it. It excuses those that have come later and wait for its step.
         """
         self._heartbeats.hurry(all_shards=True)
         self.wait_ms = min(2 * self.wait_ms, WAIT_MS_MAX)

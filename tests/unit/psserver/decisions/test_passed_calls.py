@@ -62,3 +62,13 @@ def test_a_worker_whose_push_is_parked_waits_too() -> None:
     shard.rest(job, 0, 6.0, rests=True)
     job.membership.members[1].heard_s = 7.0
     assert others_of(job, 0, []).awaited_at == ["model"]
+
+
+def test_a_late_worker_that_waits_at_another_barrier_is_not_excused() -> None:
+    """It withdraws from that; without it the others would end before it has what they got."""
+    shard, job, _ = ready(2)
+    members = job.membership.members
+    shard.rest(job, 0, 6.0, rests=True)
+    members[1].heard_s, members[1].joined_s, members[1].came_late = 7.0, 5.0, True
+    shard.barrier(job, "start", 0, 1)
+    assert others_of(job, 0, ["start"]).awaited_by == []
