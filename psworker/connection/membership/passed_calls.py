@@ -50,21 +50,20 @@ class PassedCalls:
         self._heartbeats = heartbeats
         self._specs = specs
         self._beats: list[int] = []  # By shard: heartbeats from which on the answers count.
-        self._steps: list[str] = []  # Where others waited for its step.
+        self._found: list[str] = []  # Where others wait for it, when it has asked last.
 
-    def note(self, places: list[str]) -> None:
-        """Keeps the places where others wait for this worker's step: they do so until it is made.
+    def note(self, name: str, places: list[str]) -> None:
+        """Keeps the answer at a barrier or tensor; if others wait there, they go on from it."""
+        self._found = [] if name in places else places
 
-        At a barrier or for a tensor they wait only until this worker comes there.
+    def settled(self, name: str) -> list[str]:
+        """Returns the last answer if it holds at a barrier or tensor too: nobody need be asked.
+
+        Others wait until this worker comes to where they are, or makes its first step.
         """
-        self._steps = [place for place in places if not place.startswith((TENSOR, "barrier "))]
-
-    @property
-    def settled(self) -> list[str]:
-        """Where others wait for this worker's first step, if it has asked before."""
-        if not self.at_start or (self._steps == [LATER_STEPS] and not self._is_free):
-            return []
-        return self._steps
+        is_there = name in self._found or f"barrier {name!r}" in self._found
+        is_over = self._found == [LATER_STEPS] and not self._is_free
+        return [] if is_there or is_over or not self.at_start else self._found
 
     @contextmanager
     def asked(self) -> Iterator[PassedCalls]:

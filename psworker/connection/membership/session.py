@@ -337,13 +337,13 @@ class Session:
                 return passed.places
 
         self.group.barrier()
-        if self.passed.settled:
-            return self.passed.settled
+        if settled := self.passed.settled(name):
+            return settled
         places = list(self.group.led(wait))
+        self.passed.note(name, places)
         if places and name not in places:  # Else they wait for this worker's tensor.
             text = "worker %d does not wait at %s: the others have passed it, and wait for %s"
             log.warning(text, self.rank, name, ", ".join(places))
-            self.passed.note(places)
         return places
 
     def agree(self, name: str, value: float, *, holds: bool = False) -> float:

@@ -57,21 +57,24 @@ def test_a_late_worker_withdraws_at_its_start_and_excuses_others_behind_it() -> 
     assert ask(passed, links) == (False, [2])
 
 
-def test_others_that_wait_for_a_step_wait_until_it_is_made() -> None:
-    """A late worker asks once, and not at each tensor of its script's start."""
+def test_a_late_worker_asks_once_where_the_others_wait() -> None:
+    """They stay there until it comes, and it need not ask at each tensor of its script's start."""
     specs: dict[int, Any] = {}
     passed = passed_of([], specs)
-    passed.note(["barrier 'epoch'", "tensor.mean"])
-    assert not passed.settled
-    passed.note(["model", "barrier 'epoch'"])
-    assert passed.settled == ["model"]
-    passed.at_start = False
-    assert not passed.settled
-    passed.at_start = True
-    passed.note([LATER_STEPS])
-    assert passed.settled
+    assert not passed.settled("start")
+    passed.note("start", ["model", "barrier 'epoch'", "tensor.mean"])
+    assert passed.settled("tensor.buffer")
+    assert not passed.settled("epoch")
+    assert not passed.settled("tensor.mean")
+    passed.note("tensor.mean", ["tensor.mean"])  # They go on from there.
+    assert not passed.settled("tensor.buffer")
+    passed.note("start", [LATER_STEPS])
+    assert passed.settled("tensor.buffer")
     specs[0] = SimpleNamespace(name="model", rule=SSGD())
-    assert not passed.settled
+    assert not passed.settled("tensor.buffer")
+    passed.note("start", ["model"])
+    passed.at_start = False
+    assert not passed.settled("tensor.buffer")
 
 
 def test_answers_to_heartbeats_that_were_under_way_do_not_count() -> None:
