@@ -55,8 +55,10 @@ def test_a_listener_that_ends_without_an_answer_is_asked_again_later() -> None:
 )
 def test_an_answer_that_is_of_no_use_leaves_no_descriptor_open(answer: bytes) -> None:
     own, other = Segment.create(4096), Segment.create(4096)
-    with listening(lambda connection: socket.send_fds(connection, [answer], [other.fd])) as where:
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(PacelineError):
-            attach(where, pb.Attach(), own, 4096)
-        assert len(os.listdir("/proc/self/fd")) <= before
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        listening(lambda connection: socket.send_fds(connection, [answer], [other.fd])) as where,
+        pytest.raises(PacelineError),
+    ):
+        attach(where, pb.Attach(), own, 4096)
+    assert len(os.listdir("/proc/self/fd")) == before  # The listener's thread has ended by now.
