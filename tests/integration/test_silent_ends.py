@@ -89,7 +89,10 @@ def nothing(address: str, port: int) -> None:
 
 
 def connect(address: str, port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+    with (
+        contextlib.suppress(ConnectionError),  # The process may have ended before it is asked.
+        socket.create_connection(("127.0.0.1", port), WAIT_S) as connection,
+    ):
         connection.sendall(wire.MAGIC)
 
 

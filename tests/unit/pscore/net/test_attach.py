@@ -19,7 +19,7 @@ from pscore.pb.ps.v1 import data_pb2 as pb
 @contextmanager
 def listening(answer: Callable[[socket.socket], object]) -> Iterator[Endpoint]:
     """Yields the endpoint of a listener that reads a request, and then does as `answer` says."""
-    local = f"paceline-test-attach-{id(object()):x}"
+    local = f"paceline-test-attach-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{local}{ATTACH_SUFFIX}")
         listener.listen()
@@ -61,4 +61,4 @@ def test_an_answer_that_is_of_no_use_leaves_no_descriptor_open(answer: bytes) ->
         pytest.raises(PacelineError),
     ):
         attach(where, pb.Attach(), own, 4096)
-    assert len(os.listdir("/proc/self/fd")) == before  # The listener's thread has ended by now.
+    assert len(os.listdir("/proc/self/fd")) <= before  # The listener's thread has ended by now.
