@@ -53,12 +53,12 @@ VALUES = {
     "secrets of one's own": SECRETS,
     "no TLS": "tls.enabled=false,insecure=true",
     "in memory": "persistence.enabled=false,settings.durability=memory",
-    "storage class": "persistence.storageClass=fast,persistence.size=1Ti",
-    "network policy": "networkPolicy.enabled=true",
+    "storage class": "persistence.storageClass=fast,persistence.size=100G",
+    "network policy": "networkPolicy.enabled=true,networkPolicy.workerLabel.trains=true",
     "operator of Prometheus": "serviceMonitor.enabled=true,prometheusRule.enabled=true",
     "monitoring without TLS": "serviceMonitor.enabled=true,tls.enabled=false,insecure=true",
-    "placed": "nodeSelector.pool=cpu,priorityClassName=high,spread=false,"
-    "tolerations[0].key=dedicated,tolerations[0].operator=Exists",
+    "placed": "nodeSelector.pool=cpu,nodeSelector.fast=true,nodeSelector.rack=3,spread=false,"
+    "priorityClassName=high,tolerations[0].key=dedicated,tolerations[0].operator=Exists",
     "no budget": "podDisruptionBudget.enabled=false,terminationGracePeriodSeconds=120",
     "digest": f"image.digest=sha256:{'0' * 64}",
     "numbers": "image.tag=20261125,settings.memory_mb=2000000,settings.lease_s=0.5,"
@@ -84,6 +84,16 @@ REFUSED = {
     "podLabels.app\\.kubernetes\\.io/name=a": "app.kubernetes.io/name",
     "podLabels.app\\.kubernetes\\.io/instance=a": "app.kubernetes.io/instance",
     "image.digest=latest": "digest",
+    "image.repository=registry.example:5000/paceline:1": "belongs into image.tag",
+    "image.repository=https://registry.example/paceline": "without scheme",
+    "resources.limit.memory=4Gi": "limit",
+    "resources.limits.memory=4GB": "/resources/limits/memory",
+    "resources.limits.memory=4": "/resources/limits/memory",
+    "resources.requests.cpu=two": "/resources/requests/cpu",
+    "extraEnv[0].name=A,extraEnv[0].value=1": "/extraEnv/0/value",
+    "extraEnv[0].A=b": "/extraEnv/0",
+    "tolerations[0].key=a,tolerations[0].value=true": "/tolerations/0/value",
+    "imagePullSecrets[0].secret=a": "/imagePullSecrets/0",
     "tls.certManager.enabled=true": "issuerRef",
     "standby.enabled=true,standby.register=s3://night,persistence.enabled=false": "persistence",
 }
@@ -133,6 +143,7 @@ def checks() -> dict[str, Callable[[], None]]:
         "an upgrade keeps what is fixed": refuse_upgrades,
         "two renders are the same": compare_renders,
         **{f"a release called {name}": partial(check_values, "", name) for name in NAMES},
+        "the notes name secrets that are not there yet": check_notes,
         "values become strings and numbers as written": check_numbers,
         **{f"values: {name}": partial(check_values, text) for name, text in VALUES.items()},
         "kustomize base equals the chart": compare_base,
@@ -247,6 +258,23 @@ def check_numbers() -> None:
     )
     if read != expected:
         raise CheckError(f"{read} instead of {expected}")
+
+
+def check_notes() -> None:
+    """Checks what an installation with secrets of one's own says, and its command for workers."""
+    own = ("paceline-a", "paceline-b")
+    values = "tls.shardSecret={},tls.workerSecret={}".format(*own)
+    words = ("helm", "install", "night", CHART, "--dry-run=client", "--set", values)
+    notes = require(call(*words)).partition("NOTES:")[2]
+    if any(f"no secret {name} in this namespace yet" not in notes for name in own):
+        raise CheckError(f"the notes do not say that secrets are missing: {notes}")
+    (command,) = (line for line in notes.splitlines() if line.startswith("  sed"))
+    command = command.partition(" | kubectl")[0]
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    lines = [line for line in require(done).splitlines() if "secret:" in line]
+    names = [line.partition("name: ")[2].partition(",")[0] for line in lines]
+    if names != [own[1], "night-paceline-token"]:
+        raise CheckError(f"with secrets of one's own the workers of the notes mount {names}")
 
 
 def check_example(path: Path) -> None:
