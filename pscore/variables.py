@@ -55,7 +55,8 @@ OF_SERVICES = re.compile(r"(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT_\d+_(TCP|U
 def require_known(variables: Mapping[str, str]) -> None:
     """Refuses variables whose names are nearly those of Paceline, or mean something elsewhere.
 
-    Others may be the user's own: a warning names each.
+    Others may be the user's own: a warning names each. Values with marks of the file from which
+    they were read are refused too: they would become parts of paths and addresses.
 
     Raises:
         ConfigError: There is one; it names the variable, argument or option that was meant.
@@ -66,6 +67,7 @@ def require_known(variables: Mapping[str, str]) -> None:
         if not (is_ours or _is_near(prefix, word)):
             continue
         if is_ours and (word in NAMES or _is_of_service(word, value)):
+            _require_clean(name, value)
             continue
         if word in ELSEWHERE:
             raise ConfigError(
@@ -106,6 +108,19 @@ def require_name(job: str) -> None:
         raise ConfigError(
             f"the name of the job is {printable(job, 40)!r}: it must not begin or end with a blank "
             "(PACELINE_JOB, --job)"
+        )
+
+
+def _require_clean(name: str, value: str) -> None:
+    if value.endswith("\r"):
+        raise ConfigError(
+            f"{name} ends with a carriage return: the file that sets it has the line ends of "
+            "Windows (CRLF); save it with those of Unix"
+        )
+    if value[:1] in tuple("\"'") and value[-1:] == value[:1]:
+        raise ConfigError(
+            f"{name} is {printable(value, 40)}, with quotation marks that are part of the value: "
+            "leave them out (docker run --env-file keeps them)"
         )
 
 

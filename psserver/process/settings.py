@@ -455,6 +455,11 @@ def _check_part(server: ServerSettings) -> None:
             f"server.cluster is {server.cluster!r}, must be 1 to 64 letters, digits, '.', '_', '-'"
         )
     if server.shard_index is None:
+        if server.shards > 1 and os.environ.get("PACELINE_SHARD_INDEX") == "":
+            raise ConfigError(
+                f"PACELINE_SHARD_INDEX is empty: all {server.shards} shards would start here; give "
+                f"the number of this one, in 0..{server.shards - 1}, or unset the variable"
+            )
         return
     if server.shard_index >= server.shards:
         raise ConfigError(

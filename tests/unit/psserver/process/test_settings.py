@@ -132,6 +132,17 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve().server.port == 7070
 
 
+def test_an_empty_index_does_not_start_all_shards_of_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_SHARD_INDEX", "")
+    with pytest.raises(ConfigError, match="PACELINE_SHARD_INDEX is empty: all 2 shards would star"):
+        resolve({"server.shards": 2, "server.cluster": "c"})
+    assert resolve({}).server.shards == 1
+    given = {"server.shards": 2, "server.cluster": "c", "server.shard_index": 1}
+    assert resolve(given).server.shard_index == 1
+
+
 def test_loopback_is_told_from_the_rest() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "gpu7", "")))

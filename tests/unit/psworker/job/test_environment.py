@@ -66,6 +66,19 @@ def test_a_name_that_means_something_elsewhere_is_refused(name: str, what: str) 
         Environment.read({name: "1"})
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("a:1,b:2\r", r"PACELINE_SERVERS ends with a carriage return: .* \(CRLF\); save"),
+        ('"a:1,b:2"', 'PACELINE_SERVERS is "a:1,b:2", with quotation marks that are part of the'),
+        ("'a:1'", "PACELINE_SERVERS is 'a:1', with quotation marks that are part of the value"),
+    ],
+)
+def test_marks_of_the_file_that_set_a_variable_are_named(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Environment.read({"PACELINE_SERVERS": value})
+
+
 def test_a_blank_at_an_end_of_a_jobs_name_is_refused() -> None:
     for given in ({"PACELINE_JOB": " night"}, {"PACELINE_JOB": "night\n"}, {"PACELINE_JOB": " "}):
         with pytest.raises(ConfigError, match=r"the name of the job is .* with a blank"):
