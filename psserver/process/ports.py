@@ -65,7 +65,8 @@ def probe(host: str, port: int) -> OSError:
 def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandError:
     """Explains why a port cannot be bound, and names a remedy."""
     address = join_address(host, port)
-    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+    is_unknown = (problem.errno or 0) < 0  # As of `socket.gaierror`, also where asyncio wraps it.
+    if is_unknown or problem.errno == errno.EADDRNOTAVAIL:
         return CommandError(
             Exit.HOST,
             f"cannot listen on {host!r}, which is not an address of this machine; "

@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pscore.errors import ConfigError
 from pscore.net.addresses import parse_addresses
 from pscore.partition import SHARDS_MAX
-from pscore.text import is_loopback
+from pscore.text import counted, is_loopback
 from psserver.access.files import Trust, require_whole
 from psserver.decisions.limits import KEEP_ENDED_S, KEEP_INTERRUPTED_S
 from psserver.process.run_dir import require_path
@@ -421,7 +421,8 @@ def _check_checkpoints(settings: Settings) -> None:
         raise ConfigError(f"server.shard_addresses: {problem}") from problem
     if len(addresses) != server.shards:
         raise ConfigError(
-            f"server.shard_addresses has {len(addresses)} addresses for {server.shards} shards"
+            f"server.shard_addresses has {len(addresses)} addresses for "
+            f"{counted(server.shards, 'shard')}: --shards (PACELINE_SHARDS) is the number of all"
         )
     own = f"{server.host}:{server.port}"
     if own in addresses and addresses[server.shard_index] != own:

@@ -225,6 +225,7 @@ def test_a_taken_port_is_reported_not_raised(capsys: pytest.CaptureFixture[str])
         (OSError(errno.EACCES, ""), Exit.NOT_PERMITTED, "1024"),
         (OSError(errno.EADDRNOTAVAIL, ""), Exit.HOST, "--host"),
         (socket.gaierror(socket.EAI_NONAME, "unknown"), Exit.HOST, "--host"),
+        (OSError(socket.EAI_NONAME, "while attempting to bind"), Exit.HOST, "--host"),
         (OSError(errno.EMFILE, "too many"), Exit.SHARD_DIED, "ulimit -n"),
     ],
 )

@@ -217,7 +217,7 @@ ADDRESSES = {"server.shard_addresses": "a:1, b:2"}
     [
         ({"server.state_dir": None}, "they have no directory: give --state-dir"),
         (PART, "shard 0 does not know the addresses of the others: give --shard-addresses"),
-        ({**PART, "server.shard_addresses": "a:1"}, "has 1 addresses for 2 shards"),
+        ({**PART, "server.shard_addresses": "a:1"}, "has 1 addresses for 2 shards: --shards"),
         (
             {**PART, "server.shard_addresses": "a:1,127.0.0.1:7070"},
             "has 127.0.0.1:7070 at place 1, and that is shard 0: give the addresses in the order",
