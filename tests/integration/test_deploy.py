@@ -222,6 +222,25 @@ def test_the_example_of_a_host_sets_every_variable_that_its_file_requires() -> N
     assert required <= set(given)
 
 
+@pytest.mark.parametrize(
+    ("services", "message"),
+    [
+        ("shard,wrker", "COMPOSE_PROFILES is 'shard,wrker': shard, worker, gpu, or several with"),
+        ("shard, gpu", "COMPOSE_PROFILES is 'shard, gpu': shard, worker, gpu, or several with"),
+        ("shard,gpu", "no token in the folder SECRETS of .env: psserver certs makes one"),
+    ],
+)
+def test_a_host_with_a_wrong_name_of_a_service_or_no_secrets_is_told(
+    services: str, message: str, tmp_path: Path
+) -> None:
+    host = yaml.safe_load((ROOT / "deploy/compose/host.yml").read_text())["services"]["secrets"]
+    (script,) = host["command"]
+    line = [*host["entrypoint"], script.replace("$$", "$").replace("/secrets/", f"{tmp_path}/")]
+    done = subprocess.run(line, env=os.environ | {"SERVICES": services}, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith(message)
+
+
 def test_every_container_runs_an_image_of_the_dockerfile_and_what_is_in_it() -> None:
     images = {"shard": "paceline:shard", "worker": "paceline:local"}
     images |= {"cuda": "${CUDA_IMAGE:-paceline:cuda}"}
