@@ -150,12 +150,22 @@ def has_moved(unit: str, before: int) -> bool:
     return count_moves(unit) == before + 1
 
 
+def refused(unit: str) -> list[str]:
+    """Starts a unit; returns its state, how often systemd has restarted it, and its status."""
+    call("systemctl", "start", unit)
+    state = [show(unit, "ActiveState"), show(unit, "NRestarts")]
+    return [*state, call("systemctl", "status", "--no-pager", "--full", unit)]
+
+
 def first_boot(found: dict[str, Any]) -> None:
     """Starts the units and a training; kills a process of each kind, and stops one."""
+    call("cp", *(WORK / "deploy" / "systemd").iterdir(), "/etc/systemd/system")
+    found["without files"] = refused(UNITS[0])
     done = subprocess.run(
         ["bash", WORK / "commands"], cwd=WORK, capture_output=True, text=True, check=False
     )
     found["commands"] = [done.returncode, done.stdout + done.stderr]
+    found["wrong number"] = refused("psserver@7")
     found["active"] = [show(unit, "ActiveState") for unit in UNITS]
     found["text"] = [show(unit, "StatusText") for unit in UNITS]
     main = int(show(UNITS[0], "MainPID"))

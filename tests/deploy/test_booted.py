@@ -71,6 +71,10 @@ def test_units_live_through_kills_a_hanging_shard_and_a_restart_of_the_machine(
     said = (work / "worker.log").read_text() if (work / "worker.log").exists() else ""
     assert "problem" not in found, f"{found}\n{said}\n{log[-6000:]}"
     assert found["commands"][0] == 0, found["commands"][1]
+    assert found["without files"][:2] == ["inactive", "0"]
+    assert "Assertion failed" in found["without files"][2]
+    assert found["wrong number"][:2] == ["failed", "0"]
+    assert "shard_index is 7, must be in 0..1 for 2 shards" in found["wrong number"][2]
     assert found["active"] == ["active", "active"]
     assert "1 shard(s) ready at 127.0.0.1:7070" in found["text"][0]
     assert found["user"] > 60000  # A dynamic user.

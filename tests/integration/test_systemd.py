@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from psserver.exits import Exit
 from psserver.process.notify import ALIVE_S, ServiceManager
 from tests.house.source import ROOT
 from tests.integration.command import Command, eventually
@@ -127,6 +128,16 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     )
     said = [line for line in done.stderr.splitlines() if str(tmp_path) in line]
     assert (done.returncode, said) == (0, [])
+
+
+def test_a_unit_without_its_files_or_with_a_wrong_setting_is_not_started_again() -> None:
+    """Else systemd tries again each second, and says "Failed to set up credentials"."""
+    assert "`Assertion failed`" in (ROOT / "docs" / "systemd.md").read_text()
+    text = (ROOT / "deploy" / "systemd" / "psserver@.service").read_text()
+    needed = re.findall(r"^(?:EnvironmentFile=|LoadCredential=\S+:)(/\S+)$", text, re.M)
+    assert len(needed) == 5
+    assert re.findall(r"^AssertPathExists=(\S+)$", text, re.M) == needed
+    assert f"RestartPreventExitStatus={Exit.USAGE.value}\n" in text
 
 
 @pytest.mark.skipif(shutil.which("systemctl") is None, reason="no systemctl")
