@@ -66,6 +66,8 @@ def main():
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--lr", type=float, default=0.1)
     args = parser.parse_args()
+    if min(args.samples, args.batch) < 1:
+        parser.error("--samples and --batch must be 1 or more")
     torch.manual_seed(args.seed)
     log = Clicks(args.seed, USERS, ITEMS)
     users = psworker.Embedding(None, args.dim, name="users", init="normal(0.1)")

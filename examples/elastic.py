@@ -26,6 +26,10 @@ def main():
     parser.add_argument("--mode", default="ssgd", help="one of `psworker modes`")
     parser.add_argument("--file", type=Path, help="state to resume from; saved at the end")
     args = parser.parse_args()
+    if args.batch_size < 1:
+        parser.error("--batch-size must be 1 or more")
+    if args.file and (args.file.is_dir() or not args.file.absolute().parent.is_dir()):
+        parser.error(f"--file {args.file} is a folder, or its folder does not exist")
 
     torch.manual_seed(1)
     device = pick_device()

@@ -100,6 +100,8 @@ def main():
     parser.add_argument("--log-interval", type=int, default=25)
     parser.add_argument("--max-steps", type=int, help="end an epoch after so many batches")
     args = parser.parse_args()
+    if min(args.batch_size, args.log_interval) < 1 or args.max_steps == 0:
+        parser.error("--batch-size, --log-interval and --max-steps must be 1 or more")
 
     torch.manual_seed(args.seed)
     device = pick_device()

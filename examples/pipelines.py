@@ -28,6 +28,10 @@ def main():
     parser.add_argument("--samples", type=int, default=32, help="samples of a minibatch")
     parser.add_argument("--out", help="folder for the weights of each stage")
     args = parser.parse_args()
+    if args.samples < 1:
+        parser.error("--samples must be 1 or more")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as its first lines show")
     if args.out:
         os.makedirs(args.out, exist_ok=True)
 

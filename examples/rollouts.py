@@ -173,7 +173,10 @@ def parse(words=None):
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--job", default=f"cartpole-{os.getpid()}")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.updates < 1 or args.staleness < 0:
+        parser.error("--updates must be 1 or more, --staleness 0 or more")
+    return args
 
 
 if __name__ == "__main__":

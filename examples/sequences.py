@@ -49,6 +49,8 @@ def main():
     parser.add_argument("--dim", type=int, default=48)
     parser.add_argument("--mode", default="ssgd")
     args = parser.parse_args()
+    if args.batch < 1:
+        parser.error("--batch must be 1 or more")
     torch.manual_seed(0)
     items = psworker.Embedding(None, args.dim, name="items", init="normal(0.1)")
     model = nn.ModuleDict({"table": items, "gru": nn.GRU(args.dim, args.dim, batch_first=True)})

@@ -8,6 +8,7 @@ torchrun once on each, with PACELINE_NUM_GROUPS and PACELINE_GROUP (docs/hosts.m
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,10 @@ def main():
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--mode", default="ssgd")  # or ssd(steps=5), diloco(steps=20)
     args = parser.parse_args()
+    if min(args.width, args.depth) < 1:
+        parser.error("--width and --depth must be 1 or more")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as its first lines show")
     dist.init_process_group()  # NCCL on GPUs, Gloo elsewhere
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),))  # the processes of this host

@@ -50,6 +50,10 @@ def main():
     parser.add_argument("--batch", type=int, default=256, help="pairs of one worker")
     parser.add_argument("--mode", default="ssgd")
     args = parser.parse_args()
+    if args.batch < 1:
+        parser.error("--batch must be 1 or more")
+    if not args.text.is_file():
+        parser.error(f"--text {args.text} is no file")
     words = re.findall(r"[a-z']+", args.text.read_text(encoding="utf-8").lower())
     known = {word: (grams(word), hash64(word)) for word in set(words)}
     parts = torch.tensor([known[word][0] for word in words])

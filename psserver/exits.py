@@ -28,12 +28,12 @@ class Exit(enum.IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
-    Exit.UNHEALTHY: "health: a shard is not ready; doctor: a problem; drain: refused",
+    Exit.UNHEALTHY: "refused by the shards; health: one is not ready; doctor: a problem",
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
     Exit.NOT_PERMITTED: "permission denied for a port or a signal",
     Exit.STATE_DIR: "a directory for state, runs, checkpoints or certificates cannot be used",
-    Exit.NO_ANSWER: "no shard answers at an address, or none runs here",
+    Exit.NO_ANSWER: "no shard answers at an address, or none runs here; publish: no version came",
     Exit.ALREADY_RUNNING: "servers already run on this port",
     Exit.SHARD_DIED: "a shard died, or did not start or stop in time",
     Exit.BUG: "an invariant is violated: please report it with the log",

@@ -65,6 +65,11 @@ CODES: dict[type[errors.PacelineError], grpc.StatusCode] = {
     errors.ReplacedError: grpc.StatusCode.ABORTED,
     errors.LimitError: grpc.StatusCode.OUT_OF_RANGE,
 }
+# For people, instead of the details in which gRPC has the first part.
+SILENCES = {
+    "http1.x server": "a web page is there, perhaps a shard's metrics; give the shard's own port",
+    "Connection refused": "connection refused: nothing listens there",
+}
 RETRYABLE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -87,5 +92,6 @@ def error_of(failure: grpc.RpcError, address: str) -> errors.PacelineError:
             known = isinstance(kind, type) and issubclass(kind, errors.PacelineError)
             return (kind if known else errors.RemoteProtocolError)(details)
     if failure.code() in RETRYABLE:
-        return errors.ServerUnavailableError(f"{address}: {details or failure.code().name}")
+        why = next((plain for known, plain in SILENCES.items() if known in details), details)
+        return errors.ServerUnavailableError(f"{address}: {why or failure.code().name}")
     return errors.TransportError(f"{address}: {failure.code().name}: {details}")

@@ -24,6 +24,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
 from pscore.errors import PacelineError
+from pscore.grid import Grid
 from pscore.memory.segment import Segment
 from pscore.net import tls, wire
 from pscore.net.addresses import explain_silence, is_open_elsewhere
@@ -381,23 +382,19 @@ def is_well(findings: Sequence[Finding]) -> bool:
 
 def show(findings: Sequence[Finding]) -> None:
     """Prints a table for a person, and one line that sums up."""
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     colors = {OK: "green", WARNING: "yellow", WRONG: "red"}
-    grid = Table("", "check", "of", "finding and advice", box=box.SIMPLE_HEAD)
+    rows: list[list[str]] = []
     for finding in findings:
         text = f"{finding.what}\n-> {finding.do}" if finding.do else finding.what
         color = colors[finding.state]
-        grid.add_row(
-            f"[{color}]{finding.state}[/]",
-            finding.check,
-            *(escape(printable(words, keep="\n")) for words in (finding.about, text)),
-        )
+        words = (finding.check, finding.about, text)
+        shown = [escape(printable(each, keep="\n")) for each in words]
+        rows.append([f"[{color}]{finding.state}[/]", *shown])
     console = Console(highlight=False)
-    console.print(grid)
+    console.print(Grid(("", "check", "of", "finding and advice"), rows))
     counts = {state: sum(f.state == state for f in findings) for state in colors}
     console.print(f"{counts[WRONG]} wrong, {counts[WARNING]} warnings, {counts[OK]} fine")
 
@@ -409,8 +406,8 @@ def _refusal(check: str, address: str, failure: grpc.RpcError) -> Finding:
     if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
         return wrong(check, address, "another service listens there", "correct the address")
     if failure.code() in RETRYABLE:
-        what = f"no answer within {ASK_TIMEOUT_S:g} s: {failure.details()}"
-        do = "correct the address, or read the shard's log (psserver logs)"
+        what = f"no answer within {ASK_TIMEOUT_S:g} s: {what.removeprefix(f'{address}: ')}"
+        do = do or "correct the address, or read the shard's log (psserver logs)"
     return wrong(check, address, what, do)
 
 

@@ -8,7 +8,7 @@ import inspect
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -750,9 +750,20 @@ def _setting(flag: str) -> str:
     return f"{section}.{field}" if section in ("metrics", "log") else f"server.{flag}"
 
 
+def _require_words(words: Sequence[str]) -> None:
+    """Raises ConfigError if one is empty: as a path it would be the current directory."""
+    if "" in words:
+        before = " ".join(words[: words.index("")])
+        raise ConfigError(
+            f"the argument after `psserver {before}` is empty, perhaps from a variable that is not "
+            "set: give a value, or leave it out"
+        )
+
+
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
+        _require_words(sys.argv[1:])
         commandline.run(app, "psserver")
     except CommandError as problem:
         commandline.tell_error("psserver", problem)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from pscore.grid import WIDEST
 from pscore.text import printable
 from psserver.remote.status import in_bytes, in_time, is_live, published_lines
 from psserver.remote.waits import advice_of, waits_of
@@ -20,6 +22,7 @@ EVENTS_SHOWN = 8
 WAITS_SHOWN = 4
 READERS_SHOWN = 4
 WORKERS_SHOWN = 40
+LAST_WIDTH = 8  # Room for a part of the last column.
 WORKERS_SHOWN_MIN = 3  # Also in a terminal of few lines.
 RECENT_S = 10.0
 HOT = 0.2  # Share of time in which others wait for a worker, from which on it is red.
@@ -85,7 +88,7 @@ def _shards(status: dict[str, Any]) -> RenderableType:
     silent = Text("silent", style="red")
     rows += [(s["index"], silent, "", "", "", "", s["address"]) for s in status["silent"]]
     names = ("shard", "state", "up", "memory", "under way", "recoveries", "address")
-    return _grid(names, sorted(rows, key=lambda row: str(row[0]).zfill(4)))
+    return _Columns(names, sorted(rows, key=lambda row: str(row[0]).zfill(4)))
 
 
 def _lines(view: dict[str, Any], job: dict[str, Any]) -> list[Text]:
@@ -163,7 +166,7 @@ def _workers(job: dict[str, Any], room: int) -> list[RenderableType]:
         *("worker", "state", "step", "behind", "others\nwait for\nit", "step\ntime"),
         *("waits\nfor\nshards", "hidden", "stale-\nness", "heard", "host"),
     )
-    parts: list[RenderableType] = [_grid(names, rows)]
+    parts: list[RenderableType] = [_Columns(names, rows)]
     if more > 0:
         parts.append(_line(f"and {more} more (psserver status shows all workers)"))
     return parts
@@ -179,16 +182,35 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Returns a table whose cells take one line each; the last column is cut where it must be."""
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for number, column in enumerate(columns, 1):
-        is_last = number == len(columns)
-        grid.add_column(column, no_wrap=not is_last, overflow="ellipsis", vertical="bottom")
-    for row in rows:
-        cells = (cell if isinstance(cell, Text) else _line(printable(str(cell))) for cell in row)
-        grid.add_row(*cells)
-    return grid
+class _Columns:
+    """A table of one line a row, with as many of its columns as there is room for."""
+
+    def __init__(self, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        self._names = names
+        self._rows = [
+            [cell if isinstance(cell, Text) else _line(printable(str(cell))) for cell in row]
+            for row in rows
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        widest, last = options.update(max_width=WIDEST), len(self._names)
+        widths = [
+            Measurement.get(console, widest, self._grid(number)).maximum
+            for number in range(1, last + 1)
+        ]
+        if last > 1:  # The last column may be cut.
+            widths[-1] = min(widths[-1], widths[-2] + LAST_WIDTH)
+        fitting = [number for number, width in enumerate(widths, 1) if width <= options.max_width]
+        yield self._grid(max(fitting, default=1))
+
+    def _grid(self, number: int) -> Table:
+        grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for index, name in enumerate(self._names[:number], 1):
+            is_last = index == len(self._names)
+            grid.add_column(name, no_wrap=not is_last, overflow="ellipsis", vertical="bottom")
+        for row in self._rows:
+            grid.add_row(*row[:number])
+        return grid
 
 
 def _column(

@@ -503,6 +503,7 @@ def compare_left_out(
             return (
                 f"{membership.describe(member.rank)} has left out {many} that "
                 f"{membership.describe(other.rank)} has made, the last of them before the end of "
-                f"step {since}: zero_grad() came twice without step() between"
+                f"step {since}: zero_grad() came twice without step() between; call "
+                "optimizer.skip_step() in its place"
             )
     return ""

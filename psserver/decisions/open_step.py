@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pscore.types import Push, Role
 from psserver.decisions.orders import Action, Add, Update
 from psserver.decisions.progress import Token
@@ -86,6 +88,17 @@ class OpenStep:
             hyper=first.hyper,
             version=version,
         )
+
+    def unlike(self) -> tuple[Push, Push] | None:
+        """Returns two pushes of one step with unlike hyper-parameters; None: there are none."""
+        pushes = [push for push, weight in self.added if weight > 0]
+        for push in pushes[1:]:
+            one, other = pushes[0].hyper, push.hyper
+            if one is other or one is None or other is None or push.step != pushes[0].step:
+                continue
+            if not np.array_equal(one, other):
+                return pushes[0], push
+        return None
 
     def check_invariants(self, *, by_step: bool) -> None:
         """Asserts what the comments at the fields say."""

@@ -380,6 +380,8 @@ class SliceClock(SliceState):
         if self._open.rule.window_s is not None:
             self.window.close(self.version)
         self._advance(self.version + 1)
+        if self.unlike is None and self._open.rule.by_step:
+            self.unlike = open_step.unlike()
         return open_step.update(self.version)
 
     def _advance(self, version: int) -> None:

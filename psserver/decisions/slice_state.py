@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pscore.rules.base import Rule
-from pscore.types import Pull
+from pscore.types import Pull, Push
 from psserver.decisions.open_step import OpenStep
 from psserver.decisions.open_steps import OpenSteps
 from psserver.decisions.parking import Parking
@@ -29,6 +29,8 @@ class SliceState:
         self.staleness: dict[int, int] = {}
         # Minibatches of the pushes that are counted, of those that name theirs.
         self.minibatches = Minibatches()
+        # The first two pushes of one step with unlike hyper-parameters; None: there were none.
+        self.unlike: tuple[Push, Push] | None = None
         # Pushes not counted. Invariant: empty without weights.
         self.parking = Parking()
         self._workers = SliceWorkers(participants)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pscore.content import Stepping
 from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.partition import Layout
@@ -138,6 +140,23 @@ class Table:
         if left_s is None:
             return f" ({num_in} in, which is no quorum)"
         return f" ({num_in} in, the window is over in {left_s:.2f} s)"
+
+    def unlike(self, membership: Membership) -> str:
+        """Returns which workers have pushed unlike hyper-parameters; empty: none has."""
+        found = (clock.unlike for clock in self.clocks.values() if clock.unlike)
+        if (pair := next(found, None)) is None:
+            return ""
+        one, other = pair
+        assert one.hyper is not None
+        assert other.hyper is not None
+        group, column = np.argwhere(one.hyper != other.hyper)[0]
+        name = self.optimizer.hyper_names[column]
+        return (
+            f"{membership.describe(other.worker)} made step {one.step} with "
+            f"{name}={other.hyper[group, column]:g} in parameter group {group}, and "
+            f"{membership.describe(one.worker)} with {name}={one.hyper[group, column]:g}: give all "
+            "workers the same arguments and schedule"
+        )
 
     def check_invariants(self) -> None:
         """Asserts what the comments at the fields say, for tests and the simulator."""

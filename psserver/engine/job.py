@@ -350,10 +350,16 @@ class RunningJob:
                 ),
                 live=live,
                 first=first_of(self.job.membership),
-                uneven=compare_left_out(self.job.membership, rank, left_out),
+                uneven=compare_left_out(self.job.membership, rank, left_out)
+                or self._unlike(is_first=pace is not None),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
                 fastest_step_s=fastest_s(members[rank].pace for rank in live),
             )
+
+    def _unlike(self, *, is_first: bool) -> str:
+        """Returns on the first shard which workers have unlike hyper-parameters; else nothing."""
+        tables = self.job.tables.values() if is_first else ()
+        return next(filter(None, (table.unlike(self.job.membership) for table in tables)), "")
 
     def others_of(self, rank: int) -> passed_calls.Others:
         """Returns what the others do for which a worker waits."""

@@ -61,7 +61,7 @@ class HeartbeatView:
     residual_requests: tuple[ResidualRequest, ...]
     live: tuple[int, ...]  # Ranks.
     first: int  # Lowest rank that is here or still to come.
-    uneven: str  # The worker that leaves out steps of others; empty if none does.
+    uneven: str  # How workers differ, with a remedy; empty: they do not.
     epochs: dict[int, int]  # Epoch of the directory of each table whose workers meet.
     fastest_step_s: float  # Of a step of the fastest worker without its waits; 0: not known.
 

@@ -399,7 +399,12 @@ def _detach(settings: Settings, folder: Path) -> Exit:
     values = json.loads(line)
     if "code" in values:
         raise CommandError(Exit(values["code"]), values["message"])
-    show(Started(**values))
+    try:
+        show(Started(**values))
+    except OSError:  # Nobody has read where they are.
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        raise
     return Exit.OK
 
 

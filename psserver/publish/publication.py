@@ -215,6 +215,11 @@ class Publication:
             return self._newest
 
     @property
+    def has_slices(self) -> bool:
+        """Whether slices of the table are on this shard."""
+        return bool(self._rings)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all versions that are kept."""
         return sum(ring.nbytes for ring in self._rings.values())

@@ -47,6 +47,11 @@ class RelayedTable:
         self.rings = {part.index: VersionRing() for part in slices if part.shard == shard}
 
     @property
+    def has_slices(self) -> bool:
+        """Whether slices of the table are on this shard."""
+        return bool(self.rings)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all versions that are kept."""
         return sum(ring.nbytes for ring in self.rings.values())

@@ -57,6 +57,10 @@ class PublishedTable(Protocol):
     def nbytes(self) -> int:
         """Bytes of all versions that are kept."""
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether slices of the table are on this shard: else it never has a version."""
+
     def find(
         self, index: int, lineage: int, target: int, held: int, known: int
     ) -> FoundVersion | None:
@@ -272,11 +276,15 @@ class PublishedTables(Generic[P]):
         return reply, arrays
 
     def listed(self) -> list[tuple[str, str, Published[P]]]:
-        """Returns job and table of each publication, with a copy of its counts and readers."""
+        """Returns job and table of each publication, with a copy of its counts and readers.
+
+        A table of which this shard has no slice is left out.
+        """
         with self._tables_lock:
             return [
                 (*key, replace(found, readers=dict(found.readers), nbytes=Counter(found.nbytes)))
                 for key, found in sorted(self._published.items())
+                if found.publication.has_slices
             ]
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pscore.errors import AccessError
+from pscore.errors import AccessError, TransportError
 from pscore.net.addresses import explain_silence
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.rpc import RETRYABLE, ChannelOptions, error_of
@@ -282,7 +282,7 @@ def _ask_each(
             try:
                 replies.append(_answer(address, call, credentials))
             except CommandError as problem:
-                if problem.code is not Exit.NO_ANSWER:
+                if problem.code is Exit.ACCESS:
                     raise
                 replies.append(problem)
         return replies
@@ -298,8 +298,14 @@ def _answer(address: str, call: grpc.CallFuture[Reply], credentials: Credentials
         raise explained(problem, address, credentials) from problem
 
 
-def explained(failure: grpc.RpcError, address: str, credentials: Credentials) -> CommandError:
-    """Returns the error of a call that the process at `address` refused, or did not answer."""
+def explained(
+    failure: grpc.RpcError, address: str, credentials: Credentials, limit_s: float | None = None
+) -> CommandError:
+    """Returns the error of a call that the process at `address` refused, or did not answer.
+
+    Args:
+        limit_s: Seconds in which an answer was waited for; None: `ANSWER_S_MAX`.
+    """
     assert isinstance(failure, grpc.Call)
     code, refusal = failure.code(), error_of(failure, address)
     if isinstance(refusal, AccessError):
@@ -312,9 +318,11 @@ def explained(failure: grpc.RpcError, address: str, credentials: Credentials) ->
     if code is grpc.StatusCode.UNIMPLEMENTED:
         what = f"{address} is another service, not a shard of psserver"
     elif code in RETRYABLE:
-        limit = f" within {ANSWER_S_MAX:g} s" if is_late else ""
+        limit = f" within {limit_s or ANSWER_S_MAX:g} s" if is_late else ""
         what = f"nothing answers at {address}{limit}"
         advice = explain_silence(address) or advice
     else:
-        return CommandError(Exit.NO_ANSWER, f"{address} refuses: {refusal}")
+        is_word_of_grpc = isinstance(refusal, TransportError)
+        ending = Exit.NO_ANSWER if is_word_of_grpc else Exit.UNHEALTHY
+        return CommandError(ending, f"{address} refuses: {refusal}")
     return CommandError(Exit.NO_ANSWER, what, advice)

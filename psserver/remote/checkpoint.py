@@ -22,7 +22,7 @@ import numpy as np
 
 from pscore.errors import ConfigError
 from pscore.net.credentials import Credentials
-from pscore.net.rpc import ChannelOptions, error_of
+from pscore.net.rpc import ChannelOptions
 from pscore.optimizers import OPTIMIZERS
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
@@ -56,7 +56,7 @@ class JobShards:
         self, addresses: Sequence[str], credentials: Credentials, options: ChannelOptions = ()
     ) -> None:
         """Connects lazily; `options` are those of the channels."""
-        self.addresses = addresses
+        self.addresses, self._credentials = addresses, credentials
         self._channels = [credentials.channel(address, options) for address in addresses]
         self.stubs = [Stub(channel) for channel in self._channels]
 
@@ -77,8 +77,8 @@ class JobShards:
         try:
             return method(self.stubs[shard])(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as failure:
-            error = error_of(failure, self.addresses[shard])
-            raise CommandError(Exit.NO_ANSWER, f"{self.addresses[shard]}: {error}") from failure
+            about = self.addresses[shard], self._credentials, CALL_TIMEOUT_S
+            raise ask.explained(failure, *about) from failure
 
     def close(self) -> None:
         """Ends the connections."""
@@ -250,7 +250,7 @@ def _capture_tables(
         else:  # Nobody pushes: the version that all have is the newest.
             step = found if has_workers or found != step else None
     raise CommandError(
-        Exit.NO_ANSWER,
+        Exit.UNHEALTHY,
         f"{_named(leads)} of job {job!r} could not be copied at one version in {ATTEMPTS} "
         "attempts: a worker has stopped in the middle of a step (see psserver status), or "
         "steps are too fast",
@@ -266,7 +266,7 @@ def _require_weights(state: TableState, job: str) -> None:
     """Raises a `CommandError` if a slice has been declared, and has no weights yet."""
     if state.updates[0] < 0:
         raise CommandError(
-            Exit.NO_ANSWER,
+            Exit.UNHEALTHY,
             f"table {state.spec.name!r} of job {job!r} has no weights yet; worker 0 uploads them "
             "when it has joined",
         )
@@ -313,7 +313,7 @@ def _capture_at(
             ranks = sorted({rank for reply in replies for rank in reply.missing})
             awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
             raise CommandError(
-                Exit.NO_ANSWER,
+                Exit.UNHEALTHY,
                 f"{_named(request.table for request in requests)} of job {requests[0].job!r} "
                 f"could not be copied within {RESIDUALS_WAIT_S:g} s: a worker has stopped in the "
                 f"middle of a step, or has not sent its residuals: {ranks or 'nobody'}; the job "

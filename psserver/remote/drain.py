@@ -196,7 +196,7 @@ def _refusal(failure: grpc.RpcError, address: str, credentials: Credentials) -> 
     """Returns the error of a process that refuses, or does not answer."""
     error = error_of(failure, address)
     if isinstance(error, AccessError | TransportError):
-        return explained(failure, address, credentials)
+        return explained(failure, address, credentials, ANSWER_S_MAX)
     return CommandError(Exit.UNHEALTHY, f"{address}: {error}")
 
 

@@ -85,4 +85,7 @@ def show(publications: Sequence[dict[str, Any]]) -> None:
     for line in published_lines(publications, sys.maxsize):
         sys.stdout.write(f"{line}\n")
     if not publications:
-        sys.stdout.write("nothing is published; psserver start --publish JOB:every=K\n")
+        sys.stdout.write(
+            "nothing is published: no job has joined, or none that `psserver start --publish "
+            "JOB:every=K` or publish_every= in its script names\n"
+        )

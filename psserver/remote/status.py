@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pscore.grid import Grid
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.text import counted, printable
 from psserver.decisions.job_state import State
@@ -358,7 +359,7 @@ def published_lines(publications: Sequence[dict[str, Any]], room: int) -> list[s
         sent = ", ".join(f"{form} {in_bytes(n)}" for form, n in sorted(one["sent"].items()))
         table, readers = f"{one['job']}/{one['table']}", one["readers"]
         found.append(
-            f"{table}: version {one['version']} (step {one['step']}), "
+            f"{table}: {_version(one)}, "
             f"{counted(len(readers), 'reader')}; sent: {sent or 'nothing'}"
         )
         found += [
@@ -374,6 +375,13 @@ def published_lines(publications: Sequence[dict[str, Any]], room: int) -> list[s
         if len(readers) > room:
             found.append(f"  and {len(readers) - room} more readers (psserver readers)")
     return [printable(line) for line in found]
+
+
+def _version(published: dict[str, Any]) -> str:
+    if published["version"] >= 0:
+        return f"version {published['version']} (step {published['step']})"
+    unit = "updates" if published["exact"] else "s"
+    return f"no version yet, one comes every {published['every']} {unit}"
 
 
 def _show_held(console: Any, job: dict[str, Any]) -> None:
@@ -399,21 +407,12 @@ def _show_exposed(console: Any, job: dict[str, Any]) -> None:
             )
 
 
-def table_of(title: str | None, columns: Mapping[str, Value], items: Iterable[Any]) -> Any:
+def table_of(title: str | None, columns: Mapping[str, Value], items: Iterable[Any]) -> Grid:
     """Returns a table for `rich` to print, with a row for each item."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(
-        *columns,
-        box=box.SIMPLE_HEAD,
-        title=title and escape(printable(title)),
-        title_justify="left",
-    )
-    for item in items:
-        table.add_row(*(escape(printable(str(value(item)))) for value in columns.values()))
-    return table
+    rows = [[escape(printable(str(value(item)))) for value in columns.values()] for item in items]
+    return Grid(list(columns), rows, title and escape(printable(title)))
 
 
 def _values(reported: dict[str, float]) -> str:

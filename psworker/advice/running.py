@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from pscore.errors import ConfigError, ServerUnavailableError
+from pscore.net.addresses import explain_silence
 from pscore.net.credentials import Credentials
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -80,7 +81,12 @@ def read_job(addresses: Sequence[str], credentials: Credentials, name: str) -> O
                     pb.StatusRequest(), timeout=ASK_TIMEOUT_S
                 )
             except grpc.RpcError as failure:
-                raise ServerUnavailableError(f"the shard at {address} does not answer") from failure
+                remedy = explain_silence(address) or (
+                    "start the shards with `psserver start`, or correct --servers"
+                )
+                raise ServerUnavailableError(
+                    f"the shard at {address} does not answer; {remedy}"
+                ) from failure
         found = [job for job in reply.jobs if job.job == name]
         if not found:
             names = ", ".join(sorted(job.job for job in reply.jobs)) or "none"

@@ -625,21 +625,20 @@ def _of_pipeline(path: Path, flags: Flags) -> Flags:
 
 
 def _show_modes(listed_modes: dict[str, dict[str, object]]) -> None:
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
+    from pscore.grid import Grid
     from pscore.rules import RULES
 
-    grid = Table("mode", "what it is", "arguments", box=box.SIMPLE_HEAD)
+    rows = []
     for name, arguments in sorted(listed_modes.items()):
         rule = RULES[name]
         about = f"{(inspect.getdoc(rule) or '').partition(chr(10))[0]}\n{rule.source}"
         listed = "\n".join(f"{key}={value!r}" for key, value in arguments.items())
-        grid.add_row(name, escape(about), escape(listed or "none"))
+        rows.append([name, escape(about), escape(listed or "none")])
     console = Console(highlight=False)
-    console.print(grid)
+    console.print(Grid(("mode", "what it is", "arguments"), rows))
     console.print('mode="ssd(steps=5)" or psworker.SSD(steps=5) in DistributedOptimizer(...)')
 
 

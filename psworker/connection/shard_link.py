@@ -63,7 +63,7 @@ class Link:
         self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.
         self._seen = 0  # Number of the process that was there last; 0: not known.
-        self.uneven = ""  # Which worker has left out steps, as last reported.
+        self.uneven = ""  # How workers differ, as last reported.
         self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
         self.fastest_step_s = 0.0  # Of the fastest worker, as last reported; 0: not known.
         self.num_beats = 0  # Heartbeats answered.
@@ -185,7 +185,7 @@ class Link:
             if reply.uneven != self.uneven:
                 self.uneven = reply.uneven
                 if self.uneven:
-                    log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
+                    log.warning("%s", self.uneven)
             self._check(reply.instance, reply.former_instance, address)
             self.epochs = dict(reply.epochs)
             with self._moving:

@@ -451,7 +451,7 @@ def test_errors_of_the_command_are_one_sentence(
         said = run(command, shards, "checkpoint", folder, "--job", "nobody", code=2)
         assert "this needs a job 'nobody' with weights" in said
         assert job in said
-        said = run(command, shards, "restore", path, "--job", job, code=6)
+        said = run(command, shards, "restore", path, "--job", job, code=1)
         assert "has live workers on shard 0" in said
         (tmp_path / "file").write_text("")
         said = run(command, shards, "checkpoint", tmp_path / "file" / "x", "--job", job, code=5)

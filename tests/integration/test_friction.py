@@ -297,6 +297,16 @@ def test_a_full_disk_at_standard_output_is_a_sentence(
 
 
 @pytest.mark.slow
+def test_detached_shards_whose_address_cannot_be_printed_end(tmp_path: Path) -> None:
+    psserver = Command(tmp_path, fresh=True)
+    line = shlex.join(psserver.line("start", "--port", 0, "--detach")) + " > /dev/full"
+    done = run(["bash", "-c", line], **psserver.environment)
+    assert done.stderr == "psserver: cannot write standard output: No space left on device\n"
+    assert done.returncode == Exit.OUTPUT
+    assert not list(tmp_path.rglob("run.json"))
+
+
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_ends_a_command_without_a_word() -> None:
     line = shlex.join([sys.executable, "-m", "psserver", "rules"]) + " | :; exit ${PIPESTATUS[0]}"
     done = run(["bash", "-c", line], PYTHONUNBUFFERED="")

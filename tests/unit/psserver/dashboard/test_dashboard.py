@@ -356,6 +356,14 @@ def test_the_terminal_fits_into_its_window_and_shows_the_worker_that_others_wait
     assert [line for line in lines if line.startswith("and ")]
 
 
+@pytest.mark.parametrize(("width", "last"), [(40, "wait for"), (200, "host")])
+def test_the_terminal_shows_whole_columns_where_it_is_narrow(width: int, last: str) -> None:
+    lines = shown(status(workers=[worker(0, step=1234)])["jobs"], width=width).splitlines()
+    (row,) = (line for line in lines if line.startswith("0 ") and "1234" in line)
+    assert "…" not in row
+    assert [line for line in lines if line.rstrip().endswith(last)]
+
+
 def test_waits_at_several_slices_for_one_worker_are_one() -> None:
     (job,) = status(waiting_for=["worker 1 at barrier 'x'"])["jobs"]
     places = ["slice 0 of 'm' on shard 0", "slice 1 of 'm' on shard 1"]

@@ -1,6 +1,7 @@
 """A shard as its peers see it: pushes, pulls that wait, departures, barriers and refusals."""
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from psserver.engine.barrier_waits import Arrival
 from psserver.remote.status import combine
 from psserver.service.barrier_wait import wait_at_barrier
 from tests.unit.psserver.front import (
+    HYPER,
     JOB,
     LEASE_S,
     NUMEL,
@@ -461,3 +463,31 @@ async def test_a_shard_with_an_old_state_says_so_when_a_worker_continues_beyond_
         await front.pull(pull_header(0, begins_at, begins_at, begins=True))
     said = [line for line in lines if "its state is an old one" in line["event"]]
     assert [(line["at"], line["continues_at"]) for line in said] == [(2, begins_at)] * is_said
+
+
+@played
+async def test_all_workers_learn_that_their_hyper_parameters_differ(front: Front) -> None:
+    """A step without samples says nothing, nor does another step."""
+    await front.ready(num_workers=3)
+    unlike = [*HYPER[:1], 0.25, *HYPER[2:]]
+
+    async def step(number: int, *last: float, samples: float = 1.0) -> str:
+        for rank, hyper in enumerate((HYPER, HYPER, last)):
+            fields = {"samples": samples if rank == 2 else 1.0, "hyper": hyper}
+            await front.push(push_header(rank, number, **fields), grad(1.0))
+        told: list[str] = []
+        for pace in (pb.Pace(), None):  # The second: as to another shard.
+            request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, pace=pace)
+            told.append((await front.control.Heartbeat(request, Context())).uneven)
+        assert not told[1]
+        return told[0]
+
+    assert await step(0, *HYPER) == ""
+    assert await step(1, *unlike, samples=0.0) == ""
+    found = await step(2, *unlike)
+    assert re.match(
+        r"worker 2 \(.*\) made step 2 with momentum=0.25 in parameter group 0, and worker 0 \(.*\) "
+        r"with momentum=0: give all workers the same arguments and schedule",
+        found,
+    )
+    assert await step(3, *HYPER) == found

@@ -52,6 +52,8 @@ COMMANDS: list[tuple[Exit, tuple[object, ...]]] = [
     (Exit.USAGE, ("start", "--config", "/nonexistent.toml")),
     (Exit.USAGE, ("status", "--servers", "nonsense")),
     (Exit.USAGE, ("start", "--host", "0.0.0.0")),
+    (Exit.USAGE, ("checkpoint", "", *NOBODY)),
+    (Exit.USAGE, ("stop", "--servers", "")),
     (Exit.STATE_DIR, ("certs", "{file}")),
     (Exit.STATE_DIR, ("restore", "/nonexistent", *NOBODY)),
     (Exit.NO_ANSWER, ("status", *NOBODY)),

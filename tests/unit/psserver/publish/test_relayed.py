@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pscore.compressors.none import NoCompression
+from pscore.net.shared_rate import SharedRate
 from pscore.pb.ps.v1 import data_pb2
 from pscore.publish import codec
 from pscore.rules.ssgd import SSGD
@@ -14,7 +15,7 @@ from pscore.subscription.reader import Source
 from pscore.subscription.weights import PublishedWeights
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
-from psserver.publish.relayed import RelayedVersions
+from psserver.publish.relayed import RelayedTable, RelayedVersions, RelayShard
 from psserver.publish.ring import PublishedVersion, VersionRing
 from psserver.publish.tables import ReaderState
 
@@ -98,6 +99,7 @@ def test_each_slice_is_passed_on_as_it_comes_and_as_the_shards_would() -> None:
     up.take(0)
     assert up.newest() == [(7, 0), (7, 0)]
     assert woken.is_set()
+    assert [shard.listed()[0][:2] for shard in up.relay.shards] == [KEY, KEY]
     first = codec.round_to_bf16(up.weights)
     for number in (1, 2):  # Slice 0 comes in two parts, slice 1 in one.
         up.publish(number)
@@ -195,3 +197,12 @@ def test_a_reader_is_forgotten_when_its_connection_has_ended_or_it_is_silent() -
     assert list(shard.listed()[0][2].readers) == [4]
     shard.disconnect(4, told["new"].append)
     assert not shard.listed()[0][2].readers
+
+
+def test_a_shard_without_a_slice_lists_no_table() -> None:
+    """It never has a version, and would be the one that lacks the newest."""
+    lock = threading.Condition()
+    shards = [RelayShard(lock, lambda: 0.0, index, SharedRate(0)) for index in range(3)]
+    for index, shard in enumerate(shards):
+        shard.show(*KEY, RelayedTable(SPEC, index))
+    assert [len(shard.listed()) for shard in shards] == [1, 1, 0]
