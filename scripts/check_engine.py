@@ -1026,6 +1026,7 @@ def swarm(log: Log) -> None:
         try:
             nodes = join_swarm(other, dict(re.findall(r"(\w+)=(\S+)", deploy)))
             shell(certs)
+            require_told(log, shell, deploy)
             for printed, node in zip(("NODE_A", "NODE_B"), nodes, strict=True):
                 label = label.replace(printed, node)
             shell(label)
@@ -1049,6 +1050,16 @@ def swarm(log: Log) -> None:
             # A stack leaves its volumes behind, and the next run would continue from this one's.
             volume = ("docker", "volume", "rm", "--force", f"{name}_shard0")
             wait("the end of the shard", lambda: run(*volume))
+            run("docker", "network", "rm", "docker_gwbridge", check=False)  # Of the Swarm.
+
+
+def require_told(log: Log, shell: Shell, deploy: str) -> None:
+    """Deploys the stack where no node has a label yet; the page's command says so."""
+    (ask,) = re.findall(r"`(docker stack ps [^`]+)`", PAGE.read_text())
+    (said,) = re.findall(r"`(no suitable node)`", PAGE.read_text())
+    shell(deploy)
+    wait(said, lambda: run(*ask.split()).count(said) == PAIR)
+    log.say(f"      without the labels {ask!r} says {said!r} of both shards")
 
 
 def renew_swarm(log: Log, shell: Shell, certs: str, deploy: str) -> None:
