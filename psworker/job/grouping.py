@@ -38,8 +38,10 @@ def choose_group(choice: Choice, environment: Environment) -> tuple[WorkerGroup,
         ConfigError: The choice is not one, or its processes cannot be numbered.
         GroupError: A process of the group has ended.
     """
-    if choice is None or (choice == "auto" and not _is_wanted(environment)):
+    if choice is None:
         return WorkerGroup(), environment
+    if choice == "auto" and not _is_wanted(environment):
+        return WorkerGroup(), _alone(environment)
     if choice in CHOICES:
         group = _of_host(environment)
     elif isinstance(choice, dist.ProcessGroup):
@@ -61,6 +63,22 @@ def choose_group(choice: Choice, environment: Environment) -> tuple[WorkerGroup,
     )
     environment = dataclasses.replace(environment, rank=worker, num_workers=num_workers)
     return LocalGroup(group), environment
+
+
+def _alone(environment: Environment) -> Environment:
+    """Returns the environment of a worker of one process; where groups are numbered, it is one."""
+    if environment.num_groups < 2:  # noqa: PLR2004
+        return environment
+    if environment.local_workers > 1:
+        raise ConfigError(
+            f"PACELINE_NUM_GROUPS is {environment.num_groups}, and the "
+            f"{environment.local_workers} processes of this host are no group: each host would "
+            "train alone; call torch.distributed.init_process_group() first, under torchrun or "
+            "with local_group='host'"
+        )
+    return dataclasses.replace(
+        environment, rank=environment.group, num_workers=environment.num_groups
+    )
 
 
 def _is_wanted(environment: Environment) -> bool:
